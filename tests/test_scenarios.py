@@ -194,11 +194,10 @@ def test_the_waterfall_leads_from_what_is_copied_to_what_fits() -> None:
     with Cards(question.gpu) as cards:
         planner = Planner(question, cards, Evidence())
         attempt = cards.attempt(planner.request(strategy), UNLIMITED)
-        phases = {phase: each.peak_bytes for phase, each in attempt.phases.items()}
         reserved = attempt.peak_reserved_bytes
         taken = process(reserved, planner.non_torch(strategy), planner.band)
         verdict = verdict_of(taken, question.gpu.usable_bytes)
-        last = Ran(chosen(strategy, 0, 20), verdict, reserved, reserved, phases, None)
+        last = Ran(chosen(strategy, 0, 20), verdict, reserved, attempt.peaks, None)
         unused = cast(Any, None)
         steps, notices = waterfall(planner, Confirmed(last, unused, taken, unused, verdict))
     assert notices == ()

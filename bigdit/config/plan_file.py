@@ -60,7 +60,8 @@ class Expected(Strict):
 
 class LargestMicroBatch(Strict):
     """Of one size in pixels, as so many ran on an emulated GPU and one more did not: with nothing recomputed, with the
-    plan's blocks, and with all. None where it was not looked for."""
+    plan's blocks, and with all. 0 where none fits, or swapped blocks have to be recomputed; None where it was not
+    looked for."""
 
     height: PositiveInt
     width: PositiveInt

@@ -189,10 +189,6 @@ class Ledger(Strict):
         """What is allocated at the peak, by category; sums to `peak_allocated_bytes`."""
         return self.deciding.at_peak
 
-    def phase(self, name: str) -> PhasePeak:
-        """The peak of the phase `name`. Raises KeyError where there is no such phase."""
-        return {phase.phase: phase for phase in self.phases}[name]
-
 
 def ledger(timeline: Timeline, granularity: int = CUDA_GRANULARITY) -> Ledger:
     """Sum up `timeline`; `granularity` is 512 for CUDA's caching allocator, and 1 for the bytes asked for."""
@@ -226,9 +222,9 @@ class HostMemory(Strict):
     steps_bytes: NonNegativeInt
     page_locked_bytes: NonNegativeInt
 
-    def saving(self, checkpoint_bytes: int) -> tuple[int, int]:
-        """The peak as it starts or steps, and the one as it saves a copy of so many bytes between steps: never both."""
-        return self.peak_bytes, self.steps_bytes + checkpoint_bytes
+    def saving(self, checkpoint_bytes: int) -> int:
+        """The peak as it starts or steps, or as it saves a copy of so many bytes between steps: never both."""
+        return max(self.peak_bytes, self.steps_bytes + checkpoint_bytes)
 
 
 def pinned_bytes(nbytes: int) -> int:

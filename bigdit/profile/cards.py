@@ -233,7 +233,7 @@ class Cards:
                 return self._run(question, card, values=True) if self._follows[kind] else without
             plain = question.model_copy(update={"counted": False})
             found = self._run(plain, card, values=True)
-            self._follows[kind] = (found.memory, found.peaks) != (without.memory, without.peaks)
+            self._follows[kind] = found.memory != without.memory
             if not self._follows[kind]:
                 return without
             return self._run(question, card, values=True) if question.counted else found

@@ -7,8 +7,9 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -20,20 +21,20 @@ from bigdit.config.wrong import expected, shown
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
 from bigdit.profile.request import model_problems, parse_resolution, precision_problems
-from bigdit.search.question import EngineChoice, Pins, Question, usual_host_bytes
-from bigdit.search.request import Asked, PlanRequest, Size
+from bigdit.search.question import EngineChoice, Pins, Question
+from bigdit.search.request import Asked, PlanRequest, Size, option
 from bigdit.spec import BatchShape, EmaSpec, LoraBase, LoraSpec, OptimizerSpec, Precision, Strategy, Strict
 from bigdit.speed.seconds import Cluster
 from bigdit.units import A_SIZE, gib, parse_bytes, parse_memory
 
-_OPTIONS = {
-    "network_gbs": "--network",
-    "global_batch_size": "--global-batch",
-    "host_memory_bytes": "--host-memory",
-    "micro_batch_size": "--micro-batch",
-    "lora_rank": "--lora",
+_ASKED = {
+    "network_gbs": "network",
+    "global_batch_size": "global_batch",
+    "host_memory_bytes": "host_memory",
+    "micro_batch_size": "micro_batch",
+    "lora_rank": "lora",
 }
-"""Fields of a question whose options are called otherwise."""
+"""Fields of a question that a request calls otherwise."""
 
 _THOUSANDS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}
 
@@ -47,39 +48,29 @@ def question_for(model: str | None = None, gpu: str | None = None, **options: An
     """
     asked = PlanRequest.of(model=model, gpu=gpu, **options)
     problems: list[str] = []
-    found_model = _attempt(problems, "--model", lambda: _model(model))
-    card = _attempt(
-        problems, "--gpu", lambda: resolve_gpu(_text("--gpu", gpu), _text("--gpu-memory", asked.gpu_memory, A_SIZE))
-    )
-    reserved = _attempt(problems, "--reserve", lambda: _reserved(asked.reserve))
+    found = partial(_attempt, problems)
+    found_model = found("--model", lambda: _model(model))
+    card = found("--gpu", lambda: resolve_gpu(_text("--gpu", gpu), _text("--gpu-memory", asked.gpu_memory, A_SIZE)))
+    reserve = "0B" if asked.reserve in (0, "0") else asked.reserve
+    reserved = found("--reserve", lambda: _bytes("--reserve", reserve, parse_bytes))
     if card is not None and (reserved or 0) >= card.told_bytes:
         has = gib(card.told_bytes)
         problems.append(f"--reserve {asked.reserve} leaves nothing of the {card.name}, which has {has}")
     own = [] if asked.resolution is None else asked.resolution
-    sizes = _attempt(problems, "--resolution", lambda: parse_sizes("--resolution", own)) or ()
+    sizes = found("--resolution", lambda: parse_sizes("--resolution", own)) or ()
     sized = [] if asked.buckets is None or asked.buckets in ("none", "aspect") else asked.buckets
-    more = _attempt(problems, "--buckets", lambda: parse_sizes("--buckets", sized)) or ()
-    count = _attempt(problems, "--images", lambda: _count("--images", asked.images))
-    host = _attempt(problems, "--host-memory", lambda: _host_memory(asked.host_memory))
-    folder = _attempt(problems, "--receipts", lambda: _folder("--receipts", asked.receipts))
-
-    cards = {"gpus": asked.gpus, "gpus_per_node": asked.gpus_per_node, "network_gbs": asked.network}
-    pinned = {
-        "engine": asked.engine,
-        "optimizer": asked.optimizer,
-        "precision": asked.precision,
+    more = found("--buckets", lambda: parse_sizes("--buckets", sized)) or ()
+    given = vars(asked) | {
+        "images": found("--images", lambda: _count(asked.images)),
+        "host_memory": found("--host-memory", lambda: _bytes("--host-memory", asked.host_memory, parse_memory)),
+        "receipts": found("--receipts", lambda: _folder(asked.receipts)),
         "checkpointed_blocks": _whole(asked.checkpointed_blocks),
-        "micro_batch_size": asked.micro_batch,
         "ema": "auto" if asked.ema is None and asked.ema_widths is not None else asked.ema,
-        "ema_widths": _attempt(problems, "--ema-widths", lambda: _widths(asked.ema_widths)),
-        "lora_rank": asked.lora,
-        "features": asked.features,
-        "full": asked.full,
+        "ema_widths": found("--ema-widths", lambda: _widths(asked.ema_widths)),
     }
-    wanted = {"global_batch_size": asked.global_batch, "images": count, "host_memory_bytes": host}
-    wanted |= {name: getattr(asked, name) for name in ("frames", "epochs", "price", "explain", "from_scratch")}
-    cluster, pins = Cluster(**_sound(Cluster, cards, problems)), Pins(**_sound(Pins, pinned, problems))
-    amounts = _sound(Question, wanted, problems)
+    given |= dict.fromkeys(("model", "gpu", "resolution", "buckets"))  # which are found already
+    cluster, pins = Cluster(**_sound(Cluster, given, problems)), Pins(**_sound(Pins, given, problems))
+    amounts = _sound(Question, given, problems)
 
     problems += cluster_problems(cluster, pins, amounts.get("global_batch_size"), card)
     problems += pin_problems(cluster, pins, card)
@@ -99,17 +90,20 @@ def question_for(model: str | None = None, gpu: str | None = None, **options: An
     if asked.buckets == "aspect" or (asked.buckets is None and not found_model.video):
         more = aspect_sizes(found_model, (height, width))
     further = dict.fromkeys(size for size in (*sizes, *more) if size != (height, width))
+    if found_model.clip is not None:
+        amounts.setdefault("frames", found_model.clip.frames)
+    if "host_memory_bytes" not in amounts:  # this machine's own where its card was asked for
+        own_card = (gpu or "").strip().casefold() == "auto"
+        usual = memory_bytes() if own_card else card.host_bytes * cluster.processes_per_node
+        amounts |= {"host_memory_bytes": usual, "host_assumed": not own_card}
     return Question(
         model=found_model,
         gpu=card.reserving(reserved),
         cluster=cluster,
         resolution=(height, width),
         buckets=tuple(further),
-        receipts=folder,
         pins=pins,
-        **({"frames": found_model.clip.frames} if found_model.clip is not None else {})
-        | ({} if "host_memory_bytes" in amounts else _usual_host(gpu, card, cluster))
-        | amounts,
+        **amounts,
     )
 
 
@@ -146,14 +140,14 @@ def _whole(asked: int | str | None) -> int | str | None:
     return int(asked) if isinstance(asked, str) and re.fullmatch(r"\d{1,18}", asked) else asked
 
 
-def _count(option: str, asked: int | str | None) -> int | None:
+def _count(asked: int | str | None) -> int | None:
     """`250000`, `30M`, `1.5k` as a number."""
     if not isinstance(asked, str):
         return asked
     match = re.fullmatch(r"(\d[\d_]{0,17}(?:\.\d+)?)\s*([kmbg]?)", asked.strip().lower())
     number = float(match[1].replace("_", "")) * _THOUSANDS[match[2]] if match else 0.5
     if not number.is_integer():
-        raise UserError(f"{option} expects a number such as 250000, 1.5k or 30M, and {asked[:40]!r} was found")
+        raise UserError(f"--images expects a number such as 250000, 1.5k or 30M, and {asked[:40]!r} was found")
     return int(number)
 
 
@@ -164,49 +158,34 @@ def _widths(asked: str | Sequence[float] | None) -> Sequence[str | float] | None
     return asked.split(",") if isinstance(asked, str) else asked
 
 
-def _host_memory(asked: str | None) -> int | None:
+def _bytes(option: str, asked: Any, parse: Callable[[str], int]) -> int | None:
     """`205GiB` as bytes."""
-    text = _text("--host-memory", asked, A_SIZE)
-    return None if text is None else parse_memory(text)
+    text = _text(option, asked, A_SIZE)
+    return None if text is None else parse(text)
 
 
-def _reserved(asked: int | str | None) -> int | None:
-    """`512MiB` as bytes, and 0 without a unit."""
-    if asked in (0, "0"):
-        return 0
-    text = _text("--reserve", asked, A_SIZE)
-    return None if text is None else parse_bytes(text)
-
-
-def _usual_host(gpu: str | None, card: Gpu, cluster: Cluster) -> dict[str, Any]:
-    """This machine's own where its card was asked for; else what is assumed for each card of a machine."""
-    if (gpu or "").strip().casefold() == "auto":
-        return {"host_memory_bytes": memory_bytes()}
-    return {"host_memory_bytes": usual_host_bytes(card, cluster), "host_assumed": True}
-
-
-def _folder(option: str, asked: Path | str | None) -> Path | None:
-    folder = _text(option, asked)
+def _folder(asked: Path | str | None) -> str | None:
+    folder = _text("--receipts", asked)
     if folder is not None and not os.path.isdir(folder):
-        raise UserError(f"{option}: {asked} is no folder; one with receipts, as training writes them, was expected")
-    return None if folder is None else Path(folder)
+        raise UserError(f"--receipts: {asked} is no folder; one with receipts, as training writes them, was expected")
+    return folder
 
 
 def _sound(kind: type[Strict], given: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Of the values given, those that their fields of `kind` take; a line in `problems` for each of the others."""
+    """Of the values given, by their names in a request, those that fields of `kind` take; a line in `problems` for each
+    of the others."""
     sound: dict[str, Any] = {}
-    for name, value in given.items():
-        if value is None:
+    for name, field in kind.model_fields.items():
+        asked = _ASKED.get(name, name)
+        if given.get(asked) is None:
             continue
-        field = kind.model_fields[name]
         wanted: Any = Annotated[field.annotation, field]
         try:
-            sound[name] = TypeAdapter(wanted).validate_python(value)
+            sound[name] = TypeAdapter(wanted).validate_python(given[asked])
         except ValidationError as error:
-            option = _OPTIONS.get(name, f"--{name.replace('_', '-')}")
             details = error.errors()
             of_elements = [detail for detail in details if detail["loc"] and isinstance(detail["loc"][-1], int)]
-            problems.append(f"{option} {expected(of_elements or details)}")  # one of a list, before its length
+            problems.append(f"{option(asked)} {expected(of_elements or details)}")  # one of a list, before its length
     return sound
 
 
@@ -266,20 +245,16 @@ def cluster_problems(cluster: Cluster, pins: Pins, global_batch_size: int | None
             f"--engine single runs on one card, and --gpus is {gpus}; use --engine zero1, zero2, zero3 or fsdp2, or "
             "--gpus 1"
         )
-    if global_batch_size is not None:
-        problems += _sharing_problems(global_batch_size, gpus, pins.micro_batch_size)
+    one_pass = gpus * (pins.micro_batch_size or 1)
+    if global_batch_size is not None and global_batch_size % one_pass:
+        below = global_batch_size // one_pass * one_pass
+        shared = f"{gpus} {'card' if gpus == 1 else 'cards'}"
+        shared += "" if pins.micro_batch_size is None else f" × --micro-batch {pins.micro_batch_size}"
+        near = f"{below} or {below + one_pass}" if below else f"{one_pass}"
+        problems.append(
+            f"--global-batch is {global_batch_size}, and {shared} come to multiples of {one_pass}; nearest: {near}"
+        )
     return problems
-
-
-def _sharing_problems(global_batch_size: int, gpus: int, micro_batch_size: int | None) -> list[str]:
-    one_pass = gpus * (micro_batch_size or 1)
-    below, rest = divmod(global_batch_size, one_pass)
-    if not rest:
-        return []
-    shared = f"{gpus} {'card' if gpus == 1 else 'cards'}"
-    shared += "" if micro_batch_size is None else f" × --micro-batch {micro_batch_size}"
-    near = f"{below * one_pass} or {(below + 1) * one_pass}" if below else f"{one_pass}"
-    return [f"--global-batch is {global_batch_size}, and {shared} come to multiples of {one_pass}; nearest: {near}"]
 
 
 def pin_problems(cluster: Cluster, pins: Pins, gpu: Gpu | None) -> list[str]:
@@ -298,7 +273,7 @@ def pin_problems(cluster: Cluster, pins: Pins, gpu: Gpu | None) -> list[str]:
     if all(refusals):
         why = "; or: ".join(min(each, key=len) for each in refusals)
         pinned = pins.model_dump(include={"engine", "optimizer", "precision", "lora_rank"}, exclude_none=True)
-        named = ", ".join(f"{_OPTIONS.get(name, f'--{name}')} {value}" for name, value in pinned.items())
+        named = ", ".join(f"{option(_ASKED.get(name, name))} {value}" for name, value in pinned.items())
         problems.append(f"{named}: no strategy has this: {why}")
     return problems
 
@@ -310,7 +285,6 @@ def _refusals(cluster: Cluster, pins: Pins, gpu: Gpu | None, base: str | None) -
     smallest_first = reversed(get_args(Precision))
     computed = [each for each in smallest_first if gpu is None or not precision_problems(gpu, each)]
     precisions = [pins.precision] if pins.precision else computed
-    place: Literal["gpu", "cpu"] = "cpu" if pins.ema == "cpu" else "gpu"
     refusals = []
     for engine, precision in itertools.product(engines, precisions):
         try:
@@ -320,7 +294,9 @@ def _refusals(cluster: Cluster, pins: Pins, gpu: Gpu | None, base: str | None) -
                 micro_batch_size=pins.micro_batch_size or 1,
                 precision=precision,
                 optimizer=OptimizerSpec(name=pins.optimizer or "adamw"),
-                ema=None if pins.ema == "none" else EmaSpec(device=place, widths=pins.ema_widths),
+                ema=None
+                if pins.ema == "none"
+                else EmaSpec(device="cpu" if pins.ema == "cpu" else "gpu", widths=pins.ema_widths),
                 lora=None if base is None else LoraSpec.model_validate({"rank": pins.lora_rank, "base": base}),
                 features=pins.features,
             )
@@ -337,18 +313,13 @@ def fitting_shape(
     """A sample of `size`, or of the model's own; and what is wrong with it and all `asked`, by size and option."""
     problems: list[str] = []
     shapes: dict[Size | None, BatchShape] = {}
-    for each, option in ((size, "--resolution"), *asked.items()):
+    for each, named in ((size, "--resolution"), *asked.items()):
         try:
             shapes[each] = batch_shape(model, each, frames)
         except UserError as error:
-            problems += [_of_size(problem, each, option) for problem in error.problems]
+            where = named if each is None else f"{named} {written(each)}"
+            problems += [f"{'--frames' if 'frames' in problem else where}: {problem}" for problem in error.problems]
     return shapes.get(size), list(dict.fromkeys(problems))
-
-
-def _of_size(problem: str, size: Size | None, option: str) -> str:
-    if "frames" in problem:
-        return f"--frames: {problem}"
-    return f"{option}: {problem}" if size is None else f"{option} {written(size)}: {problem}"
 
 
 def model_fits(model: CatalogModel, pins: Pins, shape: BatchShape | None) -> list[str]:
@@ -359,8 +330,5 @@ def model_fits(model: CatalogModel, pins: Pins, shape: BatchShape | None) -> lis
             f"--checkpointed-blocks is {pinned}, and {model.name} has {blocks} blocks; {blocks} and all are the most"
         )
     if pins.features == "online" and shape is not None:
-        try:
-            online_encoders(model, shape)
-        except UserError as error:
-            problems += [f"--features online: {problem}" for problem in error.problems]
+        _attempt(problems, "--features online", lambda: online_encoders(model, shape))
     return problems

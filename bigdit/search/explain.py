@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from bigdit.catalog import Gpu, batch_shape, gpus
-from bigdit.catalog.encoders import online_encoders
+from bigdit.catalog import gpus
 from bigdit.errors import UserError
 from bigdit.profile.attempt import UNLIMITED, Attempt
 from bigdit.profile.cards import Cards
 from bigdit.profile.lanes import WorkerError
 from bigdit.search.candidates import Candidate, Option, Planner, fitting, preferred, process, safe_bytes, verdict_of
+from bigdit.search.dataset import encoding_requests
 from bigdit.search.explore import hopeful
-from bigdit.search.plan import Choice, Step
+from bigdit.search.plan import Choice, Step, Verdict
 from bigdit.search.question import Pins, Question
-from bigdit.search.rows import as_ran
+from bigdit.search.rows import as_ran, step_on
 from bigdit.search.solve import Confirmed, explored, run
 from bigdit.search.space import OPTIMIZER_TITLES, proposals
 from bigdit.spec import BITSANDBYTES, EmaSpec, OptimizerSpec, Precision, Strategy
-from bigdit.speed.seconds import StepTime
 from bigdit.units import gib
 
 WORTH_SAYING = 0.005
@@ -51,7 +50,7 @@ def waterfall(planner: Planner, chosen: Confirmed) -> tuple[tuple[Step, ...], tu
             why = attempt.out_of_memory if isinstance(attempt, Attempt) else attempt
             notices.append(f"not shown on the way to the recommended setting: {change.title}: {why}".splitlines()[0])
             continue
-        bar = Bar({phase: each.peak_bytes for phase, each in attempt.phases.items()}, attempt.peak_reserved_bytes)
+        bar = Bar(attempt.peaks, attempt.peak_reserved_bytes)
         taken = process(bar.reserved_bytes, planner.non_torch(change.strategy), planner.band)
         verdict = verdict_of(taken, question.gpu.usable_bytes)
         shown.append(_step(change, before, bar, taken.high_bytes, verdict))
@@ -61,15 +60,8 @@ def waterfall(planner: Planner, chosen: Confirmed) -> tuple[tuple[Step, ...], tu
     return tuple(shown), tuple(notices)
 
 
-def _step(change: Change, before: Bar | None, bar: Bar, process_bytes: int, verdict: str) -> Step:
-    return Step.model_validate(
-        {
-            "change": change.title,
-            "process_bytes": process_bytes,
-            "verdict": verdict,
-            "saved_by": effect(change, before, bar),
-        }
-    )
+def _step(change: Change, before: Bar | None, bar: Bar, process_bytes: int, verdict: Verdict) -> Step:
+    return Step(change=change.title, process_bytes=process_bytes, verdict=verdict, saved_by=effect(change, before, bar))
 
 
 def effect(change: Change, before: Bar | None, bar: Bar) -> str:
@@ -123,8 +115,8 @@ def naive(question: Question, target: Strategy) -> Strategy:
             "encode_chunk": None,
             "blocks_to_swap": 0,
             "optimizer_in_backward": False,
-            "features": "online" if _has_encoders(question) else target.features,
-            "ds_config": _document(target, precision, own_buckets=True, offloaded=False),
+            "features": "online" if encoding_requests(question) else target.features,
+            "ds_config": _document(target, precision, own_buckets=True),
         }
     )
     return strategy.settled(micro_batch_size=size, grad_accum_steps=1, checkpointed_blocks=0)
@@ -137,11 +129,7 @@ def changes(question: Question, chosen: Candidate) -> list[Change]:
     found = [Change(_naive_title(start), "", start)]
     for title, why, update in _updates(start, target):
         before = found[-1].strategy
-        after = before.model_copy(update=update).settled(
-            micro_batch_size=start.micro_batch_size,
-            grad_accum_steps=1,
-            checkpointed_blocks=0,
-        )
+        after = before.model_copy(update=update).sized(start.step_size)
         if after != before:
             found.append(Change(title, why, after))
     return [*found, *_sizes(start.micro_batch_size, chosen)]
@@ -156,10 +144,6 @@ def _updates(start: Strategy, target: Strategy) -> list[tuple[str, str, dict[str
     state = OPTIMIZER_TITLES[target.optimizer.name]
     lossy = f"{state}, bf16 without masters" if target.precision == "bf16_sr" else state
     average = "no moving average" if target.ema is None else "moving average on the host"
-
-    def document(precision: Precision, *, offloaded: bool = False) -> dict[str, Any] | None:
-        return _document(target, precision, own_buckets=False, offloaded=offloaded)
-
     return [
         ("features cached", "VAE and text encoders leave the card", {"features": target.features}),
         (
@@ -170,17 +154,17 @@ def _updates(start: Strategy, target: Strategy) -> list[tuple[str, str, dict[str
         (
             f"DeepSpeed's buckets of {bucket / 1e6:.0f} M elements",
             f"instead of {DEEPSPEED_BUCKET / 1e6:.0f} M, its own",
-            {"ds_config": document(start.precision)},
+            {"ds_config": _document(target, start.precision)},
         ),
         (
             masters if masters in ("fp32", "tf32") else f"{masters} with fp32 masters",
             "weights, gradients and activations of 2 B instead of 4, and masters of 4 beside them",
-            {"precision": masters, "ds_config": document(masters)},
+            {"precision": masters, "ds_config": _document(target, masters)},
         ),
         (
             f"{on_host} on the host",
             "the card keeps what it computes with",
-            {"cpu_offload": target.cpu_offload, "ds_config": document(masters, offloaded=True)},
+            {"cpu_offload": target.cpu_offload, "ds_config": _document(target, masters, offloaded=True)},
         ),
         (
             "fused optimizer",
@@ -232,15 +216,9 @@ def _naive_title(strategy: Strategy) -> str:
     return f"as copied: {precision}, AdamW, {encoders} on the card{buckets}, micro-batch {strategy.micro_batch_size}"
 
 
-def _has_encoders(question: Question) -> bool:
-    try:
-        online_encoders(question.model, batch_shape(question.model, question.resolution, question.frames))
-    except UserError:
-        return False
-    return True
-
-
-def _document(target: Strategy, precision: Precision, *, own_buckets: bool, offloaded: bool) -> dict[str, Any] | None:
+def _document(
+    target: Strategy, precision: Precision, *, own_buckets: bool = False, offloaded: bool = False
+) -> dict[str, Any] | None:
     """DeepSpeed's document of `target`, changed; None where the engine is another."""
     if target.ds_config is None:
         return None
@@ -262,9 +240,9 @@ MOST_RUN = 6
 """Of each way out: each that does not fit moves the prediction of the next."""
 
 
-def fixes(planner: Planner, nearest: Choice, step_on: Callable[[Gpu], StepTime]) -> tuple[Choice, ...]:
+def fixes(planner: Planner, nearest: Choice, ran: Confirmed) -> tuple[Choice, ...]:
     """What fits, one for each way out: without the pins, more GPUs, adapters, more host memory, a larger GPU. `nearest`
-    is what comes nearest of what was asked for, and `step_on` its time on other GPUs. All of them run."""
+    is what comes nearest of what was asked for, as it `ran`. All of them run."""
     question = planner.question
 
     def first(ways: Iterable[tuple[str, Question]]) -> list[Choice]:
@@ -275,7 +253,7 @@ def fixes(planner: Planner, nearest: Choice, step_on: Callable[[Gpu], StepTime])
         return []
 
     ways = (_unpinned(question), _more_cards(question), _adapters(question))
-    grown = [*_more_host(question, nearest), *_larger_gpu(planner, nearest, step_on)]
+    grown = [*_more_host(question, nearest), *_larger_gpu(planner, nearest, ran)]
     return (*(choice for way in ways for choice in first(way)), *grown)
 
 
@@ -337,7 +315,7 @@ def _host(question: Question, nearest: Choice) -> str:
     return f"{gib(nearest.host_bytes)} of host RAM a machine, instead of {gib(question.host_memory_bytes)}"
 
 
-def _larger_gpu(planner: Planner, nearest: Choice, step_on: Callable[[Gpu], StepTime]) -> list[Choice]:
+def _larger_gpu(planner: Planner, nearest: Choice, ran: Confirmed) -> list[Choice]:
     """The smallest GPU of the catalogue on which `nearest` runs as it stands, in a machine of as much memory as that
     takes."""
     question, needed = planner.question, nearest.process.high_bytes
@@ -358,12 +336,15 @@ def _larger_gpu(planner: Planner, nearest: Choice, step_on: Callable[[Gpu], Step
             continue
         if not attempt.fits:
             continue
-        step, samples = step_on(gpu), nearest.strategy.micro_batch_size * nearest.strategy.grad_accum_steps
+        step, samples = (
+            step_on(planner, ran, gpu),
+            nearest.strategy.micro_batch_size * nearest.strategy.grad_accum_steps,
+        )
         short = question.short_of_host(nearest.host_bytes)
         update = {
             "title": f"{nearest.title}, on {gpu.title}",
             "verdict": "FITS",
-            "phases": {phase: each.peak_bytes for phase, each in attempt.phases.items()},
+            "phases": attempt.peaks,
             "peak_allocated_bytes": attempt.peak_allocated_bytes,
             "peak_reserved_bytes": attempt.peak_reserved_bytes,
             "step": step,

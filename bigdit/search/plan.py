@@ -51,20 +51,6 @@ class Rejected(Strict):
     reason: str
 
 
-class BucketLimit(Strict):
-    """The largest micro-batch of one size in pixels, as it ran where one more does not fit.
-
-    With nothing recomputed, with the recommended number of blocks, and with all. 0 where none fits, or swapped blocks
-    have to be recomputed; None where it was not looked for.
-    """
-
-    height: PositiveInt
-    width: PositiveInt
-    none: NonNegativeInt | None
-    recommended: NonNegativeInt
-    full: NonNegativeInt | None
-
-
 class Curve(Strict):
     """Peak of the process (high end, bytes) against the micro-batch size, as steps ran on an emulated GPU."""
 
@@ -109,10 +95,6 @@ class Setting(Strict):
     non_torch: ByteRange
     rooms: tuple[Room, ...]
     points: tuple[Point, ...]
-
-    def holds(self, strategy: Strategy) -> bool:
-        """Whether `strategy` is this one at sizes of its own."""
-        return alike(self.strategy, strategy)
 
 
 def alike(one: Strategy, other: Strategy) -> bool:
@@ -204,7 +186,7 @@ class Plan(Strict):
     host: HostNeed
     front: tuple[Choice, ...]
     rejected: tuple[Rejected, ...]
-    buckets: tuple[BucketLimit, ...]
+    buckets: tuple[LargestMicroBatch, ...]
     curves: tuple[Curve, ...]
     settings: tuple[Setting, ...]
     smaller: tuple[StepSize, ...]
@@ -273,7 +255,7 @@ def host_need(
         samples_bytes=0 if samples is None else samples.known_bytes,
         page_locked_bytes=host.page_locked_bytes,
         processes_per_node=cluster.processes_per_node,
-        node_bytes=node_bytes(max(host.saving(checkpoint_bytes)), cluster, samples),
+        node_bytes=node_bytes(host.saving(checkpoint_bytes), cluster, samples),
     )
 
 
@@ -320,7 +302,7 @@ def record(plan: Plan) -> PlanFile:
             samples_per_second_per_card=(rate.low, rate.high),
             host_bytes=plan.host.node_bytes,
         ),
-        micro_batch_sizes=tuple(LargestMicroBatch(**limit.model_dump()) for limit in plan.buckets),
+        micro_batch_sizes=plan.buckets,
         smaller=plan.smaller,
         ledger=RecordedLedger.model_validate(plan.ledger.model_dump(mode="json")),
         versions=plan.versions,

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from bigdit.catalog import Gpu
 from bigdit.catalog.gpus import gpus
+from bigdit.config.plan_file import LargestMicroBatch
 from bigdit.memory import Category
 from bigdit.profile.attempt import UNLIMITED, Attempt
 from bigdit.search.candidates import (
@@ -21,7 +22,7 @@ from bigdit.search.candidates import (
     micro_batch_sizes,
     process,
 )
-from bigdit.search.plan import BucketLimit, Choice, Curve, Point, Room, Setting, alike
+from bigdit.search.plan import Choice, Curve, Point, Room, Setting, alike
 from bigdit.search.solve import Confirmed, Ran, run
 from bigdit.search.space import lossy_by
 from bigdit.spec import StepSize
@@ -100,7 +101,9 @@ def front(planner: Planner, options: Sequence[Option], known: Choice) -> tuple[C
     if alike and (fastest := _fastest_first(alike)[0]) not in shown and fastest.rate.middle > _rate(known):
         shown.append(fastest)
     bases = {_base(each) for each in shown} | {None if known.strategy.lora is None else known.strategy.lora.base}
-    shown += [each for each in _fastest_of_each_base(every) if _base(each) not in bases]
+    # nf4 takes less than int8 and is as fast, so that no front has an int8 base, whose error is a tenth.
+    fastest_of = {_base(each): each for each in reversed(_fastest_first(every))}
+    shown += [each for base, each in fastest_of.items() if base not in bases]
     ran = [each for each in run(planner, _fastest_first(shown)) if each is not None and each.verdict != "DOES NOT FIT"]
     rows = [known, *(as_ran(planner, each) for each in ran)]
     rows.sort(key=lambda choice: (choice.lossless != known.lossless, -_rate(choice)))
@@ -126,11 +129,6 @@ def _frontier(candidates: Sequence[Candidate]) -> list[Candidate]:
 def _base(found: Candidate) -> str | None:
     lora = found.option.proposal.strategy.lora
     return None if lora is None else lora.base
-
-
-def _fastest_of_each_base(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """nf4 takes less than int8 and is as fast, so that no front has an int8 base, whose error is a tenth."""
-    return list({_base(each): each for each in reversed(_fastest_first(candidates))}.values())
 
 
 def _fastest_first(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -162,9 +160,7 @@ def _thinned(rows: Sequence[Candidate], most: int) -> list[Candidate]:
     """At most so many of the rows, the first and the last among them."""
     if len(rows) <= most:
         return list(rows)
-    if most < 2:
-        return list(rows[: max(most, 0)])
-    return [rows[round(at * (len(rows) - 1) / (most - 1))] for at in range(most)]
+    return [rows[round(at * (len(rows) - 1) / max(most - 1, 1))] for at in range(most)]
 
 
 def faster_or_slower(rate: Interval, other: Interval) -> str:
@@ -215,15 +211,11 @@ def settings(
     known = {row.title: row for row in [*_choices(planner, own, runs), *rows]}
     found = []
     for option in options:
-        strategy = option.proposal.strategy
-        points = {
-            (row.strategy.micro_batch_size, _blocks(option, row)): row
-            for row in known.values()
-            if alike(strategy, row.strategy)
-        }
+        title, strategy = option.proposal.title, option.proposal.strategy
+        points = [_point(planner, best, row) for row in known.values() if alike(strategy, row.strategy)]
+        points.sort(key=lambda point: (point.micro_batch_size, point.checkpointed_blocks))
         if points:
-            ran = tuple(_point(planner, best, row, blocks) for (_, blocks), row in sorted(points.items()))
-            title, around = option.proposal.title, planner.non_torch(strategy)
+            around, ran = planner.non_torch(strategy), tuple(points)
             found.append(Setting(title=title, strategy=strategy, non_torch=around, rooms=rooms(planner), points=ran))
     return tuple(found)
 
@@ -231,30 +223,22 @@ def settings(
 def _choices(planner: Planner, own: Option, runs: Runs) -> list[Choice]:
     allowed = {*micro_batch_sizes(planner.question, own.proposal.strategy)}  # runs go on beyond a global batch
     found = []
-    for blocks, attempts in runs.items():
-        for size, attempt in attempts.items():
-            if size in allowed:
-                place = candidate(planner, own, size, blocks)
-                phases = {phase: each.peak_bytes for phase, each in attempt.phases.items()}
-                micro_batches = planner.request(place.strategy).strategy.grad_accum_steps
-                launches = launches_of(attempt.launched, micro_batches)
-                reserved = attempt.peak_reserved_bytes
-                found.append(as_ran(planner, Ran(place, "FITS", reserved, reserved, phases, launches)))
+    for (blocks, size), attempt in runs.items():
+        if size in allowed:
+            place = candidate(planner, own, size, blocks)
+            micro_batches = planner.request(place.strategy).strategy.grad_accum_steps
+            launches = launches_of(attempt.launched, micro_batches)
+            found.append(as_ran(planner, Ran(place, "FITS", attempt.peak_reserved_bytes, attempt.peaks, launches)))
     return found
 
 
-def _blocks(option: Option, row: Choice) -> int:
-    blocks = row.strategy.checkpointed_blocks
-    return option.arrangement.count if blocks == "all" else blocks
-
-
-def _point(planner: Planner, best: Confirmed, row: Choice, blocks: int) -> Point:
+def _point(planner: Planner, best: Confirmed, row: Choice) -> Point:
     recorded = row.strategy == best.candidate.strategy
     at_peak: dict[Category, int] = best.answer.ledger.at_peak if recorded else {}
     short = planner.question.short_of_host(row.host_bytes)
     return Point(
         micro_batch_size=row.strategy.micro_batch_size,
-        checkpointed_blocks=blocks,
+        checkpointed_blocks=int(row.strategy.checkpointed_blocks),
         phase=max(row.phases, key=lambda phase: row.phases[phase]),
         at_peak=at_peak,
         peak_allocated_bytes=row.peak_allocated_bytes,
@@ -278,47 +262,34 @@ def rooms(planner: Planner) -> tuple[Room, ...]:
     return tuple(Room(card=gpu.title, usable_bytes=gpu.usable_bytes) for gpu in (own, *alike))
 
 
-Runs = Mapping[int, Mapping[int, Attempt]]
+Runs = Mapping[tuple[int, int], Attempt]
 """Attempts by the number of recomputed blocks and the micro-batch size."""
 
 
-def runs(planner: Planner, chosen: Candidate, limit: BucketLimit) -> Runs:
+def runs(planner: Planner, chosen: Candidate, limit: LargestMicroBatch) -> Runs:
     """The sizes up to the `limit` that ran, with no block, the chosen number of them and all recomputed: two of each at
     least, where so many fit."""
     largest = {chosen.blocks: limit.recommended, 0: limit.none, chosen.option.arrangement.count: limit.full}
-    places = [
-        (blocks, size)
-        for blocks, most in largest.items()
-        for size in _two_at_least([size for size in chosen.option.ran(blocks) if size <= (most or 0)])
-    ]
+    places: list[tuple[int, int]] = []
+    for blocks, most in largest.items():
+        sizes = [size for size in chosen.option.ran(blocks) if size <= (most or 0)]
+        places += [(blocks, size) for size in sorted({*sizes, 1} if len(sizes) == 1 else sizes)]
     strategies = [replace(chosen, blocks=blocks, micro_batch_size=size).strategy for blocks, size in places]
     attempts = planner.cards.attempts([(planner.request(each), UNLIMITED) for each in strategies])
-    found: dict[int, dict[int, Attempt]] = {blocks: {} for blocks in largest}
-    for (blocks, size), attempt in zip(places, attempts, strict=True):
-        if isinstance(attempt, Attempt):
-            found[blocks][size] = attempt
-    return found
-
-
-def _two_at_least(sizes: list[int]) -> list[int]:
-    return sorted({*sizes, 1} if len(sizes) == 1 else sizes)
+    return {place: each for place, each in zip(places, attempts, strict=True) if isinstance(each, Attempt)}
 
 
 def curves(planner: Planner, chosen: Candidate, ran: Runs) -> tuple[Curve, ...]:
     """One curve for each number of recomputed blocks: none, the recommended, all."""
     count, around = chosen.option.arrangement.count, planner.non_torch(chosen.strategy)
     labels = {chosen.blocks: f"{chosen.blocks} of {count} blocks", 0: "nothing recomputed"}
-    return tuple(
-        Curve(
-            label=label,
-            micro_batch_sizes=tuple(ran[blocks]),
-            process_bytes=tuple(
-                process(each.peak_reserved_bytes, around, planner.band).high_bytes for each in ran[blocks].values()
-            ),
-        )
-        for blocks, label in sorted((labels | {count: "all blocks recomputed"}).items())
-        if ran.get(blocks)
-    )
+    found = []
+    for blocks, label in sorted((labels | {count: "all blocks recomputed"}).items()):
+        reserved = {size: each.peak_reserved_bytes for (of, size), each in ran.items() if of == blocks}
+        taken = tuple(process(each, around, planner.band).high_bytes for each in reserved.values())
+        if reserved:
+            found.append(Curve(label=label, micro_batch_sizes=tuple(reserved), process_bytes=taken))
+    return tuple(found)
 
 
 LESS = 0.05

@@ -184,13 +184,12 @@ MOST_RUN = 10
 
 @dataclass(frozen=True)
 class Ran:
-    """How a candidate ran. `reserved_bytes` is what torch reserved of the GPU, and `wanted_bytes` what it does where
-    there is room for all. `phases`: allocated bytes at the most."""
+    """How a candidate ran. `reserved_bytes` is what torch reserved of the GPU. `phases`: allocated bytes at the
+    most."""
 
     candidate: Candidate
     verdict: Verdict
     reserved_bytes: int
-    wanted_bytes: int
     phases: dict[str, int]
     launches: Launches | None
 
@@ -245,8 +244,7 @@ def run(planner: Planner, candidates: Sequence[Candidate]) -> list[Ran | None]:
             reserved = last.peak_reserved_bytes if isinstance(last, Attempt) and came_through else wanted
         each.option.correct(each.micro_batch_size, each.blocks, wanted)
         launches = launches_of(attempt.launched, request.strategy.grad_accum_steps)
-        phases = {phase: each.peak_bytes for phase, each in attempt.phases.items()}
-        found.append(Ran(each, said, reserved, wanted, phases, launches))
+        found.append(Ran(each, said, reserved, attempt.peaks, launches))
     return found
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from bigdit import catalog
+from bigdit.config.plan_file import LargestMicroBatch
 from bigdit.errors import versions
 from bigdit.memory import Ledger
 from bigdit.memory.process import ByteRange, beside_training
@@ -17,7 +18,6 @@ from bigdit.report.plan import show
 from bigdit.search import candidates as verdict
 from bigdit.search.plan import (
     Band,
-    BucketLimit,
     Choice,
     Curve,
     DatasetNeed,
@@ -103,9 +103,9 @@ def made_plan() -> Plan:
         front=front(chosen),
         rejected=REJECTED,
         buckets=(
-            BucketLimit(height=1024, width=1024, none=4, recommended=9, full=31),
-            BucketLimit(height=832, width=1248, none=4, recommended=9, full=31),
-            BucketLimit(height=512, width=512, none=19, recommended=38, full=127),
+            LargestMicroBatch(height=1024, width=1024, none=4, recommended=9, full=31),
+            LargestMicroBatch(height=832, width=1248, none=4, recommended=9, full=31),
+            LargestMicroBatch(height=512, width=512, none=19, recommended=38, full=127),
         ),
         curves=(
             curve("none", chosen, 2.0),

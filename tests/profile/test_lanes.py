@@ -51,6 +51,11 @@ class Asked(Strict):
     what: str
 
 
+def forks(lanes: Lanes) -> list[int | None]:
+    """The process that answers in each lane, None where there is none."""
+    return [lane.fork for lane in lanes._lanes] or [None] * 2
+
+
 @pytest.fixture
 def lanes() -> Iterator[Lanes]:
     server = [sys.executable, "-c", SERVER], os.environ | {"PYTHONPATH": str(ROOT)}
@@ -112,8 +117,8 @@ def test_what_ends_one_fork_disturbs_no_other_and_the_next_question_has_another(
 def test_one_that_takes_too_long_is_stopped_alone(lanes: Lanes) -> None:
     with ThreadPoolExecutor(1) as aside:
         slow = aside.submit(ask, lanes, 0, "sleep", 1.0)
-        until(lambda: lanes.forks[:1] != [None])
-        fork, process = lanes.forks[0], lanes.start()
+        until(lambda: forks(lanes)[:1] != [None])
+        fork, process = forks(lanes)[0], lanes.start()
         assert ask(lanes, 1, "two")[0] == "two"
         with pytest.raises(TimeoutError):
             slow.result()
@@ -124,10 +129,10 @@ def test_one_that_takes_too_long_is_stopped_alone(lanes: Lanes) -> None:
 def test_a_process_that_is_killed_takes_its_forks_along_and_the_next_question_starts_another(lanes: Lanes) -> None:
     with ThreadPoolExecutor(2) as aside:
         waiting = [aside.submit(ask, lanes, lane, "sleep") for lane in (0, 1)]
-        until(lambda: None not in lanes.forks)
-        forks = [fork or 0 for fork in lanes.forks]
+        until(lambda: None not in forks(lanes))
+        ended = [fork or 0 for fork in forks(lanes)]
         os.kill(lanes.start(), signal.SIGKILL)
-        until(lambda: all(map(gone, forks)))
+        until(lambda: all(map(gone, ended)))
         for each in waiting:
             with pytest.raises(WorkerError, match=f"^the question ended with status {-signal.SIGKILL} and no result"):
                 each.result()
@@ -138,7 +143,7 @@ def test_a_process_that_is_killed_is_told_to_all_that_wait_for_it(lanes: Lanes) 
     with ThreadPoolExecutor(2) as aside:
         for _ in range(10):
             waiting = [aside.submit(ask, lanes, lane, "sleep") for lane in (0, 1)]
-            until(lambda: None not in lanes.forks)
+            until(lambda: None not in forks(lanes))
             os.kill(lanes.start(), signal.SIGKILL)
             for each in waiting:
                 with pytest.raises(WorkerError, match=f"^the question ended with status {-signal.SIGKILL} and"):
@@ -150,8 +155,8 @@ def test_nothing_is_left_when_it_ends(lanes: Lanes) -> None:
     processes = [ask(lanes, 0, "one")[1], lanes.start()]
     with ThreadPoolExecutor(1) as aside:
         asked = aside.submit(ask, lanes, 1, "sleep")
-        until(lambda: lanes.forks[1] is not None)
-        processes.append(lanes.forks[1] or 0)
+        until(lambda: forks(lanes)[1] is not None)
+        processes.append(forks(lanes)[1] or 0)
         lanes.close()
         with pytest.raises(WorkerError):
             asked.result()
