@@ -73,6 +73,8 @@ JUNK = SCALARS | st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS | st.integers(0, 3), inner, max_size=3),
     max_leaves=6,
 )
+OTHERS = ("nothing", "a folder", "a link to itself")
+"""What lies where a file is to be."""
 
 
 @dataclass
@@ -117,12 +119,15 @@ def changed(draw: st.DrawFn, sound: Any) -> Any:
 
 @st.composite
 def texts(draw: st.DrawFn, sound: Any, write: Any) -> str:
-    """A changed document as a text, now and then damaged."""
+    """A changed document as a text, now and then damaged, or something else in its place."""
     text: str = write(draw(changed(sound)))
     if draw(st.integers(0, 9)):
         return text
     at = draw(st.integers(0, len(text)))
-    return draw(st.sampled_from([text[:at], text[:at] + draw(TEXTS) + text[at:], text + text, draw(TEXTS)]))
+    flipped = chr(ord(text[at]) ^ 1 << draw(st.integers(0, 6))) if at < len(text) else "\udcff"  # no UTF-8
+    rests = (draw(TEXTS) + text[at:], flipped + text[at + 1 :], "\0" * len(text[at : at + 512]) + text[at + 512 :])
+    damaged = [text[:at] + rest for rest in ("", *rests)]
+    return draw(st.sampled_from([*damaged, text + text, draw(TEXTS), *OTHERS]))
 
 
 def _yaml(value: Any) -> str:
@@ -234,6 +239,17 @@ def unanswered() -> Iterator[None]:
         yield
 
 
+def put(path: Path, text: str) -> None:
+    """Write a file, or what is in its place."""
+    path.parent.mkdir(exist_ok=True)
+    if text == "a folder":
+        path.mkdir()
+    elif text == "a link to itself":
+        path.symlink_to(path.name)
+    elif text != "nothing":
+        path.write_bytes(text.encode(errors="surrogateescape"))
+
+
 def check(written: Written, limit: float = LIMIT_S) -> int:
     """Have it answered; the exit status. Raises AssertionError where the answer is none, or takes `limit` seconds."""
 
@@ -244,8 +260,7 @@ def check(written: Written, limit: float = LIMIT_S) -> int:
     before = signal.signal(signal.SIGALRM, hang)
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), unanswered():
         for name, text in written.files.items():
-            Path(name).parent.mkdir(exist_ok=True)
-            Path(name).write_text(text)
+            put(Path(name), text)
         signal.setitimer(signal.ITIMER_REAL, limit)
         try:
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

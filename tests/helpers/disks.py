@@ -15,7 +15,8 @@ def mounted(folder, options):
     try:
         yield folder
     finally:
-        subprocess.run(["umount", folder], check=True)
+        # Lazily: threads of a process that was killed may still hold files when it counts as ended.
+        subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 def remount(folder, options):

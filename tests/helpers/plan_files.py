@@ -4,12 +4,11 @@ import json
 
 import pytest
 import yaml
-from chaotic.plans import made_up
 from commands import DIGITS, TINY
 
-from bigdit.config.plan_file import write_plan_file
+from bigdit.config.plan_file import Asked, Expected, Phase, PlanFile, RecordedLedger, write_plan_file
 from bigdit.config.strategy import parse_strategy
-from bigdit.errors import UserError
+from bigdit.errors import UserError, versions
 from bigdit.spec import BatchShape, ModelSpec, OptimizerSpec, Strategy
 
 DIGITS_MODEL = yaml.safe_load(DIGITS.read_text())["model"]
@@ -25,6 +24,41 @@ def plan_of(strategy=SINGLE, *, kwargs=None, **found):
     """A plan of the digits' model; what a search would have found beside its strategy is made up."""
     model = ModelSpec(name="digits", class_name=DIGITS_MODEL["class_name"], kwargs=kwargs or DIGITS_MODEL["kwargs"])
     return made_up(model, BatchShape(latents=(4, 4, 6), text=(32, 64)), strategy, **found)
+
+
+def made_up(model, batch, strategy, *, gpus_per_node=8, verdict="FITS", expandable_segments=False):
+    """A plan for A40s, of pictures twice as high and wide as their latents."""
+    height, width = (2 * side for side in batch.latents[-2:])
+    return PlanFile(
+        model=model,
+        batch=batch,
+        question=Asked(
+            gpu="a40",
+            gpus=strategy.world_size,
+            gpus_per_node=gpus_per_node,
+            resolution=(height, width),
+            frames=None,
+            global_batch_size=None,
+            images=None,
+            epochs=1.0,
+            price=None,
+            pins={},
+        ),
+        strategy=strategy,
+        expandable_segments=expandable_segments,
+        expected=Expected(
+            verdict=verdict,
+            usable_bytes=44 << 30,
+            peak_allocated_bytes=39 << 30,
+            peak_reserved_bytes=40 << 30,
+            process_bytes=(40 << 30, 41 << 30),
+            samples_per_second_per_card=(1e-8, 9.25),
+        ),
+        micro_batch_sizes=(),
+        ledger=RecordedLedger(granularity=512, phases=(Phase(phase="step", peak_bytes=9, end_bytes=9, at_peak={}),)),
+        versions=versions(),
+        catalogue="0123456789abcdef",
+    )
 
 
 def zero2(**changes):

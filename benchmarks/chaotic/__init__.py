@@ -1,1 +1,0 @@
-"""Rounds of chaos: what is disturbed, when, and what must be true afterwards."""

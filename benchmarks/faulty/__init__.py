@@ -1,1 +1,0 @@
-"""Faults, and what must be true of a store after each."""

@@ -1,0 +1,197 @@
+"""Commands of bigdit that are disturbed, damage, and what runs leave."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import warm
+from commands import BIN, ROOT, environment_with
+from safetensors.numpy import load_file
+
+from bigdit.checkpoint.folder import checksum, open_checkpoint
+from bigdit.lifeline import ENDED, state_of
+from bigdit.train.seen.metrics import read_metrics
+
+TAG = f"BIGDIT_DISTURBED={os.getpid()}"
+"""In the environment of all that commands start: so their processes are found, whoever their parents are."""
+LIMIT_S = 120.0
+BUGS = ("Traceback", "this is a bug", "Fatal Python error")
+_known = set()
+
+
+class Command:
+    """`bigdit ARGUMENTS` that runs. `cold`: in a new interpreter, as a shell starts it."""
+
+    def __init__(self, arguments, log, watched, *, cold=False):
+        words, self.log, self._watched = [str(BIN / "bigdit"), *map(str, arguments)], log, watched
+        print(*words[1:2], *words[-2:])  # pytest shows it where a round fails
+        own = environment_with(dict([TAG.split("="), ("BIGDIT_RECEIPTS", str(log.parent / "receipts"))]))
+        with open(log, "w") as said:
+            files = {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": said}
+            start = warm.Executed if cold else warm.Popen
+            self.process = start(words, env=own, cwd=ROOT, **files, start_new_session=True)
+
+    def text(self):
+        return self.log.read_text(errors="replace")
+
+    def until(self, changes, seconds, clock=None):
+        """Wait until so many files have come or gone, and then so long; whether it still runs. `clock` draws times that
+        all files are set to meanwhile."""
+        before, deadline = _listing(self._watched), time.monotonic() + LIMIT_S
+        while changes > 0 and self.process.poll() is None:
+            assert time.monotonic() < deadline, f"nothing happened: {self.text()[-2000:]}"
+            now = _listing(self._watched)
+            changes -= len(now ^ before)
+            before = now
+            if clock is not None:
+                set_times(self._watched, clock)
+            time.sleep(0.0005)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+        return self.process.poll() is None
+
+    def hit(self, signum, whom, draw):
+        """Send a signal to `the command`, to `a process` that it started, or to `all`; who got it."""
+        own, others = self.process.pid, [pid for pid in living() if pid != self.process.pid]
+        chosen = {"the command": [own], "a process": [draw.choice(others or [own])], "all": [own, *others]}[whom]
+        print(signum.name, whom)
+        return send(signum, chosen)
+
+    def ends(self, *statuses, refused=lambda status: status == 1, most=1, alone=True):
+        """Its status, one of these where any are given. Where it was `refused`, and only there, a line of an error says
+        why, `most` lines of a config. Where it was `alone`, no process is left."""
+        try:
+            status = self.process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"no end within {LIMIT_S:g} s: {self.text()[-3000:]}") from None
+        _ = alone and none_left()
+        said = f"status {status}: {self.text()[-3000:]}"
+        lines = sum(line.startswith("error: ") for line in self.text().splitlines())
+        assert not any(bug in said for bug in BUGS), said
+        assert status in (statuses or [status]), said
+        assert bool(refused(status)) <= lines <= (most if refused(status) else 0), said
+        return status
+
+
+def _listing(folder):
+    return {(root, name) for root, folders, files in os.walk(folder) for name in (*folders, *files)}
+
+
+def living():
+    """The processes that commands started and that have not ended."""
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with suppress(OSError):
+            if TAG.encode() in Path("/proc", name, "environ").read_bytes().split(b"\0"):
+                _known.add(int(name))
+    _known.intersection_update([pid for pid in _known if state_of(pid) not in ENDED])
+    return sorted(_known)
+
+
+def send(signum, pids):
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signum)
+    return pids
+
+
+def none_left(within=30.0, *, kill=False):
+    """Wait until no process of a command lives."""
+    deadline = time.monotonic() + within
+    while left := living():
+        assert time.monotonic() < deadline, f"processes were left behind: {left}"
+        send(signal.SIGKILL, left if kill else [])
+        time.sleep(0.005)
+
+
+def set_times(folder, draw):
+    moment = draw.choice([315532800, 4102444800])  # 1980 or 2100
+    for file in folder.rglob("*"):
+        with suppress(OSError):
+            os.utime(file, (moment, moment), follow_symlinks=False)
+
+
+def folder_of(output, step):
+    return output / f"checkpoints/step-{step:08d}"
+
+
+def steps_of(output):
+    return sorted(int(folder.name[5:]) for folder in (output / "checkpoints").glob("step-*"))
+
+
+def rows_of(output):
+    """What metrics.jsonl says of each step but its speed."""
+    rows = read_metrics(output / "metrics.jsonl")
+    return [tuple(row.get(key) for key in ("step", "loss", "grad_norm", "lr")) for row in rows]
+
+
+def exports_of(output):
+    """Checksums of all files that were exported, by path."""
+    files = [file for file in sorted((output / "exports").rglob("*")) if file.is_file() and ".tmp-" not in str(file)]
+    return {str(file.relative_to(output / "exports")): checksum(file) for file in files}
+
+
+def held_in(output, step):
+    """By file, what a whole checkpoint holds: header, which has no fixed order, and bytes of its tensors."""
+    held, found = {}, open_checkpoint(folder_of(output, step))
+    assert {name: checksum(found.folder / name) for name in found.state["checksums"]} == found.state["checksums"]
+    for content, name in ((file.read_bytes(), file.name) for file in found.files()):
+        data = 8 + int.from_bytes(content[:8], "little")
+        held[name] = json.loads(content[8:data]), content[data:]
+    return held
+
+
+def weights_of(output):
+    """All that was exported, by path and name."""
+    files = (output / "exports").rglob("*.safetensors")
+    return {f"{file.relative_to(output)} {name}": each for file in files for name, each in load_file(file).items()}
+
+
+DAMAGES = {"a bit flipped": 8, "cut": 3, "made longer": 2, "emptied": 2, "512 bytes zeroed": 2, "removed": 2}
+DAMAGES |= {"another in its place": 3, "a folder in its place": 1, "a link to itself": 1, "not to be read": 1}
+"""Ways to damage a file, with how often of all."""
+
+
+def damage(draw, root, but):
+    """Damage a file in `root`, each kind of names as likely as the others: the file, what it held, and how."""
+    files = [file for file in sorted(root.rglob("*")) if file.is_file() and file.stat().st_size]
+    kinds = {}
+    for each in files:
+        kinds.setdefault(re.match(r"\w+", str(each.relative_to(root)))[0], []).append(each)
+    file = draw.choice(kinds[draw.choice(sorted({*kinds} - {but}))])
+    whole = file.read_bytes()
+    at, bit, page = draw.randrange(len(whole)), 1 << draw.randrange(8), draw.randrange(len(whole)) // 512 * 512
+    alike = [each for each in files if each != file and each.suffix == file.suffix]
+    others = [each for each in alike if each.name == file.name or each.parent == file.parent]
+    ways = {
+        "a bit flipped": whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :],
+        "cut": whole[:at],
+        "made longer": whole + draw.randbytes(draw.randrange(1, 100)),
+        "emptied": b"",
+        # what is left of a page that was not on disk when the power went
+        "512 bytes zeroed": whole[:page] + bytes(len(whole[page : page + 512])) + whole[page + 512 :],
+        "another in its place": draw.choice(others or [file]).read_bytes(),
+    }
+    how = draw.choices(list(DAMAGES), list(DAMAGES.values()))[0]
+    file.write_bytes(ways.get(how, whole))
+    if how in ("removed", "a folder in its place", "a link to itself"):
+        file.unlink()
+        {"a folder in its place": file.mkdir, "a link to itself": lambda: file.symlink_to(file)}.get(how, int)()
+    elif how == "not to be read":  # root reads it all the same
+        file.chmod(0)
+    print(how, file)
+    return file, whole, how
+
+
+def bring_back(file, content):
+    """As it was before it was damaged."""
+    if file.is_dir() and not file.is_symlink():
+        shutil.rmtree(file)
+    file.unlink(missing_ok=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(content)
