@@ -207,8 +207,7 @@ def settings(
     planner: Planner, options: Sequence[Option], best: Confirmed, rows: Sequence[Choice], runs: Runs
 ) -> tuple[Setting, ...]:
     """The options of which any size ran: `rows`, and the `runs` of the best one, which alone has categories."""
-    own = best.candidate.option
-    known = {row.title: row for row in [*_choices(planner, own, runs), *rows]}
+    known = {row.title: row for row in [*_choices(planner, best.candidate, runs), *rows]}
     found = []
     for option in options:
         title, strategy = option.proposal.title, option.proposal.strategy
@@ -220,13 +219,13 @@ def settings(
     return tuple(found)
 
 
-def _choices(planner: Planner, own: Option, runs: Runs) -> list[Choice]:
-    allowed = {*micro_batch_sizes(planner.question, own.proposal.strategy)}  # runs go on beyond a global batch
+def _choices(planner: Planner, chosen: Candidate, runs: Runs) -> list[Choice]:
+    allowed = {*micro_batch_sizes(planner.question, chosen.strategy)}  # runs go on beyond a global batch
+    micro_batches = planner.request(chosen.strategy).strategy.grad_accum_steps  # of all that ran
     found = []
     for (blocks, size), attempt in runs.items():
         if size in allowed:
-            place = candidate(planner, own, size, blocks)
-            micro_batches = planner.request(place.strategy).strategy.grad_accum_steps
+            place = candidate(planner, chosen.option, size, blocks)
             launches = launches_of(attempt.launched, micro_batches)
             found.append(as_ran(planner, Ran(place, "FITS", attempt.peak_reserved_bytes, attempt.peaks, launches)))
     return found
