@@ -164,6 +164,22 @@ class Step(Strict):
     saved_by: str
 
 
+class HostNeed(Strict):
+    """`process_bytes` are tensors of one process at the most (the model as it is loaded; then offloaded state, pinned
+    buffers, batches read ahead), and `steps_bytes` those of its steps, of which `page_locked_bytes` are locked;
+    `checkpoint_bytes` beside the latter are the copy that it saves its state from;
+    `samples_bytes` are weights that the main process draws pictures on the way with; `node_bytes` is the sum over the
+    processes of the machine that has it, with the libraries'."""
+
+    process_bytes: NonNegativeInt
+    steps_bytes: NonNegativeInt
+    checkpoint_bytes: NonNegativeInt
+    samples_bytes: NonNegativeInt
+    page_locked_bytes: NonNegativeInt
+    processes_per_node: PositiveInt
+    node_bytes: NonNegativeInt
+
+
 class Plan(Strict):
     """The answer. `chosen` is the recommended strategy, or the one nearest to fitting where `verdict` is DOES NOT FIT.
 
@@ -237,22 +253,6 @@ without (pytorch/pytorch#70416, libtorch of 2021): 2454 MiB more for the driver'
 has loaded its kernels lazily since 11.7, and takes less: rounded up, this is a bound and no measurement of today's
 builds.
 """
-
-
-class HostNeed(Strict):
-    """`process_bytes` are tensors of one process at the most (the model as it is loaded; then offloaded state, pinned
-    buffers, batches read ahead), and `steps_bytes` those of its steps, of which `page_locked_bytes` are locked;
-    `checkpoint_bytes` beside the latter are the copy that it saves its state from;
-    `samples_bytes` are weights that the main process draws pictures on the way with; `node_bytes` is the sum over the
-    processes of the machine that has it, with the libraries'."""
-
-    process_bytes: NonNegativeInt
-    steps_bytes: NonNegativeInt
-    checkpoint_bytes: NonNegativeInt
-    samples_bytes: NonNegativeInt
-    page_locked_bytes: NonNegativeInt
-    processes_per_node: PositiveInt
-    node_bytes: NonNegativeInt
 
 
 def host_need(
