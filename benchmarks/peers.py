@@ -35,6 +35,7 @@ HERE = Path(__file__).parent
 PAGE = HERE / "peers.md"
 ROWS, FOUND = HERE / "peers.json", HERE / "peers_found.json"
 NOTES = "## What differs, and why"
+TABLE = "| id | script | card | steps | allocated | reserved | process | published | emulated / published |"
 PEAK_SAID = re.compile(r"Memory before testing[\s\S]*?max_memory_reserved=([\d.]+) GB")
 """What cogvideox-factory's scripts print of torch's own peak, in GiB, since they began to train."""
 LIBRARIES = ("torch", "diffusers", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "timm")
@@ -149,25 +150,8 @@ def page() -> str:
         for name, each in document["projects"].items()
     ]
     sources = [f"- {name}: {text}" for name, text in document["sources"].items()]
-    return "\n".join(
-        [
-            HEAD,
-            "| id | script | card | steps | allocated | reserved | process | published | emulated / published |",
-            "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-            *lines,
-            "",
-            "## Projects and sources",
-            "",
-            *projects,
-            *sources,
-            "",
-            "## Versions",
-            "",
-            *listed,
-            "",
-            kept(PAGE, NOTES),
-        ]
-    )
+    parts = [HEAD, TABLE, f"|{' --- |' * 9}", *lines, "", "## Projects and sources", "", *projects, *sources]
+    return "\n".join([*parts, "", "## Versions", "", *listed, "", kept(PAGE, NOTES)])
 
 
 HEAD = """# Scripts of other projects on emulated cards

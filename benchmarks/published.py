@@ -38,6 +38,12 @@ CARDS = {
     "5090": "rtx-5090",
     "H20": "h20",
 }
+HEAD = """# Published training memory beside an emulated GPU
+
+Made by `python benchmarks/published.py` from `published.json`, which has the sources. In GiB; a
+rounded GB is read as GiB, as the tools that print it count. *Reserved* is by torch's default allocator, on
+a GPU without a limit. *Process* is within the GPU's memory, where the allocator frees its cache first, with
+the least of context and NCCL. A report, not a target: nothing is fitted to it."""
 UNITS = {"GiB": GIB, "GB": GIB, "GB (rounded)": GIB, "MB (MiB vs MB not stated)": MIB}
 
 
@@ -122,36 +128,12 @@ def _document(rows: list[dict[str, Any]], lines: list[str], errors: dict[str, li
         for source, found in errors.items()
     ]
     left_out = [f"| {row['id']} | {row['trust']} | {row['not_comparable']} |" for row in rows if "strategy" not in row]
-    return "\n".join(
-        [
-            "# Published training memory beside an emulated GPU",
-            "",
-            "Made by `python benchmarks/published.py` from `published.json`, which has the sources. In GiB; a",
-            "rounded GB is read as GiB, as the tools that print it count. *Reserved* is by torch's default allocator, "
-            "on",
-            "a GPU without a limit. *Process* is within the GPU's memory, where the allocator frees its cache first, "
-            "with",
-            "the least of context and NCCL. A report, not a target: nothing is fitted to it.",
-            "",
-            "| id | trust | model | strategy | published | allocated | reserved | process | off by |",
-            "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-            *lines,
-            "",
-            "## By source (rows with a measured figure)",
-            "",
-            "| source | rows | trust | median error | range |",
-            "| --- | --- | --- | --- | --- |",
-            *scores,
-            "",
-            "## Not comparable",
-            "",
-            "| id | trust | why |",
-            "| --- | --- | --- |",
-            *left_out,
-            "",
-            kept(HERE / "published.md", "## What makes the large misses"),
-        ]
-    )
+    table = "| id | trust | model | strategy | published | allocated | reserved | process | off by |"
+    parts = [HEAD, "", table, f"|{' --- |' * 9}", *lines]
+    parts += ["", "## By source (rows with a measured figure)", ""]
+    parts += ["| source | rows | trust | median error | range |", f"|{' --- |' * 5}", *scores]
+    parts += ["", "## Not comparable", "", "| id | trust | why |", f"|{' --- |' * 3}", *left_out]
+    return "\n".join([*parts, "", kept(HERE / "published.md", "## What makes the large misses")])
 
 
 if __name__ == "__main__":

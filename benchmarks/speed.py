@@ -31,6 +31,13 @@ NARROW = 1.5
 """High to low of an interval that tells one choice from another."""
 
 
+HEAD = """# Published speeds of training against the roofline
+
+Made by `python benchmarks/speed.py`, from speed.json. Seconds of one optimizer step; nothing is
+fitted to them, and no receipt calibrates the intervals. What a claim does otherwise than the strategy
+beside it stands in the last column; for those outside it is the likely reason, which was not measured."""
+
+
 class Claim(Strict):
     """`seconds` of one optimizer step, as published at `source`; `differs`: what theirs does otherwise; `outside`: the
     likely reason where the claim lies outside.
@@ -122,24 +129,11 @@ def _document(found: list[tuple[Claim, StepTime]]) -> str:
         ratios.setdefault(claim.gpu, []).append(step.seconds.high / step.seconds.low)
     narrow = sum(ratio <= NARROW for each in ratios.values() for ratio in each)
     by_card = ", ".join(f"{gpu} {statistics.median(each):.2f}" for gpu, each in sorted(ratios.items()))
-    return "\n".join(
-        [
-            "# Published speeds of training against the roofline",
-            "",
-            "Made by `python benchmarks/speed.py`, from speed.json. Seconds of one optimizer step; nothing is",
-            "fitted to them, and no receipt calibrates the intervals. What a claim does otherwise than the strategy",
-            "beside it stands in the last column; for those outside it is the likely reason, which was not measured.",
-            "",
-            f"{inside} of {len(found)} are inside; of {narrow} the high end is at most {NARROW} times the low one. Its",
-            f"median by GPU: {by_card}.",
-            "",
-            "| claim | emulated as | published | ours | high/low | | most of it | what differs |",
-            "| --- | --- | --- | --- | --- | --- | --- | --- |",
-            *(_line(*each) for each in found),
-            "",
-            kept(PAGE, "## What makes them wide"),
-        ]
-    )
+    said = f"""{inside} of {len(found)} are inside; of {narrow} the high end is at most {NARROW} times the low one. Its
+median by GPU: {by_card}."""
+    heads = "| claim | emulated as | published | ours | high/low | | most of it | what differs |"
+    table = [heads, f"|{' --- |' * 8}", *(_line(*each) for each in found)]
+    return "\n".join([HEAD, "", said, "", *table, "", kept(PAGE, "## What makes them wide")])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pages import kept
 from pydantic import NonNegativeInt
 
 from bigdit.files import write_json, write_text
-from bigdit.profile.measured.run import CardRun, Spent, Timing
+from bigdit.profile.measured.run import CardRun, Timing
 from bigdit.spec import Strict
 from bigdit.units import MIB
 from on_gpu.points import POINTS, Point
@@ -208,13 +208,9 @@ def _why(said: str) -> str:
 
 
 def _shortened(timing: Timing) -> Timing:
-    """With the names of the kernels that took longest, and all others as one."""
-    rows = sorted(timing.kernels.items(), key=lambda row: -row[1].seconds)
-    kernels = {name[:80]: spent for name, spent in rows[:10]}
-    rest = [spent for _, spent in rows[10:]]
-    if rest:
-        kernels["others"] = Spent(count=sum(each.count for each in rest), seconds=sum(each.seconds for each in rest))
-    return timing.model_copy(update={"kernels": kernels})
+    """With the kernels that took longest."""
+    rows = sorted(timing.kernels.items(), key=lambda row: -row[1].seconds)[:10]
+    return timing.model_copy(update={"kernels": {name[:80]: spent for name, spent in rows}})
 
 
 def measured() -> tuple[Measured, ...]:
