@@ -125,12 +125,12 @@ def test_adapters_learn_a_style_and_digits_stay_legible(tmp_path):
         done("extract", *chosen)
         done("train", *chosen)
     readers = Readers(inverted)
-    read = {}
+    seen = {}
     for name in ("base", "adapted"):
         done("sample", *drawn(tmp_path / name))
-        read[name] = read(readers, tmp_path / name)
+        seen[name] = read(readers, tmp_path / name)
     assert readers.sure > 0.99
-    assert read["base"].styled <= 10
-    assert read["adapted"].styled >= 90
-    assert read["base"].right >= 90
-    assert read["adapted"].right >= 75  # 89 were seen, and of the recipe's model, twice as wide, all
+    assert seen["base"].styled <= 10
+    assert seen["adapted"].styled >= 90
+    assert seen["base"].right >= 90
+    assert seen["adapted"].right >= 75  # 89 were seen, and of the recipe's model, twice as wide, all
