@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import tempfile
@@ -38,6 +39,12 @@ class Case(NamedTuple):
     claim: str
     rows: list[list[str]]
     why: list[str]
+
+
+def case(name: str, rows: list[list[str]], **found: object) -> Case:
+    """The claim of this name in claims.json, with what was found of it in the places that its texts have."""
+    texts = json.loads(Path(__file__).with_name("claims.json").read_text())[name]
+    return Case(texts["title"], texts["claim"], rows, [line.format(**found) for line in texts["why"]])
 
 
 @dataclass(frozen=True)
