@@ -265,35 +265,32 @@ def prove(asked: dict[str, Any], *, quick: bool) -> Proof:
     return Proof(" ".join(map(str, asked.values())), ran, plan, chosen, [*space.failed], seconds)
 
 
+HEAD = """# Plans beside every strategy
+
+Made by `python benchmarks/brute.py`. Every engine, optimizer and precision of the planner's space ran with
+none to all blocks recomputed, in quarters, and with selective checkpointing. Micro-batches doubled up
+to the largest that fits. *Its class*: lossless before lossy, and no last resort before one. A plan is wrong
+where it does not fit and something does, where another one of its class is faster at both ends of the
+interval and takes less, and where it takes less than a tenth of the GPU and something faster fits.
+Selective checkpointing is better than recomputing nothing only if it is faster by 5 % or more."""
+QUICK = "By `--quick`: strategies of the first class in which anything fits, alone."
+
+
 def page(proofs: Sequence[Proof], *, quick: bool) -> str:
     """The page of what is proved so far."""
     heads = ["question", "ran", "fit", "plan", "reserved", "images/s of a GPU", "fastest of its class", "s"]
     rows = [heads, ["---"] * len(heads), *(_cells(each) for each in proofs)]
+    lines = [HEAD, *([QUICK] if quick else []), ""]
+    right, ran = sum(not each.faults for each in proofs), sum(len(each.ran) for each in proofs)
+    lines += [
+        f"{right} of {len(proofs)} plans are right; {ran:,} strategies ran, by torch {cuda_build(cuda_python())}."
+    ]
+    lines += ["", *(f"| {' | '.join(row)} |" for row in rows)]
     wrong = [f"- {each.asked}: {fault}" for each in proofs for fault in each.faults]
-    failed = sorted({line for each in proofs for line in each.failed})
-    return "\n".join(
-        [
-            "# Plans beside every strategy",
-            "",
-            "Made by `python benchmarks/brute.py`. Every engine, optimizer and precision of the planner's space ran "
-            "with",
-            "none to all blocks recomputed, in quarters, and with selective checkpointing. Micro-batches doubled up",
-            "to the largest that fits. *Its class*: lossless before lossy, and no last resort before one. A plan is "
-            "wrong",
-            "where it does not fit and something does, where another one of its class is faster at both ends of the",
-            "interval and takes less, and where it takes less than a tenth of the GPU and something faster fits.",
-            "Selective checkpointing is better than recomputing nothing only if it is faster by 5 % or more.",
-            *(["By `--quick`: strategies of the first class in which anything fits, alone."] if quick else []),
-            "",
-            f"{sum(not each.faults for each in proofs)} of {len(proofs)} plans are right; "
-            f"{sum(len(each.ran) for each in proofs):,} strategies ran, by torch {cuda_build(cuda_python())}.",
-            "",
-            *(f"| {' | '.join(row)} |" for row in rows),
-            *(["", "## Wrong", "", *wrong] if wrong else []),
-            *(["", "## Not run", "", *(f"- {line}" for line in failed)] if failed else []),
-            "",
-        ]
-    )
+    failed = sorted({f"- {line}" for each in proofs for line in each.failed})
+    for title, found in (("Wrong", wrong), ("Not run", failed)):
+        lines += ["", f"## {title}", "", *found] if found else []
+    return "\n".join([*lines, ""])
 
 
 def _cells(proof: Proof) -> list[str]:

@@ -151,25 +151,15 @@ def sized(model: str, card: catalog.Gpu, text: str) -> Callable[[int], StepReque
 
 def page(found: list[Cell]) -> str:
     """A command a kind of cell, a table a way, a row a model; and the pictures."""
-    lines = [
-        "## Any cell again",
-        "",
-        "The largest size fits, and one more does not. A command of each kind:",
-        "",
-    ]
-    lines += [
-        again(next(cell for cell in found if cell.asked == (model, gpu, gpus, way))) for way, model, gpu, gpus in AGAIN
-    ]
-    lines += [
-        "",
-        "Of 8 × a40 the first of eight processes runs, on its own emulated GPU.",
-        "",
-    ]
+    known = {cell.asked: cell for cell in found}
+    lines = ["## Any cell again", "", "The largest size fits, and one more does not. A command of each kind:", ""]
+    lines += [again(known[model, gpu, gpus, way]) for way, model, gpu, gpus in AGAIN]
+    lines += ["", "Of 8 × a40 the first of eight processes runs, on its own emulated GPU.", ""]
     for way in WAYS:
         heads = [named(*each) for each in CARDS]
         lines += [f"## {way}", "", f"| model | {' | '.join(heads)} |", "| --- |" + " ---: |" * len(CARDS)]
         for model in MODELS:
-            row = [_shown(found, model, way, *card) for card in CARDS]
+            row = [_shown(known.get((model, *card, way))) for card in CARDS]
             lines.append(f"| {model} | {' | '.join(row)} |")
         lines.append("")
     unknown = [each for each in found if each.largest is None]
@@ -187,21 +177,20 @@ def again(cell: Cell) -> str:
     return f"    bigdit {' '.join(words)} --micro-batch {cell.largest},{cell.largest + 1}"
 
 
-def _shown(found: list[Cell], model: str, way: str, gpu: str, gpus: int) -> str:
-    for each in found:
-        if (each.model, each.way, each.gpu, each.gpus) == (model, way, gpu, gpus):
-            return "?" if each.largest is None else str(each.largest or "–")
-    return ""
+def _shown(cell: Cell | None) -> str:
+    if cell is None:
+        return ""
+    return "?" if cell.largest is None else str(cell.largest or "–")
 
 
 def draw_all(found: Sequence[Cell]) -> None:
     """A picture a model: a curve for each way on each card where it fits at all."""
     PICTURES.mkdir(exist_ok=True)
     usable = {name: catalog.resolve_gpu(name).usable_bytes for name, _ in CARDS}
+    known = {each.asked: each for each in found}
     for model in MODELS:
-        own = [cell for cell in found if cell.model == model and cell.points]
-        curves = [(cell.way, named(cell.gpu, cell.gpus), cell.points) for cell in own]
-        draw(PICTURES / f"{model}.png", model, tuple(WAYS), [named(*each) for each in CARDS], curves, usable)
+        ways = {way: {named(*card): known[model, *card, way].points for card in CARDS} for way in WAYS}
+        draw(PICTURES / f"{model}.png", model, ways, usable)
 
 
 def main() -> None:

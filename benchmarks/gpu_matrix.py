@@ -4,7 +4,6 @@ python benchmarks/gpu_matrix.py predict
 python benchmarks/gpu_matrix.py measure OUT [--held-out] [--seconds 540]
 python benchmarks/gpu_matrix.py report [OUT ...]
 python benchmarks/gpu_matrix.py replay
-python benchmarks/gpu_matrix.py shares [--held-out]
 
 `predict` runs every point on the emulated GPU, and writes on_gpu/predicted.json. That comes first, is committed before
 anything is measured, and is refused after that. `measure` runs on a machine with the GPU, most important points first,
@@ -17,8 +16,7 @@ h11, py-cpuinfo, truststore, typing-inspection, annotated-types. Points of LoRA 
 transformers with tokenizers, peft and xxhash too (18 MB): with bitsandbytes' one library 25 and 43 MB. `report`
 writes both side by side into gpu_matrix.md, and what was measured into on_gpu/measured.json. `replay` runs the measured
 points on the emulated GPU of today (BIGDIT_CUDA_PYTHON=.venv-oldest/bin/python has the torch of the measurements), and
-writes on_gpu/replayed.json and the page. `shares` prints what operators reached of the GPU, and how many launches were
-measured and counted.
+writes on_gpu/replayed.json and the page.
 
 Points marked as held out are measured last, and no rule and no constant is ever made from them.
 """
@@ -35,7 +33,6 @@ from on_gpu.page import MEASURED, measured, report
 from on_gpu.points import POINTS, Point
 from on_gpu.predicted import PREDICTED, REPLAYED, predict
 from on_gpu.processes import Ahead
-from on_gpu.shares import shares
 
 from bigdit.errors import UserError, guard
 from bigdit.files import write_text
@@ -58,8 +55,6 @@ def main(arguments: list[str]) -> int:
     reporting = what.add_parser("report")
     reporting.add_argument("outs", type=Path, nargs="*")
     what.add_parser("replay")
-    reading = what.add_parser("shares")
-    reading.add_argument("--held-out", action="store_true")
     options = parser.parse_args(arguments)
     match options.what:
         case "predict":
@@ -73,8 +68,6 @@ def main(arguments: list[str]) -> int:
             known = {each.name for each in measured()}
             predict([point for point in POINTS if point.name in known], REPLAYED)
             report([])
-        case "shares":
-            shares(held_out=options.held_out)
     return 0
 
 

@@ -2,9 +2,9 @@
 
 python benchmarks/plans.py [PART OF A QUESTION]
 
-plans.json has the answers before, by the search that also had a fake device. The exit status is 1 where a verdict or a
-strategy differs. Plans are cached, so that the command continues where it was. With part of a question nothing is
-written.
+plans.json has the answers before, by the search that also had a fake device, and why others are better. The exit status
+is 1 where a verdict or a strategy differs. Plans are cached, so that the command continues where it was. With part of a
+question nothing is written.
 """
 
 from __future__ import annotations
@@ -49,19 +49,6 @@ Made by `python benchmarks/plans.py`. *Reserved* is what torch reserves with the
 are the largest micro-batches with no block and with all blocks recomputed: these ran, and one more did not fit.
 *Before* is the answer of the search that also had a fake device. *s* is what the plan took, with an empty cache, on two
 cores, beside other work."""
-
-
-WHY = {
-    "dit-xl-2, 1 × a40": "as fast to 5 %, and 0.9 GiB less",
-    "sd3-medium, 1 × rtx-4090": "FSDP2's page-locked copies want 64.73 GiB of CPU memory, and 64 are assumed",
-    "dit-l-2, 1 × rtx-3060-12g": "512 MiB stay free for a display; the micro-batch is larger, since the fastest one is",
-    "pixart-alpha-xl-2-256, 1 × rtx-3060-12g": "512 MiB stay free for a display; with them selective checkpointing is "
-    "faster by more than 5 % at the low end of the interval",
-    "sana-600m-512, 1 × rtx-3060-12g": "512 MiB stay free for a display",
-    "sana-1600m-1024, 16 × a100-80g-sxm": "selective checkpointing is 17 % faster at the low end of the interval",
-    "qwen-image, 16 × a100-80g-sxm": "HSDP gathers weights within machines: FSDP2 is up to 11 % slower",
-}
-"""Of each question that has another answer than before, why it is better."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +100,7 @@ def page(lines: Sequence[Line]) -> str:
             "",
             "Other answers than before, and why:",
             "",
-            *(f"- {line.asked}: {WHY.get(line.asked, 'not known')}." for line in lines if not line.same),
+            *(f"- {line.asked}: {BEFORE[line.asked].get('why', 'not known')}." for line in lines if not line.same),
             "",
         ]
     )

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from emulated import non_torch
+from pages import kept
 
 from bigdit import catalog
 from bigdit.catalog.encoders import online_encoders
@@ -37,22 +38,12 @@ CARDS = {
     "5090": "rtx-5090",
     "H20": "h20",
 }
-# What was found of rows that are far off; settings were read in the sources' own repositories.
-MISSES = """## What makes the large misses
+HEAD = """# Published training memory beside an emulated GPU
 
-- cogfactory-63 and 65, ZeRO-2 with offload: DeepSpeed now flattens weights on a GPU that has room for them twice
-  (deepspeedai/DeepSpeed#7828 of February 2026), and the pieces that this leaves stay reserved. When these were
-  measured, DeepSpeed flattened on the host: so a step reserves 18.43 and 40.81 GiB, 8 % and 6 % below what was
-published. - zai-org/CogVideo: its trainer encodes videos and captions before the first step (T5-XXL in bf16 alone is
-  8.9 GiB, beside the VAE's activations), validates with the whole pipeline, and has buckets of 5e8 elements. Nobody
-  says which of these decided `max_memory_reserved`. A step is well below it where all is sharded or offloaded. Its rows
-  of 5B and of 1.5 train on text and on a first frame alike; here it is text to video.
-- ft-ltx-lora-cached: 10.010 of its 10.916 GiB were reserved before the first step, by the encoders.
-- The other rows of cogvideox-factory, finetrainers, SimpleTuner and fast-DiT are 11 to 28 % below, and were not taken
-  apart one by one. Their trainers keep adapters in fp32 and compute under autocast, whose casts live beside them, or
-  run in DDP, with buckets of all gradients; bigdit's step does neither.
-- sana-270 ran out of 96 GB in the VAE's encoder at 4096 pixels. One image takes less on an emulated GPU, which has not
-  all of cuDNN's workspaces. Its author does not say the batch."""
+Made by `python benchmarks/published.py` from `published.json`, which has the sources. In GiB; a
+rounded GB is read as GiB, as the tools that print it count. *Reserved* is by torch's default allocator, on
+a GPU without a limit. *Process* is within the GPU's memory, where the allocator frees its cache first, with
+the least of context and NCCL. A report, not a target: nothing is fitted to it."""
 UNITS = {"GiB": GIB, "GB": GIB, "GB (rounded)": GIB, "MB (MiB vs MB not stated)": MIB}
 
 
@@ -137,37 +128,12 @@ def _document(rows: list[dict[str, Any]], lines: list[str], errors: dict[str, li
         for source, found in errors.items()
     ]
     left_out = [f"| {row['id']} | {row['trust']} | {row['not_comparable']} |" for row in rows if "strategy" not in row]
-    return "\n".join(
-        [
-            "# Published training memory beside an emulated GPU",
-            "",
-            "Made by `python benchmarks/published.py` from `published.json`, which has the sources. In GiB; a",
-            "rounded GB is read as GiB, as the tools that print it count. *Reserved* is by torch's default allocator, "
-            "on",
-            "a GPU without a limit. *Process* is within the GPU's memory, where the allocator frees its cache first, "
-            "with",
-            "the least of context and NCCL. A report, not a target: nothing is fitted to it.",
-            "",
-            "| id | trust | model | strategy | published | allocated | reserved | process | off by |",
-            "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-            *lines,
-            "",
-            "## By source (rows with a measured figure)",
-            "",
-            "| source | rows | trust | median error | range |",
-            "| --- | --- | --- | --- | --- |",
-            *scores,
-            "",
-            MISSES,
-            "",
-            "## Not comparable",
-            "",
-            "| id | trust | why |",
-            "| --- | --- | --- |",
-            *left_out,
-            "",
-        ]
-    )
+    table = "| id | trust | model | strategy | published | allocated | reserved | process | off by |"
+    parts = [HEAD, "", table, f"|{' --- |' * 9}", *lines]
+    parts += ["", "## By source (rows with a measured figure)", ""]
+    parts += ["| source | rows | trust | median error | range |", f"|{' --- |' * 5}", *scores]
+    parts += ["", "## Not comparable", "", "| id | trust | why |", f"|{' --- |' * 3}", *left_out]
+    return "\n".join([*parts, "", kept(HERE / "published.md", "## What makes the large misses")])
 
 
 if __name__ == "__main__":

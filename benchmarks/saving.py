@@ -18,7 +18,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -39,7 +40,6 @@ from bigdit.units import gib
 
 PAGE = Path(__file__).with_suffix(".md")
 STEP, COPY, SAVE = "a step", "the copy to the host alone", "a save, until it returns"
-ROW = "| {:42} | {:>8} | {:>8} |"
 
 
 def main() -> None:
@@ -77,7 +77,7 @@ def main() -> None:
     described = {"model": model.spec.model_dump(), "strategy": strategy.model_dump(), "run": {}, "data": None}
     with tempfile.TemporaryDirectory(dir=Path.home()) as folder:
         saver = checkpoint.Saver(Path(folder), checkpoint.Peers(), checkpoint.Keeping(1))
-        with Grown() as grown:
+        with watched() as grown:
             saver.save(engine, None, 1, described)
             saver.wait()
         for number in range(2, options.rounds + 2):
@@ -87,28 +87,26 @@ def main() -> None:
         saver.save(engine, None, options.rounds + 2, described)
         timed(took, "a step while the thread writes", step)
     how = f"{strategy.optimizer.name} in {strategy.precision}"
-    page(f"{model.spec.name}, {params:,} parameters", how, predicted, grown.most, took)
+    page(f"{model.spec.name}, {params:,} parameters", how, predicted, grown[0], took)
 
 
-class Grown:
-    """The most by which this process' own pages grow in the `with` block: `most`, in bytes."""
+@contextmanager
+def watched() -> Iterator[list[int]]:
+    """The most bytes by which this process' own pages grow in the `with` block, as it is known at its end."""
+    ctypes.CDLL(None).malloc_trim(0)  # or what was freed before would be used again, and not be seen
+    start, over, most = own_bytes(), threading.Event(), [0]
 
-    def __enter__(self) -> Grown:
-        ctypes.CDLL(None).malloc_trim(0)  # or what was freed before would be used again, and not be seen
-        self._start = self._last = own_bytes()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
+    def watch() -> None:
+        while not over.wait(0.005):
+            most[0] = max(most[0], own_bytes() - start)
 
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        self._thread.join()
-        self.most = self._last - self._start
-
-    def _watch(self) -> None:
-        while not self._over.wait(0.005):
-            self._last = max(self._last, own_bytes())
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield most
+    finally:
+        over.set()
+        thread.join()
 
 
 def own_bytes() -> int:
@@ -127,27 +125,25 @@ def timed(took: dict[str, list[float]], what: str, action: Callable[[], object])
 
 def page(what: str, how: str, predicted: int, grown: int, took: dict[str, list[float]]) -> None:
     medians = {name: statistics.median(seconds) for name, seconds in took.items()}
-    step, rounds = medians[STEP], len(took[COPY])
-    rows = [ROW.format(name, f"{seconds:.2f}", f"{seconds / step:.3f}") for name, seconds in medians.items()]
-    lines = [
-        "# What a save keeps waiting, and what it takes",
-        "",
-        f"Made by `{' '.join(['python', f'benchmarks/{Path(__file__).name}', *sys.argv[1:]])}`:",
-        f"{what}, {how}, by one process",
-        f"on a CPU. Copies and saves are medians of {rounds} rounds; steps were taken once, alone and beside the",
-        "writing. On a GPU the step is shorter and the copy crosses PCIe. The ratio of a save to the copy stays.",
-        "",
-        ROW.format("", "s", "of a step"),
-        "| --- | --- | --- |",
-        *rows,
-        "",
-        f"A save returns after {medians[SAVE] / medians[COPY]:.2f} copies.",
-        "",
-        f"Host memory of a save: {gib(predicted)} predicted ({predicted:,} bytes, `checkpoint_bytes` of an",
-        f"attempt), {gib(grown)} measured ({grown:,} bytes, by which the process' own pages grew at",
-        f"most): {grown / predicted:.3f} of it.",
-    ]
-    text = "\n".join(line.rstrip() for line in lines) + "\n"
+    rows = [f"| {name:42} | {each:>8.2f} | {each / medians[STEP]:>8.3f} |" for name, each in medians.items()]
+    command = " ".join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]])
+    text = f"""# What a save keeps waiting, and what it takes
+
+Made by `{command}`:
+{what}, {how}, by one process
+on a CPU. Copies and saves are medians of {len(took[COPY])} rounds; steps were taken once, alone and beside the
+writing. On a GPU the step is shorter and the copy crosses PCIe. The ratio of a save to the copy stays.
+
+| {"":42} | {"s":>8} | {"of a step":>8} |
+| --- | --- | --- |
+{chr(10).join(rows)}
+
+A save returns after {medians[SAVE] / medians[COPY]:.2f} copies.
+
+Host memory of a save: {gib(predicted)} predicted ({predicted:,} bytes, `checkpoint_bytes` of an
+attempt), {gib(grown)} measured ({grown:,} bytes, by which the process' own pages grew at
+most): {grown / predicted:.3f} of it.
+"""
     write_text(PAGE, text)
     print(text)
 

@@ -2,29 +2,65 @@
 
 python benchmarks/speed.py [ID ...]
 
-Each claim is a step's time that somebody published, with the strategy that comes nearest to what was run and what
-differs in it. It is a report: no constant of the roofline is fitted to it. No receipt calibrates these intervals.
+Each claim of speed.json is a step's time that somebody published, with the strategy that comes nearest to what was run
+and what differs in it. It is a report: no constant of the roofline is fitted to it, and no receipt calibrates the
+intervals.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 from pathlib import Path
 
-from claims.speed import CLAIMS, OUTSIDE, Claim
 from emulated import step_of
+from pages import kept
 
 from bigdit import catalog
 from bigdit.config.strategy import parse_strategy
 from bigdit.profile.cards import Cards
 from bigdit.profile.request import request_for
+from bigdit.spec import Strict
 from bigdit.speed.seconds import NO_TIME, Interval, StepTime
 
 HERE = Path(__file__).parent
+PAGE = HERE / "speed.md"
 
 NARROW = 1.5
 """High to low of an interval that tells one choice from another."""
+
+
+HEAD = """# Published speeds of training against the roofline
+
+Made by `python benchmarks/speed.py`, from speed.json. Seconds of one optimizer step; nothing is
+fitted to them, and no receipt calibrates the intervals. What a claim does otherwise than the strategy
+beside it stands in the last column; for those outside it is the likely reason, which was not measured."""
+
+
+class Claim(Strict):
+    """`seconds` of one optimizer step, as published at `source`; `differs`: what theirs does otherwise; `outside`: the
+    likely reason where the claim lies outside.
+
+    Where no one strategy has all that is said of theirs, `other` has the rest: parts of the step (speed/step.py) that
+    are as there (`instead`), or between both (`between`).
+    """
+
+    name: str
+    source: str
+    seconds: float
+    model: str
+    resolution: int
+    gpu: str
+    strategy: str
+    differs: str
+    outside: str | None = None
+    other: str | None = None
+    between: tuple[str, ...] = ()
+    instead: tuple[str, ...] = ()
+
+
+CLAIMS = [Claim.model_validate(each) for each in json.loads((HERE / "speed.json").read_text())]
 
 
 def main(wanted: list[str]) -> None:
@@ -34,7 +70,7 @@ def main(wanted: list[str]) -> None:
             found.append((claim, _predicted(claim)))
             print(_line(*found[-1]), flush=True)
     if not wanted:
-        (HERE / "speed.md").write_text(_document(found))
+        PAGE.write_text(_document(found))
 
 
 def _predicted(claim: Claim) -> StepTime:
@@ -59,7 +95,7 @@ def _timed(claim: Claim, asked: str) -> StepTime:
 def _line(claim: Claim, found: StepTime) -> str:
     seconds = found.seconds
     most = sorted(found.parts.items(), key=lambda part: -part[1].high)[:3]
-    differs = "; ".join(filter(None, (claim.differs, OUTSIDE.get(claim.name))))
+    differs = "; ".join(filter(None, (claim.differs, claim.outside)))
     where = ", ".join(f"{name} {_range(part)}" for name, part in most)
     return (
         f"| [{claim.name}]({claim.source}) | {claim.model} {claim.resolution} px, {claim.gpu}, `{claim.strategy}`"
@@ -86,26 +122,6 @@ def _range(seconds: Interval) -> str:
     return f"{seconds.low:.2f} to {seconds.high:.2f}"
 
 
-WIDE = """
-## What makes them wide
-
-- *Memory-bound operators*: all of them together reach 0.40 to 0.66 of an H100's bandwidth, by what they are: GELU 0.9,
-  broadcasting products 0.5, copies that change the layout and sums 0.2 to 0.6. Each kind by itself spreads as far as
-  all together, so that telling them apart narrows nothing. Of other cards nobody has measured them in a step: 0.50 to
-  0.92.
-- *Attention* but on an H100: 0.20 to 0.75, where heads that fill no tile and short texts are not measured.
-- *Products in fp32* on an A100: 0.50 to 0.98, by their size.
-- *Launches* of small models: 5 to 50 µs each, by the host, which no claim names.
-
-Tried and not taken: shares of bandwidth by how tensors lie (cast, broadcast, permuted, in short rows), read from the
-H100's steps that are not held out and carried to other cards by cycles of their multiprocessors, with
-FlashAttention-2's published shares. The ratio fell to 1.36 on an A40 and 1.57 on an L40S, and both claims of an A40
-lay beyond it (1.67 and 1.40 × high). Of the 13 steps held out on an H100 8 were inside, where 11 were without that; and
-10 where the host runs ahead of no kernel, with a ratio of 2.23. What is missing is measured: how far ahead a host runs,
-and what decides permuted copies (0.08 to 0.40).
-"""
-
-
 def _document(found: list[tuple[Claim, StepTime]]) -> str:
     inside = sum(_verdict(claim.seconds, step.seconds) == "inside" for claim, step in found)
     ratios: dict[str, list[float]] = {}
@@ -113,23 +129,11 @@ def _document(found: list[tuple[Claim, StepTime]]) -> str:
         ratios.setdefault(claim.gpu, []).append(step.seconds.high / step.seconds.low)
     narrow = sum(ratio <= NARROW for each in ratios.values() for ratio in each)
     by_card = ", ".join(f"{gpu} {statistics.median(each):.2f}" for gpu, each in sorted(ratios.items()))
-    return "\n".join(
-        [
-            "# Published speeds of training against the roofline",
-            "",
-            "Made by `python benchmarks/speed.py`, from claims/speed.py. Seconds of one optimizer step; nothing is",
-            "fitted to them, and no receipt calibrates the intervals. What a claim does otherwise than the strategy",
-            "beside it stands in the last column; for those outside it is the likely reason, which was not measured.",
-            "",
-            f"{inside} of {len(found)} are inside; of {narrow} the high end is at most {NARROW} times the low one. Its",
-            f"median by GPU: {by_card}.",
-            "",
-            "| claim | emulated as | published | ours | high/low | | most of it | what differs |",
-            "| --- | --- | --- | --- | --- | --- | --- | --- |",
-            *(_line(*each) for each in found),
-            WIDE,
-        ]
-    )
+    said = f"""{inside} of {len(found)} are inside; of {narrow} the high end is at most {NARROW} times the low one. Its
+median by GPU: {by_card}."""
+    heads = "| claim | emulated as | published | ours | high/low | | most of it | what differs |"
+    table = [heads, f"|{' --- |' * 8}", *(_line(*each) for each in found)]
+    return "\n".join([HEAD, "", said, "", *table, "", kept(PAGE, "## What makes them wide")])
 
 
 if __name__ == "__main__":

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import tempfile
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +14,9 @@ from bigdit import catalog
 from bigdit.catalog import Gpu
 from bigdit.catalog.encoders import online_encoders
 from bigdit.config.strategy import parse_strategy
-from bigdit.emulator.interpreter import cuda_python
 from bigdit.errors import UserError
 from bigdit.profile.attempt import Attempt, Profile
-from bigdit.profile.cards import LARGEST_MICRO_BATCH, Cards, Row, worker_environment
+from bigdit.profile.cards import LARGEST_MICRO_BATCH, Cards, Row
 from bigdit.profile.request import StepRequest, request_for
 from bigdit.search.answer import make_plan
 from bigdit.search.ask import question_for
@@ -38,6 +35,12 @@ class Case(NamedTuple):
     claim: str
     rows: list[list[str]]
     why: list[str]
+
+
+def case(name: str, rows: list[list[str]], **found: object) -> Case:
+    """The claim of this name in claims.json, with what was found of it in the places that its texts have."""
+    texts = json.loads(Path(__file__).with_name("claims.json").read_text())[name]
+    return Case(texts["title"], texts["claim"], rows, [line.format(**found) for line in texts["why"]])
 
 
 @dataclass(frozen=True)
@@ -85,18 +88,6 @@ def request(model: str, gpu: Gpu, text: str, vae_dtype: Literal["fp32", "fp16"] 
     if asked.encoders is None:
         return asked
     return asked.model_copy(update={"encoders": online_encoders(found, asked.batch, vae_dtype=vae_dtype)})
-
-
-def published_came(model: str, gpu: str, text: str) -> Profile:
-    """One of `profiles`, with CAME as it was published, in a process of its own."""
-    card = catalog.gpu(gpu)
-    with tempfile.TemporaryDirectory() as folder:
-        asked, answered = Path(folder) / "request.json", Path(folder) / "result.json"
-        asked.write_text(request(model, card, text).model_dump_json())
-        script = Path(__file__).with_name("published_came.py")
-        command = [str(cuda_python()), "-W", "ignore", str(script), str(asked), str(answered)]
-        subprocess.run(command, env=os.environ | worker_environment(card), check=True, timeout=300)
-        return Profile.model_validate_json(answered.read_bytes())
 
 
 def plan(say: Say, **options: Any) -> Plan:

@@ -7,7 +7,7 @@ from typing import Any
 
 from bigdit.speed.seconds import Interval, StepTime
 from bigdit.units import gib
-from claims.answers import Case, Say, between, plan, ran
+from claims.answers import Case, Say, between, case, plan, ran
 
 DAY = 86_400
 IMAGES = 30_000_000
@@ -39,20 +39,16 @@ def pixart_batch_20(say: Say) -> Case:
         parts = "; ".join(f"{part} {between(seconds)} s" for part, seconds in _largest_parts(step))
         rows.append([name, title, gib(process), said, f"{between(step.seconds)} s", parts])
     seconds = theirs.step.seconds
-    return Case(
-        "PixArt-Σ at batch 20 on an A800-80G in fp16",
-        "Fits; an iteration takes 6 minutes (PixArt-alpha/PixArt-sigma#54).",
+    return case(
+        "pixart_batch_20",
         rows,
-        [
-            f"6 minutes are not compute: with T5-XXL and the VAE online, as its repository has them, a step is "
-            f"{between(seconds)} s: {seconds.low / 360:.1%} to {seconds.high / 360:.1%} of them.",
-            f"A line of the repository's log covers 20 steps, {between(seconds * 20)} s. If the 6 minutes are from one "
-            f"line to the next, the GPU computes for {seconds.low * 20 / 360:.0%} to {seconds.high * 20 / 360:.0%} of "
-            "them. For the rest it waits until images are read and decoded.",
-            "Computing features beforehand, as its authors advise, saves the encoders' bytes and their share of the "
-            f"step: {theirs.step.seconds.middle / cached.chosen.step.seconds.middle:.1f} times faster by the middles, "
-            "with fewer blocks recomputed too.",
-        ],
+        step=between(seconds),
+        low=f"{seconds.low / 360:.1%}",
+        high=f"{seconds.high / 360:.1%}",
+        steps=between(seconds * 20),
+        low_of_20=f"{seconds.low * 20 / 360:.0%}",
+        high_of_20=f"{seconds.high * 20 / 360:.0%}",
+        faster=f"{theirs.step.seconds.middle / cached.chosen.step.seconds.middle:.1f}",
     )
 
 
@@ -77,20 +73,7 @@ def pixart_days(say: Say) -> Case:
         rows.append(["1024", title, f"{theirs.verdict}, {gib(theirs.process_bytes)}",
                      between(theirs.step.seconds.per(size)), between(days), between(days.per(17))])  # fmt: skip
     cached_days, online_days = found_days
-    return Case(
-        "PixArt-Σ, 30 M images, 32 × V100-32G",
-        "17 days.",
-        rows,
-        [
-            "A V100 computes no bf16 and has no flash attention: fp16 with loss scaling, and memory-efficient "
-            "attention. Plans are from cached features; the days are of training alone, without extraction, validation "
-            "or a queue, with each GPU computing all the time.",
-            "The repository's recipe says 12 samples a GPU with features extracted before, and 3 without: the last "
-            f"rows are of these. 17 days are {_place(17, cached_days)} what an epoch takes so from cached features, "
-            f"and {_place(17, online_days)} what it takes with the VAE and T5-XXL online.",
-            "No receipt of a V100 narrows the roofline: low and high are both possible.",
-        ],
-    )
+    return case("pixart_days", rows, cached=_place(17, cached_days), online=_place(17, online_days))
 
 
 def _largest_parts(step: StepTime) -> Iterable[tuple[str, Interval]]:

@@ -11,14 +11,13 @@ opens, crops, encodes and saves them one by one; the start is left out of both.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import diffusers
@@ -34,7 +33,7 @@ from bigdit.encoders.codecs import load_image_codec, to_unit_range
 from bigdit.encoders.load import load_text_encoder
 from bigdit.extract.extract import extract
 from bigdit.extract.pool import encode_in_workers
-from bigdit.extract.speed import UnitSpeed, read_units, shares_of, worker_speed
+from bigdit.extract.speed import read_units, worker_speed
 from bigdit.extract.worker import Unit
 from bigdit.sources.open import open_source
 from bigdit.store.schema import StoreSchema, claim
@@ -46,42 +45,34 @@ DIGITS, DIGITS_A_PART = 256, 32
 LIMIT = 1.9
 
 
-@dataclass(frozen=True)
-class Run:
-    """Pictures a second: of all workers from their first unit on, and of the whole, the start of processes too."""
-
-    steady: float
-    whole: float
-    units: list[UnitSpeed]
-
-
 def main() -> None:
     libraries.prepare()
     parser = argparse.ArgumentParser(description="Time extraction by one worker and by two.")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--loop", action="store_true", help="two workers beside a loop, on the demo's digits")
     asked = parser.parse_args()
-    runs = asked.runs
     with tempfile.TemporaryDirectory() as name:
+        folder, turns = Path(name), range(asked.runs + 1)  # the first brings files into the page cache
         if asked.loop:
-            beside_a_loop(Path(name), runs)
+            subprocess.run([sys.executable, "launch/digits.py", folder / "digits"], cwd=ROOT, check=True)
+            _say("a loop, two workers", [_beside_a_loop(folder, number) for number in turns][1:])
             return
-        found = [(_timed(Path(name), number, 1), _timed(Path(name), number, 2)) for number in range(runs + 1)][1:]
-    for what in ("steady", "whole"):
-        ones, twos = ([getattr(pair[i], what) for pair in found] for i in (0, 1))
-        ratios = [two / one for one, two in zip(ones, twos, strict=True)]
-        print(
-            f"{what:6}  one worker {statistics.median(ones):6.1f} images/s, two {statistics.median(twos):6.1f}: "
-            f"{statistics.median(ratios):.2f} × (each run: {' '.join(f'{ratio:.2f}' for ratio in ratios)}; "
-            f"steady should reach {LIMIT})"
-        )
-    print(f"two workers: {json.dumps(shares_of(found[-1][1].units).model_dump())}; load {os.getloadavg()[0]:.1f}")
-
-
-def _timed(folder: Path, number: int, workers: int) -> Run:
-    """Extract all pictures into a new store."""
-    if not (folder / "pictures").exists():
         _write(folder)
+        found = [(_timed(folder, number, 1), _timed(folder, number, 2)) for number in turns][1:]
+    for at, what in enumerate((f"steady, which should reach {LIMIT}", "whole")):
+        _say(f"one worker, two; {what}", [(one[at], two[at]) for one, two in found])
+
+
+def _say(what: str, pairs: Sequence[tuple[float, float]]) -> None:
+    """Medians of both sides, and how many times as fast the second one is."""
+    one, two = (statistics.median(each) for each in zip(*pairs, strict=True))
+    ratios = [other / each for each, other in pairs]
+    said = f"{one:.1f} and {two:.1f} images/s, {statistics.median(ratios):.2f} ×"
+    print(f"{what}: {said} (runs: {' '.join(f'{ratio:.2f}' for ratio in ratios)}; load {os.getloadavg()[0]:.1f})")
+
+
+def _timed(folder: Path, number: int, workers: int) -> tuple[float, float]:
+    """Pictures a second into a new store: of all workers from their first unit on, and of the whole."""
     run = load_run(
         RECIPE,
         [
@@ -105,9 +96,8 @@ def _timed(folder: Path, number: int, workers: int) -> Run:
     claim(run.data.features, schema)
     units = (Unit(start, end, source.items(start, end)) for start, end in schema.ranges())
     began = time.perf_counter()
-    done = encode_in_workers(units, workers, run.encoders, schema, run.data.features, lambda pictures, done: None)
-    seconds = time.perf_counter() - began
-    return Run(_steady(run), COUNT / seconds, done)
+    encode_in_workers(units, workers, run.encoders, schema, run.data.features, lambda pictures, done: None)
+    return _steady(run), COUNT / (time.perf_counter() - began)
 
 
 def _steady(run: RunConfig) -> float:
@@ -115,23 +105,12 @@ def _steady(run: RunConfig) -> float:
     return sum(worker_speed(*each).images_per_s for each in read_units(run.data.features).items())
 
 
-def beside_a_loop(folder: Path, runs: int) -> None:
-    """Print what both encode a second; a first run of each, which brings files into the page cache, is not counted."""
-    subprocess.run([sys.executable, "launch/digits.py", folder / "digits"], cwd=ROOT, check=True)
-    found = []
-    for number in range(runs + 1):
-        features = folder / f"features-{number}"
-        settings = [f"data.images={folder / 'digits'}", f"data.features={features}", f"data.part_size={DIGITS_A_PART}"]
-        run = load_run(RECIPE, settings)
-        extract(run, model_spec(run.model), 2, end=DIGITS)
-        found.append((_loop(run, folder), _steady(run)))
-    loops, workers = zip(*found[1:], strict=True)
-    ratios = [both / loop for loop, both in found[1:]]
-    print(
-        f"a loop {statistics.median(loops):.0f} images/s, two workers {statistics.median(workers):.0f}: "
-        f"{statistics.median(ratios):.1f} × (each run: {' '.join(f'{ratio:.1f}' for ratio in ratios)}); "
-        f"load {os.getloadavg()[0]:.1f}"
-    )
+def _beside_a_loop(folder: Path, number: int) -> tuple[float, float]:
+    """What the loop and two workers encode a second."""
+    settings = [f"data.images={folder / 'digits'}", f"data.features={folder / f'features-{number}'}"]
+    run = load_run(RECIPE, [*settings, f"data.part_size={DIGITS_A_PART}"])
+    extract(run, model_spec(run.model), 2, end=DIGITS)
+    return _loop(run, folder), _steady(run)
 
 
 @torch.no_grad()

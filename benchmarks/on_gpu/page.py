@@ -7,43 +7,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pages import kept
 from pydantic import NonNegativeInt
 
 from bigdit.files import write_json, write_text
-from bigdit.profile.measured.run import CardRun, Spent, Timing
+from bigdit.profile.measured.run import CardRun, Timing
 from bigdit.spec import Strict
 from bigdit.units import MIB
 from on_gpu.points import POINTS, Point
 from on_gpu.predicted import PREDICTED, REPLAYED, Peaks, Predicted, Predictions
 
 _FULL = "CUDA out of memory"
-
-DIFFERENT = """
-## What differs, and why
-
-- *HiDream* sends tokens to experts by their values. Without values nobody knows how many tokens each expert gets.
-- *With torch's default allocator* (SD3-medium, PixArt with EMA): cuDNN took workspaces that the emulated GPU of that
-  day did not take. They were 155,263,123 bytes for PixArt's patches at 16 images, and 27,525,120 for Sana's backward
-  pass. Attention took 256 bytes forward, and 512 more than the emulated GPU backward. All are free again before any
-  peak, but later blocks lie elsewhere. With expandable segments no peak moved. The emulated GPU takes PixArt's
-  workspace since: channels-last copies of image, weight and result, with channels rounded up to eight, and 147 bytes.
-  What is left depends on addresses.
-- *HunyuanVideo*: 512 bytes of attention's workspace.
-
-The replay runs the training step of today, and that has changed since the measurement. Three points with LoRA reserve
-other bytes since gradients of adapters are cast by lists, and since pieces of a block's result have one gradient: 102
-MiB more for SD3.5 over nf4, 2 MiB more for Qwen-Image, 2 MiB less for CogVideoX.
-
-The step of that day (45f030d) on the emulated GPU of today reserves what the H100 did in 53 of 55 points, to the byte,
-and allocates so in 51. The two others are HiDream and SD3-medium with torch's default allocator.
-
-Gradients of Flux.1 and Chroma with LoRA were not finite on the H100. Two blocks of Flux.1 with LoRA came to an illegal
-memory access in the backward pass. The cause is not found. Of the six points with adapters these three alone have
-`torch.nn.RMSNorm` with frozen weights. SD3.5 and Qwen-Image have diffusers' own in plain operators, CogVideoX has
-LayerNorm, and Flux.2 and Wan trained theirs. So the backward pass of torch 2.11's fused kernel, where the weight needs
-no gradient, is the first to try on the next GPU.
-With fp16 the first step overflows, as it does in training. It is not comparable.
-"""
 
 PAGE = Path(__file__).parents[1] / "gpu_matrix.md"
 MEASURED = PREDICTED.with_name("measured.json")
@@ -112,7 +86,7 @@ def page(predicted: Predictions, again: Predictions, taken: dict[str, Measured])
     ]
     for title, some in sides.items():
         parts += ["", f"## Points {title}", "", *_table(some)]
-    return "\n".join(parts) + "\n" + DIFFERENT
+    return "\n".join([*parts, "", kept(PAGE, "## What differs, and why")])
 
 
 def replayed() -> Predictions:
@@ -234,13 +208,9 @@ def _why(said: str) -> str:
 
 
 def _shortened(timing: Timing) -> Timing:
-    """With the names of the kernels that took longest, and all others as one."""
-    rows = sorted(timing.kernels.items(), key=lambda row: -row[1].seconds)
-    kernels = {name[:80]: spent for name, spent in rows[:10]}
-    rest = [spent for _, spent in rows[10:]]
-    if rest:
-        kernels["others"] = Spent(count=sum(each.count for each in rest), seconds=sum(each.seconds for each in rest))
-    return timing.model_copy(update={"kernels": kernels})
+    """With the kernels that took longest."""
+    rows = sorted(timing.kernels.items(), key=lambda row: -row[1].seconds)[:10]
+    return timing.model_copy(update={"kernels": {name[:80]: spent for name, spent in rows}})
 
 
 def measured() -> tuple[Measured, ...]:

@@ -5,9 +5,10 @@ All points were written down before the first run. A micro-batch of one more tha
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from pathlib import Path
 
 from bigdit import catalog
 from bigdit.catalog import FAMILIES, CatalogModel, Gpu
@@ -76,95 +77,6 @@ def few_blocks(model: CatalogModel, most: int) -> CatalogModel:
     return model.model_copy(update={"spec": spec, "params": None, "block_lists": tuple(lists)})
 
 
-SANA, SMALL_SANA, PIXART, DIT = "sana-1600m-1024", "sana-600m-1024", "pixart-sigma-xl-2-1024", "dit-xl-2-paper"
-SD35, FLUX, WAN = "sd3.5-medium", "flux.1-dev", "wan2.1-t2v-1.3b"
-
-WHOLE = (
-    Point(SANA, "single,micro_batch_size=10"),
-    Point(SANA, "single,micro_batch_size=4", expandable_segments=False),
-    Point(SANA, "single,micro_batch_size=32,checkpointed_blocks=all"),
-    Point(PIXART, "single,micro_batch_size=8"),
-    Point(SD35, "single,micro_batch_size=8,checkpointed_blocks=all"),
-    Point(DIT, "single,micro_batch_size=64"),
-    Point(FLUX, "single,lora.rank=16,checkpointed_blocks=all"),
-    Point(WAN, "single,checkpointed_blocks=all"),
-    Point(SANA, "single,optimizer.name=adamw_8bit,micro_batch_size=8"),
-    Point(DIT, "single,precision=tf32,micro_batch_size=32,ema.device=gpu"),
-    Point(SANA, "single,micro_batch_size=15"),
-    Point(SANA, "single,micro_batch_size=16"),
-    Point(PIXART, "single,micro_batch_size=16,checkpointed_blocks=all,ema.device=gpu", expandable_segments=False),
-    Point("pixart-alpha-xl-2-256", "single,micro_batch_size=32"),
-    Point("dit-b-4-paper", "single,micro_batch_size=32"),
-)
-"""Memory and speed of what people train; Sana with nothing recomputed near the end of the card, and beyond it."""
-
-KERNELS = (
-    Point(SANA, "single,features=online", 2),
-    Point(PIXART, "single,features=online,micro_batch_size=2", 2),
-    Point(SD35, "single,lora.base=nf4,checkpointed_blocks=all", 2),
-    Point(SANA, "single,precision=tf32,micro_batch_size=4", 2),
-    Point(SANA, "single,precision=fp16,micro_batch_size=2", 2),
-    Point(SANA, "single,precision=bf16_sr,optimizer.name=came", 2),
-    Point("hunyuandit-v1.2", "single,micro_batch_size=2", 2),
-    Point("cogvideox-2b", "single", 2),
-    Point("ltx-video-0.9", "single,micro_batch_size=2", 2),
-    Point("lumina-image-2.0", "single,micro_batch_size=2", 2),
-    Point("qwen-image", "single,micro_batch_size=2", 2),
-    Point("sd3-medium", "single,micro_batch_size=4,offload_activations=true", 2),
-    Point("auraflow-v0.1", "single,checkpointed_blocks=1", 2),
-    Point("chroma1-hd", "single,lora.base=int8", 2),
-    Point("flux.2-klein-4b", "single,optimizer.name=paged_adamw_8bit", 2),
-    Point("sana-video-2b-480p", "single", 2),
-    Point("dit-xl-2", "single,micro_batch_size=16,optimizer_in_backward=true,gradient_clipping=null", 2),
-    Point("dit-l-2-paper", "single,precision=fp32,micro_batch_size=8", 2),
-)
-"""Every kind of kernel and optimizer, two blocks deep."""
-
-ENGINES = (
-    Point(SANA, "fsdp2,world_size=1,micro_batch_size=4"),
-    Point(SANA, "zero2,world_size=1,micro_batch_size=4"),
-    Point(SANA, "zero3,world_size=1,optimizer.name=adamw_8bit", 2),
-    Point(SANA, "zero1,world_size=1,grad_accum_steps=2", 2, expandable_segments=False),
-    Point(PIXART, "fsdp2,world_size=1,optimizer.name=adamw_8bit_ao,ema.device=gpu", 2),
-)
-
-HELD_OUT = tuple(
-    Point(model, strategy, blocks, expandable_segments, held_out=True)
-    for model, strategy, blocks, expandable_segments in (
-        (SMALL_SANA, "single,micro_batch_size=16", 0, True),
-        ("sana-1600m-512", "single,micro_batch_size=16", 0, True),
-        (SD35, "single,micro_batch_size=4", 0, True),
-        ("sd3-medium", "single,micro_batch_size=8,checkpointed_blocks=all", 0, False),
-        ("dit-xl-2", "single,micro_batch_size=32", 0, True),
-        ("dit-l-2-paper", "single,precision=fp32,micro_batch_size=32", 0, True),
-        ("pixart-sigma-xl-2-512", "single,micro_batch_size=32,checkpointed_blocks=all", 0, True),
-        ("pixart-alpha-xl-2-1024", "single,micro_batch_size=4,optimizer.name=came_8bit", 0, True),
-        (FLUX, "single,lora.base=nf4,checkpointed_blocks=all,micro_batch_size=2", 0, True),
-        ("qwen-image", "single,lora.rank=16,checkpointed_blocks=all", 4, True),
-        ("hunyuandit-v1.2", "single,micro_batch_size=4,checkpointed_blocks=all", 0, True),
-        ("cogvideox-2b", "single,lora.rank=64,checkpointed_blocks=all", 0, True),
-        ("lumina-image-2.0", "single,optimizer.name=adafactor", 0, True),
-        ("ltx-video-0.9", "single,checkpointed_blocks=all,optimizer.name=lion_8bit", 0, True),
-        ("z-image", "single,micro_batch_size=2", 2, True),
-        ("krea2", "single,micro_batch_size=2", 2, True),
-        ("prx-1.2b", "single,micro_batch_size=8", 0, True),
-        ("cogview4-6b", "single", 2, True),
-        ("hidream-i1", "single", 2, True),
-        ("hunyuanimage-2.1", "single", 2, True),
-        ("hunyuanvideo-t2v", "single,checkpointed_blocks=all", 1, True),
-        ("wan2.2-ti2v-5b", "single", 2, True),
-        ("lumina-next-sft", "single,micro_batch_size=2", 2, True),
-        ("sd3.5-large", "single,precision=fp16,micro_batch_size=2", 2, False),
-        (WAN, "zero2,world_size=1,checkpointed_blocks=all", 4, True),
-        (SD35, "fsdp2,world_size=1,micro_batch_size=4,checkpointed_blocks=all", 0, True),
-    )
-)
-
-
-def _mixed() -> list[Point]:
-    """Whole models and kinds of kernels in turn: what is interrupted has something of both."""
-    both = chain.from_iterable(zip_longest(WHOLE, KERNELS))
-    return [point for point in both if point is not None]
-
-
-POINTS = (*_mixed(), *ENGINES, *HELD_OUT)
+POINTS = tuple(Point(**each) for each in json.loads(Path(__file__).with_suffix(".json").read_text()))
+"""Whole models, and two blocks of each kind of kernel and optimizer, in turn, so that what is interrupted has both.
+Then engines, and those that are held out."""

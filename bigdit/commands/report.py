@@ -16,13 +16,12 @@ def run(
 ) -> None:
     """Write a run's report.html into its output: curves, memory by phase against the plan, pictures, settings."""
     from bigdit import log
-    from bigdit.report.run.found import read_run
-    from bigdit.report.run.page import document, write_page
+    from bigdit.report.run import read_run, write_page
 
     found = read_run(output)
     for line in found.notices:
         log.notice(f"note: {line}")
     if as_json:
-        log.emit_json(document(found))
+        log.emit_json(found.document())
     else:
         log.notice(f"wrote {write_page(found)}")

@@ -33,7 +33,7 @@ def run(
     from bigdit.config.plan_file import read_plan_file
     from bigdit.files import check_writable
     from bigdit.objective_spec import counting
-    from bigdit.report.run.leave import leaving_a_page
+    from bigdit.report.leave import leaving_a_page
     from bigdit.train.prepare import check_stores, prepare_stages, with_ds_config, with_grace
     from bigdit.train.processes.launch import launch
 

@@ -46,7 +46,7 @@ def load_encoders(config: EncodersConfig, worker: int = 0, note: Callable[[str],
     device = encoding_device(config.device, worker)
     size = captions = CPU_BATCH if config.batch_size == "auto" else config.batch_size
     if config.batch_size == "auto" and device.type == "cpu":
-        # As fast on one core (benchmarks/data/text_batches.py), and matrix products of other shapes round otherwise:
+        # As fast on one core (benchmarks/README.md), and matrix products of other shapes round otherwise:
         # alone, a caption has the same bytes in whatever part it comes first, so any split of the work gives the same
         # store.
         captions = 1

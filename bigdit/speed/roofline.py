@@ -24,8 +24,8 @@ Numbers = npt.NDArray[np.float64]
 
 HERE = "benchmarks/gpu_matrix.md"
 """What operators took in training steps on an H100, measured there with torch 2.11, of the points that are not held
-out: what each of them took by torch's profiler beside the bytes and FLOPs that an attempt counts of it, as
-`python benchmarks/gpu_matrix.py shares` lays them side by side."""
+out: what each of them took by torch's profiler beside the bytes and FLOPs that an attempt counts of it
+(`git show 8fa40eb:benchmarks/on_gpu/shares.py`)."""
 
 MEASURED = (9, 0)
 """The compute capability of that card: its shares are those of its operators, not of others' whole runs."""

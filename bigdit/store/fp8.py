@@ -2,7 +2,7 @@
 
 Source: Micikevicius et al., FP8 Formats for Deep Learning (arXiv:2209.05433): e4m3 has 3 bits of mantissa and 448 as
 its largest value. Rounding to the nearest errs by at most 2⁻⁴ of a normal value, and by 2⁻¹⁰ of the scale near zero.
-Measured: 2.6 % of a token's state, by its norm, both of T5's states (benchmarks/data/text_batches.py) and of normal
+Measured: 2.6 % of a token's state, by its norm, both of T5's states (benchmarks/README.md) and of normal
 numbers.
 """
 

@@ -20,8 +20,7 @@ from bigdit.checkpoint.folder import LATEST, STATE, write_state
 from bigdit.config import load_run
 from bigdit.config.stages import load_stages
 from bigdit.errors import UserError
-from bigdit.report.run.found import read_run
-from bigdit.report.run.page import document
+from bigdit.report.run import read_run
 from bigdit.sampling.sampler import Sampler
 from bigdit.sources.open import open_source
 from bigdit.train.going_on import foreseen
@@ -114,8 +113,8 @@ def test_what_a_run_and_its_export_say_of_themselves(output):
         models.load(read_model_config(export), export, dtype=torch.float32)
 
     doors = {
-        output / "run.json": lambda: document(read_run(output)),
-        output / "receipt.json": lambda: document(read_run(output)),
+        output / "run.json": lambda: read_run(output).document(),
+        output / "receipt.json": lambda: read_run(output).document(),
         export / "checksums.json": loaded,
         export / "config.json": lambda: models.load(read_model_config(export), export, dtype=torch.float32),
     }

@@ -12,7 +12,7 @@ from plan_files import plan_of, write
 
 from bigdit.config.plan_file import read_plan_file
 from bigdit.receipt import Receipt
-from bigdit.report.run.found import read_run
+from bigdit.report.run import read_run
 
 
 def test_a_receipt_of_images_a_second_is_one_of_samples() -> None:

@@ -1,0 +1,7 @@
+"""benchmarks/peers.md: what its files say."""
+
+import peers
+
+
+def test_the_page_says_what_was_found():
+    assert peers.PAGE.read_text() == peers.page()
