@@ -12,7 +12,7 @@ from bigdit.config import load_run
 from bigdit.dist import World
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.profile.request import StepRequest
-from bigdit.profile.steps import batch
+from bigdit.profile.steps import batch, build
 from bigdit.profile.steps import prepare as prepared
 from bigdit.spec import BatchShape, EmaSpec, OptimizerSpec
 from bigdit.train.prepare import prepare
@@ -39,7 +39,7 @@ def asked(**changed):
 def test_the_plain_loop_trains_as_the_engine_does(changed):
     spec, strategy = asked(**changed)
     request = StepRequest(model=spec, batch=SHAPE, strategy=strategy, objective=FlowMatchingSpec())
-    plain, own = prepared(request, 0), prepared(request, 0)
+    plain, own = (prepared(request, build(request, 0)) for _ in range(2))
     family, device = own.family, torch.device("cpu")
     micro_batches = [batch(SHAPE, strategy)] * strategy.grad_accum_steps
     steps = plain_steps(plain, repeat(micro_batches), device)

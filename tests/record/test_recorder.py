@@ -110,16 +110,14 @@ def test_a_step_s_storages_are_told_apart() -> None:
         with watch.phase("step"):
             engine.optimizer.step()
         watch.close()
-    found = ledger(recorder.host_timeline(), 1)
+    found = {each.phase: each for each in ledger(recorder.host_timeline(), 1).phases}
     parameters = 4 * sum(p.numel() for p in model.parameters())
-    assert found.phase("init").at_peak["parameter"] == parameters
+    assert found["init"].at_peak["parameter"] == parameters
     # fp32 [4, 8]: relu's output serves relu and the last layer, the sum is the loss
-    assert found.phase("forward").at_peak["saved activation"] == 4 * 8 * 4 + 4
-    assert found.phase("step").at_peak["gradient"] == parameters
-    assert found.phase("step").at_peak["optimizer state"] == 2 * parameters + 4 * 4
+    assert found["forward"].at_peak["saved activation"] == 4 * 8 * 4 + 4
+    assert found["step"].at_peak["gradient"] == parameters
+    assert found["step"].at_peak["optimizer state"] == 2 * parameters + 4 * 4
     assert {block.label for block in recorder.host_timeline().blocks if block.category == "saved activation"} >= {"1"}
-    with pytest.raises(KeyError):
-        found.phase("save")
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from bigdit.catalog.gpus import gpu
 from bigdit.dist import World
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.profile.request import StepRequest
-from bigdit.profile.steps import Witness, batch, prepare, training
+from bigdit.profile.steps import Witness, batch, build, prepare, training
 from bigdit.record.costs import Counting
 from bigdit.spec import ModelSpec, Strategy
 from bigdit.train.seen.mfu import Mfu, mfu_of, peak_flops
@@ -42,7 +42,8 @@ def test_the_flops_are_those_of_a_forward_pass_three_times():
             yield
 
     strategy = Strategy(precision="fp32", micro_batch_size=2)
-    workload = prepare(StepRequest(model=SANA, batch=SHAPE, strategy=strategy, objective=FlowMatchingSpec()))
+    request = StepRequest(model=SANA, batch=SHAPE, strategy=strategy, objective=FlowMatchingSpec())
+    workload = prepare(request, build(request))
     with sdpa_kernel(SDPBackend.MATH), counting:
         next(training(workload, CPU, World(), Phases()))
     span = counting.phases.index("forward")
