@@ -1,8 +1,12 @@
-"""Checkpoints: each process's runs of the training state, by parameters' names; safetensors and JSON only.
+"""Checkpoints: each process's parts of the training state, by parameters' names; safetensors and JSON only.
 
-`Saver` writes them while training goes on, `latest` finds one, `verify` reads its bytes, `restore` puts it back under
-any engine, `export` makes diffusers' format of it, and `PostHoc` averages
-of other widths than were kept.
+1. Each engine says by `shards()` which elements of which parameters its masters hold. `engines/state.py` makes places
+   of them: runs of masters, averages and optimizer state, by parameters' names.
+2. `saver.py` copies them to the host and hands them to a thread. torch's distributed checkpoint plans who writes what
+   (`plan.py`), and each process writes a file (`shard_file.py`). The first one commits the folder and prunes old ones.
+3. `find.py` says which checkpoint a run resumes from, `resumable.py` whether it can. `verify.py` reads all bytes, and
+   `restore.py` fills the places of whatever engine there is now. `export.py` makes diffusers' format.
+4. The next start does what a killed run left: it removes temporary names and makes missing exports.
 """
 
 from bigdit.checkpoint.export import export
