@@ -12,11 +12,16 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit: 0 done, 1 the user's error, 2 does not fit, 3 a bug, 130 interrupted."""
     try:
+        import signal
+
         from bigdit.errors import guard  # here: Ctrl-C while it is imported ends as it says too
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
-    sys.exit(guard(lambda: _run(sys.argv[1:] if arguments is None else arguments)))
+    status = guard(lambda: _run(sys.argv[1:] if arguments is None else arguments))
+    if arguments is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the exit too, without a traceback of it
+    sys.exit(status)
 
 
 def _run(arguments: Sequence[str]) -> int:

@@ -259,6 +259,18 @@ def test_ctrl_c_while_what_was_interrupted_exits_is_no_traceback():
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "interrupted\n")
 
 
+def test_ctrl_c_while_what_is_done_exits_is_no_traceback():
+    code = (
+        "import atexit, os, signal, sys\n"
+        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
+        "sys.argv = ['bigdit', '--version']\n"
+        "from bigdit.cli import main\n"
+        "main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
 def processes():
     """Those of this machine that have not ended, each with the one that started it."""
     for stat in Path("/proc").glob("[0-9]*/stat"):

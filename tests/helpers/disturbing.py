@@ -15,14 +15,12 @@ from commands import BIN, ROOT, environment_with
 from safetensors.numpy import load_file
 
 from bigdit.checkpoint.folder import checksum, open_checkpoint
-from bigdit.lifeline import ENDED, state_of
 from bigdit.train.seen.metrics import read_metrics
 
 TAG = f"BIGDIT_DISTURBED={os.getpid()}"
 """In the environment of all that commands start: so their processes are found, whoever their parents are."""
 LIMIT_S = 120.0
 BUGS = ("Traceback", "this is a bug", "Fatal Python error")
-_known = set()
 
 
 class Command:
@@ -85,12 +83,11 @@ def _listing(folder):
 
 def living():
     """The processes that commands started and that have not ended."""
-    for name in filter(str.isdecimal, os.listdir("/proc")):
+    found = []
+    for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
         with suppress(OSError):
-            if TAG.encode() in Path("/proc", name, "environ").read_bytes().split(b"\0"):
-                _known.add(int(name))
-    _known.intersection_update([pid for pid in _known if state_of(pid) not in ENDED])
-    return sorted(_known)
+            found += [pid] * (TAG.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+    return found
 
 
 def send(signum, pids):
