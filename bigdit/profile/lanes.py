@@ -81,11 +81,6 @@ class Lanes:
             raise failure(what, status, _lines(said, before))
         return answer
 
-    @property
-    def forks(self) -> list[int | None]:
-        """The process that answers in each lane, None where there is none."""
-        return [lane.fork for lane in self._lanes] or [None] * len(self._said_by)
-
     def close(self) -> None:
         """End the process and its forks, which are a group of their own, for good."""
         with self._lock:

@@ -25,7 +25,8 @@ COMPILED = (
 def notices(strategy: Strategy, versions: Mapping[str, str]) -> tuple[str, ...]:
     """Versions outside the tested range, and what an engine makes impossible."""
     found = [
-        f"{name} {versions[name]} is outside the versions that bigdit was tested with ({_span(first, last)})"
+        f"{name} {versions[name]} is outside the versions that bigdit was tested with "
+        f"({first if first == last else f'{first} to {last}'})"
         for name, (first, last) in TESTED_WITH.items()
         if not _numbers(first) <= _numbers(versions.get(name, "")) <= _numbers(last)
     ]
@@ -37,10 +38,6 @@ def notices(strategy: Strategy, versions: Mapping[str, str]) -> tuple[str, ...]:
     if strategy.compile_blocks:
         found.append(COMPILED)
     return tuple(found)
-
-
-def _span(first: str, last: str) -> str:
-    return first if first == last else f"{first} to {last}"
 
 
 def _numbers(version: str) -> tuple[int, ...]:

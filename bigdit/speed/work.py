@@ -156,8 +156,6 @@ class Work:
     def __mul__(self, times: float) -> Work:
         return Work(self.micro * times, self.last * times, self.step * times)
 
-    __rmul__ = __mul__
-
     def __sub__(self, other: Work) -> Work:
         return self + other * -1.0
 
