@@ -136,7 +136,7 @@ class Space:
             return None
         question = self.question
         step = step_of(attempt, strategy, question.gpu, question.cluster, grad_accum_steps=accumulated)
-        host = node_bytes(max(attempt.host.saving(attempt.checkpoint_bytes)), question.cluster)
+        host = node_bytes(attempt.host.saving(attempt.checkpoint_bytes), question.cluster)
         return Ran(
             strategy=strategy,
             title=f"{way.title}, micro-batch {size}",

@@ -226,9 +226,9 @@ class HostMemory(Strict):
     steps_bytes: NonNegativeInt
     page_locked_bytes: NonNegativeInt
 
-    def saving(self, checkpoint_bytes: int) -> tuple[int, int]:
-        """The peak as it starts or steps, and the one as it saves a copy of so many bytes between steps: never both."""
-        return self.peak_bytes, self.steps_bytes + checkpoint_bytes
+    def saving(self, checkpoint_bytes: int) -> int:
+        """The peak as it starts or steps, or as it saves a copy of so many bytes between steps: never both."""
+        return max(self.peak_bytes, self.steps_bytes + checkpoint_bytes)
 
 
 def pinned_bytes(nbytes: int) -> int:

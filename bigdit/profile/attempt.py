@@ -72,9 +72,9 @@ class Attempt(Strict):
         return self.ran and not self.retries
 
     @property
-    def memory(self) -> tuple[int, int, int]:
+    def memory(self) -> tuple[int, int, int, dict[str, int]]:
         """What two attempts that take the same memory have alike."""
-        return self.retries, self.peak_allocated_bytes, self.peak_reserved_bytes
+        return self.retries, self.peak_allocated_bytes, self.peak_reserved_bytes, self.peaks
 
     @property
     def peaks(self) -> dict[str, int]:

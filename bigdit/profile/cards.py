@@ -230,10 +230,10 @@ class Cards:
             self._unread.add(kind)
             return without
         with self._first.setdefault(kind, Lock()):
-            if kind in self._follows:
-                return self._run(question, card, values=True) if self._follows[kind] else without
+            if self._follows.get(kind) is False:
+                return without
             found = self._run(question, card, values=True)
-            self._follows[kind] = (found.memory, found.peaks) != (without.memory, without.peaks)
+            self._follows.setdefault(kind, found.memory != without.memory)
             return found
 
     def _run(self, question: Question, card: int, *, values: bool) -> Attempt:

@@ -129,7 +129,7 @@ def filling(attempt: Attempt, sample: float, capacity_bytes: int) -> int:
 
 def host_peak(attempt: Attempt) -> int:
     """The most bytes of host tensors, as the process starts, steps or saves."""
-    return max(attempt.host.saving(attempt.checkpoint_bytes))
+    return attempt.host.saving(attempt.checkpoint_bytes)
 
 
 def state_bytes(attempt: Attempt) -> int:
