@@ -53,11 +53,8 @@ class Planner:
         if strategy.checkpointed_blocks == 0:  # selective or not: the same steps are asked for once
             strategy = strategy.model_copy(update={"checkpointing": "full"})
         if strategy.grad_accum_steps > RECORDED_ACCUMULATION:
-            strategy = strategy.settled(
-                micro_batch_size=strategy.micro_batch_size,
-                grad_accum_steps=RECORDED_ACCUMULATION,
-                checkpointed_blocks=strategy.checkpointed_blocks,
-            )
+            fewer = strategy.step_size.model_copy(update={"grad_accum_steps": RECORDED_ACCUMULATION})
+            strategy = strategy.sized(fewer)
         question = self.question
         size = resolution or question.resolution
         return request_for(question.model, question.gpu, strategy, resolution=size, frames=question.frames)
