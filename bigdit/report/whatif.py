@@ -8,7 +8,7 @@ from typing import Any
 from bigdit.memory import CATEGORIES
 from bigdit.report import words
 from bigdit.report.svg import variable
-from bigdit.search.plan import Plan, Point, Setting
+from bigdit.search.plan import Plan, Point, Setting, alike
 from bigdit.search.question import Question
 from bigdit.search.space import OPTIMIZER_TITLES
 from bigdit.spec import Strategy
@@ -31,7 +31,7 @@ def whatif(plan: Plan, others: Sequence[Plan] = ()) -> dict[str, Any] | None:
 def start(plan: Plan) -> dict[str, Any]:
     """What is shown first: the recommended strategy."""
     chosen = plan.chosen.strategy
-    setting = next(each for each in plan.settings if each.holds(chosen))
+    setting = next(each for each in plan.settings if alike(each.strategy, chosen))
     count = max(point.checkpointed_blocks for point in setting.points)
     blocks = count if chosen.checkpointed_blocks == "all" else chosen.checkpointed_blocks
     return {

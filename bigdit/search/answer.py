@@ -12,16 +12,13 @@ from bigdit.search.plan import Plan
 from bigdit.search.question import Question
 from bigdit.search.receipts import own_receipts
 
-Progress = Callable[[str], None]
-
-
 PLANS = Kept("plans", Plan, "the plan", "the plan is made")
 
 _SOURCES = ("search", "speed", "catalog", "config", *SOURCES)
 """Whose sources decide a plan."""
 
 
-def make_plan(question: Question, *, progress: Progress | None = None) -> Plan:
+def make_plan(question: Question, *, progress: Callable[[str], None] | None = None) -> Plan:
     """The plan for `question`, from the cache where it was made before with the same versions, catalogue and receipts.
 
     `progress` is told what is going on, in a line. Raises UserError where the model cannot be planned.

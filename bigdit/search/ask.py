@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
@@ -20,7 +21,7 @@ from bigdit.config.wrong import expected, shown
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
 from bigdit.profile.request import model_problems, parse_resolution, precision_problems
-from bigdit.search.question import EngineChoice, Pins, Question, usual_host_bytes
+from bigdit.search.question import EngineChoice, Pins, Question
 from bigdit.search.request import Asked, PlanRequest, Size, option
 from bigdit.spec import BatchShape, EmaSpec, LoraBase, LoraSpec, OptimizerSpec, Precision, Strategy, Strict
 from bigdit.speed.seconds import Cluster
@@ -47,28 +48,25 @@ def question_for(model: str | None = None, gpu: str | None = None, **options: An
     """
     asked = PlanRequest.of(model=model, gpu=gpu, **options)
     problems: list[str] = []
-    found_model = _attempt(problems, "--model", lambda: _model(model))
-    card = _attempt(
-        problems, "--gpu", lambda: resolve_gpu(_text("--gpu", gpu), _text("--gpu-memory", asked.gpu_memory, A_SIZE))
-    )
+    found = partial(_attempt, problems)
+    found_model = found("--model", lambda: _model(model))
+    card = found("--gpu", lambda: resolve_gpu(_text("--gpu", gpu), _text("--gpu-memory", asked.gpu_memory, A_SIZE)))
     reserve = "0B" if asked.reserve in (0, "0") else asked.reserve
-    reserved = _attempt(problems, "--reserve", lambda: _bytes("--reserve", reserve, parse_bytes))
+    reserved = found("--reserve", lambda: _bytes("--reserve", reserve, parse_bytes))
     if card is not None and (reserved or 0) >= card.told_bytes:
         has = gib(card.told_bytes)
         problems.append(f"--reserve {asked.reserve} leaves nothing of the {card.name}, which has {has}")
     own = [] if asked.resolution is None else asked.resolution
-    sizes = _attempt(problems, "--resolution", lambda: parse_sizes("--resolution", own)) or ()
+    sizes = found("--resolution", lambda: parse_sizes("--resolution", own)) or ()
     sized = [] if asked.buckets is None or asked.buckets in ("none", "aspect") else asked.buckets
-    more = _attempt(problems, "--buckets", lambda: parse_sizes("--buckets", sized)) or ()
+    more = found("--buckets", lambda: parse_sizes("--buckets", sized)) or ()
     given = vars(asked) | {
-        "images": _attempt(problems, "--images", lambda: _count(asked.images)),
-        "host_memory": _attempt(
-            problems, "--host-memory", lambda: _bytes("--host-memory", asked.host_memory, parse_memory)
-        ),
-        "receipts": _attempt(problems, "--receipts", lambda: _folder(asked.receipts)),
+        "images": found("--images", lambda: _count(asked.images)),
+        "host_memory": found("--host-memory", lambda: _bytes("--host-memory", asked.host_memory, parse_memory)),
+        "receipts": found("--receipts", lambda: _folder(asked.receipts)),
         "checkpointed_blocks": _whole(asked.checkpointed_blocks),
         "ema": "auto" if asked.ema is None and asked.ema_widths is not None else asked.ema,
-        "ema_widths": _attempt(problems, "--ema-widths", lambda: _widths(asked.ema_widths)),
+        "ema_widths": found("--ema-widths", lambda: _widths(asked.ema_widths)),
     }
     given |= dict.fromkeys(("model", "gpu", "resolution", "buckets"))  # which are found already
     cluster, pins = Cluster(**_sound(Cluster, given, problems)), Pins(**_sound(Pins, given, problems))
@@ -96,7 +94,7 @@ def question_for(model: str | None = None, gpu: str | None = None, **options: An
         amounts.setdefault("frames", found_model.clip.frames)
     if "host_memory_bytes" not in amounts:  # this machine's own where its card was asked for
         own_card = (gpu or "").strip().casefold() == "auto"
-        usual = memory_bytes() if own_card else usual_host_bytes(card, cluster)
+        usual = memory_bytes() if own_card else card.host_bytes * cluster.processes_per_node
         amounts |= {"host_memory_bytes": usual, "host_assumed": not own_card}
     return Question(
         model=found_model,
@@ -332,8 +330,5 @@ def model_fits(model: CatalogModel, pins: Pins, shape: BatchShape | None) -> lis
             f"--checkpointed-blocks is {pinned}, and {model.name} has {blocks} blocks; {blocks} and all are the most"
         )
     if pins.features == "online" and shape is not None:
-        try:
-            online_encoders(model, shape)
-        except UserError as error:
-            problems += [f"--features online: {problem}" for problem in error.problems]
+        _attempt(problems, "--features online", lambda: online_encoders(model, shape))
     return problems

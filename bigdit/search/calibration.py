@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from pydantic import NonNegativeFloat, PositiveInt
 
 from bigdit.catalog import Gpu
-from bigdit.catalog.families import FAMILIES
 from bigdit.errors import UserError
 from bigdit.profile.cards import Cards
 from bigdit.profile.lanes import WorkerError
 from bigdit.profile.request import StepRequest
 from bigdit.receipt import Receipt
 from bigdit.search.plan import Band
-from bigdit.search.question import Question
 from bigdit.spec import Strategy, Strict
 from bigdit.speed.calibration import Calibration
 from bigdit.speed.seconds import Cluster, StepTime
@@ -86,12 +84,6 @@ class Learnt(Strict):
     band_share: NonNegativeFloat | None
     band_source: str | None
     speeds: dict[str, Calibration]
-
-
-def weighed(cards: Cards, question: Question, own: Iterable[Receipt]) -> tuple[Evidence, list[str]]:
-    """What the GPU's `own` receipts say to a question, and a line for each that says nothing."""
-    found, notices = check(own, question.gpu, cards)
-    return Evidence(tuple(found), routed=FAMILIES[question.model.spec.class_name].routed), notices
 
 
 def check(receipts: Iterable[Receipt], gpu: Gpu, cards: Cards) -> tuple[list[Checked], list[str]]:

@@ -66,14 +66,14 @@ Encoding = Mapping[int, Attempt]
 """Attempts of the encoders alone, by the samples that go through them at once."""
 
 
-def encoding_requests(question: Question, batch: BatchShape, most: int | None = None) -> dict[int, StepRequest]:
+def encoding_requests(question: Question, most: int | None = None) -> dict[int, StepRequest]:
     """Extraction's encoders alone, with one sample and with `most` at once: as many as extraction takes, if left out.
 
     Empty where the catalogue does not have them.
     """
     model = question.model
     try:
-        online_encoders(model, batch)
+        online_encoders(model, batch_shape(model, question.resolution, question.frames))
     except UserError:
         return {}
     precision: Precision = "fp16" if precision_problems(question.gpu, "bf16") else "bf16"
@@ -310,8 +310,7 @@ class EncodersNeed(NamedTuple):
     def larger(self) -> tuple[str, float]:
         """The side that takes more with one sample, by name, and its bytes."""
         sides = {"text encoders": self.texts.taken(1), "VAE": self.pictures.taken(1)}
-        name = max(sides, key=lambda each: sides[each])
-        return name, sides[name]
+        return max(sides.items(), key=lambda side: side[1])
 
 
 def room(gpu: Gpu, processes: int = 1, kept_free: float = 0.0) -> float:
@@ -449,11 +448,7 @@ def _requests(run: RunConfig, gpu: Gpu) -> dict[int, StepRequest]:
     model = find_model(run.model.name)
     largest = _largest(run)
     size, frames = (largest[-2], largest[-1]), frames_of(largest) if model.video else None
-    try:
-        batch = batch_shape(model, size, frames)
-    except UserError:
-        return {}
-    found = encoding_requests(Question(model=model, gpu=gpu, resolution=size, frames=frames), batch, _PROBED)
+    found = encoding_requests(Question(model=model, gpu=gpu, resolution=size, frames=frames), _PROBED)
     dtype = run.encoders.text and run.encoders.text.dtype
 
     def own(encoders: OnlineEncoders) -> OnlineEncoders:

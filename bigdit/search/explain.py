@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from bigdit.catalog import batch_shape, gpus
-from bigdit.catalog.encoders import online_encoders
+from bigdit.catalog import gpus
 from bigdit.errors import UserError
 from bigdit.profile.attempt import UNLIMITED, Attempt
 from bigdit.profile.cards import Cards
 from bigdit.profile.lanes import WorkerError
 from bigdit.search.candidates import Candidate, Option, Planner, fitting, preferred, process, safe_bytes, verdict_of
+from bigdit.search.dataset import encoding_requests
 from bigdit.search.explore import hopeful
 from bigdit.search.plan import Choice, Step, Verdict
 from bigdit.search.question import Pins, Question
@@ -115,7 +115,7 @@ def naive(question: Question, target: Strategy) -> Strategy:
             "encode_chunk": None,
             "blocks_to_swap": 0,
             "optimizer_in_backward": False,
-            "features": "online" if _has_encoders(question) else target.features,
+            "features": "online" if encoding_requests(question) else target.features,
             "ds_config": _document(target, precision, own_buckets=True),
         }
     )
@@ -129,11 +129,7 @@ def changes(question: Question, chosen: Candidate) -> list[Change]:
     found = [Change(_naive_title(start), "", start)]
     for title, why, update in _updates(start, target):
         before = found[-1].strategy
-        after = before.model_copy(update=update).settled(
-            micro_batch_size=start.micro_batch_size,
-            grad_accum_steps=1,
-            checkpointed_blocks=0,
-        )
+        after = before.model_copy(update=update).sized(start.step_size)
         if after != before:
             found.append(Change(title, why, after))
     return [*found, *_sizes(start.micro_batch_size, chosen)]
@@ -218,14 +214,6 @@ def _naive_title(strategy: Strategy) -> str:
     encoders = "encoders and average" if strategy.features == "online" else "average"
     buckets = ", DeepSpeed's own buckets" if strategy.ds_config else ""
     return f"as copied: {precision}, AdamW, {encoders} on the card{buckets}, micro-batch {strategy.micro_batch_size}"
-
-
-def _has_encoders(question: Question) -> bool:
-    try:
-        online_encoders(question.model, batch_shape(question.model, question.resolution, question.frames))
-    except UserError:
-        return False
-    return True
 
 
 def _document(

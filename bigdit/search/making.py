@@ -6,28 +6,26 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from bigdit.catalog import CatalogModel, batch_shape
+from bigdit.catalog import FAMILIES, batch_shape
 from bigdit.catalog.revision import revision
 from bigdit.profile.attempt import UNLIMITED, Attempt
 from bigdit.profile.cards import Cards
 from bigdit.receipt import Receipt
-from bigdit.search.calibration import weighed
+from bigdit.search.calibration import Evidence, check
 from bigdit.search.candidates import Candidate, Planner
 from bigdit.search.dataset import dataset_need, encoding_requests
 from bigdit.search.explain import fixes, waterfall
 from bigdit.search.explore import Limits, limits_of
-from bigdit.search.plan import DatasetNeed, Plan, Run, Step, uncounted
+from bigdit.search.plan import DatasetNeed, Plan, Run, uncounted
 from bigdit.search.question import Question
 from bigdit.search.rows import Runs, as_ran, curves, front, runs, settings, smaller, title
-from bigdit.search.solve import Confirmed, search
+from bigdit.search.solve import search
 from bigdit.spec import BatchShape, Strategy
 from bigdit.speed.seconds import StepTime
 from bigdit.units import how_many
 
-Progress = Callable[[str], None]
 
-
-def made(question: Question, own: Sequence[Receipt], cards: Cards, say: Progress) -> tuple[Plan, bool]:
+def made(question: Question, own: Sequence[Receipt], cards: Cards, say: Callable[[str], None]) -> tuple[Plan, bool]:
     """The plan for `question` by emulated GPUs, and their `own` receipts; and whether it may be cached: what took too
     long or could not be run may be this minute's, as on a busy machine. `say` is told what is going on, in a line.
 
@@ -41,7 +39,8 @@ def made(question: Question, own: Sequence[Receipt], cards: Cards, say: Progress
 
     cards.done = tried
     stages.begin("which engines and settings fit")
-    evidence, more = weighed(cards, question, own)
+    checked, more = check(own, question.gpu, cards)
+    evidence = Evidence(tuple(checked), routed=FAMILIES[question.model.spec.class_name].routed)
     plan = _plan(Planner(question, cards, evidence), stages)
     unanswered = [f"not run on an emulated GPU: {why}" for why in cards.unanswered]
     seconds = round(time.perf_counter() - began, 3)
@@ -51,7 +50,7 @@ def made(question: Question, own: Sequence[Receipt], cards: Cards, say: Progress
 class _Stages:
     """What is told while a plan is made: a stage when it begins, and what was counted since, in parentheses."""
 
-    def __init__(self, what: str, say: Progress) -> None:
+    def __init__(self, what: str, say: Callable[[str], None]) -> None:
         self._what, self._say, self._stage, self._found = what, say, "", ""
 
     def begin(self, stage: str) -> None:
@@ -81,7 +80,9 @@ def _plan(planner: Planner, stages: _Stages) -> Plan:
     fits = chosen.verdict != "DOES NOT FIT"
     stages.begin("the fastest alternatives")
     rows = front(planner, found.options, known)
-    steps, notices = _explained(planner, chosen)
+    unverified = question.model.unverified
+    assumed = [] if unverified is None else [f"not verified of {question.model.name}: {unverified}"]
+    steps, notices = waterfall(planner, chosen) if question.explain else ((), ())
     ran: Runs = {}
     if not question.short_of_host(chosen.host.node_bytes):  # else no micro-batch fits
         stages.begin("the largest micro-batches")
@@ -113,7 +114,7 @@ def _plan(planner: Planner, stages: _Stages) -> Plan:
         run=_run(question, known.strategy, known.step),
         waterfall=steps,
         calibration=planner.evidence.source(known.strategy),
-        notices=(*_unverified(question.model), *uncounted(question.samples), *answer.notices, *notices),
+        notices=(*assumed, *uncounted(question.samples), *answer.notices, *notices),
         versions=answer.versions | {"torch": planner.cards.build.split()[0]},
         emulated=planner.cards.build,
         catalogue=revision(),
@@ -121,21 +122,11 @@ def _plan(planner: Planner, stages: _Stages) -> Plan:
     )
 
 
-def _unverified(model: CatalogModel) -> tuple[str, ...]:
-    """What of the model was assumed or not verified, as a plan says it."""
-    return () if model.unverified is None else (f"not verified of {model.name}: {model.unverified}",)
-
-
-def _explained(planner: Planner, chosen: Confirmed) -> tuple[tuple[Step, ...], tuple[str, ...]]:
-    """The waterfall where it is wanted, and a notice of what on the way to `chosen` could not be run."""
-    return waterfall(planner, chosen) if planner.question.explain else ((), ())
-
-
 def _dataset(planner: Planner, batch: BatchShape) -> DatasetNeed | None:
     question = planner.question
     if question.images is None:
         return None
-    requests = encoding_requests(question, batch)
+    requests = encoding_requests(question)
     attempts = planner.cards.attempts([(request, UNLIMITED) for request in requests.values()])
     found = {samples: each for samples, each in zip(requests, attempts, strict=True) if isinstance(each, Attempt)}
     return dataset_need(question, batch, found if len(found) == len(requests) else {})

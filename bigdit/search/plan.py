@@ -96,10 +96,6 @@ class Setting(Strict):
     rooms: tuple[Room, ...]
     points: tuple[Point, ...]
 
-    def holds(self, strategy: Strategy) -> bool:
-        """Whether `strategy` is this one at sizes of its own."""
-        return alike(self.strategy, strategy)
-
 
 def alike(one: Strategy, other: Strategy) -> bool:
     """Whether two strategies differ in the sizes of their steps alone."""
@@ -259,7 +255,7 @@ def host_need(
         samples_bytes=0 if samples is None else samples.known_bytes,
         page_locked_bytes=host.page_locked_bytes,
         processes_per_node=cluster.processes_per_node,
-        node_bytes=node_bytes(max(host.saving(checkpoint_bytes)), cluster, samples),
+        node_bytes=node_bytes(host.saving(checkpoint_bytes), cluster, samples),
     )
 
 

@@ -79,14 +79,9 @@ class Question(Strict):
 
     def over(self, cluster: Cluster) -> Question:
         """The same, over other cards: a machine that nobody described has more memory where it has more of them."""
-        host = usual_host_bytes(self.gpu, cluster) if self.host_assumed else self.host_memory_bytes
+        host = self.gpu.host_bytes * cluster.processes_per_node if self.host_assumed else self.host_memory_bytes
         return self.model_copy(update={"cluster": cluster, "global_batch_size": None, "host_memory_bytes": host})
 
     def short_of_host(self, nbytes: int) -> bool:
         """Whether a machine that is known has less memory than that."""
         return nbytes > self.host_memory_bytes and not self.host_assumed
-
-
-def usual_host_bytes(gpu: Gpu, cluster: Cluster) -> int:
-    """The memory of a machine of which nothing is said."""
-    return gpu.host_bytes * cluster.processes_per_node

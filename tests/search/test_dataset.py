@@ -146,7 +146,7 @@ def test_without_images_there_is_no_data_set():
 def test_unknown_encoders_have_no_time():
     question = question_for("flux.2-klein-9b", "a100-80g-sxm", images=10)
     batch = catalog.batch_shape(question.model)
-    assert encoding_requests(question, batch) == {}
+    assert encoding_requests(question) == {}
     found = dataset_need(question, batch, {})
     assert found.extraction_seconds is None
     assert (
@@ -157,7 +157,7 @@ def test_unknown_encoders_have_no_time():
 def test_an_old_card_encodes_in_what_it_computes():
     for gpu, precision in (("v100-32g-sxm2", "fp16"), ("a40", "bf16")):
         question = question_for("pixart-sigma-xl-2-512", gpu, images=10)
-        requests = encoding_requests(question, catalog.batch_shape(question.model))
+        requests = encoding_requests(question)
         assert {each.strategy.precision for each in requests.values()} == {precision}
         assert {each.part for each in requests.values()} == {"encoders"}
 
@@ -165,9 +165,8 @@ def test_an_old_card_encodes_in_what_it_computes():
 def test_extraction_takes_the_encoders_alone():
     """The VAE of DiT: 16 pictures a pass, between its arithmetic at the card's rate and a hundred times that."""
     question = question_for("dit-s-8", "a100-80g-sxm", images=1_000_000)
-    batch = catalog.batch_shape(question.model)
     with Cards(question.gpu, 1) as cards:
-        encoding = {size: cards.attempt(each) for size, each in encoding_requests(question, batch).items()}
+        encoding = {size: cards.attempt(each) for size, each in encoding_requests(question).items()}
     timeline = encoding[16].work
     (encode,) = [span for span, each in enumerate(timeline.spans) if each.phase == "pictures"]
     flops = sum(each.flops for each in timeline.operators if each.span == encode)

@@ -19,6 +19,7 @@ from bigdit.search.answer import make_plan
 from bigdit.search.calibration import Evidence
 from bigdit.search.candidates import Planner
 from bigdit.search.explore import explore, hopeful
+from bigdit.search.plan import alike
 from bigdit.search.question import Pins, Question
 from bigdit.search.space import proposals
 from bigdit.units import GIB, MIB, gib
@@ -78,7 +79,7 @@ def test_a_plan_ran_and_so_did_its_alternatives_and_its_limit_and_one_more_did_n
     assert [each.micro_batch_sizes[-1] for each in (kept, recomputed)] == [limit.none, limit.full]
     assert all(list(each.process_bytes) == sorted(each.process_bytes) for each in plan.curves)
     assert kept.process_bytes[-1] <= SMALLER.usable_bytes
-    own = next(setting for setting in plan.settings if setting.holds(plan.chosen.strategy))
+    own = next(setting for setting in plan.settings if alike(setting.strategy, plan.chosen.strategy))
     points = {each.micro_batch_size: each for each in own.points if not each.checkpointed_blocks}
     for size, nbytes in zip(kept.micro_batch_sizes, kept.process_bytes, strict=True):
         assert (points[size].process.high_bytes, points[size].verdict) == (nbytes, "FITS")
