@@ -201,12 +201,9 @@ def _sizes(first: int, chosen: Candidate) -> list[Change]:
         grad_accum_steps=accum if grows else 1,
         checkpointed_blocks=0 if grows else chosen.blocks,
     )
-    if last == first:
-        return [Change(*recomputed, chosen.strategy)] if chosen.blocks else []
-    if not chosen.blocks:
-        return [Change(*resized, chosen.strategy)]
-    order = (resized, recomputed) if grows else (recomputed, resized)
-    return [Change(*order[0], between), Change(*order[1], chosen.strategy)]
+    steps = [*([resized] if last != first else []), *([recomputed] if chosen.blocks else [])]
+    strategies = [between, chosen.strategy][2 - len(steps) :]
+    return [Change(*said, each) for said, each in zip(steps if grows else steps[::-1], strategies, strict=True)]
 
 
 def _naive_title(strategy: Strategy) -> str:
