@@ -26,7 +26,7 @@ from bigdit.report.tables import table
 
 ROOT = Path(__file__).parents[1]
 BIGDIT = Path(sys.executable).parent / "bigdit"
-SINGLE = ("engine.name=single", "engine.processes=1", "engine.ds_config=null", "train.micro_batch_size=32")
+SINGLE = ("strategy.engine=single", "strategy.world_size=1", "strategy.ds_config=null", "strategy.micro_batch_size=32")
 SAMPLES, STEPS = 100, 800
 
 DDPM = ("dpmsolver++", "ddim")

@@ -30,7 +30,7 @@ from bigdit.train.seen.metrics import read_metrics
 ROOT = Path(__file__).parents[1]
 BIGDIT = Path(sys.executable).parent / "bigdit"
 RECIPE = ROOT / "launch/recipes/digits.yaml"
-SINGLE = ("engine.name=single", "engine.processes=1", "engine.ds_config=null", "train.micro_batch_size=32")
+SINGLE = ("strategy.engine=single", "strategy.world_size=1", "strategy.ds_config=null", "strategy.micro_batch_size=32")
 
 STEPS = 800
 
@@ -52,9 +52,9 @@ class Case(NamedTuple):
     def overrides(self, lr: float) -> list[str]:
         """What is set beside the recipe, whose rate is `lr`."""
         return [
-            f"optimizer.name={self.optimizer}",
-            f"optimizer.lr={self.rate * lr}",
-            f"train.precision={self.precision}",
+            f"strategy.optimizer.name={self.optimizer}",
+            f"strategy.optimizer.lr={self.rate * lr}",
+            f"strategy.precision={self.precision}",
             f"train.seed={self.seed}",
         ]
 
@@ -105,7 +105,7 @@ def main() -> int:
     ]
     write_start(folder / "start", shared)
     _run(BIGDIT, "extract", "--config", RECIPE, *_set(shared))
-    lr = yaml.safe_load(RECIPE.read_text())["optimizer"]["lr"]
+    lr = yaml.safe_load(RECIPE.read_text())["strategy"]["optimizer"]["lr"]
     losses = {}
     for name in dict.fromkeys([REFERENCE, *(arguments.names or EVERY)]):
         output = folder / f"{name}, {arguments.steps}".replace(",", "").replace(" ", "-")

@@ -83,8 +83,8 @@ def courses(folder: Path, steps: int) -> dict[str, list[dict[str, Any]]]:
 def _written(folder: Path, output: Path, stages: list[dict[str, Any]], seed: int) -> Path:
     run = yaml.safe_load((ROOT / "launch/recipes/digits.yaml").read_text())
     run["data"]["images"], run["output"], run["stages"] = str(folder / "digits"), str(output), stages
-    run["engine"] = {"name": "single"}
-    run["train"] |= {"seed": seed, "micro_batch_size": 32}
+    run["strategy"] |= {"engine": "single", "world_size": 1, "ds_config": None, "micro_batch_size": 32}
+    run["train"] |= {"seed": seed}
     config = output.with_suffix(".yaml")
     config.write_text(yaml.safe_dump(run))
     return config

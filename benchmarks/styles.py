@@ -37,9 +37,9 @@ SAMPLES, STEPS, LORA_STEPS = 100, 800, 400
 PLAIN, STYLED, RIGHT = 5, 90, 90
 """Of the samples: 0, 100 and 100 were seen."""
 LORA = (
-    "train.lora={rank: 16, alpha: 16, targets: [qkv, proj, fc1, fc2, linear]}",
-    "train.precision=bf16",  # adapters are computed with in the base's 16 bits
-    "optimizer.lr=4e-3",
+    "strategy.lora={rank: 16, alpha: 16, targets: [qkv, proj, fc1, fc2, linear]}",
+    "strategy.precision=bf16",  # adapters are computed with in the base's 16 bits
+    "strategy.optimizer.lr=4e-3",
 )
 
 sys.path.insert(0, str(ROOT / "launch"))

@@ -6,7 +6,7 @@ from commands import bigdit
 
 # The benchmark's model (benchmarks/styles.py), half as wide, learns as well at twice the rate, in half of the steps.
 SMALLER = ("model.kwargs.hidden_size=64", "train.seed=0", "data.workers=1", "train.checkpoint_every=1000")
-BASE = (*SMALLER, "train.steps=400", "train.warmup_steps=20", "optimizer.lr=4e-3")
+BASE = (*SMALLER, "train.steps=400", "train.warmup_steps=20", "strategy.optimizer.lr=4e-3")
 ADAPTED = (*SMALLER, *styles.LORA, "train.steps=400", "train.warmup_steps=10")
 
 

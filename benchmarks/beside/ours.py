@@ -48,8 +48,8 @@ def run(row: dict[str, Any], batch: int, steps: int, weights: Path, folder: Path
             "text": {"pipeline": str(weights)},
         },
         "objective": {"shift": 3.0},
-        "optimizer": {"name": "adamw", "weight_decay": 1.0e-4},
-        "train": {"steps": steps, "micro_batch_size": batch, "precision": "bf16", "checkpoint_every": steps}
-        | row["train"],
+        "strategy": {"micro_batch_size": batch, "optimizer": {"name": "adamw", "weight_decay": 1.0e-4}}
+        | row["strategy"],
+        "train": {"steps": steps, "checkpoint_every": steps},
         "output": str(folder / "run"),
     }

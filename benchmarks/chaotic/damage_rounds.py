@@ -124,13 +124,13 @@ def written_round(world: World, draw: random.Random, folder: Path) -> Seen:
     """The run's YAML, a plan, DeepSpeed's JSON: what a user or `bigdit plan` wrote."""
     kind = draw.choice(["the run's YAML", "plan.yaml", "ds_config.json"])
     shutil.copy(world.config("zero2" if kind == "ds_config.json" else "single"), folder / "run.yaml")
-    shutil.copy(COURSES["zero2"]["engine"]["ds_config"], folder / "ds_config.json")
+    shutil.copy(COURSES["zero2"]["ds_config"], folder / "ds_config.json")
     write_plan_file(folder / "plan.yaml", plan_of_course(folder / "run.yaml"))
     output = folder / "run"
     file = {"the run's YAML": folder / "run.yaml"}.get(kind, folder / kind)
     words = ["train", "--config", folder / "run.yaml", "--set", f"output={output}"]
     words += ["--set", f"data.features={world.store.root}"]
-    words += {"plan.yaml": ["--plan", file], "ds_config.json": ["--ds-config", file]}.get(kind, [])
+    words += {"plan.yaml": ["--set", "plan=plan.yaml"], "ds_config.json": ["--ds-config", file]}.get(kind, [])
     right = _resolved(words, folder / "right.log")
     if right is None:
         raise ChaosError(f"what is right is refused: {(folder / 'right.log').read_text()}")

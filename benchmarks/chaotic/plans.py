@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from bigdit.catalog.resolve import model_spec
-from bigdit.config import load_run, strategy_of
+from bigdit.config import load_run
 from bigdit.config.plan_file import Asked, Expected, Phase, PlanFile, RecordedLedger
 from bigdit.errors import versions
 from bigdit.search.plan import Verdict
@@ -13,10 +13,9 @@ from bigdit.spec import BatchShape, ModelSpec, Strategy
 
 
 def plan_of_course(config: Path) -> PlanFile:
-    """The plan that the YAML at `config` follows; what a plan decides is taken from the YAML as well."""
+    """A plan of the strategy that the YAML at `config` has."""
     run = load_run(config)
-    strategy = strategy_of(run, run.engine.processes)
-    return made_up(model_spec(run.model), BatchShape(latents=(4, 8, 12), text=(32, 64)), strategy)
+    return made_up(model_spec(run.model), BatchShape(latents=(4, 8, 12), text=(32, 64)), run.strategy)
 
 
 def made_up(
@@ -54,6 +53,7 @@ def made_up(
             peak_reserved_bytes=40 << 30,
             process_bytes=(40 << 30, 41 << 30),
             samples_per_second_per_card=(1e-8, 9.25),
+            host_bytes=1 << 30,
         ),
         micro_batch_sizes=(),
         ledger=RecordedLedger(granularity=512, phases=(Phase(phase="step", peak_bytes=9, end_bytes=9, at_peak={}),)),

@@ -26,14 +26,12 @@ _MODEL = {"num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 8, "n
 _MODEL |= {"cross_attention_head_dim": 8, "cross_attention_dim": 32}
 
 COURSES: dict[str, dict[str, Any]] = {
-    "single": {"engine": {"name": "single"}},
-    "fsdp2": {"engine": {"name": "fsdp2", "processes": 2}, "train": {"precision": "fp32"}},
-    "fp32": {"engine": {"name": "single"}, "train": {"precision": "fp32"}},
-    "zero2": {
-        "engine": {"name": "deepspeed", "processes": 2, "ds_config": str(ROOT / "ds_configs/zero2_bf16.json")},
-    },
+    "single": {"engine": "single"},
+    "fsdp2": {"engine": "fsdp2", "world_size": 2, "precision": "fp32"},
+    "fp32": {"engine": "single", "precision": "fp32"},
+    "zero2": {"engine": "deepspeed", "world_size": 2, "ds_config": str(ROOT / "ds_configs/zero2_bf16.json")},
 }
-"""Runs by their engines: what differs in their configs."""
+"""Runs by their engines: what differs in their strategies."""
 
 
 class World:
@@ -153,8 +151,8 @@ def _document(pictures: Path, differs: dict[str, Any]) -> dict[str, Any]:
     document["data"] |= {"images": str(pictures), "buckets": [[16, 16], [16, 24]], "part_size": PART_SIZE, "workers": 2}
     small = {"d_model": 64, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 2}
     document["encoders"]["text"]["config"] = small
-    document["train"] |= {**TRAINED, "micro_batch_size": 4, "global_batch_size": 8, "warmup_steps": 2}
-    document["train"] |= {"precision": "bf16", "ema": {"decay": 0.9}, **differs.get("train", {})}
-    document["engine"] = differs["engine"]
+    document["train"] |= {**TRAINED, "warmup_steps": 2}
+    document["strategy"] |= {"world_size": 1, "ds_config": None, "micro_batch_size": 4, "global_batch_size": 8}
+    document["strategy"] |= {"precision": "bf16", "ema": {"decay": 0.9}, **differs}
     plain: dict[str, Any] = json.loads(json.dumps(document))  # or YAML has aliases
     return plain

@@ -77,7 +77,7 @@ def seconds_waited(settings: list[str]) -> list[float]:
     """For the samples of each step after the first."""
     run = load_run(RECIPE, settings)
     store = FeatureStore.open(run.data.features, run.data.reader, run.data.remote_cache)
-    size, seed = run.train.micro_batch_size, run.train.seed
+    size, seed = run.strategy.micro_batch_size, run.train.seed
     stream = FeatureStream(
         store,
         World(),
@@ -86,7 +86,7 @@ def seconds_waited(settings: list[str]) -> list[float]:
         grad_accum_steps=1,
         seed=seed,
         caption_dropout=run.data.caption_dropout,
-        read_ahead_steps=run.data.read_ahead_steps,
+        read_ahead_steps=run.strategy.read_ahead_steps,
         threads=run.data.read_threads,
     )
     waits = []

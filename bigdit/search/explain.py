@@ -124,7 +124,7 @@ def naive(question: Question, target: Strategy) -> Strategy:
             "blocks_to_swap": 0,
             "optimizer_in_backward": False,
             "features": "online" if _has_encoders(question) else target.features,
-            "ds_config": _document(target, precision, own_buckets=True, offloaded=False),
+            "ds_config": _document(target, own_buckets=True, offloaded=False),
         }
     )
     return strategy.settled(micro_batch_size=size, grad_accum_steps=1, checkpointed_blocks=0)
@@ -157,9 +157,6 @@ def _updates(start: Strategy, target: Strategy) -> list[tuple[str, str, dict[str
     lossy = f"{state}, bf16 without masters" if target.precision == "bf16_sr" else state
     average = "no moving average" if target.ema is None else "moving average on the host"
 
-    def document(precision: Precision, *, offloaded: bool = False) -> dict[str, Any] | None:
-        return _document(target, precision, own_buckets=False, offloaded=offloaded)
-
     return [
         ("features cached", "VAE and text encoders leave the card", {"features": target.features}),
         (
@@ -170,17 +167,17 @@ def _updates(start: Strategy, target: Strategy) -> list[tuple[str, str, dict[str
         (
             f"DeepSpeed's buckets of {bucket / 1e6:.0f} M elements",
             f"instead of {DEEPSPEED_BUCKET / 1e6:.0f} M, its own",
-            {"ds_config": document(start.precision)},
+            {"ds_config": _document(target, own_buckets=False, offloaded=False)},
         ),
         (
             masters if masters in ("fp32", "tf32") else f"{masters} with fp32 masters",
             "weights, gradients and activations of 2 B instead of 4, and masters of 4 beside them",
-            {"precision": masters, "ds_config": document(masters)},
+            {"precision": masters},
         ),
         (
             f"{on_host} on the host",
             "the card keeps what it computes with",
-            {"cpu_offload": target.cpu_offload, "ds_config": document(masters, offloaded=True)},
+            {"cpu_offload": target.cpu_offload, "ds_config": target.ds_config},
         ),
         (
             "fused optimizer",
@@ -240,7 +237,7 @@ def _has_encoders(question: Question) -> bool:
     return True
 
 
-def _document(target: Strategy, precision: Precision, *, own_buckets: bool, offloaded: bool) -> dict[str, Any] | None:
+def _document(target: Strategy, *, own_buckets: bool, offloaded: bool) -> dict[str, Any] | None:
     """DeepSpeed's document of `target`, changed; None where the engine is another."""
     if target.ds_config is None:
         return None
@@ -249,8 +246,7 @@ def _document(target: Strategy, precision: Precision, *, own_buckets: bool, offl
     }
     if own_buckets:
         zero |= dict.fromkeys(BUCKETS, DEEPSPEED_BUCKET)
-    enabled = {name: target.ds_config.get(name, {}) | {"enabled": precision == name} for name in ("bf16", "fp16")}
-    return target.ds_config | {"zero_optimization": zero} | enabled
+    return target.ds_config | {"zero_optimization": zero}
 
 
 MORE_CARDS = (2, 4, 8)

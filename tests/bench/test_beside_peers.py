@@ -25,7 +25,7 @@ def test_own_side_is_a_run_with_its_features(row, tmp_path):
     (tmp_path / "weights/transformer/config.json").write_text(json.dumps({"pooled_projection_dim": 768}))
     command = ours.command(row, 2, 3, tmp_path / "weights", tmp_path / "made")
     run = load_run(Path(command[command.index("--config") + 1]))
-    assert (run.train.steps, run.train.micro_batch_size) == (3, 2)
+    assert (run.train.steps, run.strategy.micro_batch_size) == (3, 2)
     store = read_schema(run.data.features)
     assert store.count == 2 * ours.BATCHES
 

@@ -31,7 +31,7 @@ def losses(features, tmp_path_factory):
     rate that is AdamW's."""
     folder = tmp_path_factory.mktemp("optimizers")
     write_start(folder / "start", [*TINY, *WIDE, *SINGLE])
-    lr = yaml.safe_load(DIGITS.read_text())["optimizer"]["lr"]
+    lr = yaml.safe_load(DIGITS.read_text())["strategy"]["optimizer"]["lr"]
     seed = next(iter(OTHER_SEEDS))
     cases = {REFERENCE: Case(), seed: OTHER_SEEDS[seed], **{name: CASES[name] for name in TAUGHT}}
     cases["CAME at AdamW's rate"] = CASES["CAME"]._replace(rate=1.0)
@@ -65,7 +65,7 @@ def test_what_is_rounded_stochastically_is_of_the_seed_and_the_step(features, tm
     """And of nothing else that a process draws: from given weights, and from a checkpoint."""
     write_start(tmp_path / "start", [*TINY, *SINGLE])
     init = f"model.init_from={tmp_path / 'start'}"
-    chosen = ("train.precision=bf16_sr", "train.lr_schedule=constant", init)
+    chosen = ("strategy.precision=bf16_sr", "train.lr_schedule=constant", init)
     found = []
     for name, stops in (("straight", (4,)), ("again", (2, 4))):
         for steps in stops:

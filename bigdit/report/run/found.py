@@ -16,7 +16,6 @@ from bigdit.config.output import CHECKPOINTS, EXPORTS, METRICS, RECEIPT, RECORD,
 from bigdit.documents import read_json
 from bigdit.errors import UserError
 from bigdit.receipt import Receipt
-from bigdit.spec.renamed import renamed
 from bigdit.train.record import RunRecord, read_rows
 
 _STEP = re.compile(r"step-([0-9]{8,})(?:\.png)?")
@@ -72,7 +71,7 @@ class Found:
         found: dict[str, list[tuple[int, float]]] = {}
         for row in self.rows:
             step = row["step"]
-            for key, value in renamed(row).items():
+            for key, value in row.items():
                 if type(value) in (int, float) and math.isfinite(value):
                     found.setdefault(key, []).append((step, value))
         return found

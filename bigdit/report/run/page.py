@@ -272,7 +272,7 @@ def settings(record: RunRecord) -> dict[str, str]:
 
 
 def _rate(record: RunRecord) -> str:
-    train, rate = record.run.train, f"{record.run.optimizer.lr:g}"
+    train, rate = record.run.train, f"{record.run.strategy.optimizer.lr:g}"
     warm = f", from step {train.warmup_steps:,} on" if train.warmup_steps else ""
     falls = {
         "constant": "",
