@@ -38,7 +38,7 @@ def test_an_error_of_the_reader_is_the_caller_s() -> None:
 
 
 def test_the_run_s_config_says_how_far_to_read_ahead() -> None:
-    run = load_run(DIGITS, ["strategy.read_ahead_steps=5", "strategy.engine=single", "strategy.ds_config=null"])
+    run = load_run(DIGITS, ["strategy.read_ahead_steps=5", *SINGLE])
     assert run.strategy.read_ahead_steps == 5
     with pytest.raises(Exception, match=r"strategy\.read_ahead_steps"):
         load_run(DIGITS, ["strategy.read_ahead_steps=-1"])
