@@ -44,17 +44,18 @@ MEMORY = 24 * 2**30
 SOUND = "this question is sound"
 
 RECIPE = yaml.safe_load((ROOT / "launch/recipes/digits.yaml").read_text())
-RECIPE["engine"] = {"name": "single", "processes": 1}
+RECIPE["strategy"] |= {"engine": "single", "world_size": 1, "ds_config": None}
 DOCUMENT = json.loads((ROOT / "ds_configs/zero3_offload.json").read_text())
 # Keys that the recipe leaves out.
 MORE_KEYS = (
-    "model.name", "model.path", "model.init_from", "data.caption_dropout", "data.read_ahead_steps", "data.reader",
+    "model.name", "model.path", "model.init_from", "data.caption_dropout", "strategy.read_ahead_steps", "data.reader",
     "data.remote_cache", "encoders.device", "encoders.batch_size", "encoders.text.stored", "objective.shift",
-    "optimizer.eps", "optimizer.weight_decay", "optimizer.implementation", "optimizer.decayed",
-    "train.grad_accum_steps", "train.ema", "train.ema.decay", "train.ema.power", "train.lora", "train.lora.rank",
-    "train.checkpointed_blocks", "train.checkpointing", "train.grace", "train.offload_activations",
-    "train.blocks_to_swap", "train.optimizer_in_backward", "train.decay_steps", "train.min_lr", "engine.timeout",
-    "engine.dp_replicate", "engine.ds_config", "engine.cpu_offload", "train.epochs",
+    "strategy.optimizer.eps", "strategy.optimizer.weight_decay", "strategy.optimizer.implementation",
+    "strategy.optimizer.decayed", "strategy.grad_accum_steps", "strategy.ema", "strategy.ema.decay",
+    "strategy.ema.power", "strategy.lora", "strategy.lora.rank", "strategy.checkpointed_blocks",
+    "strategy.checkpointing", "train.grace", "strategy.offload_activations", "strategy.blocks_to_swap",
+    "strategy.optimizer_in_backward", "train.decay_steps", "train.min_lr", "train.timeout", "strategy.dp_replicate",
+    "strategy.ds_config", "strategy.cpu_offload", "strategy.features", "plan", "train.epochs",
 )  # fmt: skip
 WORDS = (
     "auto", "all", "none", "adamw", "came", "bf16", "fp16", "fp32", "fsdp2", "deepspeed", "single", "zero2", "identity",
@@ -154,7 +155,7 @@ def train(draw: st.DrawFn) -> Written:
     files = {"run.yaml": draw(texts(RECIPE, yaml.safe_dump)), "ds.json": draw(texts(DOCUMENT, _json))}
     overrides = [part for each in draw(st.lists(OVERRIDES, max_size=3)) for part in ("--set", each)]
     document = draw(st.sampled_from([[], [], ["--ds-config", "ds.json"]]))
-    more = draw(options("--grace", "--plan", "--ds-config")) if draw(st.integers(0, 3)) == 0 else []
+    more = draw(options("--grace", "--ds-config")) if draw(st.integers(0, 3)) == 0 else []
     return Written(["train", "--config", "run.yaml", *overrides, *document, *more, "--dry-run"], files)
 
 

@@ -133,8 +133,7 @@ def trained(found: Recipe, hub: Path, folder: Path) -> list[Receipt]:
         stage = f"stages.{number}." if found.stages > 1 else ""
         own = (f"data.features=features-{number}", f"train.steps={STEPS}", "train.warmup_steps=1")
         changed += [f"{stage}{each}" for each in own]
-    for name, text in found.files.items():
-        (folder / name).write_text(text.replace(found.weights, str(weights)))
+    (folder / f"{found.name}.yaml").write_text(found.text.replace(found.weights, str(weights)))
     with shared_state() as state:
         environment = os.environ | emulated_environment(gpu, found.processes, state, values=found.processes > 1)
         asked = [f"{found.name}.yaml", *(part for each in changed for part in ("--set", each))]
@@ -181,13 +180,9 @@ def requests(found: Recipe) -> dict[tuple[int, int], StepRequest]:
     """The recipe's strategy by bucket, with two micro-batches a step where it may have so many. Training reads its YAML
     in the same way."""
     gpu, model = catalog.resolve_gpu(found.about.gpu), catalog.model(found.about.model)
-    with tempfile.TemporaryDirectory(prefix="bigdit-recipe-") as folder:
-        texts = {name: Path(folder) / name for name in found.files}
-        for name, file in texts.items():
-            file.write_text(found.files[name])
-        config, *beside = texts.values()
-        run = load_run(config, [f"engine.ds_config={file}" for file in beside])
-        _, strategy = prepare(run, found.processes)
+    run = load_run(MEASURED.parent / f"{found.name}.yaml")
+    prepare(run)
+    strategy = run.strategy
     if not strategy.optimizer_in_backward:
         strategy = strategy.sized(strategy.step_size.model_copy(update={"grad_accum_steps": 2}))
     return {size: request_for(model, gpu, strategy, resolution=size) for size in run.data.buckets}
@@ -267,16 +262,16 @@ def _hours(seconds: Sequence[Interval]) -> tuple[float, float]:
 
 def _needs(found: Recipe, plans: Sequence[Plan]) -> tuple[int, list[Interval]]:
     """Bytes of the host, and seconds of each stage: by the plans, or by a profile where blocks are swapped."""
-    train = found.run["train"]
-    if "blocks_to_swap" not in train:
+    strategy = found.run["strategy"]
+    if "blocks_to_swap" not in strategy:
         return max(plan.host.node_bytes for plan in plans), [plan.run.seconds for plan in plans if plan.run]
     request = requests(found)[tuple(found.run["data"]["buckets"][0])]
-    gpu, accumulated = plans[0].question.gpu, train["global_batch_size"] // train["micro_batch_size"]
+    gpu, accumulated = plans[0].question.gpu, strategy["global_batch_size"] // strategy["micro_batch_size"]
     with Cards(gpu) as cards:
         profile, attempt = cards.profile(request), cards.attempt(request, counted=True)
     host = host_need(profile.host_timeline, profile.checkpoint_bytes, Cluster())
     step = step_of(attempt, request.strategy, gpu, grad_accum_steps=accumulated)
-    return host.node_bytes, [step.seconds * train["steps"]]
+    return host.node_bytes, [step.seconds * found.run["train"]["steps"]]
 
 
 def planned(found: Recipe, document: dict[str, Any]) -> Plan:
@@ -286,7 +281,7 @@ def planned(found: Recipe, document: dict[str, Any]) -> Plan:
 
 def question_of(found: Recipe, document: dict[str, Any]) -> Question:
     """What a stage's plan is asked."""
-    train, blocks = document["train"], document["train"].get("checkpointed_blocks", 0)
+    train, strategy = document["train"], document["strategy"]
     *frames, height, width = document["data"]["buckets"][0]
     return question_for(
         model=found.about.model,
@@ -296,20 +291,20 @@ def question_of(found: Recipe, document: dict[str, Any]) -> Question:
         resolution=[(height, width)],
         frames=frames[0] if frames else None,
         optimizer="adamw",
-        micro_batch=train["micro_batch_size"],
-        global_batch=train["global_batch_size"],
-        checkpointed_blocks=blocks,
-        lora=train["lora"]["rank"] if "lora" in train else None,
+        micro_batch=strategy["micro_batch_size"],
+        global_batch=strategy["global_batch_size"],
+        checkpointed_blocks=strategy.get("checkpointed_blocks", 0),
+        lora=strategy["lora"]["rank"] if "lora" in strategy else None,
         images=IMAGES,
-        epochs=train["steps"] * train["global_batch_size"] / IMAGES,
+        epochs=train["steps"] * strategy["global_batch_size"] / IMAGES,
         host_memory="1TiB",
     )
 
 
 def _engine(found: Recipe) -> str:
     """The name of its preset."""
-    documents = [json.loads(text) for name, text in found.files.items() if name.endswith(".json")]
-    return f"zero{documents[0]['zero_optimization']['stage']}" if documents else "single"
+    document = found.run["strategy"].get("ds_config")
+    return f"zero{document['zero_optimization']['stage']}" if document else "single"
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def compare(folder: Path, rounds: int, samples: int) -> Comparison:
     """The two loops, by turns, on the digits in `folder`."""
     settings = [
         *(f"data.images={folder / 'digits'}", f"data.features={folder / 'features'}"),
-        *(f"train.micro_batch_size={samples}", f"train.global_batch_size={2 * samples}"),
+        *(f"strategy.micro_batch_size={samples}", f"strategy.global_batch_size={2 * samples}"),
     ]
     config = ["--config", str(RECIPE), *(part for each in settings for part in ("--set", each))]
     if not (folder / "digits").exists():

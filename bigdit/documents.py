@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,29 @@ def parse_json(text: str | bytes) -> Any:
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from None
     return value
+
+
+def at(document: Any, keys: Sequence[str]) -> Any:
+    """The value at `keys` of nested mappings; None where there is none."""
+    for key in keys:
+        document = document.get(key) if isinstance(document, dict) else None
+    return document
+
+
+def differences(found: Any, wanted: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(key, found, wanted) of every value that two documents do not share; None where a key is missing."""
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        for name in sorted(found.keys() | wanted.keys()):
+            yield from differences(found.get(name), wanted.get(name), f"{key}.{name}".removeprefix("."))
+    elif found != wanted:
+        yield key, found, wanted
+
+
+def written(value: Any) -> str:
+    """A value on one line, as YAML would have it; keys without a value are left out."""
+    if isinstance(value, dict):
+        value = {key: each for key, each in value.items() if each is not None}
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 class _Loader(yaml.SafeLoader):

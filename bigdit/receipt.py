@@ -8,14 +8,13 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from bigdit import log
 from bigdit.errors import UserError, versions
 from bigdit.files import write_json
 from bigdit.objective_spec import ObjectiveSpec
 from bigdit.spec import BatchShape, ModelSpec, StepSize, Strategy, Strict
-from bigdit.spec.renamed import renamed
 
 
 class OutOfMemory(Strict):
@@ -78,8 +77,6 @@ class Receipt(Strict):
     measured_with: str
     error_percent: float | None = None
     versions: dict[str, str] = Field(default_factory=versions)
-
-    _of_today = model_validator(mode="before")(renamed)
 
 
 def folder() -> Path:

@@ -13,7 +13,7 @@ SMALLER = (
     "model.kwargs.attention_head_dim=16",
     "model.kwargs.cross_attention_head_dim=16",
     "model.kwargs.cross_attention_dim=64",
-    "optimizer.lr=4e-3",
+    "strategy.optimizer.lr=4e-3",
     "train.warmup_steps=20",
 )
 

@@ -42,13 +42,13 @@ ROUNDS, SEED = (int(os.environ.get(f"BIGDIT_{name}", usual)) for name, usual in 
 LANES, ROOM = 2, "size=1g"
 PICTURES, STEPS, CHANGES, SECONDS = 40, 10, {"extract": 50, "train": 240}, 4.0
 """Of an undisturbed command: names that come and go in its folder, and seconds, are about so many."""
-SAVING = (f"train.steps={STEPS}", "train.checkpoint_every=2", "train.export_every=4", "train.ema={decay: 0.9}")
-SMALL = (*TINY, *SAVING, "data.part_size=4", "train.micro_batch_size=4", "train.global_batch_size=8")
+SAVING = (f"train.steps={STEPS}", "train.checkpoint_every=2", "train.export_every=4", "strategy.ema={decay: 0.9}")
+SMALL = (*TINY, *SAVING, "data.part_size=4", "strategy.micro_batch_size=4", "strategy.global_batch_size=8")
 COURSES = {
     "single": (*SMALL, *SINGLE),
-    "fp32": (*SMALL, *SINGLE, "train.precision=fp32"),
-    "fsdp2": (*SMALL, "engine.name=fsdp2", "engine.ds_config=null", "train.precision=fp32"),
-    "zero2": (*SMALL, f"engine.ds_config={ROOT}/ds_configs/zero2_bf16.json"),
+    "fp32": (*SMALL, *SINGLE, "strategy.precision=fp32"),
+    "fsdp2": (*SMALL, "strategy.engine=fsdp2", "strategy.ds_config=null", "strategy.precision=fp32"),
+    "zero2": (*SMALL, f"strategy.ds_config={ROOT}/ds_configs/zero2_bf16.json"),
 }
 KILL, INT = signal.SIGKILL, signal.SIGINT
 SIGNALS = [KILL, KILL, KILL, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, INT]

@@ -14,7 +14,7 @@ from plan_files import plan_of, write
 from bigdit.catalog.resolve import read_model_config
 from bigdit.commands.extract import _parse as parse_resources
 from bigdit.config import load_run
-from bigdit.config.deepspeed import read_ds_config
+from bigdit.config.load import read_ds_config
 from bigdit.config.plan_file import read_plan_file
 from bigdit.config.strategy import parse_strategy
 from bigdit.documents import parse_json, parse_yaml
@@ -150,7 +150,7 @@ def test_every_document_of_a_user_is_read_within_the_limits(tmp_path):
     assert DEEP in refusal(parse_resources, [f"mem={'[' * 3000}"])
 
     (tmp_path / "config.json").write_text('{"a":' * 100_000)
-    assert refusal(read_ds_config, tmp_path / "config.json") == f"engine.ds_config: {tmp_path}/config.json is {DEEP}"
+    assert refusal(read_ds_config, tmp_path / "config.json") == f"strategy.ds_config: {tmp_path}/config.json is {DEEP}"
     assert DEEP in refusal(read_model_config, tmp_path)
     (tmp_path / "receipts").mkdir()
     for number, text in enumerate(("[" * 100_000, '{"steps": 1' + "0" * 400 + "}", "\0")):

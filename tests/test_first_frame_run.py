@@ -69,7 +69,8 @@ def encoded(tmp_path_factory):
             "text": {"pipeline": str(folder / "pipeline")},
             "first_frame": {"pipeline": str(folder / "pipeline")},
         },
-        "train": {"steps": 2, "micro_batch_size": 2, "precision": "fp32"},
+        "strategy": {"micro_batch_size": 2, "precision": "fp32"},
+        "train": {"steps": 2},
         "output": str(folder / "run"),
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
@@ -140,9 +141,9 @@ def test_the_pipeline_draws_with_exported_adapters_as_training_would(encoded):
     base = diffusers.WanTransformer3DModel(**KWARGS).bfloat16().float()  # rounded, as training loads it
     base.save_pretrained(folder / "base/transformer")
     of_lora = (
-        "train.lora={rank: 2, alpha: 4}",
-        "train.precision=bf16",
-        "optimizer.lr=0.05",
+        "strategy.lora={rank: 2, alpha: 4}",
+        "strategy.precision=bf16",
+        "strategy.optimizer.lr=0.05",
         "train.checkpoint_every=2",
     )
     settings = with_set((*of_lora, f"model.init_from={folder / 'base/transformer'}", f"output={folder / 'lora'}"))

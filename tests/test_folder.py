@@ -12,7 +12,7 @@ def test_no_process_takes_another_checkout_or_a_module_of_the_users_for_its_own(
     (tmp_path / "random.py").write_text("raise SystemExit('of the user')")
     short = ("train.steps=1", "train.warmup_steps=0", "output=run")
     own = [*TINY, *SINGLE, *short, f"data.images={pictures}", "data.features=features"]
-    two = ("engine.name=fsdp2", "engine.processes=2")
+    two = ("strategy.engine=fsdp2", "strategy.world_size=2")
     asked = ("--model", "dit-s-8", "--gpu", "a40", "--strategy", "single")
     environment = environment_with({"BIGDIT_CACHE": str(empty_cache(tmp_path / "cache"))})
     for command in (

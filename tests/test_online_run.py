@@ -8,7 +8,7 @@ import signal
 import pytest
 import tiny_sources
 import torch
-from commands import DIGITS, SINGLE, TINY, bigdit, with_set
+from commands import DIGITS, ONLINE, SINGLE, TINY, bigdit, with_set
 from disks import mounted, remount
 from PIL import Image
 from running import BIGDIT, running
@@ -18,7 +18,6 @@ from bigdit import checkpoint
 from bigdit.train.seen.metrics import read_metrics
 
 COUNT = 10
-ON = "data.features=online"
 
 
 @pytest.fixture
@@ -33,7 +32,7 @@ def folder(tmp_path):
 def online(*images):
     """Overrides of the digits' tiny run that encodes these pictures in each step, four to a part."""
     listed = ",".join(map(str, images))
-    sizes = ("data.buckets=[[8,8]]", "data.part_size=4", "train.micro_batch_size=4")
+    sizes = ("data.buckets=[[8,8]]", "data.part_size=4", "strategy.micro_batch_size=4")
     return (f"data.images=[{listed}]", *sizes, "train.warmup_steps=0")
 
 
@@ -75,7 +74,7 @@ DAMAGES = {
 def test_a_picture_that_is_damaged_on_the_way_is_named_and_the_run_goes_on_when_it_is_mended(folder, tmp_path, capfd):
     """Whatever it is: nothing was trained on in its place, and the checkpoint before it stands."""
     output = tmp_path / "run"
-    assert run("online", output, *online(folder), "train.steps=1") == 0
+    assert run(None, output, *online(folder), "train.steps=1") == 0
     for name, damages in DAMAGES.items():
         whole = (folder / name).read_bytes()
         for contents, why in damages.items():
@@ -83,13 +82,13 @@ def test_a_picture_that_is_damaged_on_the_way_is_named_and_the_run_goes_on_when_
             if contents is not None:
                 (folder / name).write_bytes(contents)
             capfd.readouterr()
-            assert run("online", output, *online(folder), "train.steps=3") == 1
+            assert run(None, output, *online(folder), "train.steps=3") == 1
             (line,) = said(capfd, "error: ")
             assert line.startswith(f"error: data.images: 3.png: {why}")
             assert "; mend or replace it, and the same command goes on; " in line
             assert taken(output) == [1]
         (folder / name).write_bytes(whole)
-    assert run("online", output, *online(folder), "train.steps=3") == 0
+    assert run(None, output, *online(folder), "train.steps=3") == 0
     assert not said(capfd, "note: 1 of")  # it is as it was
     assert taken(output) == [1, 2, 3]
 
@@ -97,11 +96,11 @@ def test_a_picture_that_is_damaged_on_the_way_is_named_and_the_run_goes_on_when_
 def test_pictures_that_are_others_when_a_run_goes_on_are_said_or_refused(folder, tmp_path, capfd):
     """Their order follows from how many there are, and their names."""
     output, more = tmp_path / "run", tmp_path / "more"
-    assert run("online", output, *online(folder), "train.steps=1") == 0
+    assert run(None, output, *online(folder), "train.steps=1") == 0
     where = f"{output}/checkpoints/step-00000001"
     refused = f"error: data.images has other pictures than {where} was trained on: "
     (folder / "3.png").rename(tmp_path / "3.png")
-    assert run("online", output, *online(folder), "train.steps=2") == 1
+    assert run(None, output, *online(folder), "train.steps=2") == 1
     assert said(capfd, "error: ") == [
         f"{refused}9 now, and 10 then; bring these back, have new ones in a further source at the end of the list, or "
         "choose another output"
@@ -109,18 +108,18 @@ def test_pictures_that_are_others_when_a_run_goes_on_are_said_or_refused(folder,
     tiny_sources.save(folder / "3.png", "digit 3", tiny_sources.gradient(12, 12))
     for number in (10, 11):  # which fill up its last part
         tiny_sources.save(folder / f"0{number}.png", "digit", tiny_sources.gradient(8, 8))
-    assert run("online", output, *online(folder), "train.steps=2") == 1
+    assert run(None, output, *online(folder), "train.steps=2") == 1
     (line,) = said(capfd, "error: ")
     assert line.startswith(f"{refused}12 now, and 10 then; ")
     more.mkdir()
     for file in folder.glob("01*"):
         file.rename(more / file.name)
-    assert run("online", output, *online(folder, more), "train.steps=2") == 0
+    assert run(None, output, *online(folder, more), "train.steps=2") == 0
     length, changed, added, _ = said(capfd, "note: ")
     assert length == f"note: {where} was trained with train.steps 1, and goes on with 2"
     assert changed.startswith(f"note: 1 of 1 source of data.images changed since {where}: ")
     assert added.startswith("note: data.images has 1 part more (2 samples) than before: what is new enters with epoch ")
-    assert run("online", output, *online(folder), "train.steps=3") == 1
+    assert run(None, output, *online(folder), "train.steps=3") == 1
     (line,) = said(capfd, "error: ")
     assert "was trained on: 10 now, and 10 + 2 then; " in line
 
@@ -128,9 +127,11 @@ def test_pictures_that_are_others_when_a_run_goes_on_are_said_or_refused(folder,
 def test_a_picture_that_vanishes_and_a_folder_that_is_none_are_lines(folder, tmp_path, capfd):
     (folder / "3.png").unlink()
     (folder / "3.png").symlink_to(tmp_path / "nothing")
-    assert run("online", tmp_path / "run", *online(folder), "train.steps=2") == 1
+    assert run(None, tmp_path / "run", *online(folder), "train.steps=2") == 1
     assert said(capfd, "error: data.images: 3.png: 3.png is a link ")
-    done = bigdit("train", "--config", DIGITS, "--dry-run", *with_set([*TINY, *SINGLE, *online(tmp_path / "none"), ON]))
+    done = bigdit(
+        "train", "--config", DIGITS, "--dry-run", *with_set([*TINY, *SINGLE, *online(tmp_path / "none"), *ONLINE])
+    )
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"error: data.images: the folder {tmp_path}/none does not exist\n"
 
@@ -138,22 +139,22 @@ def test_a_picture_that_vanishes_and_a_folder_that_is_none_are_lines(folder, tmp
 def test_a_full_disk_and_one_that_cannot_be_written_lose_nothing(folder, tmp_path, capfd):
     with mounted(tmp_path / "small", "size=64m") as disk:
         more = (*online(folder), "train.checkpoint_every=2", "train.keep_checkpoints=9")
-        assert run("online", disk / "run", *more, "train.steps=2") == 0
+        assert run(None, disk / "run", *more, "train.steps=2") == 0
         used = sum(file.stat().st_size for file in disk.rglob("*") if file.is_file())
         saved = sum(file.stat().st_size for file in (disk / "run/checkpoints").rglob("*") if file.is_file())
         remount(disk, f"size={(used + saved * 3 // 2) // 1024}k")
-        assert run("online", disk / "run", *more, "train.steps=8") == 1
+        assert run(None, disk / "run", *more, "train.steps=8") == 1
         (line,) = said(capfd, "error: ")
         assert line.startswith(f"error: cannot write the checkpoint {disk}/run/checkpoints/step-0000000")
         found, _ = checkpoint.latest(disk / "run")
         checkpoint.verify(found)
         remount(disk, "size=64m,ro")
-        assert run("online", disk / "run", *more, "train.steps=8") == 1
+        assert run(None, disk / "run", *more, "train.steps=8") == 1
         assert said(capfd, "error: ") == [
             f"error: cannot write {disk}/run/lock: Read-only file system; choose another output"
         ]
         remount(disk, "size=64m,rw")
-        assert run("online", disk / "run", *more, "train.steps=8") == 0
+        assert run(None, disk / "run", *more, "train.steps=8") == 0
         assert taken(disk / "run") == list(range(1, 9))
 
 
@@ -161,18 +162,18 @@ def test_a_full_disk_and_one_that_cannot_be_written_lose_nothing(folder, tmp_pat
 def test_killed_and_told_to_end_it_comes_to_the_weights_of_a_run_that_was_not(folder, tmp_path):
     """And says nothing but its own lines."""
     more = (*SINGLE, *online(folder), "train.steps=30", "train.checkpoint_every=3", "train.export_every=30")
-    assert run("online", tmp_path / "whole", *more) == 0
+    assert run(None, tmp_path / "whole", *more) == 0
     output = tmp_path / "run"
-    with running(BIGDIT, "online", output, *more) as first:
+    with running(BIGDIT, None, output, *more) as first:
         first.until_it_trains()
         os.killpg(first.process.pid, signal.SIGKILL)
         assert first.ends() == -signal.SIGKILL
-    with running(BIGDIT, "online", output, *more) as second:
+    with running(BIGDIT, None, output, *more) as second:
         second.until_it_trains().process.send_signal(signal.SIGTERM)
         ended = second.ends()
         assert ended == 143 or taken(output)[-1] == 30, second.stderr
         assert "Warning" not in second.stderr
-    assert run("online", output, *more) == 0
+    assert run(None, output, *more) == 0
     assert taken(output) == list(range(1, 31))
     found, other = (exported(checkpoint.latest(each)[0], "transformer") for each in (output, tmp_path / "whole"))
     assert found.keys() == other.keys()
@@ -181,14 +182,14 @@ def test_killed_and_told_to_end_it_comes_to_the_weights_of_a_run_that_was_not(fo
 
 @pytest.mark.slow
 def test_of_two_processes_one_that_is_killed_or_finds_a_damaged_picture_ends_both_in_a_line(folder, tmp_path):
-    output, two = tmp_path / "run", ("engine.name=fsdp2", "engine.ds_config=null", *online(folder))
-    with running(BIGDIT, "online", output, *two) as first:
+    output, two = tmp_path / "run", ("strategy.engine=fsdp2", "strategy.ds_config=null", *online(folder))
+    with running(BIGDIT, None, output, *two) as first:
         ranks = first.until_it_trains().ranks()
         os.kill(ranks[1], signal.SIGKILL)
         assert first.ends() == 137
         (line,) = [each for each in first.stderr.splitlines() if each.startswith("error: ")]
         assert line.startswith(f"error: rank 1 (process {ranks[1]} on ")
-    with running(BIGDIT, "online", output, *two) as second:
+    with running(BIGDIT, None, output, *two) as second:
         second.until_it_trains()
         (folder / "3.png").write_bytes(b"I am a text")
         assert second.ends() == 1
@@ -200,8 +201,13 @@ def test_captions_that_are_cut_on_the_way_are_counted(folder, tmp_path, capfd):
     """At once where the first is met, and all of them at the run's end."""
     for number in (3, 7):
         (folder / f"{number}.txt").write_text("digit " * 8 * number)
-    settings = ("train.steps=5", "train.global_batch_size=4", "encoders.text.max_tokens=100", "data.caption_dropout=0")
-    assert run("online", tmp_path / "run", *online(folder), *settings) == 0
+    settings = (
+        "train.steps=5",
+        "strategy.global_batch_size=4",
+        "encoders.text.max_tokens=100",
+        "data.caption_dropout=0",
+    )
+    assert run(None, tmp_path / "run", *online(folder), *settings) == 0
     first, last = (line for line in said(capfd, "note: ") if "captions were cut" in line)
     assert first.startswith("note: 2 of 8 captions were cut at 100 tokens by tokenizer, the longest has ")
     ended = "note: 4 of 20 captions were cut at 100 tokens by tokenizer, the longest has 336; raise encoders.text."

@@ -29,7 +29,8 @@ def config(folder, pictures):
             "text": {"pipeline": str(folder / "pipeline"), "stored": "fp8"},
         },
         "objective": {"shift": 3.0},
-        "train": {"steps": 2, "micro_batch_size": 4, "precision": "fp32"},
+        "strategy": {"micro_batch_size": 4, "precision": "fp32"},
+        "train": {"steps": 2},
         "output": str(folder / "run"),
     }
 

@@ -10,7 +10,7 @@ from tried.saved import saved
 
 from bigdit.catalog.resolve import model_spec
 from bigdit.checkpoint import latest
-from bigdit.config import load_run, load_stages, strategy_of
+from bigdit.config import load_run, load_stages
 from bigdit.emulator import emulated_environment
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.profile.cards import Cards
@@ -18,7 +18,7 @@ from bigdit.profile.request import StepRequest
 from bigdit.spec import BatchShape
 
 SAVING = ("train.checkpoint_every=2", "train.keep_checkpoints=2", "train.keep_every=4", "train.export_every=4")
-SETTINGS = (*TINY, *SINGLE, *SAVING, "train.steps=7", "train.ema.decay=0.5")
+SETTINGS = (*TINY, *SINGLE, *SAVING, "train.steps=7", "strategy.ema.decay=0.5")
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_it_is_what_lies_there(output, found):
 def test_it_is_what_a_profile_says_that_is_copied(settings, found):
     """Tensors, and beside them each file's header."""
     run = load_run(DIGITS, settings)
-    spec, strategy = model_spec(run.model), strategy_of(run, 1)
+    spec, strategy = model_spec(run.model), run.strategy
     shape = BatchShape(latents=(4, 4, 6), text=(32, 64))
     asked = StepRequest(model=spec, batch=shape, strategy=strategy)
     tensors = found.weights_bytes + found.optimizer_bytes + found.averages_bytes

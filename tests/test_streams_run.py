@@ -81,7 +81,8 @@ def encoded(request, tmp_path_factory, pictures):
             "image": {"name": "vae", "class_name": vae, "path": str(folder / "vae")},
             "text": {"pipeline": str(folder / "pipeline")},
         },
-        "train": {"steps": 3, "micro_batch_size": 4, "precision": "fp32", "ema": {"decay": 0.9}},
+        "strategy": {"micro_batch_size": 4, "precision": "fp32", "ema": {"decay": 0.9}},
+        "train": {"steps": 3},
         "output": str(folder / "run"),
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(config))

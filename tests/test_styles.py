@@ -16,13 +16,13 @@ from sklearn.svm import SVC
 
 RECIPE = "launch/recipes/digits-classes.yaml"
 LORA = (
-    "train.lora={rank: 16, alpha: 16, targets: [qkv, proj, fc1, fc2, linear]}",
-    "train.precision=bf16",  # adapters are computed with in the base's 16 bits
-    "optimizer.lr=4e-3",
+    "strategy.lora={rank: 16, alpha: 16, targets: [qkv, proj, fc1, fc2, linear]}",
+    "strategy.precision=bf16",  # adapters are computed with in the base's 16 bits
+    "strategy.optimizer.lr=4e-3",
 )
 # The recipe's model, half as wide, learns as well at twice the rate, in half of the steps.
 SMALLER = ("model.kwargs.hidden_size=64", "train.seed=0", "data.workers=1", "train.checkpoint_every=1000")
-BASE = (*SMALLER, "train.steps=400", "train.warmup_steps=20", "optimizer.lr=4e-3")
+BASE = (*SMALLER, "train.steps=400", "train.warmup_steps=20", "strategy.optimizer.lr=4e-3")
 ADAPTED = (*SMALLER, *LORA, "train.steps=400", "train.warmup_steps=10")
 
 Ink = npt.NDArray[np.float64]

@@ -61,7 +61,8 @@ def encoded(request, tmp_path_factory):
             "image": {"name": "vae", "class_name": vae, "path": str(folder / "vae")},
             "text": {"pipeline": str(folder / "pipeline")},
         },
-        "train": {"steps": 2, "micro_batch_size": 2, "precision": "fp32"},
+        "strategy": {"micro_batch_size": 2, "precision": "fp32"},
+        "train": {"steps": 2},
         "output": str(folder / "run"),
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(config))

@@ -81,8 +81,7 @@ def extracted(found: Recipe, hub: Path, folder: Path, each: int, *changed: str, 
     keeps none.
     """
     weights = weights_in(hub, found)
-    for name, text in found.files.items():
-        (folder / name).write_text(text.replace(found.weights, str(weights)))
+    _file(found, folder).write_text(found.text.replace(found.weights, str(weights)))
     count = make_samples(parse_run(stages_of(found)[-1], found.name), folder, each)
     own = [f"data.part_size={-(-count // found.processes)}", *changed]
     command = [str(cuda_python()), "-W", "ignore", "-c", "from bigdit.cli import main; main()", "extract"]

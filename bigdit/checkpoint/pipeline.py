@@ -60,7 +60,7 @@ def pipeline_of(checkpoint: Checkpoint) -> Pipeline | str:
         return str(error)
     if index.get(_TRANSFORMER) != ["diffusers", spec.class_name]:
         return f"{base / INDEX} has no {spec.class_name} as its transformer"
-    if run.train.lora is not None:
+    if run.strategy.lora is not None:
         loader = models.loaded_by(spec.class_name, index.get("_class_name"))
         if loader is None:
             return f"diffusers loads no adapters of {spec.class_name}; `bigdit sample` draws with them"

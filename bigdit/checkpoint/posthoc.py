@@ -39,7 +39,7 @@ class PostHoc:
             raise UserError(f"--ema-width is {width:g}, and a number above 0 and below 0.288 was expected")
         if not checkpoint.has_average or ema.widths is None:
             has = f"an average with train.{ema.profile}" if checkpoint.has_average else "no moving average"
-            raise UserError(f"--ema-width: {checkpoint.folder} holds {has}; train with train.ema.widths")
+            raise UserError(f"--ema-width: {checkpoint.folder} holds {has}; train with strategy.ema.widths")
         # By how many steps they have taken in: of two that are alike one is enough.
         self._kept: list[Saved] = list({each.state["updates"]: each for each in _kept(checkpoint)}.values())
         if len(self._kept) < 2:

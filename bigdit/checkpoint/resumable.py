@@ -8,26 +8,27 @@ from pydantic import TypeAdapter, ValidationError
 
 from bigdit.checkpoint.folder import Checkpoint
 from bigdit.config.load import parse_run
-from bigdit.config.planned import differences, said
 from bigdit.config.run import RunConfig
+from bigdit.documents import differences, written
 from bigdit.errors import UserError
 from bigdit.objective_spec import ObjectiveSpec, learned
 from bigdit.spec import ModelSpec, Strategy
 from bigdit.units import how_many
 
 BESIDE = (
-    # How it is stepped, read, saved and seen.
-    *("engine", "output", "trackers", "samples", "validation", "stages", "optimizer.implementation"),
-    *("train.micro_batch_size", "train.global_batch_size", "train.grad_accum_steps", "train.optimizer_in_backward"),
-    *("train.checkpointed_blocks", "train.checkpointing", "train.offload_activations", "train.compile_blocks"),
-    *("train.blocks_to_swap", "train.ema.device", "train.checkpoint_every", "train.keep_checkpoints"),
-    *("train.keep_every", "train.export_every", "train.snapshot_every", "train.grace", "train.most_skipped_steps"),
-    *("data.part_size", "data.workers", "data.read_ahead_steps", "data.read_threads", "data.reader"),
-    *("data.remote_cache", "encoders.device", "encoders.batch_size"),
+    # How it is read, saved and monitored.
+    *("output", "plan", "trackers", "samples", "validation", "stages"),
+    *("train.checkpoint_every", "train.keep_checkpoints", "train.keep_every", "train.export_every"),
+    *("train.snapshot_every", "train.grace", "train.timeout", "train.most_skipped_steps"),
+    *("data.part_size", "data.workers", "data.read_threads", "data.reader", "data.remote_cache"),
+    *("encoders.device", "encoders.batch_size", "strategy.optimizer.implementation", "strategy.ema.device"),
     # What of another model, or other pictures, is refused or said by what they are.
     *("model.name", "model.path", "model.class_name", "model.kwargs", "data.images", "train.epochs", "train.seed"),
 )
 """Keys whose change is no matter of what is trained: all others are. `train.steps` is one where no rate falls by it."""
+
+_TRAINED = ("optimizer", "gradient_clipping", "precision", "ema", "lora", "features")
+"""Of a strategy, what changes what is trained; the rest is how it is stepped."""
 
 _MOST = 60
 """Letters of a value."""
@@ -44,20 +45,22 @@ def check_resumable(checkpoint: Checkpoint, model: ModelSpec, strategy: Strategy
     ]
     had, asked = (each.model_dump(mode="json", include={"precision", "lora"}) for each in (was, strategy))
     problems = [
-        f"{checkpoint.folder} was trained with train.{key} {said(found)}, and the run asks for {said(wanted)}"
-        for key, found, wanted in differences(had, asked, "")
+        f"{checkpoint.folder} was trained with strategy.{key} {written(found)}, and the run asks for {written(wanted)}"
+        for key, found, wanted in differences(had, asked)
     ]
     if (was.ema is None) != (strategy.ema is None):
         without, with_it = ("the run has none", "holds") if strategy.ema is None else ("the run has one", "lacks")
-        problems.append(f"{checkpoint.folder} {with_it} a moving average of the weights, and {without} (train.ema)")
+        problems.append(f"{checkpoint.folder} {with_it} a moving average of the weights, and {without} (strategy.ema)")
     elif strategy.ema is not None and was.ema is not None and was.ema.powers != strategy.ema.powers:
         problems.append(
-            f"{checkpoint.folder} averages with train.{was.ema.profile}, and the run asks for "
-            f"train.{strategy.ema.profile}: what was taken in counts otherwise"
+            f"{checkpoint.folder} averages with strategy.{was.ema.profile}, and the run asks for "
+            f"strategy.{strategy.ema.profile}: what was taken in counts otherwise"
         )
     saved_optimizer, optimizer = was.optimizer.name, strategy.optimizer.name
     if saved_optimizer != optimizer:
-        problems.append(f"{checkpoint.folder} holds the state of {saved_optimizer}, and optimizer.name is {optimizer}")
+        problems.append(
+            f"{checkpoint.folder} holds the state of {saved_optimizer}, and strategy.optimizer.name is {optimizer}"
+        )
     laid, now = layout(was), layout(strategy)
     if checkpoint.state["local"] and laid != now:
         problems.append(
@@ -93,13 +96,19 @@ def _elsewhere(checkpoint: Checkpoint) -> str:
 def changed_since(checkpoint: Checkpoint, run: RunConfig) -> list[str]:
     """What the run, whose objective is resolved as the checkpoint's is, says otherwise than before of what is trained,
     a line each: all of its keys, but for those that leave it as it is, and those that are held against it elsewhere."""
-    before, now = (each.model_dump(mode="json") for each in (_run_of(checkpoint), run))
+    before, now = (_trained_by(each) for each in (_run_of(checkpoint), run))
     beside = BESIDE if run.train.lr_schedule != "constant" else {*BESIDE, "train.steps"}
     return [
-        f"{checkpoint.folder} was trained with {key} {said(found)[:_MOST]}, and goes on with {said(wanted)[:_MOST]}"
-        for key, found, wanted in differences(before, now, "")
+        f"{checkpoint.folder} was trained with {key} {written(found)[:_MOST]}, and goes on with "
+        f"{written(wanted)[:_MOST]}"
+        for key, found, wanted in differences(before, now)
         if not any(f"{key}.".startswith(f"{each}.") for each in beside)
     ]
+
+
+def _trained_by(run: RunConfig) -> dict[str, Any]:
+    document = run.model_dump(mode="json")
+    return document | {"strategy": {key: document["strategy"][key] for key in _TRAINED}}
 
 
 def _run_of(checkpoint: Checkpoint) -> RunConfig:

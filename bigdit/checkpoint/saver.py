@@ -193,7 +193,7 @@ def _not_finite(copies: dict[str, Place], final: Path, last: Path | None) -> str
     return (
         f"NaN or infinity in {how_many(sum(wrong.values()), 'weight')}, the first in "
         f"{next(iter(wrong)).split('.', 1)[1]}: {final} is not written, and {before}; lower "
-        "optimizer.lr, lengthen train.warmup_steps, or set train.gradient_clipping"
+        "strategy.optimizer.lr, lengthen train.warmup_steps, or set strategy.gradient_clipping"
     )
 
 

@@ -104,7 +104,7 @@ def _repair(folder: Path, config: Path, overrides: list[str], workers: int | Non
     from bigdit.extract.extract import extract
 
     runs = [stage.run for stage in load_stages(config, overrides)]
-    run = next((each for each in runs if each.data.features.resolve() == folder.resolve()), None)
+    run = next((each for each in runs if each.data.features and each.data.features.resolve() == folder.resolve()), None)
     if run is None:
         named = ", ".join(dict.fromkeys(str(each.data.features) for each in runs))
         raise UserError(f"data.features: {named} is in {config}, and {folder} was verified; name the same")

@@ -11,15 +11,15 @@ import typer
 Config = Annotated[Path, typer.Option("--config", help="The run's YAML.")]
 
 
-def _said_once(overrides: list[str]) -> list[str]:
-    from bigdit.config.overrides import said_once
+def _set_once(overrides: list[str]) -> list[str]:
+    from bigdit.config.load import set_once
 
-    return said_once(overrides)
+    return set_once(overrides)
 
 
 Set = Annotated[
     list[str],
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a config key; repeatable.", callback=_said_once),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a config key; repeatable.", callback=_set_once),
 ]
 Stage = Annotated[
     int | None, typer.Option("--stage", min=0, metavar="N", help="Of a run with stages this one, from 0 on.")

@@ -33,7 +33,7 @@ def run(
     ] = None,
     overrides: Set = [],  # noqa: B006  # typer reads the default; it is not changed
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write plan.yaml, ds_config.json and report.html to DIR.")
+        Path | None, typer.Option(metavar="DIR", help="Write run.yaml, plan.yaml and report.html to DIR.")
     ] = None,
     also_gpus: Annotated[
         str | None,
@@ -82,8 +82,8 @@ _with_options(run)
 
 def _others(also_gpus: str | None, own: int, out: Path | None) -> list[int]:
     """Cards in all of the plans that the page has beside its `own`."""
-    from bigdit.config.strategy import MOST_GPUS
     from bigdit.errors import UserError
+    from bigdit.spec import MOST_GPUS
 
     if also_gpus is None:
         return []
@@ -137,30 +137,34 @@ def _plan(question: Question, others: Sequence[Question], out: Path | None, as_j
 
 
 def _plan_stages(config: Path, overrides: list[str], asked: dict[str, Any], out: Path | None, as_json: bool) -> int:
-    """A plan for each stage, in a folder of its own; the run fits where all do."""
+    """A plan for each stage, in a folder of its own, and a run.yaml of all; the run fits where all do."""
     from bigdit import log
     from bigdit.report.plan import show_short
     from bigdit.search.answer import make_plan
     from bigdit.search.of_run import questions_of, unpinned
 
     questions, plans = questions_of(config, overrides, asked), []
-    folders = [out if out is None or len(questions) == 1 else out / f"stage-{at}" for at in range(len(questions))]
+    folders = (
+        [] if out is None else [out] if len(questions) == 1 else [out / f"stage-{n}" for n in range(len(questions))]
+    )
     if out is not None:
-        from bigdit.report.folder import check_folder, write_plan
+        from bigdit.report.folder import check_folder, write_stages
+        from bigdit.report.skeleton import RUN
 
-        for each in filter(None, folders):
+        for each in folders:
             check_folder(each)
     for line in unpinned(config, overrides):
         log.notice(f"note: {line}")
-    for number, (question, folder) in enumerate(zip(questions, folders, strict=True)):
+    for number, question in enumerate(questions):
         name = f"stages.{number}" if len(questions) > 1 else str(config)
         with log.status(f"planning {name}") as status:
             plan = make_plan(question, progress=status)
         plans.append(plan)
-        if folder is not None:
-            write_plan(plan, folder)
         if not as_json:
-            show_short(plan, name, folder)
+            show_short(plan, name)
+    if out is not None:
+        write_stages(plans, out, folders, config, overrides)
+        log.notice(f"to train with it: bigdit train --config {out / RUN}")
     fits = all(plan.fits for plan in plans)
     if as_json:
         found = [plan.model_dump(mode="json", exclude={"packed_timeline", "settings"}) for plan in plans]

@@ -42,7 +42,7 @@ def show(name: Name, as_json: Json = False) -> None:
 
     found = recipe(name)
     if as_json:
-        log.emit_json(_document(found) | {"commands": found.commands, "files": found.files})
+        log.emit_json(_document(found) | {"commands": found.commands, "yaml": found.text})
         return
     for part in shown(found, log.out.width):
         log.out.print(part, highlight=False, markup=False, soft_wrap=True)
@@ -55,7 +55,7 @@ def copy(
         Path | None, typer.Option(help="The file, by .yaml at its end, or its folder; NAME.yaml here if left out.")
     ] = None,
 ) -> None:
-    """Write a recipe's YAML, to be filled in, and DeepSpeed's JSON where it has one. A file that is there stays."""
+    """Write a recipe's YAML, to be filled in. A file that is there stays."""
     from bigdit import log
     from bigdit.errors import UserError
     from bigdit.files import write_text
@@ -65,14 +65,10 @@ def copy(
     file = out or Path()
     if file.is_dir() or not (file.suffix in (".yaml", ".yml") or file.exists()):
         file = file / f"{found.name}.yaml"
-    own, *beside = found.files.items()
-    texts = {file: own[1], **{file.parent / name: text for name, text in beside}}
-    for each in texts:
-        if each.exists():
-            raise UserError(f"{each} is there already, and is left as it is; --out names another file")
-    for each, text in texts.items():
-        write_text(each, text)
-    log.notice(f"wrote {' and '.join(map(str, texts))}")
+    if file.exists():
+        raise UserError(f"{file} is there already, and is left as it is; --out names another file")
+    write_text(file, found.text)
+    log.notice(f"wrote {file}")
 
 
 def _document(found: Recipe) -> dict[str, Any]:

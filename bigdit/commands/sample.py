@@ -62,7 +62,7 @@ def run(
         typer.Option(metavar="TEXT", help="What guidance leads away from; no caption, or no class, if left out."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=LARGEST, help="Picture i is drawn from seed + i.")] = 0,
-    ema: Annotated[bool, typer.Option("--ema", help="The moving average of the weights (train.ema).")] = False,
+    ema: Annotated[bool, typer.Option("--ema", help="The moving average of the weights (strategy.ema).")] = False,
     ema_width: EmaWidth = None,
     as_json: Json = False,
 ) -> None:

@@ -17,9 +17,6 @@ def run(
     config: Config,
     overrides: Set = [],  # noqa: B006  # typer reads the default; it is not changed
     ds_config: Annotated[Path | None, typer.Option(help="DeepSpeed's JSON; chooses the engine deepspeed.")] = None,
-    plan: Annotated[
-        Path | None, typer.Option(help="A folder of `bigdit plan --out`; decides how the step is run.")
-    ] = None,
     grace: Annotated[float | None, typer.Option(help="Seconds to save and end in after a signal; train.grace.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check config and model, print the config and a verdict, stop.")
@@ -30,7 +27,6 @@ def run(
     from bigdit.catalog.families import objective_of
     from bigdit.catalog.revision import revision
     from bigdit.config import load_stages
-    from bigdit.config.plan_file import read_plan_file
     from bigdit.files import check_writable
     from bigdit.objective_spec import counting
     from bigdit.report.leave import leaving_a_page
@@ -38,19 +34,18 @@ def run(
     from bigdit.train.processes.launch import launch
 
     overrides = with_grace(with_ds_config(overrides, ds_config), grace)
-    planned = None if plan is None else read_plan_file(plan)
-    stages = load_stages(config, overrides, planned, plan)
+    stages = load_stages(config, overrides)
     for stage in stages:
         if stage.plan is not None:
             _check_one_machine(stage.plan)
     first = stages[0].run
-    prepared = prepare_stages(stages, first.engine.processes)
+    prepared = prepare_stages(stages)
     if not dry_run:
-        on_host = max((stage.plan.expected.host_bytes or 0 for stage in stages if stage.plan is not None), default=0)
+        on_host = max((stage.plan.expected.host_bytes for stage in stages if stage.plan is not None), default=0)
         _check_host(on_host)
         check_stores(stages)
         with leaving_a_page(first.output):
-            return launch(first, config, overrides, plan, on_host)
+            return launch(first, config, overrides, on_host)
     for stage in stages:
         for line in stage.plan_notices(revision()):
             log.notice(f"note: {line}")

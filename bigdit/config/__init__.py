@@ -1,11 +1,10 @@
 """A run as the user writes it: YAML into strict values, checked together before anything starts.
 
-DeepSpeed's JSON is completed here, and plan.yaml read. What needs torch, a store or a checkpoint to be checked is
-checked where those are opened.
+What needs torch, a store or a checkpoint to be checked is checked where those are opened.
 """
 
-from bigdit.config.check import check, strategy_of
+from bigdit.config.check import check
 from bigdit.config.run import RunConfig
 from bigdit.config.stages import Stage, load_run, load_stages
 
-__all__ = ["RunConfig", "Stage", "check", "load_run", "load_stages", "strategy_of"]
+__all__ = ["RunConfig", "Stage", "check", "load_run", "load_stages"]

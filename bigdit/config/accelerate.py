@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from bigdit.checkout import entry
-from bigdit.config.deepspeed import complete_ds_config, ds_values, read_ds_config
-from bigdit.config.planned import differences, said
-from bigdit.config.run import RunConfig
+from bigdit.config.load import read_ds_config
+from bigdit.config.wrong import wrong
 from bigdit.dist import ACCELERATE, asked_of_accelerate
+from bigdit.documents import differences, written
 from bigdit.errors import UserError
 from bigdit.spec import Strategy
 
@@ -30,15 +32,15 @@ def _started(engine: str) -> str:
     return f"start it by `python {' '.join(entry())}`" if engine == "single" else _STARTED[engine]
 
 
-def check_accelerate(run: RunConfig, strategy: Strategy) -> None:
-    """Raise UserError with all that accelerate's launcher was asked for and `run`, stepped by `strategy`, is not."""
+def check_accelerate(strategy: Strategy) -> None:
+    """Raise UserError with all that accelerate's launcher was asked for and a run of this `strategy` does not do."""
     asked = asked_of_accelerate()
     problems = [
-        _problem(asked, option, f"engine.name is {strategy.engine}", _started(strategy.engine))
+        _problem(asked, option, f"strategy.engine is {strategy.engine}", _started(strategy.engine))
         for option, engine in _ENGINES.items()
         if option in asked and engine != strategy.engine
     ]
-    if problems := problems or [*_option_problems(asked, strategy), *_file_problems(asked, run, strategy)]:
+    if problems := problems or [*_option_problems(asked, strategy), *_file_problems(asked, strategy)]:
         raise UserError(*problems)
 
 
@@ -52,18 +54,18 @@ def _decided(strategy: Strategy) -> dict[str, tuple[object, str]]:
     """By option of accelerate: what it would be for this strategy, and what decides it."""
     accum, clipping, replicas = strategy.grad_accum_steps, strategy.gradient_clipping, strategy.dp_replicate
     found: dict[str, tuple[object, str]] = {
-        "mixed_precision": (_PRECISIONS[strategy.precision], f"train.precision is {strategy.precision}"),
+        "mixed_precision": (_PRECISIONS[strategy.precision], f"strategy.precision is {strategy.precision}"),
         "dynamo_backend": (
             "inductor" if strategy.compile_blocks else "no",
-            f"train.compile_blocks is {said(strategy.compile_blocks)}",
+            f"strategy.compile_blocks is {written(strategy.compile_blocks)}",
         ),
-        "gradient_accumulation_steps": (accum, f"train.grad_accum_steps is {accum}"),
-        "gradient_clipping": (clipping or 0, f"train.gradient_clipping is {said(clipping)}"),
-        "parallelism_config_dp_replicate_size": (replicas, f"engine.dp_replicate is {replicas}"),
+        "gradient_accumulation_steps": (accum, f"strategy.grad_accum_steps is {accum}"),
+        "gradient_clipping": (clipping or 0, f"strategy.gradient_clipping is {written(clipping)}"),
+        "parallelism_config_dp_replicate_size": (replicas, f"strategy.dp_replicate is {replicas}"),
         **{f"parallelism_config_{way}_size": (1, "no two processes share a sample") for way in ("tp", "cp", "sp")},
     }
     if strategy.ds_config is not None:
-        zero, of = strategy.ds_config.get("zero_optimization", {}), "engine.ds_config: zero_optimization"
+        zero, of = strategy.ds_config.get("zero_optimization", {}), "strategy.ds_config: zero_optimization"
         found["zero_stage"] = (strategy.zero_stage, f"{of}.stage is {strategy.zero_stage}")
         for part in ("offload_optimizer", "offload_param"):
             device = (zero.get(part) or {}).get("device", "none")
@@ -71,23 +73,27 @@ def _decided(strategy: Strategy) -> dict[str, tuple[object, str]]:
     if strategy.engine == "fsdp2":
         offload, reshard, blocks = strategy.cpu_offload, strategy.reshard_after_forward, strategy.checkpointed_blocks
         found |= {
-            "fsdp_version": (2, "engine.name is fsdp2"),
-            "fsdp_offload_params": (offload, f"engine.cpu_offload is {said(offload)}"),
-            "fsdp_reshard_after_forward": (reshard, f"engine.reshard_after_forward is {said(reshard)}"),
-            "fsdp_activation_checkpointing": (blocks != 0, f"train.checkpointed_blocks is {blocks}"),
+            "fsdp_version": (2, "strategy.engine is fsdp2"),
+            "fsdp_offload_params": (offload, f"strategy.cpu_offload is {written(offload)}"),
+            "fsdp_reshard_after_forward": (reshard, f"strategy.reshard_after_forward is {written(reshard)}"),
+            "fsdp_activation_checkpointing": (blocks != 0, f"strategy.checkpointed_blocks is {blocks}"),
         }
     return found
 
 
-def _file_problems(asked: dict[str, str], run: RunConfig, strategy: Strategy) -> Iterator[str]:
+def _file_problems(asked: dict[str, str], strategy: Strategy) -> Iterator[str]:
     option, path = "deepspeed_config_file", asked.get("deepspeed_config_file")
     if path is None or strategy.ds_config is None:
         return
-    found, problems = complete_ds_config(read_ds_config(Path(path), f"--{option}"), ds_values(strategy, "train."))
-    yield from (f"--{option} {path}: {problem}" for problem in problems)
-    for key, own, wanted in () if problems else differences(found, strategy.ds_config, ""):
-        decided = f"{key} in it is {said(own)}, and in engine.ds_config {said(wanted)}"
-        yield _problem(asked, option, decided, f"say --{option} {run.engine.ds_config}")
+    document = dict(strategy) | {"ds_config": read_ds_config(Path(path), f"--{option}")}
+    try:
+        found = Strategy.model_validate(document).ds_config
+    except ValidationError as error:
+        yield from (f"--{option} {path}: {line}" for line in wrong(error, document, Strategy))
+        return
+    for key, own, wanted in differences(found, strategy.ds_config):
+        decided = f"{key} in it is {written(own)}, and in strategy.ds_config {written(wanted)}"
+        yield _problem(asked, option, decided, f"leave --{option} out")
 
 
 def _problem(asked: dict[str, str], option: str, decided: str, fix: str) -> str:

@@ -1,41 +1,35 @@
-"""Checks across sections, all reported at once, and the Strategy that a checked config asks for."""
+"""Checks across sections and of the model, all reported at once."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from pydantic import ValidationError
-
 from bigdit.config.data import fitting_bucket, written_bucket
-from bigdit.config.deepspeed import complete_ds_config, ds_values, read_ds_config
 from bigdit.config.encoders import IdentityCodec, VaeCodec
-from bigdit.config.keys import in_run
 from bigdit.config.run import RunConfig
 from bigdit.errors import UserError
 from bigdit.objective_spec import DdpmSpec, meaningless
-from bigdit.spec import Contradictory, ModelSpec, Strategy
-from bigdit.units import how_many
+from bigdit.spec import ModelSpec
 
 
 def check(run: RunConfig, model: ModelSpec) -> None:
     """Raise UserError with every contradiction between the sections of `run` and the model it names."""
     problems = [*_check_latents(run, model), *_check_text(run, model), *_check_objective(run, model)]
     problems += online_problems(run)
-    if run.train.lora is not None and run.model.init_from is None:
+    if run.strategy.lora is not None and run.model.init_from is None:
         problems.append(
-            "train.lora adapts trained weights, and model.init_from is missing; set it to a folder of diffusers weights"
+            "strategy.lora adapts trained weights, and model.init_from is missing; set it to a folder of diffusers "
+            "weights"
         )
     problems += _check_images(run)
-    if run.train.snapshot_every is not None and (run.train.ema is None or run.train.ema.widths is None):
+    ema = run.strategy.ema
+    if run.train.snapshot_every is not None and (ema is None or ema.widths is None):
         problems.append(
-            f"train.snapshot_every is {run.train.snapshot_every}, and train.ema.widths is missing: averages of other "
-            "widths are made of two; set it to [0.05, 0.1], or leave snapshot_every out"
+            f"train.snapshot_every is {run.train.snapshot_every}, and strategy.ema.widths is missing: averages of "
+            "other widths are made of two; set it to [0.05, 0.1], or leave snapshot_every out"
         )
     problems += _check_schedule(run)
-    if (run.engine.ds_config is not None) != (run.engine.name == "deepspeed"):
-        found = "set" if run.engine.ds_config else "missing"
-        problems.append(f"engine.ds_config is {found}, and engine.name is {run.engine.name}; they go together")
     if problems:
         raise UserError(*problems)
 
@@ -55,14 +49,12 @@ def _check_images(run: RunConfig) -> list[str]:
     ]
 
 
-_EXTRACT = "name a folder, and `bigdit extract` encodes into it once"
-
-
 def online_problems(run: RunConfig) -> list[str]:
     """What of a run is not made of features that are encoded in each step, where it has these."""
-    if not run.data.online:
+    if run.strategy.features == "cached":
         return []
-    return [f"data.features is online, and {why}; {_EXTRACT}" for why in _not_online(run)]
+    cached = "set it to cached, and `bigdit extract` encodes into data.features once"
+    return [f"strategy.features is online, and {why}; {cached}" for why in _not_online(run)]
 
 
 def _not_online(run: RunConfig) -> list[str]:
@@ -80,80 +72,6 @@ def _not_online(run: RunConfig) -> list[str]:
     if text is not None and text.stored != "bf16":
         found.append(f"encoders.text.stored is {text.stored}, as a store keeps states; leave it out")
     return found
-
-
-def strategy_of(run: RunConfig, world_size: int) -> Strategy:
-    """How this run is to be stepped on `world_size` processes. Raises UserError with all problems."""
-    accum, problems = _accumulation(run, world_size)
-    ds_config: dict[str, Any] | None = None
-    if run.engine.ds_config is not None and run.engine.name == "deepspeed":
-        wanted = Strategy(
-            micro_batch_size=run.train.micro_batch_size,
-            grad_accum_steps=accum,
-            precision=run.train.precision,
-            gradient_clipping=run.train.gradient_clipping,
-        )
-        ds_config, found = complete_ds_config(read_ds_config(run.engine.ds_config), ds_values(wanted, "train."))
-        problems += found
-    try:
-        strategy = Strategy(
-            engine=run.engine.name,
-            world_size=world_size,
-            micro_batch_size=run.train.micro_batch_size,
-            grad_accum_steps=accum,
-            precision=run.train.precision,
-            optimizer=run.optimizer,
-            checkpointed_blocks=run.train.checkpointed_blocks,
-            checkpointing=run.train.checkpointing,
-            offload_activations=run.train.offload_activations,
-            compile_blocks=run.train.compile_blocks,
-            blocks_to_swap=run.train.blocks_to_swap,
-            ema=run.train.ema,
-            lora=run.train.lora,
-            gradient_clipping=run.train.gradient_clipping,
-            features="online" if run.data.online else "cached",
-            encode_chunk=_encode_chunk(run),
-            read_ahead_steps=run.data.read_ahead_steps,
-            ds_config=ds_config,
-            optimizer_in_backward=run.train.optimizer_in_backward,
-            reshard_after_forward=run.engine.reshard_after_forward,
-            dp_replicate=run.engine.dp_replicate,
-            cpu_offload=run.engine.cpu_offload,
-        )
-    except ValidationError as error:
-        for detail in error.errors():
-            cause = detail.get("ctx", {}).get("error")
-            own = cause.problems if isinstance(cause, Contradictory) else [detail["msg"]]
-            problems += in_run(own, launched=world_size != run.engine.processes)
-    if problems:
-        raise UserError(*problems)
-    return strategy
-
-
-def _encode_chunk(run: RunConfig) -> int | None:
-    """How many samples encoders take at once in a step: one where nothing is said, as plans have it."""
-    if not run.data.online:
-        return None
-    return 1 if run.encoders.batch_size == "auto" else run.encoders.batch_size
-
-
-def _accumulation(run: RunConfig, world_size: int) -> tuple[int, list[str]]:
-    """grad_accum_steps, from itself or from the global batch."""
-    train = run.train
-    if train.global_batch_size is None:
-        return train.grad_accum_steps or 1, []
-    if train.grad_accum_steps is not None:
-        return 1, ["train.global_batch_size and train.grad_accum_steps are both set; one follows from the other"]
-    one_pass = train.micro_batch_size * world_size
-    accum, rest = divmod(train.global_batch_size, one_pass)
-    if rest or not accum:
-        below = max(accum, 1) * one_pass
-        return 1, [
-            f"train.global_batch_size is {train.global_batch_size}, and {how_many(world_size, 'process')} × "
-            f"train.micro_batch_size {train.micro_batch_size} come to multiples of {one_pass}; "
-            f"nearest: {below} or {below + one_pass}"
-        ]
-    return accum, []
 
 
 def _check_latents(run: RunConfig, model: ModelSpec) -> list[str]:
@@ -241,8 +159,8 @@ def _check_schedule(run: RunConfig) -> list[str]:
         problems.append(
             f"train.min_lr is {train.min_lr:g}, and train.lr_schedule is constant; cosine and wsd fall to it"
         )
-    if train.min_lr > run.optimizer.lr:
-        problems.append(f"train.min_lr is {train.min_lr:g}, above optimizer.lr {run.optimizer.lr:g}, which falls to it")
+    if train.min_lr > (lr := run.strategy.optimizer.lr):
+        problems.append(f"train.min_lr is {train.min_lr:g}, above strategy.optimizer.lr {lr:g}, which falls to it")
     return problems
 
 

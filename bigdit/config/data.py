@@ -1,4 +1,4 @@
-"""The sections of a run's YAML that say what is read. What each key means is said here alone."""
+"""The sections of a run's YAML that say what is read."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from bigdit.config.weights import WEIGHTS, is_weight
 from bigdit.errors import UserError
-from bigdit.numbers import Count, Natural, Positive, Processes, Share, Side, Switch
-from bigdit.spec import Strict
+from bigdit.numbers import Count, Positive, Processes, Share, Side, Switch
+from bigdit.spec import Section
 from bigdit.units import GIB, parse_bytes
 
 
@@ -46,6 +45,16 @@ def fitting_bucket(bucket: tuple[int, ...], side: int) -> tuple[int, ...]:
 MAX_PIXELS = 89_478_485
 """A quarter of a GiB at three bytes a pixel. Source: Pillow, Image.MAX_IMAGE_PIXELS."""
 
+LEAST_WEIGHT, MOST_WEIGHT = 1.2e-38, 3.4e38
+"""Of captions, which the store keeps in fp32 (IEEE 754): others would be 0 or infinite there."""
+WEIGHTS = f"from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
+
+
+def is_weight(number: float) -> bool:
+    """Whether a caption may have this weight; an integer may be of any size."""
+    return LEAST_WEIGHT <= number <= MOST_WEIGHT
+
+
 SourceKind = Literal["folder", "csv", "parquet", "webdataset", "datasets"]
 
 
@@ -55,34 +64,29 @@ LARGE_PART = 1e9
 """Bytes of a part, of which there are few in a data set and several in memory."""
 
 
-class SourceConfig(Strict):
-    """Pictures or videos and their captions, or their classes. A string stands for a `path` alone.
-
-    `path`: a folder of pictures or videos with `.txt` or `.json` captions beside them; a CSV or Parquet file of paths
-    and captions; Parquet files or WebDataset tars: one, a folder, or a pattern (`*.tar`, `{000..099}.tar`); a folder of
-    Hugging Face `datasets`. `kind`: which of these it is, where the path does not show it.
-    Of tables: `image`, the column of pictures or of their paths, and `captions`, the columns of captions: one,
-    several, or a mapping of columns to their weights, each a number or the column that holds it. `split`: which
-    of several a `datasets` or Parquet folder is read.
-    `label`: where the class of a picture stands, for models of classes, and then no captions are read: a column of a
-    table, a key of the `.json` in tars, or `folder`: the first folder of its path, as in `n01440764/x.jpg`.
-    `follow_links`: of a folder of pictures, whether links to files outside it are read. Without it each is skipped,
-    with a line in the report; links to files within the folder are read, and links to folders are never entered.
-    `frame_rate`: of a folder of folders of numbered pictures, each of which is a video then, of so many frames a
-    second; its captions stand beside it (`clip/0001.png`, `clip.txt`).
-    `clips`: how many are taken of each video at most, one after another from its start, each as long as the longest of
-    data.buckets, all with its captions; those that it is too short for are skipped, with a line in the report.
-    """
+class SourceConfig(Section):
+    """Images or videos with captions or classes. A string stands for `path` alone."""
 
     path: Path
+    """A folder of images or videos with .txt or .json captions beside them; a CSV or Parquet file of paths and
+    captions; Parquet files or WebDataset tars (a file, a folder or a pattern: {000..099}.tar); a folder of datasets."""
     kind: SourceKind | None = None
+    """What the path is, where it does not show."""
     image: str | None = None
+    """Of tables: the column of images, or of their paths."""
     captions: dict[str, float | str] = {}
+    """Of tables: the column of captions, several, or a mapping of columns to weights: numbers, or columns of them."""
     label: str | None = None
+    """Where the class is, for models of classes: a column, a key of the .json in tars, or folder, the first of the
+    path. Captions are not read then."""
     split: str | None = None
+    """Of several splits in a folder of datasets or Parquet files, the one that is read."""
     follow_links: Switch = False
+    """Read files outside the folder that links point to. Links to folders are never entered."""
     frame_rate: Positive | None = None
+    """Of a folder of folders of numbered images, each a video: frames a second."""
     clips: Annotated[Count, Field(le=10_000)] = 1
+    """How many clips a video gives at most, each as long as the longest of data.buckets."""
 
     @model_validator(mode="before")
     @classmethod
@@ -114,45 +118,43 @@ class SourceConfig(Strict):
         return columns
 
 
-class DataConfig(Strict):
-    """`images`: the source of pictures or videos and captions, or a list of sources, one after another: what is
-    appended to the list later leaves the features before it as they are. `features`: where they are encoded to; or
-    online: the encoders stay on the card that trains, and encode in each step (of one bucket, with no `validation`).
-    `classes`: of sources with a `label`, the names of the classes from class 0 on. Left out, they are the folders'
-    names, sorted, or labels are the numbers themselves.
-
-    `buckets`: the sizes [height, width] in pixels that pictures are brought to, each to the nearest aspect
-    ratio; of videos [frames, height, width]: each goes to those of the most frames that it has, and is cut at their
-    end; one with fewer frames than any is skipped. `fps`: the frames a second that are taken of videos.
-    `max_pixels`: the most pixels of an image or a frame that is read: a decoded one takes four bytes a pixel or more in
-    each worker. Larger ones are skipped, and named in the report.
-    `part_size`: pictures of the source in one part of the store; `workers`: processes that encode.
-    `caption_dropout`: the share of samples trained on the empty caption, or on no class, for classifier-free guidance
-    (Ho & Salimans, arXiv:2207.12598). `read_ahead_steps`: steps whose micro-batches are read, and held on the
-    host, before they are trained on; `read_threads`: that read them. `reader`: how the store's files are read: pread,
-    or mmap, which spends less of the CPU on a store that is on a local disk and fits into the page cache, reads too
-    much where it does not, and dies where a network's file system fails. `features` may be a URL (s3://, gs://, az://):
-    each process keeps at most `remote_cache` bytes of it (`16GiB`) in a temporary folder, best a window of 64 parts.
-    """
+class DataConfig(Section):
+    """What is trained on, and the store of its latents and embeddings."""
 
     images: tuple[SourceConfig, ...]
-    features: Path
+    """The source of images or videos, or a list of sources. One that is appended later leaves the store as it is."""
+    features: Path | None = None
+    """The folder of latents and embeddings, which `bigdit extract` fills; or a URL (s3://, gs://, az://). Left out with
+    strategy.features online."""
     classes: tuple[str, ...] | None = Field(default=None, min_length=1)
+    """Of sources with a label: the names of the classes from class 0 on. null: the folders' names, sorted, or labels
+    are the numbers themselves."""
     buckets: tuple[Bucket, ...] = Field(min_length=1)
+    """Sizes in pixels, [height, width], or of videos [frames, height, width]. Each sample goes to the nearest aspect
+    ratio, videos to the most frames that they have."""
     fps: Positive | None = None
+    """Frames a second that are taken of videos."""
     max_pixels: Count = MAX_PIXELS
+    """The most pixels of an image or frame. Larger ones are skipped; each takes four bytes a pixel in each worker."""
     part_size: Count = PART_SIZE
+    """Samples in one part of the store."""
     workers: Processes = 1
+    """Processes of `bigdit extract`."""
     caption_dropout: Share = 0.1
-    read_ahead_steps: Natural = 2
+    """The share of samples trained on the empty caption, or on no class, for classifier-free guidance (Ho & Salimans,
+    arXiv:2207.12598)."""
     read_threads: Processes = 2
+    """Threads that read the store."""
     reader: Literal["pread", "mmap"] = "pread"
+    """How the store's files are read. mmap takes less CPU for a store on a local disk that fits the page cache."""
     remote_cache: Annotated[Count, BeforeValidator(_as_bytes)] = 16 * GIB
+    """Bytes of a remote store that each process keeps in a temporary folder: 16GiB. Best are 64 parts or more."""
 
     @property
-    def online(self) -> bool:
-        """Whether features are made in each step, and kept nowhere."""
-        return str(self.features) == "online"
+    def store(self) -> Path:
+        """The folder of the store, which a run has whose features are cached."""
+        assert self.features is not None, "its features are online"
+        return self.features
 
     @property
     def samples(self) -> str:

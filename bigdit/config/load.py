@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,9 @@ from pydantic import ValidationError
 
 from bigdit.config.run import RunConfig
 from bigdit.config.wrong import wrong
-from bigdit.documents import parse_yaml, read_mapping
+from bigdit.documents import parse_json, parse_yaml, read_mapping
 from bigdit.errors import UserError
+from bigdit.units import how_many
 
 
 def read_run(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -22,12 +23,56 @@ def read_run(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     return document
 
 
-def parse_run(document: dict[str, Any], source: str) -> RunConfig:
-    """Validate a document; `source` names it in errors."""
+def parse_run(document: dict[str, Any], source: str = "", world_size: int | None = None) -> RunConfig:
+    """Validate a document; `source` names it in errors. `world_size`: as many processes run, which a launcher has
+    started. Raises UserError with all problems."""
     try:
+        document = _with_strategy(document, world_size)
         return RunConfig.model_validate(document)
     except ValidationError as error:
-        raise UserError(*(f"{source}: {line}" for line in wrong(error, document, RunConfig))) from None
+        problems = wrong(error, document, RunConfig)
+    except UserError as error:
+        problems = list(error.problems)
+    raise UserError(*(f"{source}: {line}" if source else line for line in problems))
+
+
+def read_ds_config(path: Path, key: str = "strategy.ds_config") -> dict[str, Any]:
+    """The document as it stands, which `key` names. Raises UserError where it is missing or not a JSON object."""
+    return read_mapping(path, parse_json, f"{key}: {path}", "a JSON object")
+
+
+def set_once(overrides: Sequence[str]) -> list[str]:
+    """What `--set` was given. Raises UserError for a key that stands twice."""
+    keys = [override.partition("=")[0] for override in overrides]
+    if twice := [key for key in dict.fromkeys(keys) if keys.count(key) > 1]:
+        raise UserError(*(f"--set says {key[:80]} {keys.count(key)} times; leave it once" for key in twice))
+    return list(overrides)
+
+
+def with_option(overrides: Sequence[str], option: str, values: Mapping[str, object]) -> list[str]:
+    """The overrides with the keys that an option stands for. Raises UserError for a key that `--set` says too."""
+    keys = [override.partition("=")[0] for override in overrides]
+    if both := [key for key in values if key in keys]:
+        raise UserError(*(f"{option} and --set {key} say the same key; leave one of them out" for key in both))
+    return [*(f"{key}={value}" for key, value in values.items()), *overrides]
+
+
+def _with_strategy(document: dict[str, Any], world_size: int | None) -> dict[str, Any]:
+    """The document with the processes that run and the DeepSpeed document that its strategy names."""
+    strategy = document.get("strategy", {})
+    if not isinstance(strategy, dict):
+        return document
+    if isinstance(path := strategy.get("ds_config"), str):
+        strategy = strategy | {"ds_config": read_ds_config(Path(path))}
+    if world_size is not None:
+        strategy = {"world_size": world_size} | strategy
+        if strategy["world_size"] != world_size:
+            raise UserError(
+                f"strategy.world_size is {strategy['world_size']}, and {how_many(world_size, 'process')} "
+                f"{'runs' if world_size == 1 else 'run'} (WORLD_SIZE); start as many, set it to {world_size}, or leave "
+                "it out"
+            )
+    return document | {"strategy": strategy}
 
 
 def _apply(document: dict[str, Any], override: str) -> None:

@@ -51,7 +51,7 @@ _NAMES: dict[Meant, str] = {
     Meant("data.read_threads", "data.workers are those of `bigdit extract`", ("--workers",)): (
         "num_workers dataloader_num_workers max_data_loader_n_workers dataloader_threads"
     ),
-    Meant("data.read_ahead_steps", "steps"): "prefetch_factor dataloader_prefetch_factor",
+    Meant("strategy.read_ahead_steps", "steps"): "prefetch_factor dataloader_prefetch_factor",
     Meant("encoders.image.path", "the VAE's folder"): "pretrained_vae_model_name_or_path vae_path vae vae_model",
     Meant(
         "encoders.text", "pipeline: the folder of a pipeline with its text encoders"
@@ -64,20 +64,24 @@ _NAMES: dict[Meant, str] = {
     ),
     Meant("objective.shift", "a number"): "discrete_flow_shift flow_shift timestep_shift flow_schedule_shift",
     Meant("objective.min_snr_gamma", "of ddpm"): "snr_gamma",
-    Meant("optimizer.lr"): "learning_rate lr base_lr init_lr unet_lr transformer_lr",
-    Meant("optimizer.name", "adamw_8bit, adafactor, came, …", ("--optimizer",)): "optimizer_type optimizer_name optim",
-    Meant("optimizer.name", "adamw_8bit in the place of true", ("--optimizer",)): "use_8bit_adam use_8bit_optimizer",
-    Meant("optimizer.betas", "[0.9, 0.999]"): "adam_beta1 adam_beta2 beta1 beta2",
-    Meant("optimizer.weight_decay"): "adam_weight_decay wd",
-    Meant("optimizer.eps"): "adam_epsilon epsilon",
-    Meant("train.micro_batch_size", "samples that a GPU takes at once", ("--micro-batch",)): (
+    Meant("strategy.optimizer.lr"): "learning_rate lr base_lr init_lr unet_lr transformer_lr",
+    Meant(
+        "strategy.optimizer.name", "adamw_8bit, adafactor, came, …", ("--optimizer",)
+    ): "optimizer_type optimizer_name optim",
+    Meant(
+        "strategy.optimizer.name", "adamw_8bit in the place of true", ("--optimizer",)
+    ): "use_8bit_adam use_8bit_optimizer",
+    Meant("strategy.optimizer.betas", "[0.9, 0.999]"): "adam_beta1 adam_beta2 beta1 beta2",
+    Meant("strategy.optimizer.weight_decay"): "adam_weight_decay wd",
+    Meant("strategy.optimizer.eps"): "adam_epsilon epsilon",
+    Meant("strategy.micro_batch_size", "samples that a GPU takes at once", ("--micro-batch",)): (
         "batch_size train_batch_size per_device_train_batch_size micro_batch local_batch_size batch_size_per_gpu "
         "train_micro_batch_size_per_gpu"
     ),
-    Meant("train.global_batch_size", "samples of a step over all GPUs", ("--global-batch",)): (
+    Meant("strategy.global_batch_size", "samples of a step over all GPUs", ("--global-batch",)): (
         "effective_batch_size total_batch_size global_batch"
     ),
-    Meant("train.grad_accum_steps", "micro-batches of a step"): (
+    Meant("strategy.grad_accum_steps", "micro-batches of a step"): (
         "gradient_accumulation_steps gradient_accumulation grad_accumulation accumulation_steps grad_accum "
         "accumulate_grad_batches"
     ),
@@ -85,34 +89,34 @@ _NAMES: dict[Meant, str] = {
         "max_train_steps max_steps num_steps total_steps train_steps num_train_steps iterations max_iterations"
     ),
     Meant("train.epochs", options=("--epochs",)): "num_train_epochs max_train_epochs num_epochs max_epochs epoch",
-    Meant("train.precision", "bf16, bf16_sr, fp16, tf32 or fp32", ("--precision",)): (
+    Meant("strategy.precision", "bf16, bf16_sr, fp16, tf32 or fp32", ("--precision",)): (
         "mixed_precision dtype train_dtype weight_dtype full_bf16 full_fp16 bf16 fp16 allow_tf32"
     ),
-    Meant("train.gradient_clipping", "the most that the norm may be"): (
+    Meant("strategy.gradient_clipping", "the most that the norm may be"): (
         "max_grad_norm clip_grad_norm grad_clip gradient_clip_val max_norm grad_clip_norm"
     ),
-    Meant("train.checkpointed_blocks", "all in the place of true, or how many blocks", ("--checkpointed-blocks",)): (
+    Meant("strategy.checkpointed_blocks", "all in the place of true, or how many blocks", ("--checkpointed-blocks",)): (
         "gradient_checkpointing activation_checkpointing enable_gradient_checkpointing use_gradient_checkpointing "
         "grad_checkpoint"
     ),
-    Meant("train.offload_activations", "true"): (
+    Meant("strategy.offload_activations", "true"): (
         "activation_offloading enable_activation_offload cpu_offload_checkpointing gradient_checkpointing_offload"
     ),
-    Meant("train.blocks_to_swap", "how many blocks"): (
+    Meant("strategy.blocks_to_swap", "how many blocks"): (
         "block_swap num_blocks_to_swap layer_offload_fraction layer_offloading_transformer_percent block_offload"
     ),
-    Meant("train.optimizer_in_backward", "true"): "fused_backward_pass fused_back_pass",
-    Meant("train.compile_blocks", "true"): "torch_compile compile use_compile dynamo_backend",
-    Meant("train.ema", "{decay: 0.9999}; --ema takes auto, gpu or cpu", ("--ema",)): "use_ema enable_ema ema_config",
-    Meant("train.ema.decay"): "ema_decay ema_rate",
-    Meant("train.lora", "{rank: 16, alpha: 16}", ("--lora",)): (
+    Meant("strategy.optimizer_in_backward", "true"): "fused_backward_pass fused_back_pass",
+    Meant("strategy.compile_blocks", "true"): "torch_compile compile use_compile dynamo_backend",
+    Meant("strategy.ema", "{decay: 0.9999}; --ema takes auto, gpu or cpu", ("--ema",)): "use_ema enable_ema ema_config",
+    Meant("strategy.ema.decay"): "ema_decay ema_rate",
+    Meant("strategy.lora", "{rank: 16, alpha: 16}", ("--lora",)): (
         "network network_module adapter lora_config peft_config training_method"
     ),
-    Meant("train.lora.rank", options=("--lora",)): "network_dim lora_rank rank network_rank lora_r linear",
-    Meant("train.lora.alpha"): "network_alpha lora_alpha linear_alpha alpha",
-    Meant("train.lora.targets", "names of linear layers"): "lora_target_modules target_modules lora_layers",
-    Meant("train.lora.dora", "true"): "use_dora lora_decompose",
-    Meant("train.lora.base", "bf16, int8 or nf4"): (
+    Meant("strategy.lora.rank", options=("--lora",)): "network_dim lora_rank rank network_rank lora_r linear",
+    Meant("strategy.lora.alpha"): "network_alpha lora_alpha linear_alpha alpha",
+    Meant("strategy.lora.targets", "names of linear layers"): "lora_target_modules target_modules lora_layers",
+    Meant("strategy.lora.dora", "true"): "use_dora lora_decompose",
+    Meant("strategy.lora.base", "bf16, int8 or nf4"): (
         "quantize quantization base_model_precision load_in_4bit load_in_8bit fp8_base"
     ),
     Meant("train.warmup_steps"): "lr_warmup_steps num_warmup_steps learning_rate_warmup_steps lr_warmup warmup",
@@ -124,15 +128,15 @@ _NAMES: dict[Meant, str] = {
     Meant("train.keep_checkpoints", "how many"): (
         "checkpoints_total_limit save_total_limit max_step_saves_to_keep save_last_n_steps"
     ),
-    Meant("engine.processes", "one a GPU", ("--gpus",)): (
+    Meant("strategy.world_size", "one a GPU", ("--gpus",)): (
         "num_processes nproc_per_node num_gpus n_gpus gpus world_size num_devices"
     ),
-    Meant("engine.name", "single, deepspeed or fsdp2", ("--engine",)): ("distributed_type distributed_backend"),
-    Meant("engine.name", "fsdp2", ("--engine",)): "use_fsdp fsdp",
-    Meant("engine.name", "deepspeed, with engine.ds_config; zero_optimization.stage 0 is ddp", ("--engine",)): (
+    Meant("strategy.engine", "single, deepspeed or fsdp2", ("--engine",)): ("distributed_type distributed_backend"),
+    Meant("strategy.engine", "fsdp2", ("--engine",)): "use_fsdp fsdp",
+    Meant("strategy.engine", "deepspeed, with strategy.ds_config; zero_optimization.stage 0 is ddp", ("--engine",)): (
         "ddp use_ddp"
     ),
-    Meant("engine.ds_config", "DeepSpeed's JSON, with zero_optimization.stage", ("--ds-config", "--engine")): (
+    Meant("strategy.ds_config", "DeepSpeed's JSON, with zero_optimization.stage", ("--ds-config", "--engine")): (
         "deepspeed_config deepspeed_config_file deepspeed zero_stage"
     ),
     Meant("samples.captions", options=("--caption",)): (

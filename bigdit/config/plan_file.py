@@ -1,29 +1,31 @@
-"""`plan.yaml`: what was asked, decided and expected, as training reads it back."""
+"""`plan.yaml`: what a plan predicts of a strategy, and what of that a run does not follow."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 
-from bigdit.documents import parse_yaml, read_file
-from bigdit.errors import UserError
+from bigdit.config.data import frames_of, written_bucket
+from bigdit.config.run import RunConfig
+from bigdit.documents import differences, parse_yaml, read_file, written
+from bigdit.errors import UserError, versions
 from bigdit.files import write_text
 from bigdit.spec import BatchShape, ModelSpec, StepSize, Strategy, Strict
-from bigdit.spec.renamed import renamed
+from bigdit.units import gib, how_many
 
 FORMAT = 1
 FILE = "plan.yaml"
 DS_CONFIG = "ds_config.json"
 
 _HEAD = """\
-# Written by `bigdit plan`, and run by `bigdit train --plan`: a record, whose digest an edit breaks.
-# What is not said here (learning rate, schedule, steps, seed, data) is the run's own YAML's.
+# Written by `bigdit plan`: what it predicts of the run.yaml beside it. A record, whose digest an edit breaks.
 """
 _FIX = "ask `bigdit plan` again, with --out"
 
@@ -44,8 +46,8 @@ class Asked(Strict):
 
 
 class Expected(Strict):
-    """What the plan says of one card: bytes of memory; (low, high) where it is a range. `host_bytes` are a machine's,
-    None where an earlier bigdit wrote it."""
+    """What the plan predicts of one GPU: bytes of memory; (low, high) where it is a range. `host_bytes` are of the CPU
+    memory of a machine."""
 
     verdict: Literal["FITS", "TIGHT", "DOES NOT FIT"]
     usable_bytes: PositiveInt
@@ -53,9 +55,7 @@ class Expected(Strict):
     peak_reserved_bytes: PositiveInt
     process_bytes: tuple[NonNegativeInt, NonNegativeInt]
     samples_per_second_per_card: tuple[NonNegativeFloat, NonNegativeFloat]
-    host_bytes: NonNegativeInt | None = None
-
-    _of_today = model_validator(mode="before")(renamed)
+    host_bytes: NonNegativeInt
 
 
 class LargestMicroBatch(Strict):
@@ -87,8 +87,9 @@ class RecordedLedger(Strict):
 
 
 class PlanFile(Strict):
-    """A plan that can be run. `expandable_segments`: the setting of torch's allocator that it was planned for.
+    """What a plan predicts. `expandable_segments`: the setting of torch's allocator that it was planned for.
 
+    `run_digest`: of the run.yaml that was written beside it.
     `smaller`: what training goes on with where a step runs out of memory after all, one after the other.
     """
 
@@ -104,6 +105,7 @@ class PlanFile(Strict):
     ledger: RecordedLedger
     versions: dict[str, str]
     catalogue: str
+    run_digest: str | None = None
 
     @property
     def processes_per_node(self) -> list[int]:
@@ -123,6 +125,110 @@ class PlanFile(Strict):
         return max([height * width, *fitting])
 
 
+COMPILED = (
+    "strategy.compile_blocks is true, and the plan is of blocks as they are written: compiled ones keep other tensors, "
+    "as a rule less, and at times more"
+)
+"""What a run beside its plan should know."""
+
+# Constants of a run that no prediction depends on.
+_FREE = ("lr", "betas", "beta3", "eps", "weight_decay", "decayed")
+
+
+def unplanned(strategy: Strategy, plan: PlanFile) -> list[str]:
+    """Keys of a run's strategy that a prediction depends on and that differ from the plan's, with both values."""
+    return [
+        f"strategy.{key} is {written(found)} (planned: {written(wanted)})"
+        for key, found, wanted in differences(_predicted_by(strategy), _predicted_by(plan.strategy))
+    ]
+
+
+def _predicted_by(strategy: Strategy) -> dict[str, Any]:
+    """What predictions depend on: an average by how many there are, a limit of the norm by whether there is one."""
+    found = strategy.model_dump(
+        mode="json", exclude={"compile_blocks": True, "optimizer": set(_FREE), "lora": {"alpha"}}
+    )
+    if strategy.ema is not None:
+        found["ema"] = {"device": strategy.ema.device, "averages": strategy.ema.count}
+    return found | {"gradient_clipping": "a limit" if strategy.gradient_clipping else None}
+
+
+def plan_notices(run: RunConfig, plan: PlanFile, catalogue: str) -> list[str]:
+    """What of this run the plan did not foresee: another strategy or model, other versions, another `catalogue`, larger
+    samples; a line each."""
+    lines, installed = [], versions() | {"python": plan.versions.get("python", "")}  # which takes no part in memory
+    if other := unplanned(run.strategy, plan):
+        lines.append(f"the plan predicts another strategy, and is not compared with: {', '.join(other)}")
+    moved = [
+        f"{name} {was} ({installed[name]} is installed)"
+        for name, was in plan.versions.items()
+        if name in installed and _release(installed[name]) != _release(was)
+    ]
+    if moved:
+        lines.append(f"the plan was made with {', '.join(moved)}, which may take other memory; plan again to be sure")
+    if plan.catalogue != catalogue:
+        lines.append(
+            f"the plan was made with catalogue {plan.catalogue}, and this is {catalogue}; plan again to be sure"
+        )
+    if run.strategy.compile_blocks:
+        lines.append(COMPILED)
+    return [*lines, *_larger(run, plan)]
+
+
+def _larger(run: RunConfig, plan: PlanFile) -> list[str]:
+    """Samples of the run that take more memory than the plan's, a line each kind."""
+    lines, (height, width), frames = [], plan.question.resolution, plan.question.frames or 1
+    larger = [
+        written_bucket(bucket)
+        for bucket in run.data.buckets
+        if math.prod(bucket[-2:]) * frames_of(bucket) > plan.most_pixels * frames
+    ]
+    planned = f"{height} × {width}" + (f" of {how_many(frames, 'frame')}" if plan.question.frames else "")
+    if larger:
+        lines.append(
+            f"data.buckets holds {', '.join(larger)}, and the plan is for {planned} (question.resolution) and "
+            "what fits as it does (micro_batch_sizes): larger samples take more memory than it says"
+        )
+    tokens, text = plan.batch.text and plan.batch.text[0], run.encoders.text
+    asked = text and text.tokens_asked
+    if tokens and (asked or 0) > tokens:
+        lines.append(
+            f"encoders.text.max_tokens is {asked}, and the plan is for {tokens} (batch.text): "
+            "longer text takes more memory than it says"
+        )
+    return lines
+
+
+def check_plan(run: RunConfig, spec: ModelSpec, plan: PlanFile) -> None:
+    """Raise UserError where the plan is of another model than `spec`, or predicts that the run does not fit."""
+    if plan.expected.verdict == "DOES NOT FIT" and not unplanned(run.strategy, plan):
+        raise UserError(
+            f"the plan's verdict is DOES NOT FIT: {gib(plan.expected.process_bytes[1])} needed of "
+            f"{gib(plan.expected.usable_bytes)} (expected); take one of the fixes in its report.html"
+        )
+    planned = plan.model
+    if spec.class_name != planned.class_name:
+        raise UserError(
+            f"model is a {spec.class_name}, and the plan's model is {planned.name}, a {planned.class_name}; set plan "
+            "to null, or ask `bigdit plan` for it"
+        )
+    # As JSON has it: a config.json's lists are a constructor's tuples. What only one of them names may be a default.
+    own, wanted = (ModelSpec.model_validate_json(each.model_dump_json()).kwargs for each in (spec, planned))
+    problems = [
+        f"model has {key} {own[key]!r}, and the plan's model.kwargs.{key} is {wanted[key]!r} ({planned.name}); set "
+        "plan to null, or ask `bigdit plan` for it"
+        for key in sorted(own.keys() & wanted.keys())
+        if own[key] != wanted[key]
+    ]
+    if problems:
+        raise UserError(*problems)
+
+
+def _release(version: str) -> str:
+    """Without the build: the same torch for processors is as good as that for CUDA."""
+    return version.partition("+")[0]
+
+
 def write_plan_file(path: Path, plan: PlanFile) -> None:
     """Write `plan` with its digest. Raises UserError where it cannot be written."""
     document = plan.model_dump(mode="json")
@@ -130,17 +236,16 @@ def write_plan_file(path: Path, plan: PlanFile) -> None:
     write_text(path, _HEAD + yaml.safe_dump(document, sort_keys=False, width=100, allow_unicode=True))
 
 
-def read_plan_file(path: Path, key: str = "--plan") -> PlanFile:
-    """The plan in `path`, a plan.yaml or the folder of one, by which option or `key` it was asked for. Raises UserError
-    unless it is as it was written."""
-    file = plan_file(path)
-    document = _read(file, key)
+def read_plan_file(path: Path) -> PlanFile:
+    """The plan in `path`, a plan.yaml or the folder of one. Raises UserError unless it is as it was written."""
+    file = path / FILE if os.path.isdir(path) else path
+    document = _read(file)
     if document.get("format") != FORMAT:
         raise UserError(f"{file} has format {document.get('format')!r}, and this bigdit reads {FORMAT}; {_FIX}")
     if document.pop("digest", "missing") != _digest(document):
         raise UserError(
             f"{file} is not as it was written: its digest does not match; a plan is a record, so put settings into "
-            f"the run's YAML, or {_FIX}"
+            f"the run.yaml beside it, or {_FIX}"
         )
     try:
         return PlanFile.model_validate(document)
@@ -151,14 +256,11 @@ def read_plan_file(path: Path, key: str = "--plan") -> PlanFile:
         raise UserError(f"{file} was written by a bigdit of other keys: {key}: {first['msg']}{more}; {_FIX}") from None
 
 
-def plan_file(path: Path) -> Path:
-    """The plan.yaml that `--plan` means: the file, or the one in that folder."""
-    return path / FILE if os.path.isdir(path) else path
-
-
-def _read(file: Path, key: str) -> dict[str, Any]:
+def _read(file: Path) -> dict[str, Any]:
     try:
-        document = parse_yaml(read_file(file, f"{key}: {file}", "; `bigdit plan --out DIR` writes one"))
+        document = parse_yaml(
+            read_file(file, f"plan: {file}", "; set plan to null, or to one that `bigdit plan` wrote")
+        )
     except ValueError as error:
         raise UserError(f"{file} is damaged: {error}; {_FIX}") from None
     if not isinstance(document, dict):
@@ -172,4 +274,9 @@ def _digest(document: dict[str, Any]) -> str:
         plain = json.loads(json.dumps(document, default=str))  # all keys are text: they can be sorted
     except TypeError:
         return ""
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+    return text_digest(json.dumps(plain, sort_keys=True))
+
+
+def text_digest(text: str) -> str:
+    """Sixteen hex digits of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,5 +1,5 @@
-"""A run's YAML, and its sections of what is trained and how. What each key means is said here alone, and in data.py,
-encoders.py and sight.py."""
+"""A run's YAML: its sections, each key with its meaning. Those of what is read are in data.py and encoders.py, those
+of what is monitored in sight.py, and how a step is run in spec.Strategy."""
 
 from __future__ import annotations
 
@@ -11,75 +11,62 @@ from pydantic import Field, model_validator
 from bigdit.config.data import DataConfig
 from bigdit.config.encoders import EncodersConfig
 from bigdit.config.sight import SamplesConfig, TrackerName, ValidationConfig
-from bigdit.numbers import Count, Natural, NotNegative, Positive, Processes, Switch
+from bigdit.numbers import Count, Natural, NotNegative, Positive
 from bigdit.objective_spec import ObjectiveSpec
-from bigdit.spec import EmaSpec, EngineName, LoraSpec, OptimizerSpec, Precision, Strict
+from bigdit.spec import Section, Strategy
 
 
-class ModelConfig(Strict):
-    """One of: `name` from the catalogue, `path` to a diffusers config.json, or `class_name` with `kwargs`.
-
-    `init_from`: a folder of diffusers weights to start from, or a checkpoint; without it they are drawn from the seed.
-    """
+class ModelConfig(Section):
+    """The model: `name`, `path`, or `class_name` with `kwargs`."""
 
     name: str | None = None
+    """A model of `bigdit models`."""
     path: Path | None = None
+    """A diffusers config.json, or the folder that holds one."""
     class_name: str | None = None
+    """A transformer class of diffusers."""
     kwargs: dict[str, Any] = {}
+    """The arguments of `class_name`."""
     init_from: Path | None = None
+    """A folder of diffusers weights to start from, or a checkpoint. null: weights are drawn from train.seed."""
 
 
-class TrainConfig(Strict):
-    """The length and the size of training: `steps` of the optimizer, or as many as the store's samples, without those
-    held out, take for `epochs`, the last one full too. In each a process takes `micro_batch_size` samples at once,
-    `grad_accum_steps` times (once), or so often that all processes at hand come to `global_batch_size`. `precision`: as
-    of a Strategy. `seed`: of weights, order, noise, t and, in bf16_sr, of rounding. `gradient_clipping`: the most that
-    the norm of all gradients may be; null: it is not computed. The learning rate warms up over `warmup_steps`; then it
-    stays (`lr_schedule`: constant), or falls from there on a half cosine (cosine), or, as one minus the root of what is
-    done, in the last `decay_steps` (wsd: warm-up, stable, decay); down to `min_lr`.
-
-    `checkpointed_blocks`: the first so many blocks are recomputed in the backward pass, whole or (`checkpointing:
-    selective`) all but matrix products and attention; `offload_activations`: what the blocks save waits on the host;
-    `blocks_to_swap`: weights of the first so many blocks do (with `lora` frozen ones), but for two blocks at a time.
-    `compile_blocks`: torch compiles the repeated block, which no plan counts on.
-    `optimizer_in_backward`: each parameter is stepped when its gradient is there, which is then freed. `ema`: a moving
-    average of the weights; `lora`: adapters are trained, over a frozen model.init_from. Of the checkpoints, every
-    `checkpoint_every` steps, the last `keep_checkpoints` stay and those that `keep_every` divides; those that
-    `export_every` divides, and the last, are written in diffusers' format too: the transformer, or the adapters of
-    `lora`, without the pipeline, which would take more disk (`bigdit export` writes it). Every `snapshot_every`
-    steps a snapshot of the averages of ema.widths is written, and stays, to make averages of other widths of: 4 bytes
-    for each of them and each trained weight. `grace`: the seconds after SIGTERM, SIGUSR1, SIGHUP or Ctrl-C in which a
-    checkpoint is saved, before the run ends. A step whose gradients are not finite is skipped; after
-    `most_skipped_steps` in a row the run ends.
-    """
+class TrainConfig(Section):
+    """How long the run is, how its learning rate goes, and what it saves."""
 
     steps: Count | None = None
+    """Optimizer steps."""
     epochs: Annotated[Positive, Field(le=10**6)] | None = None
-    micro_batch_size: Count
-    global_batch_size: Count | None = None
-    grad_accum_steps: Count | None = None
-    precision: Precision = "bf16"
-    gradient_clipping: Positive | None = 1.0
-    optimizer_in_backward: Switch = False
-    checkpointed_blocks: Natural | Literal["all"] = 0
-    checkpointing: Literal["full", "selective"] = "full"
-    offload_activations: Switch = False
-    compile_blocks: Switch = False
-    blocks_to_swap: Natural = 0
-    ema: EmaSpec | None = None
-    lora: LoraSpec | None = None
+    """In place of steps: how often each sample is trained on, without those of validation. The last step is full."""
     warmup_steps: Natural = 0
+    """Steps in which the learning rate rises to strategy.optimizer.lr."""
     lr_schedule: Literal["constant", "cosine", "wsd"] = "constant"
+    """The learning rate after the warm-up. cosine: half a cosine. wsd (warm-up, stable, decay): it falls in the last
+    decay_steps, as one minus the root of what is done."""
     decay_steps: Count | None = None
+    """Steps in which wsd lowers the learning rate."""
     min_lr: NotNegative = 0.0
+    """The learning rate that cosine and wsd end at."""
     checkpoint_every: Count = 1000
+    """Steps between checkpoints."""
     keep_checkpoints: Count = 2
+    """How many of the newest checkpoints stay."""
     keep_every: Count | None = None
+    """Checkpoints of steps that this divides stay too."""
     export_every: Count | None = None
+    """Steps between exports in diffusers' format, of the transformer or of the adapters; the last step has one too.
+    `bigdit export` writes the whole pipeline."""
     snapshot_every: Count | None = None
+    """Steps between snapshots of the averages of strategy.ema.widths, 4 bytes a trained weight and average. All stay,
+    and averages of other widths are made of them."""
     grace: Positive = 60.0
+    """Seconds after SIGTERM, SIGUSR1, SIGHUP or Ctrl-C to save a checkpoint and end in."""
+    timeout: Positive = 600.0
+    """Seconds that a process waits for another one before the run ends."""
     most_skipped_steps: Count = 10
+    """Steps in a row that may be skipped since their gradients are not finite; then the run ends."""
     seed: Natural = 0
+    """Of weights, order, noise, t and, in bf16_sr, of rounding."""
 
     @model_validator(mode="after")
     def _one_length(self) -> TrainConfig:
@@ -99,46 +86,41 @@ class TrainConfig(Strict):
         return self.steps
 
 
-class EngineConfig(Strict):
-    """`name`: one process, DeepSpeed or FSDP2. `processes`: how many `bigdit train` starts on this machine.
-    `ds_config`: DeepSpeed's JSON document. `timeout`: the seconds that a process waits for another, after which the run
-    ends.
-
-    Of FSDP2: `reshard_after_forward` lets gathered weights go until the backward pass; `dp_replicate` copies of
-    the model, each sharded over the others (HSDP); `cpu_offload` keeps shards, gradients and optimizer on the host.
-    """
-
-    name: EngineName = "single"
-    processes: Processes = 1
-    timeout: Positive = 600.0
-    ds_config: Path | None = None
-    reshard_after_forward: Switch = True
-    dp_replicate: Count = 1
-    cpu_offload: Switch = False
-
-
-class RunConfig(Strict):
-    """A whole run: the `model`; pictures and features (`data`) and their `encoders`; `objective`, `optimizer`, length
-    and size (`train`) and `engine`; `validation`, without which all samples are trained on; `samples`, pictures that
-    are drawn on the way; `trackers` that get metrics and pictures too, by accelerate; `output`: the folder of
-    checkpoints, exports, pictures, metrics, the receipt and the run's page.
-
-    `stages`, one after another with the same weights, optimizer state and average: of each, what it has otherwise than
-    the run, under the same keys, such as `data` and `train.steps` or `train.epochs`, which are its own; and `plan`, a
-    folder of `bigdit plan --out` that decides how it is stepped.
-
-    `objective` left out is the model's own: DDPM of DiT and PixArt, flow matching of all others.
-    """
+class RunConfig(Section):
+    """A whole run."""
 
     model: ModelConfig
+    """What is trained."""
     data: DataConfig
+    """Images or videos with captions or classes, and the folder of their latents and embeddings."""
     encoders: EncodersConfig
+    """What makes latents and embeddings of them."""
     objective: ObjectiveSpec | None = None
-    optimizer: OptimizerSpec = OptimizerSpec()
+    """What the model learns to predict. null: the model's own, DDPM of DiT and PixArt, flow matching of all others."""
+    strategy: Strategy = Strategy()
+    """How a step is run: engine, batch, precision, optimizer, memory. `bigdit plan --out` writes it."""
     train: TrainConfig
-    engine: EngineConfig = EngineConfig()
+    """The length of the run, its learning rate, and what it saves."""
     validation: ValidationConfig | None = None
+    """The loss of samples that are not trained on. null: all samples are trained on."""
     samples: SamplesConfig | None = None
+    """Images or videos that are generated during training."""
     trackers: tuple[TrackerName, ...] = ()
+    """What gets metrics and images too, by accelerate."""
+    plan: Path | None = None
+    """The plan.yaml of `bigdit plan --out`, or its folder, as seen from this file: predictions to compare the run with.
+    null: nothing is compared."""
     stages: tuple[dict[str, Any], ...] = ()
+    """Stages one after another, with the same weights, optimizer state and EMA. Each holds the keys that differ from
+    the run's, such as data and train.steps."""
     output: Path
+    """The folder of checkpoints, exports, images, metrics, the receipt and the run's page."""
+
+    @model_validator(mode="after")
+    def _features_somewhere(self) -> RunConfig:
+        folder, features = self.data.features, self.strategy.features
+        if features == "cached" and folder is None:
+            raise ValueError("data.features is missing; name the folder that `bigdit extract` fills")
+        if features == "online" and folder is not None:
+            raise ValueError(f"data.features is {folder}, and strategy.features is online; leave data.features out")
+        return self

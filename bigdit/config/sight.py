@@ -1,4 +1,4 @@
-"""The sections of a run's YAML that say what is seen of its training. What each key means is said here alone."""
+"""The sections of a run's YAML that monitor its training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator
 
 from bigdit.numbers import Count, Natural, NotNegative, Number
-from bigdit.spec import Strict
+from bigdit.spec import Section
 
 TrackerName = Literal["tensorboard", "wandb", "trackio", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab"]
 """As accelerate calls them, and as their packages are called."""
@@ -23,32 +23,33 @@ Caption = Annotated[str, BeforeValidator(_text)]
 Time = Annotated[Number, Field(gt=0, lt=1)]
 
 
-class SamplesConfig(Strict):
-    """Pictures, or videos, of `captions` (of a model of classes their names or numbers), drawn `every` so many steps,
-    and after the last, by the model that trains, or by its average where train.ema keeps one: of the size of the first
-    of data.buckets, by `steps` of the objective's own sampler, with classifier-free `guidance` (1: none). Number i is
-    drawn from `seed` + i. Videos of models that begin with a picture begin with `images`, or with the first frames of
-    those that are videos: one for all captions, or one for each.
-    """
+class SamplesConfig(Section):
+    """Images or videos that the model generates during training, or its EMA where strategy.ema keeps one. They have the
+    size of the first of data.buckets."""
 
     captions: tuple[Caption, ...] = Field(min_length=1)
+    """What is generated: captions, or of a model of classes their names or numbers."""
     images: tuple[Path, ...] = ()
+    """Of models that begin with an image: one for all captions, or one for each. Of a video its first frame counts."""
     every: Count = 1000
+    """Steps between two times; the last step has them too."""
     steps: Annotated[Count, Field(le=1000)] = 20
+    """Steps of the objective's own sampler."""
     guidance: NotNegative = 3.0
+    """The scale of classifier-free guidance; 1: none."""
     seed: Natural = 0
+    """Number i is generated from seed + i."""
 
 
-class ValidationConfig(Strict):
-    """The loss of samples that are held out: `samples` of those that the store has when the run begins, chosen by where
-    they lie in it, are never trained on. `every` so many steps, and after the last, each of them is noised at all
-    `times` (0 = the picture, 1 = noise), always with the same noise, and the loss of the weights, and of their average
-    where train.ema keeps one, is written to the metrics: the mean, and that of each time.
-    """
+class ValidationConfig(Section):
+    """The loss of samples that are not trained on, of the weights and of their EMA, always with the same noise."""
 
     samples: Count = 256
+    """How many of those that the store has when the run begins, chosen by their place in it."""
     every: Count = 500
+    """Steps between two times; the last step has one too."""
     times: tuple[Time, ...] = Field(default=(0.1, 0.3, 0.5, 0.7, 0.9), min_length=1)
+    """Each t that samples are noised at, 0 = the image, 1 = noise. Metrics have the mean, and the loss of each."""
 
     @field_validator("times")
     @classmethod

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bigdit.config.load import parse_run, read_run
-from bigdit.config.plan_file import PlanFile, read_plan_file
-from bigdit.config.planned import at, differences, plan_notices, planned_run, said
+from bigdit.config.plan_file import PlanFile, plan_notices, read_plan_file
 from bigdit.config.run import RunConfig
 from bigdit.config.wrong import shown
+from bigdit.documents import at, differences, written
 from bigdit.errors import UserError
 
 T = TypeVar("T")
@@ -23,23 +23,22 @@ _SHARED = (
     *("model", "output", "trackers", "data.classes"),
     *("encoders.image.name", "encoders.image.class_name", "encoders.image.path"),
     *("encoders.text.pipeline", "encoders.text.class_name", "encoders.text.path", "encoders.text.config"),
-    *("encoders.text.seed", "encoders.first_frame", "optimizer.name", "optimizer.decayed"),
-    *("train.precision", "train.ema", "train.lora", "train.seed"),
-    *("engine.name", "engine.processes", "engine.dp_replicate"),
+    *("encoders.text.seed", "encoders.first_frame", "train.seed"),
+    *(f"strategy.{key}" for key in ("engine", "world_size", "dp_replicate", "precision", "ema", "lora", "features")),
+    *("strategy.optimizer.name", "strategy.optimizer.decayed"),
 )
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Stage `number` of `count`, from 0: a whole `run` of its own that begins at step `start` of all, by a `plan` that
-    was read from `source` where it has one; the key `length` says how long it is. A run without stages is one."""
+    """Stage `number` of `count`, from 0: a whole `run` of its own that begins at step `start` of all. `plan`: what is
+    predicted of it, where it has a plan. The key `length` says how long it is. A run without stages is one stage."""
 
     run: RunConfig
     number: int = 0
     count: int = 1
     start: int = 0
     plan: PlanFile | None = None
-    source: Path | None = None
     length: str = "train.steps"
 
     @property
@@ -85,26 +84,28 @@ def load_chosen(path: Path, overrides: Sequence[str], stage: int | None) -> tupl
     return stages[stage : stage + 1]
 
 
-def load_stages(
-    path: Path, overrides: Sequence[str] = (), plan: PlanFile | None = None, source: Path | None = None
-) -> tuple[Stage, ...]:
-    """The stages of the run that `path` describes, in order; of one without, that one, by the plan that was read from
-    `source` where there is one. Raises UserError with all problems."""
+def load_stages(path: Path, overrides: Sequence[str] = (), world_size: int | None = None) -> tuple[Stage, ...]:
+    """The stages of the run that `path` describes, in order; of one without, that one. `world_size`: as many processes
+    run, which a launcher has started. Raises UserError with all problems."""
     document, asked = _read(path, overrides)
-    if not asked:
-        try:
-            return (Stage(_parsed(document, str(path), plan, source), plan=plan, source=source),)
-        except UserError as error:
-            raise UserError(*(with_set(problem, path, overrides) for problem in error.problems)) from None
-    if plan is not None:
-        raise UserError(
-            f"--plan is {source}, and {path} has stages, each of which may have a plan of its own: stages.0.plan"
-        )
+
+    def loaded(own: dict[str, Any] | None) -> tuple[RunConfig, PlanFile | None]:
+        run = parse_run(document if own is None else _merged(document, own), "", world_size)
+        return run, None if run.plan is None else read_plan_file(path.parent / run.plan)
+
+    def stage(number: int) -> Stage:
+        if "stages" in asked[number]:
+            raise UserError("stages: unknown key")
+        run, plan = loaded(asked[number])
+        return Stage(run, number, len(asked), plan=plan)
+
     try:
-        return _sharing(of_each(range(len(asked)), lambda number: _loaded(document, asked, number), "stages.{}."))
+        if asked:
+            return _sharing(of_each(range(len(asked)), stage, "stages.{}."))
+        run, plan = loaded(None)
+        return (Stage(run, plan=plan),)
     except UserError as error:
-        lines = [f"{path}: {problem}" for problem in error.problems]
-        raise UserError(*(with_set(line, path, overrides, asked) for line in lines)) from None
+        raise UserError(*(with_set(f"{path}: {line}", path, overrides, asked) for line in error.problems)) from None
 
 
 def with_set(problem: str, path: Path, overrides: Sequence[str], asked: Sequence[dict[str, Any]] = ()) -> str:
@@ -129,10 +130,10 @@ def _says(override: str, key: str, asked: Sequence[dict[str, Any]]) -> bool:
 
 
 def read_stages(path: Path, overrides: Sequence[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """What is said of each stage, by itself and by the run, not validated and without its plan; of a run without stages
-    what is said of that. And what stages say themselves. Raises UserError where they are no list of mappings."""
+    """What is said of each stage, by itself and by the run, not validated; of a run without stages what is said of
+    that. And what stages say themselves. Raises UserError where they are no list of mappings."""
     document, asked = _read(path, overrides)
-    return [_merged(document, _said_of(own)) for own in asked] or [document], asked
+    return [_merged(document, own) for own in asked] or [document], asked
 
 
 def of_each(numbers: Sequence[int], action: Callable[[int], T], before: str = "stages.{}: ") -> list[T]:
@@ -163,8 +164,8 @@ def in_order(stages: Sequence[Stage]) -> tuple[Stage, ...]:
 def not_shared(number: int, key: str, found: Any, first: Any) -> str:
     """The line for a key that a stage has otherwise than the first one."""
     return (
-        f"stages.{number}.{key} is {said(found)}, and stages.0 has {said(first)}: all stages share it; set it once, "
-        "outside of stages"
+        f"stages.{number}.{key} is {written(found)}, and stages.0 has {written(first)}: all stages share it; set it "
+        "once, outside of stages"
     )
 
 
@@ -197,37 +198,11 @@ def _unheard(override: str, stages: int) -> str:
     )
 
 
-def _said_of(own: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in own.items() if key != "plan"}
-
-
-def _loaded(base: dict[str, Any], asked: Sequence[dict[str, Any]], number: int) -> Stage:
-    own = asked[number]
-    source = own.get("plan")
-    if "stages" in own or not isinstance(source, str | None):
-        raise UserError(
-            "stages: unknown key" if "stages" in own else f"plan is {shown(source)}, and a path was expected"
-        )
-    path = None if source is None else Path(source)
-    plan = None if path is None else read_plan_file(path, "plan")
-    try:
-        run = _parsed(_merged(base, _said_of(own)), "", plan, path)
-    except UserError as error:
-        raise UserError(*(line.removeprefix(": ") for line in error.problems)) from None
-    return Stage(run, number, len(asked), plan=plan, source=path)
-
-
 def _sharing(stages: Sequence[Stage]) -> tuple[Stage, ...]:
     """The stages in order. Raises UserError where they do not share what all stages do."""
     if problems := [line for stage in stages for line in _not_shared(stage, stages[0])]:
         raise UserError(*problems)
     return in_order(stages)
-
-
-def _parsed(document: dict[str, Any], path: str, plan: PlanFile | None, source: Path | None) -> RunConfig:
-    if plan is None or source is None:
-        return parse_run(document, path)
-    return planned_run(document, path, plan, source)
 
 
 def _merged(base: Any, own: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from bigdit.config.deepspeed import complete_ds_config, ds_values, read_ds_config
+from bigdit.config.load import read_ds_config
 from bigdit.config.wrong import wrong
 from bigdit.documents import parse_yaml, read_mapping
 from bigdit.errors import UserError, nearest
@@ -18,9 +18,6 @@ MOST_MICRO_BATCH = 1024
 """Samples of a card in one pass that can be asked for: the search itself looks no further than 512."""
 MOST_RANK = 8192
 """Of adapters: beyond the width of the layer that it stands beside, a rank adds nothing, and none here is wider."""
-MOST_GPUS = 4096
-"""An attempt makes a process group of the real size, and what NCCL takes and how long collectives last is not known
-to hold beyond that."""
 
 _HOST = {"device": "cpu", "pin_memory": True}
 # Buckets of 5e7 elements: DeepSpeed's own 5e8 cost up to 1.9 GiB, and models here are a few blocks of 1e7.
@@ -49,27 +46,23 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def parse_strategy(texts: Sequence[str]) -> Strategy:
-    """The Strategy of presets, `key=value` pairs (dots descend) and YAML files, later ones over earlier ones.
-
-    Keys are those of `spec.Strategy`; `ds_config` is a file or a document, and what the strategy says elsewhere is
-    filled into it. Raises UserError with all problems.
-    """
-    document: dict[str, Any] = {"gradient_clipping": 1.0}
+    """The Strategy of presets, `key=value` pairs (dots descend) and YAML files, later ones over earlier ones. Keys are
+    those of `spec.Strategy`; `ds_config` is a file or a document. Raises UserError with all problems."""
+    document: dict[str, Any] = {}
     for text in texts:
         parts = _split(text)
         _check_once(parts)
         for part in parts:
             _add(document, part)
-    problems: list[str] = []
     if isinstance(document.get("ds_config"), str):
         document["ds_config"] = read_ds_config(Path(document["ds_config"]))
-    if document.get("engine") == "deepspeed" and isinstance(document.get("ds_config", {}), dict):
-        plain = {key: value for key, value in document.items() if key not in ("engine", "ds_config")}
-        wanted = _validated(plain | {"world_size": 1})
-        document["ds_config"], problems = complete_ds_config(document.get("ds_config", {}), ds_values(wanted))
-    if problems:
-        raise UserError(*(f"--strategy: {problem}" for problem in problems))
-    return _within_bounds(_validated(document))
+    if document.get("engine") == "deepspeed":
+        document.setdefault("ds_config", {})
+    try:
+        strategy = Strategy.model_validate(document)
+    except ValidationError as error:
+        raise UserError(*(f"--strategy: {line}" for line in wrong(error, document, Strategy))) from None
+    return _within_bounds(strategy)
 
 
 def _split(text: str) -> list[str]:
@@ -125,18 +118,10 @@ def _copied(value: Any) -> Any:
     return {key: _copied(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def _validated(document: dict[str, Any]) -> Strategy:
-    try:
-        return Strategy.model_validate(document)
-    except ValidationError as error:
-        raise UserError(*(f"--strategy: {line}" for line in wrong(error, document, Strategy))) from None
-
-
 def _within_bounds(strategy: Strategy) -> Strategy:
     """Raise UserError for sizes that plans refuse too: nobody would wait for the attempt."""
     rank = 0 if strategy.lora is None else strategy.lora.rank
     bounds = {
-        "world_size": (strategy.world_size, MOST_GPUS),
         "micro_batch_size": (strategy.micro_batch_size, MOST_MICRO_BATCH),
         "lora.rank": (rank, MOST_RANK),
     }

@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails
 from bigdit.config.other_trainers import key_meant, suggested, value_meant
 from bigdit.errors import nearest
 from bigdit.objective_spec import NUMBER
+from bigdit.spec import Contradictory
 
 Key = tuple[str | int, ...]
 
@@ -47,7 +48,7 @@ def wrong(error: ValidationError, document: Any, kind: type[BaseModel]) -> list[
     for detail in error.errors(include_url=False):
         found.setdefault(_key(detail, document), []).append(detail)
     inmost = [key for key in found if not any(other[: len(key)] == key and other != key for other in found)]
-    return [_line(".".join(map(str, key)), found[key], kind) for key in inmost]
+    return [line for key in inmost for line in _lines(".".join(map(str, key)), found[key], kind)]
 
 
 def expected(details: Sequence[ErrorDetails]) -> str:
@@ -87,13 +88,20 @@ def _key(detail: ErrorDetails, document: Any) -> Key:
     return tuple(key)
 
 
+def _lines(key: str, details: Sequence[ErrorDetails], kind: type[BaseModel]) -> list[str]:
+    cause = details[0].get("ctx", {}).get("error")
+    if isinstance(cause, Contradictory):
+        return [f"{key}: {problem}" if key else problem for problem in cause.problems]
+    return [_line(key, details, kind)]
+
+
 def _line(key: str, details: Sequence[ErrorDetails], kind: type[BaseModel]) -> str:
     first = details[0]
     path = [str(part) for part in first["loc"]]
     if first["type"] == "extra_forbidden":
         return f"{key}: unknown key; {_hint(path, kind)}"
     if first["type"] == "missing" and isinstance(first["loc"][-1], str):
-        return f"{key}: missing; it has no default"
+        return f"{key}: missing" + (f" ({meaning})" if (meaning := _meaning(path, kind)) else "; it has no default")
     if path[-1:] == ["[key]"]:
         return f"{key}: this key is no text; put quotes around it"
     if first["type"] == "value_error":
@@ -147,7 +155,17 @@ def _hint(path: Sequence[str], kind: type[BaseModel]) -> str:
         if parts[-1] in here:
             return suggested(meant, parts[-1])
     elsewhere = [f"{section}.{path[-1]}" for section in kind.model_fields if path[-1] in _fields_at([section], kind)]
-    return f"did you mean {', '.join(elsewhere)}?" if elsewhere else nearest(path[-1], here)
+    return _with_meaning(
+        f"did you mean {', '.join(elsewhere)}?" if elsewhere else nearest(path[-1], here), section, kind
+    )
+
+
+def _with_meaning(hint: str, section: Sequence[str], kind: type[BaseModel]) -> str:
+    """The hint, and of the only key that it names what that means."""
+    name = re.fullmatch(r"did you mean ([\w.]+)\?", hint)
+    path = [] if name is None else name[1].split(".") if "." in name[1] else [*section, name[1]]
+    meaning = _meaning(path, kind) if path else ""
+    return f"{hint} ({meaning})" if meaning else hint
 
 
 def _others(section: Sequence[str], kind: type[BaseModel]) -> list[str]:
@@ -158,7 +176,16 @@ def _others(section: Sequence[str], kind: type[BaseModel]) -> list[str]:
 
 def _fields_at(path: Sequence[str], kind: type[BaseModel]) -> list[str]:
     """The keys that the section at `path` knows."""
-    return list(dict.fromkeys(name for model in _models_at(path, kind) for name in model.model_fields))
+    models = _models_at(path, kind)
+    return list(dict.fromkeys(name for model in models for name in (*model.model_fields, *getattr(model, "also", ()))))
+
+
+def _meaning(path: Sequence[str], kind: type[BaseModel]) -> str:
+    """The first sentence of what the key at `path` means; nothing where its model says none."""
+    fields = [model.model_fields.get(path[-1]) for model in _models_at(path[:-1], kind)]
+    said = next((each.description for each in fields if each is not None and each.description), "")
+    first = " ".join(said.split()).partition(". ")[0].rstrip(".")
+    return first[:1].lower() + first[1:]
 
 
 def _models_at(path: Sequence[str], kind: type[BaseModel]) -> list[type[BaseModel]]:

@@ -14,7 +14,15 @@ from bigdit.engines.protocol import Engine, compute_dtype, use_matmul_precision
 from bigdit.models import Family
 from bigdit.spec import Strategy
 
-__all__ = ["Ema", "Engine", "compute_dtype", "create", "ema_of"]
+__all__ = ["Ema", "Engine", "check", "compute_dtype", "create", "ema_of"]
+
+
+def check(strategy: Strategy) -> None:
+    """Raise UserError for what of the strategy the engine's own library does not take."""
+    if strategy.engine == "deepspeed":
+        from bigdit.engines.deepspeed import check_document
+
+        check_document(strategy)
 
 
 def create(strategy: Strategy, model: nn.Module, family: Family, *, device: torch.device, world: World) -> Engine:

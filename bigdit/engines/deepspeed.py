@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,9 +14,12 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from deepspeed.runtime.zero.partition_parameters import Init, InsertPostInitMethodToModuleSubClasses
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from torch import nn
 
 from bigdit import libraries, optim
+from bigdit.config.wrong import shown
 from bigdit.engines.finite import are_finite
 from bigdit.engines.protocol import Engine, Stepped, compute_dtype
 from bigdit.engines.scaling import LossScaler
@@ -57,7 +59,7 @@ class DeepSpeedEngine(Engine):
         self.device = device
         self.scaler: LossScaler | None = None  # DeepSpeed scales by itself
         _check_fp16(strategy)
-        _check_document(strategy)
+        check_document(strategy)
         model = _on_device(strategy, model, device)
         optimizer = optim.build(strategy.optimizer, optim.groups(strategy.optimizer, model))
         names = {param: name for name, param in model.named_parameters()}
@@ -70,7 +72,7 @@ class DeepSpeedEngine(Engine):
             model=model,
             model_parameters=[param for _, param in self._trained],
             optimizer=optimizer,
-            config=strategy.ds_config,
+            config=strategy.ds_document,
             dist_init_required=False,
         )
         self._zero = zero
@@ -187,24 +189,34 @@ def forget(engine: Engine | None = None) -> None:
 def _check_fp16(strategy: Strategy) -> None:
     if strategy.precision == "fp16" and not get_accelerator().is_fp16_supported():
         raise UserError(
-            f"train.precision is fp16, which DeepSpeed does not train in on this {get_accelerator().device_name()}; "
-            "use train.precision bf16 or fp32, or engine.name single"
+            f"strategy.precision is fp16, which DeepSpeed does not train in on this {get_accelerator().device_name()}; "
+            "use strategy.precision bf16 or fp32, or strategy.engine single"
         )
 
 
-def _check_document(strategy: Strategy) -> None:
-    """Raise UserError for what of the document DeepSpeed alone can judge: sections that nothing here reads."""
+def check_document(strategy: Strategy) -> None:
+    """Raise UserError for what of the document DeepSpeed alone can judge: its sections' keys and values."""
+    said = "strategy.ds_config: DeepSpeed does not take it"
     try:
-        DeepSpeedConfig(copy.deepcopy(strategy.ds_config))
+        DeepSpeedConfig(strategy.ds_document)
+    except ValidationError as error:
+        raise UserError(*(f"{said}: {_told(detail)}" for detail in error.errors(include_url=False))) from None
     except Exception as error:  # pydantic's, DeepSpeed's own, assertions: all are of what the document says
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"engine.ds_config: DeepSpeed does not take it: {reason}") from error
+        raise UserError(f"{said}: {reason}") from error
+
+
+def _told(detail: ErrorDetails) -> str:
+    key = ".".join(map(str, detail["loc"]))
+    if detail["type"] == "extra_forbidden":
+        return f"{key}: unknown key"
+    return f"{key} is {shown(detail['input'])}: {detail['msg']}"
 
 
 def _on_device(strategy: Strategy, model: nn.Module, device: torch.device) -> nn.Module:
     """The model where it will train; with ZeRO-3 a parameter at a time, so that it is never whole on the device."""
     if strategy.zero_stage == 3:
-        Init(module=model, config_dict_or_path=strategy.ds_config, dtype=compute_dtype(strategy))
+        Init(module=model, config_dict_or_path=strategy.ds_document, dtype=compute_dtype(strategy))
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 module.register_buffer(name, buffer.to(device), name not in module._non_persistent_buffers_set)

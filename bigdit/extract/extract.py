@@ -57,8 +57,8 @@ def extract(
     """
     began = time.perf_counter()
     root = run.data.features
-    if run.data.online:
-        raise UserError("data.features is online: each step encodes, and nothing is extracted; name a folder")
+    if root is None:
+        raise UserError("strategy.features is online: each step encodes, and nothing is extracted; set it to cached")
     if url_of(root) is not None:
         raise UserError(
             f"data.features: {url_of(root)} is read, and not extracted to; extract into a folder, and copy it there"
@@ -107,7 +107,7 @@ def _prepare(run: RunConfig, model: ModelSpec, source: SourceList) -> StoreSchem
         fps=run.data.fps,
         first_frame=first_frame,
     )
-    root = run.data.features
+    root = run.data.store
     check_unchanged(root, schema, source)
     claim(root, schema)
     write_listings(root, source)

@@ -39,7 +39,7 @@ class Job:
 
     def left(self) -> list[Range]:
         """Of the parts that are not done."""
-        return missing(self.data.features, self.ranges())
+        return missing(self.data.store, self.ranges())
 
 
 def encode_here(job: Job, source: Source) -> None:
@@ -47,7 +47,7 @@ def encode_here(job: Job, source: Source) -> None:
 
     Others may be at the same job: what they have committed meanwhile is not done again. Raises as encode_in_workers.
     """
-    root, ranges = job.data.features, job.left()
+    root, ranges = job.data.store, job.left()
     units = (Unit(start, end, source.items(start, end)) for start, end in pull(root, ranges, random.Random()))
     with log.progress("extract", total=sum(end - start for start, end in ranges), unit=job.data.samples) as advance:
 
@@ -68,5 +68,5 @@ def do(job: Job) -> None:
         raise UserError(f"{job.folder} is not there on this machine: {error.strerror}") from None
     source = open_source(job.data)
     found = job.schema.model_copy(update={"sources": source.identity["sources"]})
-    check_same(job.data.features, job.schema, found)
+    check_same(job.data.store, job.schema, found)
     encode_here(job, source)

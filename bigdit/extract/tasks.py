@@ -64,13 +64,13 @@ class Slurm:
             raise UserError(f"--resource: cluster={cluster} was asked, and slurm or local was expected")
         if cluster == "slurm" and shutil.which("sbatch") is None:
             raise UserError("--engine slurm: sbatch was not found on this machine; run this where SLURM submits from")
-        executor = submitit.AutoExecutor(folder=job.data.features / LOGS, cluster=cluster)
+        executor = submitit.AutoExecutor(folder=job.data.store / LOGS, cluster=cluster)
         try:
             executor.update_parameters(name="bigdit-extract", **asked)
         except (NameError, TypeError, ValueError) as error:
             raise UserError(f"--resource: submitit refuses it: {' '.join(str(error).split())}") from None
         jobs = executor.submit_array([_Task(job)] * self.tasks)
-        log.notice(f"submitted {', '.join(each.job_id for each in jobs)}; logs: {job.data.features / LOGS}")
+        log.notice(f"submitted {', '.join(each.job_id for each in jobs)}; logs: {job.data.store / LOGS}")
         try:
             _watch(job, lambda: all(each.done() for each in jobs))
         except KeyboardInterrupt:

@@ -39,7 +39,7 @@ class RunEncoders:
         self.captions, self.cuts = 0, list[Cut]()
         self.image = load_image_codec(config.image, device, chunk)
         # One by one on a CPU, as in extraction: matrix products of other shapes round otherwise.
-        captions = 1 if device.type == "cpu" and config.batch_size == "auto" else chunk
+        captions = 1 if device.type == "cpu" else chunk
         self.text = None if config.text is None else load_text_encoder(config.text, device, captions)
         # On the host, as a store's: a step has it on the device where a caption is dropped, in that caption's place.
         self._null = None if self.text is None else self.text.null().to("cpu", torch.bfloat16)
@@ -101,7 +101,7 @@ def open_online(
     problems = unfit_model(spec, image, text, classes)
     problems += [f"data.buckets gives {each}" for each in size_misfits(spec, [shape])]
     if plan is not None:
-        problems += [f"data.features is online: {each}" for each in plan_misfits(plan, [shape], tokens)]
+        problems += [f"strategy.features is online: {each}" for each in plan_misfits(plan, [shape], tokens)]
     if problems:
         raise UserError(*problems)
     schema = StoreSchema(

@@ -142,7 +142,7 @@ def _other_order(
         f"{key} is {asked}, and {where} was trained with {found}: samples would come twice, or never; set it to {found}"
         for key, found, asked in (
             ("train.seed", state.seed, seed),
-            ("the global batch (train.global_batch_size)", state.global_batch_size, global_batch_size),
+            ("the global batch (strategy.global_batch_size)", state.global_batch_size, global_batch_size),
         )
         if found != asked
     ]
@@ -224,14 +224,14 @@ def _scarce(order: Order, store: FeatureStore | RawStore) -> list[str]:
     counts, batch = store.index.counts, order.global_batch_size
     totals = (counts if order.held is None else counts - order.held.counts).sum(0).tolist()
     filled = {shape_name(shape): total for shape, total in zip(store.index.shapes, totals, strict=True) if total}
-    asked, limit = len(set(store.schema.buckets)), f"fewer than a global batch of {batch} (train.global_batch_size)"
+    asked, limit = len(set(store.schema.buckets)), f"fewer than a global batch of {batch} (strategy.global_batch_size)"
     empty = f"{asked - len(filled)} of {asked} data.buckets have no samples: all are of "
     lines = [empty + ", ".join(filled)] if len(filled) < asked else []
     if sum(totals) < batch:
         return [
             *lines,
             f"data.features has {how_many(sum(totals), 'sample')}, {limit}: each step takes more than an epoch, and "
-            "has samples more than once; lower train.global_batch_size, or add pictures",
+            "has samples more than once; lower strategy.global_batch_size, or add pictures",
         ]
     return lines + [
         f"bucket {name} has {how_many(total, 'sample')}, {limit}: each of its batches takes {batch / total:.1f} "

@@ -160,7 +160,7 @@ def tensors(
             halves = torch.cat(tensor.chunk(2)[::-1]) if turned else tensor
             found[f"{layer.removesuffix('~')}.{kind}"] = halves.contiguous()
     if left:
-        raise UserError(f"ComfyUI has no place for adapters of {min(left)} (train.lora.targets)")
+        raise UserError(f"ComfyUI has no place for adapters of {min(left)} (strategy.lora.targets)")
     return found
 
 

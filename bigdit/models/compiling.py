@@ -32,7 +32,7 @@ def compile_blocks(model: nn.Module, family: Family, backend: str | Callable[...
     compile.
     """
     if os.environ.get(_DISABLED) == "1":
-        raise UserError(f"train.compile_blocks is true, and {_DISABLED} is 1; unset it, or leave compile_blocks out")
+        raise UserError(f"strategy.compile_blocks is true, and {_DISABLED} is 1; unset it, or leave compile_blocks out")
     if on_emulated_card():
         return
     import torch._dynamo as dynamo  # which takes a second to import
@@ -59,12 +59,12 @@ def compiling_told() -> Iterator[None]:
         inner = getattr(error, "inner_exception", error)
         why = ": ".join([type(inner).__name__, *str(inner).splitlines()[:1]])
         raise UserError(
-            f"train.compile_blocks: torch cannot compile a block: {why}; leave compile_blocks out"
+            f"strategy.compile_blocks: torch cannot compile a block: {why}; leave compile_blocks out"
         ) from error
 
 
 def compiling_said(*, emulated: bool) -> str:
     """What becomes of compiled blocks, for people."""
     if emulated:
-        return "train.compile_blocks: an emulated GPU runs no kernels, and blocks run as they are written"
-    return "train.compile_blocks: the first step waits for torch's compiler"
+        return "strategy.compile_blocks: an emulated GPU runs no kernels, and blocks run as they are written"
+    return "strategy.compile_blocks: the first step waits for torch's compiler"

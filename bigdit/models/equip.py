@@ -121,7 +121,7 @@ def apply_checkpointing(
     if first == "all":
         first = len(blocks)
     if first > len(blocks):
-        raise UserError(f"train.checkpointed_blocks is {first}, and the model has {how_many(len(blocks), 'block')}")
+        raise UserError(f"strategy.checkpointed_blocks is {first}, and the model has {how_many(len(blocks), 'block')}")
     # Nothing in a block draws random numbers (dropout is 0 in pre-training configs), so the RNG state,
     # whose copy would synchronise with the device, is not kept.
     run = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)

@@ -205,7 +205,7 @@ def _locked(nbytes: int, pin: bool, of_all: int) -> torch.Tensor:
             raise
         there = shortage.said(None, *shortage.room(torch.device("cpu")))
         raise UserError(
-            f"train.blocks_to_swap: {gib(of_all)} of weights wait in page-locked memory of the host, which ran out: "
+            f"strategy.blocks_to_swap: {gib(of_all)} of weights wait in page-locked memory of the host, which ran out: "
             f"{gib(nbytes)} were asked for, {there}; swap fewer blocks, or raise what limits this process (ulimit -l "
             "and -v, its container)"
         ) from error

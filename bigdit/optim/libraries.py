@@ -38,8 +38,8 @@ def bitsandbytes(spec: OptimizerSpec, params: Groups) -> Optimizer:
 def _refuse_cpu(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if any(param.device.type == "cpu" for group in optimizer.param_groups for param in group["params"]):
         raise UserError(
-            "optimizer.name paged_adamw_8bit keeps its state in CUDA's managed memory, and the weights that it "
-            "steps are on the CPU; use optimizer.name adamw_8bit"
+            "strategy.optimizer.name paged_adamw_8bit keeps its state in CUDA's managed memory, and the weights that "
+            "it steps are on the CPU; use strategy.optimizer.name adamw_8bit"
         )
 
 

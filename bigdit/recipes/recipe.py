@@ -108,19 +108,12 @@ class Recipe:
     @property
     def processes(self) -> int:
         """As many as it has cards."""
-        return int(self.run.get("engine", {}).get("processes", 1))
+        return int(self.run["strategy"].get("world_size", 1))
 
     @property
     def samples(self) -> str:
         """What it is trained on: `pictures` or `videos`."""
         return "videos" if "fps" in self.run["data"] else "pictures"
-
-    @property
-    def files(self) -> dict[str, str]:
-        """The text of its YAML, and of DeepSpeed's JSON where it has one, by the files' names."""
-        ds_config = self.run.get("engine", {}).get("ds_config")
-        beside = {} if ds_config is None else {ds_config: (_FOLDER / ds_config).read_text(encoding="utf-8")}
-        return {f"{self.name}.yaml": self.text, **beside}
 
     @property
     def weights(self) -> str:
@@ -169,9 +162,9 @@ def beginning(model: str, *, lora: bool) -> Beginning:
     """As the model's own recipe has it, with LoRA or without; else as most recipes of that kind do."""
     found = []
     for each in map(recipe, names()):
-        train = each.run["train"]
-        if each.stages == 1 and ("lora" in train) == lora:
-            lr = float(each.run["optimizer"]["lr"])
+        train, strategy = each.run["train"], each.run["strategy"]
+        if each.stages == 1 and ("lora" in strategy) == lora:
+            lr = float(strategy["optimizer"]["lr"])
             start = Beginning(steps=train["steps"], warmup_steps=train["warmup_steps"], lr=lr)
             if each.about.model == model:
                 return start

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from bigdit.catalog.first_frame import takes_first_frame
 from bigdit.checkout import entry
-from bigdit.config.plan_file import DS_CONFIG, FILE
 from bigdit.report.skeleton import RUN, skeleton
 from bigdit.report.words import samples
 from bigdit.search.plan import Plan, record
@@ -68,19 +67,19 @@ def commands(plan: Plan, folder: Path) -> list[Command]:
         what = f"{samples(plan)}{'' if plan.question.model.text is None else ' and captions'}"
         found.append(Command(f"once, to encode {what}", extract))
     if len(spread) == 1:
-        train = ("bigdit", "train", "--plan", str(folder), "--config", str(config))
+        train = ("bigdit", "train", "--config", str(config))
         found.append(Command("on this machine; the same command resumes", train))
     if recorded.strategy.engine == "deepspeed":
-        found += [_deepspeed(folder, config, spread), *_accelerate(folder, config, spread, "--use_deepspeed")]
+        found += [_deepspeed(config, spread), *_accelerate(config, spread, "--use_deepspeed")]
     elif recorded.strategy.engine == "fsdp2":
-        found += _torchrun(folder, config, spread) + _accelerate(folder, config, spread, "--multi_gpu")
+        found += _torchrun(config, spread) + _accelerate(config, spread, "--multi_gpu")
     else:
-        found.append(Command("or", ("python", *entry(), *_arguments(folder, config))))
+        found.append(Command("or", ("python", *entry(), *_arguments(config))))
     return found
 
 
-def _deepspeed(folder: Path, config: Path, spread: Sequence[int]) -> Command:
-    arguments = ["--ds-config", str(folder / DS_CONFIG), *_arguments(folder, config)]
+def _deepspeed(config: Path, spread: Sequence[int]) -> Command:
+    arguments = _arguments(config)
     if len(spread) == 1:
         words = ["deepspeed", "--num_gpus", str(spread[0]), *entry("--module"), *arguments]
         return Command("or by DeepSpeed's launcher", tuple(words))
@@ -90,8 +89,8 @@ def _deepspeed(folder: Path, config: Path, spread: Sequence[int]) -> Command:
     return Command(f"on the first machine, with {slots} in hostfile", tuple(words))
 
 
-def _torchrun(folder: Path, config: Path, spread: Sequence[int]) -> list[Command]:
-    arguments = (*entry(), *_arguments(folder, config))
+def _torchrun(config: Path, spread: Sequence[int]) -> list[Command]:
+    arguments = (*entry(), *_arguments(config))
     if len(spread) == 1:
         words = ("torchrun", "--standalone", "--nproc-per-node", str(spread[0]), *arguments)
         return [Command("or by torchrun", words)]
@@ -109,7 +108,7 @@ def _torchrun(folder: Path, config: Path, spread: Sequence[int]) -> list[Command
     ]
 
 
-def _accelerate(folder: Path, config: Path, spread: Sequence[int], kind: str) -> list[Command]:
+def _accelerate(config: Path, spread: Sequence[int], kind: str) -> list[Command]:
     """accelerate's launcher of this kind, which starts as many processes on each machine."""
     if len(set(spread)) > 1:
         return []
@@ -119,11 +118,11 @@ def _accelerate(folder: Path, config: Path, spread: Sequence[int], kind: str) ->
     if len(spread) > 1:
         words += ["--machine_rank", "$NODE_RANK", "--main_process_ip", "$HEAD", "--main_process_port", str(PORT)]
     comment = "or by accelerate" if len(spread) == 1 else "or on each by accelerate"
-    return [Command(comment, (*words, *entry(), *_arguments(folder, config)))]
+    return [Command(comment, (*words, *entry(), *_arguments(config)))]
 
 
-def _arguments(folder: Path, config: Path) -> tuple[str, ...]:
-    return "--plan", str(folder / FILE), "--config", str(config)
+def _arguments(config: Path) -> tuple[str, ...]:
+    return "--config", str(config)
 
 
 def _quoted(word: str) -> str:

@@ -8,18 +8,16 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from bigdit.config.plan_file import DS_CONFIG, FILE, write_plan_file
-from bigdit.documents import read_json
+from bigdit.config.plan_file import DS_CONFIG, FILE, read_plan_file, text_digest, write_plan_file
 from bigdit.errors import UserError
 from bigdit.files import TEMPORARY, check_writable, commit_folder, read_bytes, write_json, write_text
 from bigdit.memory import Timeline
 from bigdit.report.curve import plot_curves
 from bigdit.report.page import page
-from bigdit.report.skeleton import RUN, skeleton
+from bigdit.report.skeleton import RUN, as_yaml, renewed, skeleton
 from bigdit.report.timeline import plot_timeline
 from bigdit.report.words import subject
+from bigdit.search.of_run import planned_run
 from bigdit.search.plan import Plan, record
 
 JSON, PAGE, MEMORY, CURVE = "plan.json", "report.html", "memory.png", "curve.png"
@@ -32,9 +30,10 @@ def check_folder(folder: Path) -> None:
     check_writable("--out", folder)
 
 
-def write_plan(plan: Plan, folder: Path, others: Sequence[Plan] = ()) -> list[Path]:
-    """Write `plan`'s files. They replace an older plan in `folder`, except a run.yaml that was edited since. The page
-    shows the `others` too: plans for other numbers of GPUs.
+def write_plan(plan: Plan, folder: Path, others: Sequence[Plan] = (), run: str | None = None) -> list[Path]:
+    """Write `plan`'s files. They replace an older plan in `folder`; of a run.yaml that was edited since, the strategy
+    alone. `run`: the text of run.yaml where it is not the plan's own. The page shows the `others` too: plans for other
+    numbers of GPUs.
 
     Raises UserError where `folder` holds anything that no plan wrote, and where it cannot be written.
     """
@@ -42,9 +41,7 @@ def write_plan(plan: Plan, folder: Path, others: Sequence[Plan] = ()) -> list[Pa
     temporary = folder.with_name(f"{TEMPORARY}{folder.name}-{uuid.uuid4().hex[:8]}")
     try:
         temporary.mkdir(parents=True)
-        _fill(plan, others, temporary, folder)
-        if kept is not None:
-            write_text(temporary / RUN, kept)
+        _fill(plan, others, temporary, folder, run or (skeleton(plan) if kept is None else renewed(kept, plan)))
         commit_folder(temporary, folder)
     except OSError as error:
         raise UserError(f"--out: cannot write {folder}: {error.strerror or error}") from error
@@ -53,12 +50,28 @@ def write_plan(plan: Plan, folder: Path, others: Sequence[Plan] = ()) -> list[Pa
     return sorted(folder.iterdir())
 
 
-def _fill(plan: Plan, others: Sequence[Plan], temporary: Path, folder: Path) -> None:
-    write_plan_file(temporary / FILE, record(plan))
+def write_stages(
+    plans: Sequence[Plan], out: Path, folders: Sequence[Path], config: Path, overrides: Sequence[str]
+) -> None:
+    """Write the plans of a run's stages to their `folders`, and the run of `config` with their strategies to `out`; of
+    a run without stages both to `out`."""
+    strategies = [plan.chosen.strategy for plan in plans]
+    text = as_yaml(
+        planned_run(config, overrides, strategies, [str((each / FILE).relative_to(out)) for each in folders])
+    )
+    if [*folders] == [out]:
+        write_plan(plans[0], out, run=text)
+        return
+    for plan, folder in zip(plans, folders, strict=True):
+        write_plan(plan, folder)
+    write_text(out / RUN, text)
+
+
+def _fill(plan: Plan, others: Sequence[Plan], temporary: Path, folder: Path, run: str | None) -> None:
+    write_plan_file(temporary / FILE, record(plan, run))
     write_text(temporary / JSON, document(plan))
     if plan.chosen.strategy.ds_config is not None:
-        write_json(temporary / DS_CONFIG, plan.chosen.strategy.ds_config)
-    run = skeleton(plan)
+        write_json(temporary / DS_CONFIG, plan.chosen.strategy.ds_document)
     if run is not None:
         write_text(temporary / RUN, run)
     title = f"{plan.question.model.name} on {subject(plan)}, {plan.chosen.title}"
@@ -92,16 +105,10 @@ def _kept_run(folder: Path) -> str | None:
         )
     try:
         text = read_bytes(folder / RUN).decode() if RUN in found else None
-        known = skeleton(Plan.model_validate_json(_without_fits(folder / JSON)))
-    except (OSError, ValueError, ValidationError):  # of another version, or damaged: better keep too much
+        known = read_plan_file(folder / FILE).run_digest
+    except (OSError, ValueError, UserError):  # of another version, or damaged: better keep too much
         known = None
-    return None if text == known else text
-
-
-def _without_fits(file: Path) -> str:
-    found = read_json(file)
-    found.pop("fits", None)
-    return json.dumps(found)
+    return None if text is None or text_digest(text) == known else text
 
 
 def _some(names: set[str]) -> str:

@@ -53,17 +53,14 @@ def show(plan: Plan, folder: Path | None = None, console: Console | None = None)
     _print_commands(plan, folder, console)
 
 
-def show_short(plan: Plan, name: str, folder: Path | None) -> None:
-    """Print verdict, settings, length and CPU memory of the plan for `name`, and the key that names its `folder`."""
+def show_short(plan: Plan, name: str) -> None:
+    """Print verdict, settings, length and CPU memory of the plan for `name`."""
     length = speed(plan, PARTS).get("run", "add --images to see how long it takes")
     log.out.print(_headline(plan))
     memory = needs(plan, notes=False)["CPU memory"]
     log.out.print(lines(name, _recommended(plan) | {"run": length, "CPU memory": memory}), highlight=False)
     for notice in plan.notices:
         log.out.print(f"note: {notice}", highlight=False, markup=False)
-    if folder is not None:
-        key = f"{name}.plan:" if name.startswith("stages.") else "--plan"
-        log.out.print(f"to train with it: {key} {folder}", highlight=False, markup=False, soft_wrap=True)
     log.out.print()
 
 

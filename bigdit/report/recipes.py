@@ -38,9 +38,8 @@ def shown(found: Recipe, width: int) -> Iterator[Text | str]:
     if before is not None:
         yield _within(f"# gated: {before}", width, "# ")
     yield from found.commands
-    for text in found.files.values():
-        yield ""
-        yield text.rstrip("\n")
+    yield ""
+    yield found.text.rstrip("\n")
 
 
 def _within(text: str, width: int, indent: str = "") -> str:

@@ -27,7 +27,6 @@ from bigdit.report import words
 from bigdit.report.render import render
 from bigdit.report.svg import DARK, inline, variable
 from bigdit.report.timeline import COLOURS
-from bigdit.spec.renamed import renamed
 from bigdit.train.beside_plan import off
 from bigdit.train.record import RunRecord, read_rows
 
@@ -87,7 +86,6 @@ def read_run(output: Path) -> Found:
         receipt = None  # of an earlier end
     checkpoints, exports = ([path.name for path in _by_step(output / name)] for name in (CHECKPOINTS, EXPORTS))
     pictures = {int(path.stem[5:]): path for path in _by_step(output / SAMPLES) if path.suffix}
-    rows = [renamed(row) for row in rows]
     return Found(output, steps, wanted, record, receipt, checkpoints, exports, pictures, notices, rows)
 
 

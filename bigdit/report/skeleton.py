@@ -1,7 +1,8 @@
-"""The run's YAML to begin with: what a plan does not decide, with the places that are to be filled in."""
+"""The run's YAML of a plan: its strategy, and the rest with the places that are to be filled in."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,14 +18,18 @@ from bigdit.catalog.pipeline import CONFIG
 from bigdit.catalog.resolve import TRANSFORMER
 from bigdit.config.data import PART_SIZE, part_size
 from bigdit.config.encoders import VaeCodec
+from bigdit.config.plan_file import FILE
+from bigdit.documents import parse_yaml
+from bigdit.errors import UserError
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.recipes.recipe import Beginning, beginning, download, weights_folder
+from bigdit.search.of_run import carried, section
 from bigdit.search.plan import Plan
+from bigdit.spec import Strategy
 
 _HEAD = """\
-# A run by the plan beside this file, which sets how the step runs: engine, micro-batch, precision and the like.
-# The folders are to be filled in. What else may be said here: train.seed, train.checkpoint_every, optimizer.betas,
-# data.caption_dropout; bigdit/config/ has all keys.
+# A run as `bigdit plan` found it: the strategy is the plan's, whose predictions lie in plan.yaml beside this file.
+# The folders are to be filled in. docs/reference has all keys.
 """
 RUN = "run.yaml"
 _FROM_SCRATCH = Beginning(steps=100_000, warmup_steps=1000, lr=1e-4)
@@ -56,7 +61,7 @@ def skeleton(plan: Plan) -> str | None:
         | ({} if weights is None else {"init_from": weights}),
         "data": {
             "images": f"{FOLDER}/pictures" if model.text else {"path": f"{FOLDER}/pictures", "label": "folder"},
-            "features": "online" if online else f"{FOLDER}/features",
+            **({} if online else {"features": f"{FOLDER}/features"}),
             "buckets": [[*_frames(plan), *sides] for sides in sizes],
             **({} if model.clip is None else {"fps": model.clip.fps}),
             **_part_size(plan),
@@ -67,17 +72,37 @@ def skeleton(plan: Plan) -> str | None:
             **_first_frame(pipeline, model),
         },
         "objective": _objective(model),
-        "optimizer": {"lr": start.lr},
+        "strategy": section(_learning(plan.chosen.strategy, start.lr)),
         "train": {
             "steps": steps,
-            "micro_batch_size": size,
             "warmup_steps": min(start.warmup_steps, steps // 10),
             "lr_schedule": "constant",
         },
+        "plan": FILE,
         "output": f"{FOLDER}/run",
     }
-    text = yaml.safe_dump(run, sort_keys=False, default_flow_style=None, width=100)
-    return _HEAD + "".join(f"# {note}\n" for note in _notes(plan)) + text
+    return _HEAD + "".join(f"# {note}\n" for note in _notes(plan)) + as_yaml(run)
+
+
+def _learning(strategy: Strategy, lr: float) -> Strategy:
+    return strategy.model_copy(update={"optimizer": strategy.optimizer.model_copy(update={"lr": lr})})
+
+
+def as_yaml(document: dict[str, Any]) -> str:
+    """Keys in their order, short sections on a line."""
+    return yaml.safe_dump(document, sort_keys=False, default_flow_style=None, width=100, allow_unicode=True)
+
+
+def renewed(text: str, plan: Plan) -> str:
+    """A run's YAML that somebody has edited, with the strategy of another plan in it. Its learning rate and the other
+    constants of the run stay, and so does a text that is no run's."""
+    try:
+        document = parse_yaml(text)
+        strategy = carried(document, plan.chosen.strategy)
+    except (UserError, ValueError):
+        return text
+    block = as_yaml({"strategy": section(strategy)})
+    return re.sub(r"^strategy:.*?(?=^\S|\Z)", lambda _: block, text, count=1, flags=re.MULTILINE | re.DOTALL)
 
 
 def _weights(plan: Plan) -> str | None:

@@ -53,7 +53,9 @@ class Sampler:
         """With `ema` of the moving average of the weights, with `posthoc` of that one of them. What decodes is loaded,
         on the host, and nothing else yet. Raises UserError where it cannot be, or no average was kept."""
         if ema and not checkpoint.has_average:
-            raise UserError(f"--ema: {checkpoint.folder} holds no moving average of the weights; train with train.ema")
+            raise UserError(
+                f"--ema: {checkpoint.folder} holds no moving average of the weights; train with strategy.ema"
+            )
         run = parse_run(checkpoint.state["run"], str(checkpoint.folder))
         spec = ModelSpec.model_validate(checkpoint.state["model"])
         self._checkpoint, self._run, self._spec, self._device = checkpoint, run, spec, device

@@ -16,14 +16,14 @@ from pydantic import TypeAdapter, ValidationError
 from bigdit.catalog import CatalogModel, Gpu, batch_shape, find_model
 from bigdit.catalog.asked import resolve_gpu
 from bigdit.catalog.encoders import online_encoders
-from bigdit.config.strategy import MOST_GPUS, PRESETS
+from bigdit.config.strategy import PRESETS
 from bigdit.config.wrong import expected, shown
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
 from bigdit.profile.request import model_problems, parse_resolution, precision_problems
 from bigdit.search.question import EngineChoice, Pins, Question
 from bigdit.search.request import Asked, PlanRequest, Size, option
-from bigdit.spec import BatchShape, EmaSpec, LoraBase, LoraSpec, OptimizerSpec, Precision, Strategy, Strict
+from bigdit.spec import MOST_GPUS, BatchShape, EmaSpec, LoraBase, LoraSpec, OptimizerSpec, Precision, Strategy, Strict
 from bigdit.speed.seconds import Cluster
 from bigdit.units import A_SIZE, gib, parse_bytes, parse_memory
 
@@ -290,7 +290,7 @@ def _refusals(cluster: Cluster, pins: Pins, gpu: Gpu | None, base: str | None) -
         try:
             Strategy(
                 **PRESETS[engine],
-                world_size=1 if engine == "single" else cluster.gpus,
+                world_size=1 if engine == "single" else min(cluster.gpus, MOST_GPUS),
                 micro_batch_size=pins.micro_batch_size or 1,
                 precision=precision,
                 optimizer=OptimizerSpec(name=pins.optimizer or "adamw"),

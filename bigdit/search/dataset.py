@@ -79,7 +79,7 @@ def encoding_requests(question: Question, most: int | None = None) -> dict[int, 
     precision: Precision = "fp16" if precision_problems(question.gpu, "bf16") else "bf16"
     found = {}
     for size in sorted({1, most or (1 if model.video else ENCODED_AT_ONCE)}):
-        strategy = Strategy(features="online", micro_batch_size=size, precision=precision)
+        strategy = Strategy(features="online", encode_chunk=None, micro_batch_size=size, precision=precision)
         request = request_for(model, question.gpu, strategy, resolution=question.resolution, frames=question.frames)
         found[size] = request.model_copy(update={"part": "encoders"})
     return found

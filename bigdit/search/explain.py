@@ -116,7 +116,7 @@ def naive(question: Question, target: Strategy) -> Strategy:
             "blocks_to_swap": 0,
             "optimizer_in_backward": False,
             "features": "online" if encoding_requests(question) else target.features,
-            "ds_config": _document(target, precision, own_buckets=True),
+            "ds_config": _document(target, own_buckets=True),
         }
     )
     return strategy.settled(micro_batch_size=size, grad_accum_steps=1, checkpointed_blocks=0)
@@ -154,17 +154,17 @@ def _updates(start: Strategy, target: Strategy) -> list[tuple[str, str, dict[str
         (
             f"DeepSpeed's buckets of {bucket / 1e6:.0f} M elements",
             f"instead of {DEEPSPEED_BUCKET / 1e6:.0f} M, its own",
-            {"ds_config": _document(target, start.precision)},
+            {"ds_config": _document(target)},
         ),
         (
             masters if masters in ("fp32", "tf32") else f"{masters} with fp32 masters",
             "weights, gradients and activations of 2 B instead of 4, and masters of 4 beside them",
-            {"precision": masters, "ds_config": _document(target, masters)},
+            {"precision": masters},
         ),
         (
             f"{on_host} on the host",
             "the card keeps what it computes with",
-            {"cpu_offload": target.cpu_offload, "ds_config": _document(target, masters, offloaded=True)},
+            {"cpu_offload": target.cpu_offload, "ds_config": target.ds_config},
         ),
         (
             "fused optimizer",
@@ -213,19 +213,14 @@ def _naive_title(strategy: Strategy) -> str:
     return f"as copied: {precision}, AdamW, {encoders} on the card{buckets}, micro-batch {strategy.micro_batch_size}"
 
 
-def _document(
-    target: Strategy, precision: Precision, *, own_buckets: bool = False, offloaded: bool = False
-) -> dict[str, Any] | None:
-    """DeepSpeed's document of `target`, changed; None where the engine is another."""
+def _document(target: Strategy, *, own_buckets: bool = False) -> dict[str, Any] | None:
+    """DeepSpeed's document of `target` without offload; None where the engine is another."""
     if target.ds_config is None:
         return None
-    zero = {
-        key: value for key, value in target.ds_config["zero_optimization"].items() if offloaded or key not in OFFLOADS
-    }
+    zero = {key: value for key, value in target.ds_config["zero_optimization"].items() if key not in OFFLOADS}
     if own_buckets:
         zero |= dict.fromkeys(BUCKETS, DEEPSPEED_BUCKET)
-    enabled = {name: target.ds_config.get(name, {}) | {"enabled": precision == name} for name in ("bf16", "fp16")}
-    return target.ds_config | {"zero_optimization": zero} | enabled
+    return target.ds_config | {"zero_optimization": zero}
 
 
 MORE_CARDS = (2, 4, 8)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -13,32 +11,29 @@ from typing import Any
 from bigdit.config import RunConfig
 from bigdit.config.check import online_problems
 from bigdit.config.data import frames_of
-from bigdit.config.deepspeed import read_ds_config
 from bigdit.config.encoders import IdentityCodec
-from bigdit.config.load import parse_run
-from bigdit.config.planned import COMPILED, at
-from bigdit.config.run import EngineConfig, TrainConfig
+from bigdit.config.load import parse_run, read_run
+from bigdit.config.plan_file import COMPILED
 from bigdit.config.stages import of_each, read_stages, with_set
 from bigdit.config.strategy import PRESETS
+from bigdit.documents import at, differences, written
 from bigdit.encoders.host_bytes import host_weights
 from bigdit.errors import UserError
 from bigdit.search.ask import question_for
 from bigdit.search.question import Question
 from bigdit.search.request import OPTIONS, option
-from bigdit.spec import LoraSpec, Strict
+from bigdit.spec import LoraSpec, Strategy
 
-_UNPINNED: dict[str, type[Strict]] = {
-    "train.lora.base": LoraSpec,
-    "train.lora.dora": LoraSpec,
-    "train.lora.targets": LoraSpec,
-    "train.checkpointing": TrainConfig,
-    "train.offload_activations": TrainConfig,
-    "train.blocks_to_swap": TrainConfig,
-    "train.optimizer_in_backward": TrainConfig,
-    "engine.reshard_after_forward": EngineConfig,
-    "engine.dp_replicate": EngineConfig,
-}
-"""What a run may say of memory or speed, and a plan chooses by itself, or has otherwise; and whose defaults it has."""
+# Keys of a strategy that a plan takes from the run, and constants that no plan depends on.
+_TAKEN = (
+    *("engine", "world_size", "micro_batch_size", "grad_accum_steps", "precision", "checkpointed_blocks", "features"),
+    *("ema", "lora.rank", "lora.alpha", "cpu_offload", "ds_config", "compile_blocks", "gradient_clipping"),
+    *("optimizer.name", "optimizer.lr", "optimizer.betas", "optimizer.beta3", "optimizer.eps"),
+    *("optimizer.weight_decay", "optimizer.decayed", "encode_chunk", "read_ahead_steps"),
+)
+
+
+Document = dict[str, Any]
 
 
 def questions_of(path: Path, overrides: Sequence[str], asked: Mapping[str, Any]) -> list[Question]:
@@ -61,53 +56,65 @@ def questions_of(path: Path, overrides: Sequence[str], asked: Mapping[str, Any])
 
 
 def unpinned(path: Path, overrides: Sequence[str]) -> list[str]:
-    """What a run says that its plan does not pin, or is not of, as lines: one a key, whichever stage says it."""
+    """What a run says of memory or speed that its plan chooses by itself, as lines: one a key, whichever stage says
+    it."""
     documents, _ = read_stages(path, overrides)
-    said = set()
-    for (key, of), document in itertools.product(_UNPINNED.items(), documents):
-        found = at(document, key.split("."))
-        if found is not None and found != of.model_fields[key.rsplit(".", 1)[1]].default:
-            said.add((key, str(found)))
-    lines = [f"{key} is {found}, which plans do not pin: this one chooses by itself" for key, found in sorted(said)]
-    if any(at(document, ["train", "compile_blocks"]) for document in documents):
-        lines.append(COMPILED)
+    lines, compiled = [], False
+    for document in documents:
+        strategy = parse_run(_for_plan(document)).strategy
+        compiled = compiled or strategy.compile_blocks
+        usual = Strategy(lora=strategy.lora and LoraSpec(rank=strategy.lora.rank))
+        for key, found, _ in differences(strategy.model_dump(mode="json"), usual.model_dump(mode="json")):
+            if found is not None and not any(f"{key}.".startswith(f"{taken}.") for taken in _TAKEN):
+                lines.append(f"strategy.{key} is {written(found)}, which plans do not pin: this one chooses by itself")
+    lines = sorted(set(lines)) + ([COMPILED] if compiled else [])
     return [f"{path}: {line}" for line in lines]
 
 
+def _for_plan(document: dict[str, Any]) -> dict[str, Any]:
+    """The document as a run that can be checked: a plan judges the global batch and the GPUs, and may choose an
+    engine for them."""
+    strategy = document.get("strategy", {})
+    if not isinstance(strategy, dict):
+        return document
+    judged = {"global_batch_size"} if "engine" in strategy else {"global_batch_size", "world_size"}
+    kept = {key: value for key, value in strategy.items() if key not in judged}
+    if kept.get("engine") == "deepspeed":
+        kept.setdefault("ds_config", {})
+    return document | {"strategy": kept}
+
+
 def _question(document: dict[str, Any], asked: Mapping[str, Any]) -> Question:
-    whole = copy.deepcopy(document)
-    train = whole.setdefault("train", {})
-    if isinstance(train, dict):
-        train.setdefault("micro_batch_size", 1)  # which a plan may be to say, and a run has to
-    run = parse_run(whole, "run")
+    run = parse_run(_for_plan(document))
     if problems := online_problems(run):
         raise UserError(*problems)
 
     def said(key: str, value: Any) -> Any:
         return None if at(document, key.split(".")) is None else value
 
-    gpus = said("engine.processes", run.engine.processes)
+    strategy, gpus = run.strategy, at(document, ["strategy", "world_size"])
     if None not in (gpus, asked.get("gpus")) and gpus != asked["gpus"]:
-        raise UserError(f"engine.processes is {gpus}, and --gpus {asked['gpus']}; leave one of them out")
+        raise UserError(f"strategy.world_size is {gpus}, and --gpus {asked['gpus']}; leave one of them out")
+    gpus = gpus or asked.get("gpus")
     largest, *_ = buckets = sorted(run.data.buckets, key=math.prod, reverse=True)
-    batch = _global_batch(run, document)
+    batch = _global_batch(strategy, document, gpus or 1)
     question = question_for(
         _model(run),
         resolution=list(dict.fromkeys((bucket[-2], bucket[-1]) for bucket in buckets)),
         buckets="none",
         frames=frames_of(largest) if len(largest) == 3 else None,
         global_batch=batch,
-        engine=said("engine.name", _engine(run)),
-        optimizer=said("optimizer.name", run.optimizer.name),
-        precision=said("train.precision", run.train.precision),
-        checkpointed_blocks=said("train.checkpointed_blocks", run.train.checkpointed_blocks),
-        micro_batch=said("train.micro_batch_size", run.train.micro_batch_size),
-        ema=None if run.train.ema is None else run.train.ema.device,
-        ema_widths=None if run.train.ema is None else run.train.ema.widths,
-        lora=None if run.train.lora is None else run.train.lora.rank,
-        features="online" if run.data.online else None,
-        full=run.train.lora is None,
-        **{**asked, "gpus": gpus or asked.get("gpus")},
+        engine=said("strategy.engine", _engine(strategy)),
+        optimizer=said("strategy.optimizer.name", strategy.optimizer.name),
+        precision=said("strategy.precision", strategy.precision),
+        checkpointed_blocks=said("strategy.checkpointed_blocks", strategy.checkpointed_blocks),
+        micro_batch=said("strategy.micro_batch_size", strategy.micro_batch_size),
+        ema=None if strategy.ema is None else strategy.ema.device,
+        ema_widths=None if strategy.ema is None else strategy.ema.widths,
+        lora=None if strategy.lora is None else strategy.lora.rank,
+        features="online" if strategy.features == "online" else None,
+        full=strategy.lora is None,
+        **{**asked, "gpus": gpus},
     )
     held_out = 0 if run.validation is None else run.validation.samples
     seen: dict[str, Any] = {"held_out": held_out, "samples": run.samples and host_weights(run.encoders)}
@@ -130,34 +137,78 @@ def _model(run: RunConfig) -> str:
     return str(name)
 
 
-def _global_batch(run: RunConfig, document: dict[str, Any]) -> int | None:
-    train = run.train
-    if train.global_batch_size is not None or train.grad_accum_steps is None:
-        return train.global_batch_size
-    if at(document, ["train", "micro_batch_size"]) is None:
-        return None
-    return train.micro_batch_size * train.grad_accum_steps * run.engine.processes
+def _global_batch(strategy: Strategy, document: dict[str, Any], gpus: int) -> Any:
+    whole, accum, size = (
+        at(document, ["strategy", key]) for key in ("global_batch_size", "grad_accum_steps", "micro_batch_size")
+    )
+    if whole is not None or None in (accum, size):
+        return whole
+    return strategy.micro_batch_size * strategy.grad_accum_steps * gpus
 
 
-def _engine(run: RunConfig) -> str:
+def _engine(strategy: Strategy) -> str:
     """By the name of its preset."""
-    if run.engine.name != "deepspeed":
-        return f"{run.engine.name}{'-offload' if run.engine.cpu_offload else ''}"
-    zero = {} if run.engine.ds_config is None else read_ds_config(run.engine.ds_config).get("zero_optimization", {})
-    moved = [
-        part for part in ("optimizer", "param") if zero.get(f"offload_{part}", {}).get("device") in ("cpu", "nvme")
-    ]
+    if strategy.engine != "deepspeed":
+        return f"{strategy.engine}{'-offload' if strategy.cpu_offload else ''}"
+    zero = (strategy.ds_config or {}).get("zero_optimization", {})
+    moved = [part for part in ("optimizer", "param") if (zero.get(f"offload_{part}") or {}).get("device") == "cpu"]
     name = f"zero{zero.get('stage', 0)}{'-offload' if moved else ''}{'-all' if 'param' in moved else ''}"
     if name not in PRESETS:
-        raise UserError(f"engine.ds_config {run.engine.ds_config} is {name}, which is not planned; leave it out")
+        raise UserError(f"strategy.ds_config is {name}, which is not planned; leave it out")
     return name
 
 
 def _by_key(problem: str) -> str:
     """The problem by the keys of the run, in the place of options."""
-    problem = problem.removeprefix("run: ").replace("--gpus is", "engine.processes is")
+    problem = problem.replace("--gpus is", "strategy.world_size is")
     keys = {option(name): known["key"] for name, known in OPTIONS.items() if known["key"]}
     return re.sub("|".join(rf"{name}(?![\w-])" for name in keys), lambda found: keys[found[0]], problem)
+
+
+def carried(document: Any, planned: Strategy) -> Strategy:
+    """The planned strategy with the constants of a run's: of its optimizer, EMA, adapters and clipping, and with its
+    blocks compiled where the run asks for it. Raises UserError where the run, or both together, are none."""
+    if not isinstance(document, dict):
+        raise UserError("it is no run")
+    own = parse_run(_for_plan(document)).strategy
+    kept = planned.optimizer.model_dump(include={"name", "implementation"})
+    update: dict[str, Any] = {
+        "optimizer": own.optimizer.model_copy(update=kept),
+        "compile_blocks": own.compile_blocks,
+        "gradient_clipping": planned.gradient_clipping and own.gradient_clipping,
+    }
+    if planned.ema is not None and own.ema is not None and own.ema.count == planned.ema.count:
+        update["ema"] = own.ema.model_copy(update={"device": planned.ema.device})
+    if planned.lora is not None and own.lora is not None:
+        update["lora"] = planned.lora.model_copy(update={"alpha": own.lora.alpha})
+    return planned.model_copy(update=update)
+
+
+def planned_run(path: Path, overrides: Sequence[str], strategies: Sequence[Strategy], plans: Sequence[str]) -> Document:
+    """The run that `path` describes, with the strategy and the plan of each of its stages."""
+    documents, asked = read_stages(path, overrides)
+    found = [
+        {"strategy": section(carried(document, strategy)), "plan": plan}
+        for document, strategy, plan in zip(documents, strategies, plans, strict=True)
+    ]
+    if not asked:
+        return documents[0] | found[0]
+    whole = {key: value for key, value in read_run(path, overrides).items() if key != "strategy"}
+    return whole | {"stages": [own | each for own, each in zip(asked, found, strict=True)]}
+
+
+def section(strategy: Strategy) -> Document:
+    """The strategy as a run's YAML has it: every key that has a value, and those whose null is not the default."""
+    usual = Strategy().model_dump(mode="json")
+    return {
+        key: _without_null(value)
+        for key, value in strategy.model_dump(mode="json").items()
+        if value is not None or usual[key] is not None
+    }
+
+
+def _without_null(value: Any) -> Any:
+    return {key: each for key, each in value.items() if each is not None} if isinstance(value, dict) else value
 
 
 def instead(field: str, value: Any) -> str:
@@ -171,11 +222,11 @@ def _said(field: str, value: Any) -> str:
     if field == "engine":
         name, _, offload = value.partition("-")
         if name.startswith("zero"):
-            return "engine.name=deepspeed, and --set engine.ds_config=FILE with its stage"
-        return f"engine.name={name}{' --set engine.cpu_offload=true' if offload else ''}"
+            return "strategy.engine=deepspeed, and --set strategy.ds_config=FILE with its stage"
+        return f"strategy.engine={name}{' --set strategy.cpu_offload=true' if offload else ''}"
     if field == "features":
-        return f"data.features={'online' if value == 'online' else 'FOLDER'}"
+        return "strategy.features=online --set data.features=null" if value == "online" else "data.features=FOLDER"
     if field == "ema":
-        return {"none": "train.ema=null", "auto": "train.ema={}"}.get(value, f"train.ema.device={value}")
+        return {"none": "strategy.ema=null", "auto": "strategy.ema={}"}.get(value, f"strategy.ema.device={value}")
     known = OPTIONS[field]
     return known["instead"] or f"{known['key']}={f'[{value}]' if field == 'ema_widths' else value}"

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from bigdit.config.plan_file import Asked, Expected, LargestMicroBatch, PlanFile, RecordedLedger
+from bigdit.config.plan_file import Asked, Expected, LargestMicroBatch, PlanFile, RecordedLedger, text_digest
 from bigdit.encoders.host_bytes import HostWeights
 from bigdit.memory import Category, Ledger, Timeline, host_memory
 from bigdit.memory.process import ByteRange
@@ -272,8 +272,9 @@ def uncounted(samples: HostWeights | None) -> tuple[str, ...]:
     return (f"samples: what the {samples.unknown} takes of the host is not known, and not counted: no weights there",)
 
 
-def record(plan: Plan) -> PlanFile:
-    """What `bigdit train --plan` needs of `plan`, and what its receipt is to be compared with."""
+def record(plan: Plan, run: str | None = None) -> PlanFile:
+    """What training by `plan` needs beside its strategy, and what its receipt is to be compared with; `run`: the text
+    of the run.yaml beside it."""
     question, chosen = plan.question, plan.chosen
     rate = chosen.samples_per_second_per_card
     return PlanFile(
@@ -307,4 +308,5 @@ def record(plan: Plan) -> PlanFile:
         ledger=RecordedLedger.model_validate(plan.ledger.model_dump(mode="json")),
         versions=plan.versions,
         catalogue=plan.catalogue,
+        run_digest=None if run is None else text_digest(run),
     )

@@ -64,30 +64,32 @@ class PlanRequest:
         instead="data.buckets=[[FRAMES,HEIGHT,WIDTH]]",
     )
     global_batch: int | None = _option(
-        "Samples in an optimizer step over all GPUs.", "N", key="train.global_batch_size"
+        "Samples in an optimizer step over all GPUs.", "N", key="strategy.global_batch_size"
     )
     images: int | str | None = _option("Samples of the data set: 250000, 1.5k, 30M; for time and disk.", "N")
     epochs: float | None = _option("How often each is trained on; once if left out.", "N", key="train.epochs")
     price: float | None = _option("Price of one GPU-hour, in your currency.", "MONEY")
     receipts: Path | str | None = _option("Receipts of measured runs, to calibrate the speed by.", "DIR")
     engine: str | None = _option(
-        "Fix the engine: single, zero0 to zero3, zero2-offload, fsdp2, …", "NAME", key="engine.name"
+        "Fix the engine: single, zero0 to zero3, zero2-offload, fsdp2, …", "NAME", key="strategy.engine"
     )
-    optimizer: str | None = _option("Fix the optimizer: adamw, adamw_8bit, came, …", "NAME", key="optimizer.name")
+    optimizer: str | None = _option(
+        "Fix the optimizer: adamw, adamw_8bit, came, …", "NAME", key="strategy.optimizer.name"
+    )
     precision: str | None = _option(
-        "Fix the precision: bf16, bf16_sr, fp16, tf32, fp32.", "NAME", key="train.precision"
+        "Fix the precision: bf16, bf16_sr, fp16, tf32, fp32.", "NAME", key="strategy.precision"
     )
     checkpointed_blocks: int | str | None = _option(
-        "Fix how many blocks are recomputed: a number, or all.", "K", key="train.checkpointed_blocks"
+        "Fix how many blocks are recomputed: a number, or all.", "K", key="strategy.checkpointed_blocks"
     )
-    micro_batch: int | None = _option("Fix the samples of a GPU in one pass.", "N", key="train.micro_batch_size")
-    ema: str | None = _option("Keep a moving average: auto, gpu or cpu; none if left out.", "PLACE", key="train.ema")
+    micro_batch: int | None = _option("Fix the samples of a GPU in one pass.", "N", key="strategy.micro_batch_size")
+    ema: str | None = _option("Keep a moving average: auto, gpu or cpu; none if left out.", "PLACE", key="strategy.ema")
     ema_widths: str | list[float] | None = _option(
-        "Keep averages by power functions of these widths: 0.05,0.1.", "W,W", key="train.ema.widths"
+        "Keep averages by power functions of these widths: 0.05,0.1.", "W,W", key="strategy.ema.widths"
     )
-    lora: int | None = _option("Train adapters of this rank.", "RANK", key="train.lora.rank")
+    lora: int | None = _option("Train adapters of this rank.", "RANK", key="strategy.lora.rank")
     features: str | None = _option("cached (if left out), or online: encode while training.", "WHEN")
-    full: bool | None = _option("Full fine-tuning: propose no adapters instead.", instead="train.lora=null")
+    full: bool | None = _option("Full fine-tuning: propose no adapters instead.", instead="strategy.lora=null")
     from_scratch: bool | None = _option(
         "Train from random weights: run.yaml names none to start from.", instead="model.init_from=null"
     )

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from bigdit.config.weights import WEIGHTS, is_weight
+from bigdit.config.data import WEIGHTS, is_weight
 from bigdit.files import IS_LFS_POINTER, is_lfs_pointer
 from bigdit.sources.protocol import Caption, Unusable
 from bigdit.units import how_many

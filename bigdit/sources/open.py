@@ -156,10 +156,10 @@ def _open(config: SourceConfig, data: DataConfig, key: str, clip: Clip | None) -
     if kind == "csv":
         return TableSource(kind, CsvRows(config.path, key), config, key, clip)
     if kind == "webdataset":
-        if data.online:
+        if data.features is None:
             raise UserError(
-                f"{key}: {config.path} holds tars, whose index is kept beside features, and data.features is online; "
-                "name a folder there, and `bigdit extract` encodes into it once"
+                f"{key}: {config.path} holds tars, whose index is kept in data.features, and strategy.features is "
+                "online; set it to cached, and `bigdit extract` encodes into data.features once"
             )
         tars = files_of(config, ".tar", key)
         return WebDataset(tars, data.features / INDEX, data.workers, key, config.label, clip)

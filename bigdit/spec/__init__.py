@@ -3,7 +3,16 @@
 Values alone: nothing here runs a step or knows a run's files.
 """
 
-from bigdit.spec.strategy import LEAST_SWAPPED, Contradictory, EngineName, Precision, StepSize, Strategy, swap_misfit
+from bigdit.spec.strategy import (
+    LEAST_SWAPPED,
+    MOST_GPUS,
+    Contradictory,
+    EngineName,
+    Precision,
+    StepSize,
+    Strategy,
+    swap_misfit,
+)
 from bigdit.spec.trained import (
     BITSANDBYTES,
     FACTORED,
@@ -16,12 +25,13 @@ from bigdit.spec.trained import (
     OptimizerSpec,
     Widths,
 )
-from bigdit.spec.values import BatchShape, ModelSpec, Strict
+from bigdit.spec.values import BatchShape, ModelSpec, Section, Strict
 
 __all__ = [
     "BITSANDBYTES",
     "FACTORED",
     "LEAST_SWAPPED",
+    "MOST_GPUS",
     "PROFILES",
     "TORCHAO",
     "BatchShape",
@@ -34,6 +44,7 @@ __all__ = [
     "OptimizerName",
     "OptimizerSpec",
     "Precision",
+    "Section",
     "StepSize",
     "Strategy",
     "Strict",

@@ -1,21 +1,29 @@
-"""How a step is run: the one contract between plans, attempts and engines."""
+"""How a step is run: the one contract between a run's YAML, plans, attempts and engines."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from bigdit.numbers import Count, Natural, Positive, Switch
+from bigdit.spec.deepspeed import PRECISIONS, Document, Values, complete, split
 from bigdit.spec.trained import BITSANDBYTES, TORCHAO, EmaSpec, LoraSpec, OptimizerSpec
-from bigdit.spec.values import Strict
+from bigdit.spec.values import Section, Strict
+from bigdit.units import how_many
 
 EngineName = Literal["single", "deepspeed", "fsdp2"]
 Precision = Literal["fp32", "tf32", "bf16", "bf16_sr", "fp16"]
 
 LEAST_SWAPPED = 3
 """Blocks to swap, at least: there is room on the device for two."""
+
+MOST_GPUS = 4096
+"""An attempt makes a process group of the real size, and what NCCL takes and how long collectives last is not known
+to hold beyond that."""
+
+_GLOBAL = "global_batch_size"
 
 
 class StepSize(Strict):
@@ -35,63 +43,108 @@ class Contradictory(ValueError):
         self.problems = tuple(problems)
 
 
-class Strategy(Strict):
-    """How the step is run: the one contract that plans emit, engines consume and attempts run.
-
-    `engine` steps `world_size` processes, each on `micro_batch_size` samples at once, `grad_accum_steps` times a step;
-    `optimizer`, `ema` and `lora` have their own keys; `gradient_clipping`: the most that the norm of all gradients may
-    be, None: it is not computed.
-    `precision`: `bf16` and `fp16` are weights, gradients and activations in that dtype with fp32 master weights
-    and optimizer state, in every engine, fp16 with dynamic loss scaling; `bf16_sr` has no masters: the update is
-    rounded stochastically into bf16 weights; `tf32` is fp32 with TF32 matrix products.
-    `checkpointed_blocks`: the first k transformer blocks are recomputed in the backward pass; with
-    `checkpointing` selective they keep the outputs of matrix products and attention, and recompute the rest.
-    `offload_activations`: what autograd saves waits on the host. `compile_blocks`: torch compiles the repeated block;
-    what an emulated GPU runs is the block as it is written. `blocks_to_swap`: weights of the first k blocks,
-    frozen ones or, without lora, all, wait on the host, and are on the device two blocks at a time.
-    `optimizer_in_backward`: each parameter is stepped when its gradient is there, which is then freed.
-    `ds_config` is DeepSpeed's own document, complete, and goes to it as it stands (offload and buckets are in it).
-    `dp_replicate`: FSDP2's HSDP, world_size = dp_replicate × dp_shard. `cpu_offload`: FSDP2 keeps its shards,
-    their gradients and the optimizer on the host; `reshard_after_forward`: it lets gathered weights go until the
-    backward pass.
-    `read_ahead_steps`: steps whose micro-batches the loader reads ahead, and holds on the host.
-    `features`: `online` keeps the frozen encoders on the device and encodes `encode_chunk` samples at a time.
-    """
+class Strategy(Section):
+    """How a step is run. A run's YAML holds it, plans write it, engines consume it and attempts run it."""
 
     engine: EngineName = "single"
-    world_size: Count = 1
+    """What steps the model: one process, DeepSpeed or FSDP2."""
+    world_size: Annotated[Count, Field(le=MOST_GPUS)] = 1
+    """Processes, one a GPU. `bigdit train` starts them on this machine; another launcher must start as many."""
     micro_batch_size: Count = 1
+    """Samples that a process takes at once."""
     grad_accum_steps: Count = 1
+    """Micro-batches of a process in an optimizer step."""
     precision: Precision = "bf16"
+    """The dtype of weights, gradients and activations. `bf16` and `fp16` have fp32 master weights and optimizer state,
+    fp16 with dynamic loss scaling. `bf16_sr` has no masters and rounds updates stochastically into bf16 weights. `tf32`
+    is fp32 with TF32 matrix products."""
     optimizer: OptimizerSpec = OptimizerSpec()
+    """What steps the weights."""
     optimizer_in_backward: Switch = False
+    """Step each parameter when its gradient is there, and free the gradient at once."""
     checkpointed_blocks: Natural | Literal["all"] = 0
+    """Activation checkpointing: the first so many transformer blocks are recomputed in the backward pass."""
     checkpointing: Literal["full", "selective"] = "full"
+    """What a checkpointed block recomputes: everything, or all but matrix products and attention."""
     offload_activations: Switch = False
+    """Keep what autograd saves in CPU memory."""
     compile_blocks: Switch = False
+    """Compile the repeated block by torch.compile. Plans run the block as it is written."""
     blocks_to_swap: Natural = 0
-    gradient_clipping: Positive | None = None
+    """Block swap: weights of the first so many blocks are in CPU memory, and on the GPU two blocks at a time. With
+    `lora` these are frozen weights, else all."""
+    gradient_clipping: Positive | None = 1.0
+    """The most that the norm of all gradients may be. null: it is not computed."""
     ema: EmaSpec | None = None
+    """A moving average of the weights."""
     lora: LoraSpec | None = None
+    """Train adapters over frozen weights, those of model.init_from."""
     features: Literal["cached", "online"] = "cached"
+    """Where latents and embeddings come from. cached: the store in data.features. online: frozen encoders on the
+    training GPU encode in each step."""
     encode_chunk: Count | None = None
+    """With features online: samples that the encoders take at once. Left out: one; null: the whole micro-batch."""
     read_ahead_steps: Natural = 2
+    """Steps whose micro-batches the loader reads ahead and holds in CPU memory."""
     ds_config: dict[str, Any] | None = None
+    """DeepSpeed's JSON document: a mapping, or a file. What the strategy says by itself is "auto" there, or left
+    out."""
     dp_replicate: Count = 1
+    """FSDP2: copies of the model, each sharded over world_size / dp_replicate processes (HSDP)."""
     reshard_after_forward: Switch = True
+    """FSDP2: free gathered weights until the backward pass."""
     cpu_offload: Switch = False
+    """FSDP2: keep shards, their gradients and the optimizer state in CPU memory."""
+
+    also: ClassVar[dict[str, str]] = {
+        _GLOBAL: "Samples of an optimizer step over all processes. It stands in place of grad_accum_steps."
+    }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accumulated(cls, given: Any) -> Any:
+        """grad_accum_steps from global_batch_size, where that is said in its place."""
+        if not isinstance(given, dict):
+            return given
+        found = {key: value for key, value in given.items() if key not in (_GLOBAL, "grad_accum_steps")}
+        if found.get("features") == "online":
+            found.setdefault("encode_chunk", 1)
+        whole, accum = given.get(_GLOBAL), given.get("grad_accum_steps")
+        if whole is None:
+            return found if accum is None else found | {"grad_accum_steps": accum}
+        if accum is not None:
+            raise Contradictory([f"{_GLOBAL} and grad_accum_steps are both set; one follows from the other"])
+        size, processes = found.get("micro_batch_size", 1), found.get("world_size", 1)
+        if not all(isinstance(each, int) and each > 0 for each in (size, processes)) or processes > MOST_GPUS:
+            return found  # the fields' own checks say what is wrong
+        if not isinstance(whole, int) or isinstance(whole, bool) or whole < 1:
+            raise Contradictory([f"{_GLOBAL} is {whole!r}, and a whole number of 1 or more was expected"])
+        one_pass = size * processes
+        if whole % one_pass:
+            below = max(whole // one_pass, 1) * one_pass
+            raise Contradictory(
+                [
+                    f"{_GLOBAL} is {whole}, and {how_many(processes, 'process')} (world_size) × micro_batch_size "
+                    f"{size} come to multiples of {one_pass}; nearest: {below} or {below + one_pass}"
+                ]
+            )
+        return found | {"grad_accum_steps": whole // one_pass}
 
     @model_validator(mode="after")
     def _coherent(self) -> Strategy:
         problems = [*_engine_problems(self), *_optimizer_problems(self), *_memory_problems(self)]
         problems += _compile_problems(self) if self.compile_blocks else []
+        if self.ds_config is not None and self.engine == "deepspeed":
+            document, found = split(self.ds_config, _deepspeed_values(self))
+            problems += found
+            object.__setattr__(self, "ds_config", document)  # one place for each value
         if problems:
             raise Contradictory(problems)
         return self
 
     @property
     def global_batch_size(self) -> int:
-        """Samples per optimizer step over all processes."""
+        """Samples of an optimizer step over all processes."""
         return self.micro_batch_size * self.grad_accum_steps * self.world_size
 
     @property
@@ -104,31 +157,10 @@ class Strategy(Strict):
         """The processes that FSDP2 shards one copy of the model over."""
         return self.world_size // self.dp_replicate
 
-    def with_micro_batch_size(self, micro_batch_size: int) -> Strategy:
-        """The same strategy at another micro-batch size, in DeepSpeed's document too."""
-        ds_config = self.ds_config and self.ds_config | {"train_micro_batch_size_per_gpu": micro_batch_size}
-        return self.model_copy(update={"micro_batch_size": micro_batch_size, "ds_config": ds_config})
-
-    def settled(
-        self, *, micro_batch_size: int, grad_accum_steps: int, checkpointed_blocks: int | Literal["all"]
-    ) -> Strategy:
-        """The same strategy at these sizes, as `sized`."""
-        return self.sized(
-            StepSize(
-                micro_batch_size=micro_batch_size,
-                grad_accum_steps=grad_accum_steps,
-                checkpointed_blocks=checkpointed_blocks,
-                checkpointing=self.checkpointing,
-            )
-        )
-
-    def sized(self, size: StepSize) -> Strategy:
-        """The same strategy with steps of this size, in DeepSpeed's document too."""
-        ds_config = self.ds_config and self.ds_config | {
-            "train_micro_batch_size_per_gpu": size.micro_batch_size,
-            "gradient_accumulation_steps": size.grad_accum_steps,
-        }
-        return self.model_copy(update=dict(size) | {"ds_config": ds_config})
+    @property
+    def ds_document(self) -> Document:
+        """DeepSpeed's document as it gets it: ds_config with what the other keys say."""
+        return complete(self.ds_config or {}, _deepspeed_values(self))
 
     @property
     def zero_stage(self) -> int | None:
@@ -137,20 +169,48 @@ class Strategy(Strict):
             return None
         return int(self.ds_config.get("zero_optimization", {}).get("stage", 0))
 
+    def with_micro_batch_size(self, micro_batch_size: int) -> Strategy:
+        """The same strategy at another micro-batch size."""
+        return self.model_copy(update={"micro_batch_size": micro_batch_size})
+
+    def settled(
+        self, *, micro_batch_size: int, grad_accum_steps: int, checkpointed_blocks: int | Literal["all"]
+    ) -> Strategy:
+        """The same strategy at these sizes."""
+        sizes = {"micro_batch_size": micro_batch_size, "grad_accum_steps": grad_accum_steps}
+        return self.model_copy(update=sizes | {"checkpointed_blocks": checkpointed_blocks})
+
+    def sized(self, size: StepSize) -> Strategy:
+        """The same strategy with steps of this size."""
+        return self.model_copy(update=dict(size))
+
 
 def swap_misfit(blocks_to_swap: int, blocks: int) -> str | None:
-    """What keeps a model of so many blocks from swapping these, by the run's key; None where nothing does."""
+    """What keeps a model of so many blocks from swapping these; None where nothing does."""
     if blocks < LEAST_SWAPPED:
         return (
-            f"train.blocks_to_swap is {blocks_to_swap}, and the model has {blocks} blocks: the weights of two are on "
-            "the device at any time, and none are left to swap; set it to 0"
+            f"strategy.blocks_to_swap is {blocks_to_swap}, and the model has {blocks} blocks: the weights of two are "
+            "on the device at any time, and none are left to swap; set it to 0"
         )
     if blocks_to_swap <= blocks:
         return None
     return (
-        f"train.blocks_to_swap is {blocks_to_swap}, and the model has {blocks} blocks; set it to {LEAST_SWAPPED} to "
+        f"strategy.blocks_to_swap is {blocks_to_swap}, and the model has {blocks} blocks; set it to {LEAST_SWAPPED} to "
         f"{blocks}, or to 0"
     )
+
+
+def _deepspeed_values(strategy: Strategy) -> Values:
+    return {
+        "train_micro_batch_size_per_gpu": (strategy.micro_batch_size, "micro_batch_size"),
+        "gradient_accumulation_steps": (strategy.grad_accum_steps, "grad_accum_steps"),
+        "gradient_clipping": (strategy.gradient_clipping or 0.0, "gradient_clipping"),
+        **{name: (strategy.precision == name, "precision") for name in PRECISIONS},
+        # Our optimizers are torch's and bitsandbytes'. DeepSpeed's list of tested ones knows only some by class. With
+        # offload it wants its DeepSpeedCPUAdam, which compiles for a minute; torch's fused AdamW steps on the CPU too.
+        "zero_allow_untested_optimizer": (True, "optimizer"),
+        "zero_force_ds_cpu_optimizer": (False, "optimizer"),
+    }
 
 
 def _engine_problems(strategy: Strategy) -> list[str]:

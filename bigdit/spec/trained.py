@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from bigdit.numbers import Count, NotNegative, Number, Positive, Share, Switch
-from bigdit.spec.values import Strict
+from bigdit.spec.values import Section
 
 OptimizerName = Literal[
     "adamw",
@@ -26,29 +26,31 @@ TORCHAO: tuple[OptimizerName, ...] = ("adamw_8bit_ao", "adamw_4bit_ao")
 FACTORED: tuple[OptimizerName, ...] = ("adafactor", "came", "came_8bit")
 
 
-class OptimizerSpec(Strict):
-    """An optimizer of bigdit/optim by its `name`, and its constants as papers have them (Loshchilov & Hutter,
-    arXiv:1711.05101): `lr`, the learning rate; `betas`, the decays of both moments; `eps`; `weight_decay`, decoupled.
-    `decayed`: all parameters, or matrices alone, the weights of linear layers and convolutions: then norms, biases,
-    tables and embeddings are a group of their own.
-
-    `implementation`: how torch's adamw runs; the others have one. `beta3`: CAME's decay of the confidence
-    (Luo et al., arXiv:2307.02047).
-    """
+class OptimizerSpec(Section):
+    """An optimizer of bigdit/optim and its constants, as papers have them (Loshchilov & Hutter, arXiv:1711.05101)."""
 
     name: OptimizerName = "adamw"
+    """Which optimizer."""
     lr: Positive = 1e-4
+    """The learning rate after the warm-up; train.lr_schedule lowers it."""
     betas: tuple[Share, Share] = (0.9, 0.999)
+    """The decays of both moments."""
     beta3: Share = 0.9999
+    """The decay of CAME's confidence (Luo et al., arXiv:2307.02047)."""
     eps: Positive = 1e-8
+    """What is added to the denominator."""
     weight_decay: NotNegative = 0.0
+    """Decoupled weight decay."""
     decayed: Literal["all", "matrices"] = "all"
+    """Which parameters decay: all, or the weights of linear layers and convolutions alone. Then norms, biases, tables
+    and embeddings are a group of their own."""
     implementation: Literal["fused", "foreach", "for_loop"] = "fused"
+    """How torch's adamw runs. The others have one way."""
 
     @model_validator(mode="after")
     def _coherent(self) -> OptimizerSpec:
         if self.name != "adamw" and self.implementation != "fused":
-            raise ValueError(f"optimizer.implementation is of optimizer.name adamw, and it is {self.name}")
+            raise ValueError(f"implementation is of the optimizer adamw, and name is {self.name}")
         return self
 
 
@@ -61,20 +63,20 @@ PROFILES = ("decay", "power", "widths")
 """Keys of an average of which one says how steps count."""
 
 
-class EmaSpec(Strict):
-    """A moving average of the weights in fp32, on the GPU or on the host (`device`); sharded as the masters are.
-
-    It is exponential: each step keeps `decay` of it (0.9999), and step t at most (1 + t) / (10 + t). Or it grows with
-    the run: with `power` its profile over the steps is a power function, whose width is this share of them, σ_rel
-    (Karras et al., arXiv:2312.02696, §3.1): 0.05 to 0.2 as a rule; at 0.2887 all steps would count alike. `widths` are
-    two such averages or more, each as large as the weights; the first is what samples and validation take, and of all,
-    with train.snapshot_every, averages of other widths are made after the run (ibid., §3.2).
-    """
+class EmaSpec(Section):
+    """A moving average of the weights in fp32, sharded as the masters are."""
 
     decay: Annotated[Number, Field(gt=0.0, lt=1)] | None = None
+    """The share that each step keeps, in an exponential average: 0.9999 where no profile is said. Step t keeps at most
+    (1 + t) / (10 + t)."""
     power: Width | None = None
+    """An average that grows with the run: its profile over the steps is a power function, whose width is this share of
+    them, σ_rel (Karras et al., arXiv:2312.02696, §3.1). 0.05 to 0.2 as a rule; at 0.2887 all steps count alike."""
     widths: Widths | None = None
+    """Two such averages or more, each as large as the weights. Samples and validation take the first. With
+    train.snapshot_every, averages of other widths are made of them after the run (ibid., §3.2)."""
     device: Literal["gpu", "cpu"] = "gpu"
+    """Which memory holds the average."""
 
     @model_validator(mode="before")
     @classmethod
@@ -118,15 +120,16 @@ def _plain(value: float | tuple[float, ...]) -> str:
 LoraBase = Literal["bf16", "int8", "nf4"]
 
 
-class LoraSpec(Strict):
-    """Low-rank adapters (Hu et al., arXiv:2106.09685) of rank `rank`, scaled by `alpha` / `rank`, over a frozen base,
-    which is kept in `base`. `dora`: with a trained magnitude for each row of a weight (Liu et al., arXiv:2402.09353).
-
-    `targets`: names of linear layers, matched by their last parts as peft does; none: those of attention.
-    """
+class LoraSpec(Section):
+    """Low-rank adapters (Hu et al., arXiv:2106.09685) over frozen weights."""
 
     rank: Count = 16
+    """The rank of each adapter."""
     alpha: Positive = 16.0
+    """Adapters are scaled by alpha / rank."""
     targets: tuple[str, ...] = ()
+    """Names of linear layers, matched by their last parts as peft does. None: those of attention."""
     base: LoraBase = "bf16"
+    """How the frozen weights are kept."""
     dora: Switch = False
+    """Train a magnitude for each row of a weight too (Liu et al., arXiv:2402.09353)."""

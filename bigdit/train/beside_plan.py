@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from bigdit.config.plan_file import PlanFile
+from bigdit.config.plan_file import PlanFile, unplanned
 from bigdit.emulator import on_emulated_card
 from bigdit.spec import Strategy, Strict
 from bigdit.units import gib
@@ -37,9 +37,9 @@ def off(planned: int, measured: int) -> str:
 
 
 def planned_memory(plan: PlanFile | None, strategy: Strategy, device: str) -> PlannedMemory | None:
-    """What was planned for steps of this size. None where there is no plan, it was left for a smaller step, or `device`
-    is no `cuda`: a plan's bytes are those of CUDA's kernels."""
-    if plan is None or strategy.step_size != plan.strategy.step_size or device != "cuda":
+    """What was planned for these steps. None where there is no plan, it predicts other steps, or `device` is no `cuda`:
+    a plan's bytes are those of CUDA's kernels."""
+    if plan is None or unplanned(strategy, plan) or device != "cuda":
         return None
     return PlannedMemory(
         resolution=plan.question.resolution,

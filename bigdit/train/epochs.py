@@ -58,9 +58,9 @@ def _counted(prepared: Prepared, needed: bool) -> tuple[Prepared, list[str]]:
 def samples_of(run: RunConfig) -> int:
     """The samples of the run's store that are trained on, or of its sources. Raises UserError where they cannot be
     read."""
-    if run.data.online:
+    if run.data.features is None:
         return len(open_source(run.data))
-    store = FeatureStore.open(run.data.features, run.data.reader, run.data.remote_cache)
+    store = FeatureStore.open(run.data.store, run.data.reader, run.data.remote_cache)
     held_out = run.validation.samples if run.validation else 0
     return max(int(store.index.counts.sum()) - held_out, 1)  # the loader refuses to hold out all
 

@@ -75,7 +75,9 @@ def open_feed(start: Start, device: torch.device) -> tuple[Feed, list[str]]:
     if strategy.features == "cached":
         store, encoders = open_stores(start.stages, stage.number), None
     else:
-        store, encoders = open_online(stage.run, reached.spec, stage.plan, device, strategy.encode_chunk or 1)
+        store, encoders = open_online(
+            stage.run, reached.spec, stage.plan, device, strategy.encode_chunk or strategy.micro_batch_size
+        )
     order, notices = start.order(store)
     if stage.plan is not None:
         notices += smaller_than_planned(stage.plan, store.buckets)

@@ -9,6 +9,7 @@ from bigdit import checkpoint
 from bigdit.catalog.families import objective_of
 from bigdit.catalog.models import repositories
 from bigdit.checkpoint import Checkpoint
+from bigdit.config.plan_file import unplanned
 from bigdit.loader.order import Order
 from bigdit.loader.raw_store import RawStore
 from bigdit.loader.stages import check_border, plan_order
@@ -67,7 +68,7 @@ def foreseen(stages: Sequence[Prepared]) -> list[str]:
     run = start.reached.stage.run
     if not has_store(run):
         return list(start.notices)
-    _, notices = start.order(FeatureStore.open(run.data.features, run.data.reader, run.data.remote_cache))
+    _, notices = start.order(FeatureStore.open(run.data.store, run.data.reader, run.data.remote_cache))
     return [*start.notices, *(f"note: {line}" for line in notices)]
 
 
@@ -100,13 +101,13 @@ def _taken(stages: Sequence[Prepared]) -> list[str]:
 def _known(prepared: Prepared) -> Iterator[str]:
     run, plan, batch = prepared.stage.run, prepared.stage.plan, prepared.strategy.global_batch_size
     data, train = run.data, run.train
-    if data.online or has_store(run):
+    if data.features is None or has_store(run):
         yield f"{samples_of(run):,} {data.samples}"
     else:
         yield f"features in {data.features}" if url_of(data.features) else "no features yet (`bigdit extract`)"
     yield f"{len(data.buckets)} bucket{'' if len(data.buckets) == 1 else 's'}"
     yield f"{train.steps:,} steps of {batch:,}" if train.steps else f"{train.epochs:g} epochs in steps of {batch:,}"
-    if plan is None:
+    if plan is None or unplanned(prepared.strategy, plan):
         yield "memory not planned (`bigdit plan --config`)"
     else:
         taken, usable = plan.expected.process_bytes[1], plan.expected.usable_bytes

@@ -47,8 +47,8 @@ from bigdit.train.store import largest_batch_shape
 # On a card, steps are taken again with less: what comes here ran out before the first one, or between two.
 _LESS = {
     "cuda": "it was in no step, and a smaller one does not mend it; `bigdit plan` says what fits: an optimizer with "
-    "less state, train.lora, offload to the host, more cards",
-    "cpu": "a smaller train.micro_batch_size takes less, or train.checkpointed_blocks all",
+    "less state, strategy.lora, offload to the host, more cards",
+    "cpu": "a smaller strategy.micro_batch_size takes less, or strategy.checkpointed_blocks all",
 }
 
 
@@ -74,8 +74,8 @@ def train(stages: Sequence[Prepared], world: World, stop: Stop) -> Ended:
     run, needed = stages[0].stage.run, stages[0].strategy.engine != "single"
     on_host = any(each.strategy.cpu_offload for each in stages)
     with (
-        process_group(world, needed=needed, on_host=on_host, timeout=run.engine.timeout) as device,
-        ending_together(world, stop, run.engine.timeout),
+        process_group(world, needed=needed, on_host=on_host, timeout=run.train.timeout) as device,
+        ending_together(world, stop, run.train.timeout),
         held(run.output, world),
         told("training", device, _LESS[device.type]),
         compiling_told(),
@@ -225,8 +225,8 @@ def _keep(world: World, record: RunRecord) -> None:
 
 
 def learning_rate(run: RunConfig, step: int) -> float:
-    """The rate of step number `step` (from 0): linear warm-up to optimizer.lr, then what train.lr_schedule says."""
-    train, peak = run.train, run.optimizer.lr
+    """The rate of step number `step` (from 0): linear warm-up to the optimizer's lr, then train.lr_schedule."""
+    train, peak = run.train, run.strategy.optimizer.lr
     if step < train.warmup_steps:
         return peak * (step + 1) / train.warmup_steps
     steps = train.known_steps

@@ -12,8 +12,7 @@ from pathlib import Path
 from bigdit import libraries, log
 from bigdit.catalog.revision import revision
 from bigdit.config import load_stages
-from bigdit.config.overrides import said_once
-from bigdit.config.plan_file import read_plan_file
+from bigdit.config.load import set_once
 from bigdit.dist import World, world_from_env
 from bigdit.errors import EXIT_USER, guard, shown
 from bigdit.train.prepare import check_launcher, check_stores, prepare_stages, with_ds_config, with_grace
@@ -36,7 +35,7 @@ def main(arguments: Sequence[str] | None = None, around: Around = nullcontext) -
     parsed = parse(arguments)
     end_with_launcher()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or a lost peer is told in stack frames too
-    status = guard(lambda: _train(parsed.config, _overrides(parsed), parsed.plan, around))
+    status = guard(lambda: _train(parsed.config, _overrides(parsed), around))
     if status == EXIT_USER and os.environ.get("RANK", "0") != "0" and LAUNCHER not in os.environ:
         time.sleep(PATIENCE_S)  # torchrun ends all as soon as one has failed: the one that says why is let go first
     return status
@@ -46,8 +45,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of launch/train.py; ends the process where they are none."""
     parser = argparse.ArgumentParser(description="Train as the run's config says.")
     parser.add_argument("--config", type=Path, required=True, help="the run's YAML")
-    parser.add_argument("--ds-config", type=Path, help="DeepSpeed's JSON; chooses engine.name deepspeed")
-    parser.add_argument("--plan", type=Path, help="plan.yaml of `bigdit plan --out`; decides how the step is run")
+    parser.add_argument("--ds-config", type=Path, help="DeepSpeed's JSON; chooses strategy.engine deepspeed")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key")
     parser.add_argument("--grace", type=float, help="seconds to save and end in after a signal; train.grace")
     # The deepspeed launcher passes it; the environment says the same.
@@ -56,7 +54,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _overrides(parsed: argparse.Namespace) -> list[str]:
-    return with_grace(with_ds_config(said_once(parsed.set), parsed.ds_config), parsed.grace)
+    return with_grace(with_ds_config(set_once(parsed.set), parsed.ds_config), parsed.grace)
 
 
 def _set_allocator(world: World) -> None:
@@ -71,11 +69,10 @@ def _set_allocator(world: World) -> None:
         )
 
 
-def _train(config: Path, overrides: Sequence[str], source: Path | None, around: Around) -> int:
+def _train(config: Path, overrides: Sequence[str], around: Around) -> int:
     world = world_from_env()
-    plan = None if source is None else read_plan_file(source)
-    stages = load_stages(config, overrides, plan, source)
-    prepared = prepare_stages(stages, world.world_size)
+    stages = load_stages(config, overrides, world.world_size)
+    prepared = prepare_stages(stages)
     check_launcher(prepared)
     check_stores(stages)
     for stage in stages:

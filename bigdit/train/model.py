@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from bigdit import checkpoint, models
+from bigdit import checkpoint, engines, models
 from bigdit.catalog import FAMILIES, batch_shape
 from bigdit.catalog.first_frame import fed_more
 from bigdit.catalog.resolve import read_model_config
@@ -37,7 +37,7 @@ def _check_start(run: RunConfig, spec: ModelSpec) -> None:
     """Raise UserError where model.init_from is no folder of weights; what bigdit wrote has checksums, which loading
     reads. A run that goes on reads it for adapters alone."""
     source = run.model.init_from
-    if source is None or (run.train.lora is None and _goes_on(run)):
+    if source is None or (run.strategy.lora is None and _goes_on(run)):
         return
     try:
         checkpoint.check_whole(source)
@@ -57,6 +57,7 @@ def check_model(run: RunConfig, spec: ModelSpec, strategy: Strategy) -> nn.Modul
 
     What the config leaves out is what the class takes for it: its own channels and widths.
     """
+    engines.check(strategy)
     family = models.family(spec.class_name)
     model = models.outline(spec)
     made = spec.model_copy(update={"kwargs": dict(arguments(model))})

@@ -112,7 +112,7 @@ class Recovery:
             raise UserError(
                 f"{_told(self._event(error, self._relief.now))}, and there is no smaller one: this has "
                 f"{said(self._relief.now.step_size)}; `bigdit plan` says what fits: an optimizer with less state, "
-                "train.lora, offload to the host, more cards"
+                "strategy.lora, offload to the host, more cards"
             ) from None
         event = self._event(error, self._following)
         traceback.clear_frames(error.__traceback__)  # what the step held of the card

@@ -11,11 +11,10 @@ from pathlib import Path
 from bigdit.catalog.classes import condition_problems
 from bigdit.catalog.families import block_count, objective_of, training_obstacle
 from bigdit.catalog.resolve import model_spec
-from bigdit.config import RunConfig, Stage, check, strategy_of
+from bigdit.config import RunConfig, Stage, check
 from bigdit.config.accelerate import check_accelerate
-from bigdit.config.overrides import with_option
-from bigdit.config.plan_file import PlanFile
-from bigdit.config.planned import planned_strategy
+from bigdit.config.load import with_option
+from bigdit.config.plan_file import PlanFile, check_plan
 from bigdit.config.stages import not_shared, of_each
 from bigdit.errors import UserError
 from bigdit.objective_spec import learned
@@ -27,19 +26,23 @@ SCHEMA = "schema.json"
 
 @dataclass(frozen=True)
 class Prepared:
-    """A stage that was checked, its model and how it is stepped."""
+    """A stage that was checked, and its model."""
 
     stage: Stage
     spec: ModelSpec
-    strategy: Strategy
+
+    @property
+    def strategy(self) -> Strategy:
+        """How it is stepped."""
+        return self.stage.run.strategy
 
 
-def prepare_stages(stages: Sequence[Stage], world_size: int) -> list[Prepared]:
-    """Each stage with its model and strategy on `world_size` processes. Raises UserError with all problems."""
+def prepare_stages(stages: Sequence[Stage]) -> list[Prepared]:
+    """Each stage with its model. Raises UserError with all problems."""
 
     def one(number: int) -> Prepared:
         stage = stages[number]
-        return Prepared(stage, *prepare(stage.run, world_size, stage.plan))
+        return Prepared(stage, prepare(stage.run, stage.plan))
 
     found = of_each(range(len(stages)), one)
     objectives = [learned(objective_of(each.spec, each.stage.run.objective)) for each in found]
@@ -50,12 +53,12 @@ def prepare_stages(stages: Sequence[Stage], world_size: int) -> list[Prepared]:
         if own.get(key) != objectives[0].get(key)
     ]
     problems += [
-        not_shared(each.stage.number, "engine.ds_config: zero_optimization.stage", own, found[0].strategy.zero_stage)
+        not_shared(each.stage.number, "strategy.ds_config: zero_optimization.stage", own, found[0].strategy.zero_stage)
         for each in found
         if (own := each.strategy.zero_stage) != found[0].strategy.zero_stage
     ]
     if len(found) > 1 and any(each.strategy.features == "online" for each in found):
-        problems.append("data.features is online, and the run has stages: features online are of a run without stages")
+        problems.append("strategy.features is online, and the run has stages: it is of a run without stages")
     if problems:
         raise UserError(*problems)
     return found
@@ -66,70 +69,49 @@ def stage_at(stages: Sequence[Prepared], step: int) -> Prepared:
     return next((each for each in stages if step < each.stage.end), stages[-1])
 
 
-def prepare(run: RunConfig, world_size: int, plan: PlanFile | None = None) -> tuple[ModelSpec, Strategy]:
-    """The model and the strategy of `run` on `world_size` processes. Raises UserError with all problems."""
+def prepare(run: RunConfig, plan: PlanFile | None = None) -> ModelSpec:
+    """The model of `run`, checked with it and with its `plan`. Raises UserError with all problems."""
     spec = model_spec(run.model)
     obstacle = training_obstacle(spec)
     if obstacle is not None:
         raise UserError(f"model {spec.name} cannot be trained: {obstacle}; `bigdit models` lists those that can")
     if plan is not None:
-        _check_model(spec, plan.model)
+        check_plan(run, spec, plan)
     check(run, spec)
     if problems := [*condition_problems(run, spec), *_missing_trackers(run), *_too_few_blocks(run, spec)]:
         raise UserError(*problems)
-    return spec, strategy_of(run, world_size) if plan is None else planned_strategy(run, plan, world_size)
+    return spec
 
 
 def check_launcher(prepared: Sequence[Prepared]) -> None:
     """Raise UserError where the launcher of these processes was asked for other steps than those of the stages."""
-    of_each(
-        range(len(prepared)), lambda number: check_accelerate(prepared[number].stage.run, prepared[number].strategy)
-    )
+    of_each(range(len(prepared)), lambda number: check_accelerate(prepared[number].strategy))
 
 
 def check_stores(stages: Sequence[Stage]) -> None:
     """`check_store` of each stage. Raises UserError with what is missing of all."""
-    stored = [stage.run for stage in stages if not stage.run.data.online]
+    stored = [stage.run for stage in stages if stage.run.data.features is not None]
     of_each(range(len(stored)), lambda number: check_store(stored[number]))
 
 
 def check_store(run: RunConfig) -> None:
-    """Raise UserError where data.features is online, or a folder of this machine without a store: FeatureStore.open
-    says so too, seconds later, since it imports torch."""
+    """Raise UserError where features are online, or data.features is a folder of this machine without a store:
+    FeatureStore.open says so too, seconds later, since it imports torch."""
     features = run.data.features
-    if run.data.online:
-        raise UserError("data.features is online, and a store is read; name its folder")
+    if features is None:
+        raise UserError("strategy.features is online, and a store is read; set it to cached")
     if not re.match(r"\w+:/", str(features)) and not has_store(run):
         raise UserError(f"data.features: {features} holds no features; `bigdit extract --config RUN.yaml` makes them")
 
 
 def has_store(run: RunConfig) -> bool:
     """Whether data.features is a folder of this machine with a store."""
-    return (run.data.features / SCHEMA).exists()
-
-
-def _check_model(spec: ModelSpec, planned: ModelSpec) -> None:
-    """Raise UserError where the run's model is not the plan's. What only one of them names may be a default."""
-    if spec.class_name != planned.class_name:
-        raise UserError(
-            f"model is a {spec.class_name}, and the plan's model is {planned.name}, a {planned.class_name}; leave "
-            "model out, or ask `bigdit plan` for it"
-        )
-    # As JSON has it: a config.json's lists are a constructor's tuples.
-    own, wanted = (ModelSpec.model_validate_json(each.model_dump_json()).kwargs for each in (spec, planned))
-    problems = [
-        f"model has {key} {own[key]!r}, and the plan's model.kwargs.{key} is {wanted[key]!r} ({planned.name}); leave "
-        "model out, or ask `bigdit plan` for it"
-        for key in sorted(own.keys() & wanted.keys())
-        if own[key] != wanted[key]
-    ]
-    if problems:
-        raise UserError(*problems)
+    return run.data.features is not None and (run.data.features / SCHEMA).exists()
 
 
 def _too_few_blocks(run: RunConfig, spec: ModelSpec) -> list[str]:
-    """What of train.blocks_to_swap the model has no blocks for, as far as its arguments say."""
-    swapped, blocks = run.train.blocks_to_swap, block_count(spec)
+    """What of strategy.blocks_to_swap the model has no blocks for, as far as its arguments say."""
+    swapped, blocks = run.strategy.blocks_to_swap, block_count(spec)
     misfit = swap_misfit(swapped, blocks) if swapped and blocks is not None else None
     return [] if misfit is None else [misfit]
 
@@ -148,7 +130,7 @@ def with_ds_config(overrides: Sequence[str], ds_config: Path | None) -> list[str
     """`--ds-config FILE` as the overrides that it stands for."""
     if ds_config is None:
         return list(overrides)
-    return with_option(overrides, "--ds-config", {"engine.name": "deepspeed", "engine.ds_config": ds_config})
+    return with_option(overrides, "--ds-config", {"strategy.engine": "deepspeed", "strategy.ds_config": ds_config})
 
 
 def with_grace(overrides: Sequence[str], grace: float | None) -> list[str]:

@@ -66,6 +66,6 @@ def said(size: StepSize) -> str:
     """The size by the config's keys."""
     kind = " (selective)" if size.checkpointing == "selective" else ""
     return (
-        f"train.micro_batch_size {size.micro_batch_size}, grad_accum_steps {size.grad_accum_steps}, "
+        f"strategy.micro_batch_size {size.micro_batch_size}, grad_accum_steps {size.grad_accum_steps}, "
         f"checkpointed_blocks {size.checkpointed_blocks}{kind}"
     )

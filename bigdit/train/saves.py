@@ -17,7 +17,7 @@ from bigdit.units import gib
 
 def snapshots_said(run: RunConfig, model: nn.Module) -> list[str]:
     """What snapshots of the averages will take of the disk, where a run makes some; `model` is as it is trained."""
-    every, ema = run.train.snapshot_every, run.train.ema
+    every, ema = run.train.snapshot_every, run.strategy.ema
     if every is None or ema is None:
         return []
     each = 4 * ema.count * sum(weights.numel() for weights in model.parameters() if weights.requires_grad)

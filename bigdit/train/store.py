@@ -43,7 +43,7 @@ def check_those_there(stages: Sequence[Prepared]) -> list[str]:
     def one(number: int) -> list[str]:
         each = stages[number]
         data = each.stage.run.data
-        if data.online:
+        if data.features is None:
             open_source(data)
             return []
         stored = has_store(each.stage.run)
@@ -62,7 +62,7 @@ def open_store(run: RunConfig, spec: ModelSpec, plan: PlanFile | None) -> Featur
     """The store. Raises UserError where its features are not what the model takes, the run says or the plan is for,
     and where it has none to train on beside those held out, no class that samples.captions names, or samples.images
     cannot be read."""
-    store = FeatureStore.open(run.data.features, run.data.reader, run.data.remote_cache)
+    store = FeatureStore.open(run.data.store, run.data.reader, run.data.remote_cache)
     tokens = 0 if store.text_shape is None else store.text_shape[0]
     problems = [
         *(f"its latents have {misfit}" for misfit in latent_misfits(spec, next(iter(store.buckets))[0])),

@@ -1,6 +1,6 @@
 """The reference, made from what bigdit itself reads: the keys of a run and of a strategy, and the command line.
 
-Meanings are those of docstrings and `--help`; nothing is written twice, so nothing can differ.
+Meanings are those of the docstrings of classes and fields, and of `--help`; nothing is written twice.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ error, which says the nearest. A key without a default must be there.
 """
 STRATEGY = """# A strategy's keys
 
-How a step is run: what `--strategy` of `bigdit profile` takes, and what `plan.yaml` holds. What is in
-[a run's keys](run.md) under the same name means the same.
+How a step is run: the section `strategy` of [a run](run.md), which plans write, and what `--strategy` of `bigdit
+profile` takes.
 """
 COMMANDS = """# Commands
 
@@ -80,12 +80,16 @@ def _table(model: type[BaseModel]) -> str:
     schema = model.model_json_schema(ref_template="{model}")
     required = schema.get("required", [])
     rows = [
-        f"| `{key}` | {kind(part)} | {'' if key in required else _default(part)} |"
+        f"| `{key}` | {_meaning(part)} | {kind(part)} | {'' if key in required else _default(part)} |"
         for key, part in schema["properties"].items()
     ]
-    return "\n".join(
-        ["", inspect.getdoc(model) or "", "", "| key | type | default |", "| --- | --- | --- |", *rows, ""]
-    )
+    rows += [f"| `{key}` | {_cell(meaning)} | | |" for key, meaning in getattr(model, "also", {}).items()]
+    head = ["| key | meaning | type | default |", "| --- | --- | --- | --- |"]
+    return "\n".join(["", inspect.getdoc(model) or "", "", *head, *rows, ""])
+
+
+def _meaning(part: dict[str, Any]) -> str:
+    return _cell(" ".join(part.get("description", "").split()))
 
 
 def kind(part: dict[str, Any]) -> str:

@@ -22,7 +22,8 @@ SHAPE = BatchShape(latents=(4, 4, 4), text=(8, 64))
 
 
 def asked(**changed):
-    spec, strategy = prepare(load_run(DIGITS, [*TINY, *SINGLE]), 1)
+    run = load_run(DIGITS, [*TINY, *SINGLE])
+    spec, strategy = prepare(run), run.strategy
     return spec, strategy.model_copy(update={"optimizer": OptimizerSpec(lr=1e-2)} | changed)
 
 

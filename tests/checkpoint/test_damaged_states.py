@@ -48,7 +48,7 @@ def output(trained, tmp_path):
 def going_on(output, features):
     """The stages of a run that goes on from the output."""
     overrides = [*TINY, *SINGLE, f"data.features={features}", f"output={output}", "train.steps=9"]
-    return prepare_stages(load_stages(DIGITS, overrides, None, None), 1)
+    return prepare_stages(load_stages(DIGITS, overrides))
 
 
 def damaged(document, values):

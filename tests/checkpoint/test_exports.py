@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from commands import DIGITS
+from commands import DIGITS, SINGLE
 from diffusers import SanaTransformer2DModel
 from resuming import save
 from safetensors.torch import load_file
@@ -22,7 +22,7 @@ FILE = "diffusion_pytorch_model.safetensors"
 
 
 def test_exports_are_written_where_the_run_says_and_at_its_end(features, tmp_path):
-    more = ("train.steps=7", "train.checkpoint_every=1", "train.export_every=3", "train.ema={decay: 0.9}")
+    more = ("train.steps=7", "train.checkpoint_every=1", "train.export_every=3", "strategy.ema={decay: 0.9}")
     assert run(features, tmp_path, *more) == 0
     assert sorted(path.name for path in (tmp_path / "exports").iterdir()) == [f"step-{step:08d}" for step in (3, 6, 7)]
     export_command.run(tmp_path, tmp_path / "again")
@@ -112,7 +112,7 @@ def test_an_export_that_an_interrupted_run_owes_is_made(tmp_path, engine_and_ave
     engine, ema = engine_and_average
     save(tmp_path, engine, ema, checkpoint.Peers())
     found, _ = checkpoint.latest(tmp_path)
-    config = (f"output={tmp_path}", "engine.name=single", "engine.ds_config=null", "train.steps=9")
+    config = (f"output={tmp_path}", *SINGLE, "train.steps=9")
     exports.export_missed(load_run(DIGITS, config), [9], found)
     assert not (tmp_path / "exports").exists()  # it is not the last, and none that is named
     due = load_run(DIGITS, (*config, "train.export_every=1"))

@@ -6,7 +6,7 @@ from commands import DIGITS
 from bigdit.checkpoint import Checkpoint, changed_since, check_objective
 from bigdit.checkpoint.resumable import BESIDE
 from bigdit.config import load_run
-from bigdit.config.planned import at
+from bigdit.documents import at
 from bigdit.errors import UserError
 from bigdit.objective_spec import DdpmSpec, FlowMatchingSpec
 from bigdit.spec import EmaSpec
@@ -43,8 +43,8 @@ def test_all_that_is_trained_otherwise_is_said(tmp_path):
     objective = FlowMatchingSpec()
     said = {
         "data.caption_dropout=0.3": "data.caption_dropout 0.1, and goes on with 0.3",
-        "optimizer.betas=[0.9, 0.9]": "optimizer.betas [0.9, 0.99], and goes on with [0.9, 0.9]",
-        "train.gradient_clipping=null": "train.gradient_clipping 1.0, and goes on with null",
+        "strategy.gradient_clipping=null": "strategy.gradient_clipping 1.0, and goes on with null",
+        "strategy.optimizer.betas=[0.9, 0.9]": "strategy.optimizer.betas [0.9, 0.99], and goes on with [0.9, 0.9]",
         "train.steps=900": "train.steps 800, and goes on with 900",
     }
     assert changed(tmp_path, objective, objective, *said) == list(said.values())
@@ -56,10 +56,17 @@ def test_all_that_is_trained_otherwise_is_said(tmp_path):
 
 def test_what_changes_nothing_that_is_trained_is_not_said(tmp_path):
     objective, run = FlowMatchingSpec(), load_run(DIGITS).model_dump()
-    run["train"]["ema"] = EmaSpec().model_dump()
+    run["strategy"]["ema"] = EmaSpec().model_dump()
     for key in BESIDE:  # each is one
         assert at(run, key.split(".")[:-1]).keys() >= {key.split(".")[-1]}
-    others = ("engine={name: fsdp2}", "train.micro_batch_size=8", "data.workers=1", "output=else", "samples=null")
+    others = (
+        "strategy.engine=fsdp2",
+        "strategy.ds_config=null",
+        "strategy.micro_batch_size=8",
+        "data.workers=1",
+        "output=else",
+        "samples=null",
+    )
     assert changed(tmp_path, objective, objective, *others, "train.checkpoint_every=7") == []
 
 

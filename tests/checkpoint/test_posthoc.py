@@ -24,8 +24,13 @@ from bigdit.sampling import Sampler
 
 WEIGHTS = "transformer_ema/diffusion_pytorch_model.safetensors"
 # Weights that move as much at the end as at the beginning: averages of different widths then differ.
-STEADY = ("train.lr_schedule=constant", "train.warmup_steps=0", "optimizer.lr=2e-3", "train.keep_checkpoints=99")
-WIDTHS = (*STEADY, "train.ema.widths=[0.05, 0.1]")
+STEADY = (
+    "train.lr_schedule=constant",
+    "train.warmup_steps=0",
+    "strategy.optimizer.lr=2e-3",
+    "train.keep_checkpoints=99",
+)
+WIDTHS = (*STEADY, "strategy.ema.widths=[0.05, 0.1]")
 KEPT = (*WIDTHS, "train.snapshot_every=5", "train.checkpoint_every=20")
 STEPS = 40
 
@@ -81,7 +86,7 @@ def test_more_snapshots_make_a_profile_finer(width, error):
 def test_an_average_that_is_made_is_the_one_that_would_have_been_kept(kept, features, tmp_path):
     """A run that keeps these widths from the start has the same weights: from its averages those that are made are a
     share of the way to the weights that is below the error of the profile, and a twentieth of that to what was kept."""
-    direct = run_to(STEPS, tmp_path / "direct", features, *STEADY, "train.ema.widths=[0.07, 0.13]")
+    direct = run_to(STEPS, tmp_path / "direct", features, *STEADY, "strategy.ema.widths=[0.07, 0.13]")
     weights = _held(kept, "master")
     assert torch.equal(weights, _held(direct, "master"))
     for width, kind in ((0.07, "ema"), (0.13, "ema2")):
@@ -226,11 +231,11 @@ def test_a_run_without_two_averages_is_a_line(trained, features, tmp_path, capfd
     found = of(trained)
     with pytest.raises(UserError) as caught:
         PostHoc(found, 0.1)
-    assert str(caught.value) == f"--ema-width: {found.folder} holds no moving average; train with train.ema.widths"
-    assert run(features, tmp_path, "train.snapshot_every=4", "train.ema.power=0.1") == 1
+    assert str(caught.value) == f"--ema-width: {found.folder} holds no moving average; train with strategy.ema.widths"
+    assert run(features, tmp_path, "train.snapshot_every=4", "strategy.ema.power=0.1") == 1
     assert capfd.readouterr().err == (
-        "error: train.snapshot_every is 4, and train.ema.widths is missing: averages of other widths are made of two; "
-        "set it to [0.05, 0.1], or leave snapshot_every out\n"
+        "error: train.snapshot_every is 4, and strategy.ema.widths is missing: averages of other widths are made of "
+        "two; set it to [0.05, 0.1], or leave snapshot_every out\n"
     )
 
 

@@ -245,8 +245,8 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path):
     root = tmp_path / "checkpoints"
     assert str(refused.value) == (
         f"NaN or infinity in 2 weights, the first in {name}: {root}/step-00000004 is not written, and "
-        f"{root}/step-00000002 is the last that is good; lower optimizer.lr, lengthen "
-        "train.warmup_steps, or set train.gradient_clipping"
+        f"{root}/step-00000002 is the last that is good; lower strategy.optimizer.lr, lengthen "
+        "train.warmup_steps, or set strategy.gradient_clipping"
     )
     assert names(tmp_path) == ["latest", "step-00000002"]
     assert checkpoint.latest(tmp_path)[0].step == 2

@@ -100,7 +100,7 @@ def test_a_plan_for_people_for_machines_and_for_python(tmp_path):
     # A path is as long as it is, and a command may be copied whole.
     assert max(len(line) for line in shown.stdout.splitlines() if str(tmp_path) not in line) <= 80
     assert "FITS" in shown.stdout
-    assert {"plan.yaml", "report.html"} <= {file.name for file in (tmp_path / "plan").iterdir()}
+    assert {"plan.yaml", "run.yaml", "report.html"} <= {file.name for file in (tmp_path / "plan").iterdir()}
 
     status, printed, _ = plan_json(*question)
     assert (status, printed["fits"], printed["verdict"]) == (0, True, "FITS")
@@ -165,25 +165,27 @@ def test_a_run_with_stages_has_a_plan_of_each_by_which_it_trains(tmp_path):
         "model": {"path": str(tmp_path / "config.json")},
         "data": {"images": "pictures", "features": "features", "buckets": [[512, 512]]},
         "encoders": {"image": {"name": "vae", "class_name": "AutoencoderDC", "path": "vae"}, "text": {"path": "t5"}},
-        "train": {"global_batch_size": 4, "checkpointed_blocks": 0},
-        "optimizer": {"name": "adamw"},
-        "engine": {"name": "single"},
+        "strategy": {
+            "engine": "single",
+            "global_batch_size": 4,
+            "checkpointed_blocks": 0,
+            "optimizer": {"name": "adamw"},
+        },
+        "train": {},
         "stages": [{"data": {"buckets": [[256, 256]]}, "train": {"epochs": 2}}, {"train": {"steps": 3}}],
         "output": "run",
     }
     config, plans = tmp_path / "run.yaml", tmp_path / "plans"
     config.write_text(yaml.safe_dump(run))
-    done = bigdit("plan", "--config", config, "--gpu", "rtx-4090", "--out", plans, "--set", "train.precision=bf16_sr")
+    done = bigdit(
+        "plan", "--config", config, "--gpu", "rtx-4090", "--out", plans, "--set", "strategy.precision=bf16_sr"
+    )
     assert done.returncode == 0, done.stderr
-    assert [line for line in done.stdout.splitlines() if line.startswith("to train with it")] == [
-        f"to train with it: stages.{number}.plan: {plans}/stage-{number}" for number in (0, 1)
-    ]
+    assert done.stderr.splitlines()[-1] == f"to train with it: bigdit train --config {plans}/run.yaml"
     assert done.stdout.count("add --images to see how long it takes") == 2
-    for number, stage in enumerate(run["stages"]):
-        stage["plan"] = str(plans / f"stage-{number}")
-    config.write_text(yaml.safe_dump(run))
-    done = bigdit("train", "--config", config, "--dry-run")
+    done = bigdit("train", "--config", plans / "run.yaml", "--dry-run")
     assert done.returncode == 0, done.stderr
+    assert "the plan predicts another strategy" not in done.stderr
     strategies = [stage["strategy"] for stage in json.loads(done.stdout)["stages"]]
     recorded = [yaml.safe_load((plans / f"stage-{number}/plan.yaml").read_text()) for number in (0, 1)]
     assert recorded[0]["question"]["epochs"] == 2
@@ -208,9 +210,14 @@ def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
             "image": {"name": "vae", "class_name": "AutoencoderDC", "path": str(tmp_path / "vae")},
             "text": {"path": str(tmp_path / "t5"), "dtype": "bf16"},
         },
-        "train": {"steps": 20, "global_batch_size": 4, "micro_batch_size": 4, "checkpointed_blocks": 0},
-        "optimizer": {"name": "adamw"},
-        "engine": {"name": "single"},
+        "strategy": {
+            "engine": "single",
+            "global_batch_size": 4,
+            "micro_batch_size": 4,
+            "checkpointed_blocks": 0,
+            "optimizer": {"name": "adamw"},
+        },
+        "train": {"steps": 20},
         "validation": {"samples": 200},
         "samples": {"captions": ["a fox"]},
         "output": "run",
@@ -239,15 +246,16 @@ def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
     [
         (
             ["--config", DIGITS, "--ema", "cpu"],
-            "--ema goes with --model; with --config it is --set train.ema.device=cpu",
+            "--ema goes with --model; with --config it is --set strategy.ema.device=cpu",
         ),
         (
             ["--config", DIGITS, "--engine", "fsdp2-offload"],
-            "--engine goes with --model; with --config it is --set engine.name=fsdp2 --set engine.cpu_offload=true",
+            "--engine goes with --model; with --config it is --set strategy.engine=fsdp2 --set "
+            "strategy.cpu_offload=true",
         ),
         (
             ["--config", DIGITS, "--lora", "16"],
-            "--lora goes with --model; with --config it is --set train.lora.rank=16",
+            "--lora goes with --model; with --config it is --set strategy.lora.rank=16",
         ),
         (
             [*TINY, "--config", DIGITS],
@@ -291,7 +299,7 @@ def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
         ([*TINY, "--gpus", "100001"], "--gpus is 100001, and plans go up to 4096"),
         (
             ["--config", DIGITS, "--features", "online"],
-            "--features goes with --model; with --config it is --set data.features=online",
+            "--features goes with --model; with --config it is --set strategy.features=online --set data.features=null",
         ),
         (
             ["--config", DIGITS, "--out", "plan", "--also-gpus", "2"],

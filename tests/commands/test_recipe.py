@@ -1,7 +1,6 @@
 """`bigdit recipe`: what is listed, shown and copied is a run that its plan and `bigdit train` accept."""
 
 import json
-from pathlib import Path
 from statistics import median
 
 import pytest
@@ -28,13 +27,10 @@ def test_recipes_are_listed(tmp_path):
 
 
 @pytest.mark.parametrize("name", names())
-def test_a_recipe_is_a_run_of_the_catalogues_model_on_its_card(name, tmp_path, monkeypatch):
+def test_a_recipe_is_a_run_of_the_catalogues_model_on_its_card(name):
     found = recipe(name)
     assert len(found.text.splitlines()) <= 40
-    for file, text in found.files.items():
-        (tmp_path / file).write_text(text)
-    monkeypatch.chdir(tmp_path)
-    stages = prepare_stages(load_stages(Path(f"{name}.yaml"), []), found.processes)
+    stages = prepare_stages(load_stages(RECIPES / f"{name}.yaml"))
     assert len(stages) == found.stages
     assert catalog.gpu(found.about.gpu)
     for each in stages:
@@ -115,9 +111,9 @@ def test_what_it_saves_is_shown_and_said_as_json():
     said = json.loads(bigdit("recipe", "show", name, "--json").stdout)
     assert said["took"]["saved"] == saved.model_dump()
     assert said["took"]["extraction"] == extraction.model_dump()
-    assert (said["commands"], said["files"]) == (recipe(name).commands, recipe(name).files)
+    assert (said["commands"], said["yaml"]) == (recipe(name).commands, recipe(name).text)
     (listed,) = [each for each in json.loads(bigdit("recipe", "list", "--json").stdout) if each["name"] == name]
-    assert listed == {key: value for key, value in said.items() if key not in ("commands", "files")}
+    assert listed == {key: value for key, value in said.items() if key not in ("commands", "yaml")}
 
 
 @pytest.mark.parametrize("name", names())
@@ -129,20 +125,11 @@ def test_as_many_checkpoints_are_said_as_its_yaml_keeps(name):
     assert saved.exports == (steps // train.export_every if train.export_every else len(stages))
 
 
-def test_deepspeeds_json_is_shown_and_copied_beside_the_yaml(tmp_path):
+def test_deepspeeds_document_is_within_the_yaml():
     found = recipe("pixart-sigma-8x-v100")
-    assert list(found.files) == ["pixart-sigma-8x-v100.yaml", "pixart-sigma-8x-v100.json"]
     shown = bigdit("recipe", "show", found.name).stdout
-    assert all(text in shown for text in ("8 × Tesla V100-SXM2-16GB, each", *found.files.values()))
-    mine = tmp_path / "pixart-sigma-8x-v100.json"
-    mine.write_text("{}")
-    done = bigdit("recipe", "copy", found.name, "--out", tmp_path)
-    assert done.stderr == f"error: {mine} is there already, and is left as it is; --out names another file\n"
-    assert [file.name for file in tmp_path.iterdir()] == [mine.name]
-    mine.unlink()
-    done = bigdit("recipe", "copy", found.name, "--out", tmp_path / "mine.yaml")
-    assert done.stderr == f"wrote {tmp_path / 'mine.yaml'} and {mine}\n"
-    assert ((tmp_path / "mine.yaml").read_text(), mine.read_text()) == tuple(found.files.values())
+    assert all(text in shown for text in ("8 × Tesla V100-SXM2-16GB, each", found.text.rstrip()))
+    assert load_stages(RECIPES / f"{found.name}.yaml")[0].run.strategy.zero_stage == 2
 
 
 def test_how_wide_hours_are_is_what_the_faq_says():

@@ -1,5 +1,6 @@
 """What accelerate's launcher was asked for, as its own code tells its processes: what the run does, or refused."""
 
+import json
 import os
 
 import pytest
@@ -8,7 +9,6 @@ from accelerate.commands import launch
 from plan_files import SINGLE, plan_of, problems, run_yaml, write, zero2
 
 from bigdit.config.accelerate import check_accelerate
-from bigdit.config.planned import planned_strategy
 from bigdit.config.stages import load_stages
 from bigdit.config.strategy import parse_strategy
 from bigdit.dist import ACCELERATE, asked_of_accelerate
@@ -51,10 +51,11 @@ def checked(told, tmp_path):
     def check(strategy, options):
         plan = plan_of(strategy)
         folder = write(plan, tmp_path / "plan")
-        train = {"compile_blocks": strategy.compile_blocks}
-        (stage,) = load_stages(run_yaml(tmp_path, train=train), [], plan, folder)
+        if strategy.ds_config is not None:
+            (folder / "ds_config.json").write_text(json.dumps(strategy.ds_document))
+        (stage,) = load_stages(run_yaml(tmp_path, plan), [])
         told(options.format(folder=folder, tmp=tmp_path))
-        check_accelerate(stage.run, planned_strategy(stage.run, plan, strategy.world_size))
+        check_accelerate(stage.run.strategy)
 
     return check
 
@@ -79,7 +80,7 @@ def test_what_says_the_same_passes(checked, strategy, options):
     checked(strategy, options)
 
 
-ZERO = "engine.ds_config: zero_optimization"
+ZERO = "strategy.ds_config: zero_optimization"
 CONTRADICTIONS = [
     (zero2(), f"{DEEPSPEED} --zero_stage 3", [("zero_stage", "3", f"{ZERO}.stage is 2", "2")]),
     (
@@ -94,21 +95,21 @@ CONTRADICTIONS = [
         ZERO3,
         f"{DEEPSPEED} --gradient_accumulation_steps 4 --gradient_clipping 1.0 --mixed_precision fp16",
         [
-            ("mixed_precision", "fp16", "train.precision is bf16", "bf16"),
-            ("gradient_accumulation_steps", "4", "train.grad_accum_steps is 1", "1"),
-            ("gradient_clipping", "1.0", "train.gradient_clipping is 0.5", "0.5"),
+            ("mixed_precision", "fp16", "strategy.precision is bf16", "bf16"),
+            ("gradient_accumulation_steps", "4", "strategy.grad_accum_steps is 1", "1"),
+            ("gradient_clipping", "1.0", "strategy.gradient_clipping is 0.5", "0.5"),
         ],
     ),
-    (FSDP2, FSDP, [("fsdp_version", "1", "engine.name is fsdp2", "2")]),
+    (FSDP2, FSDP, [("fsdp_version", "1", "strategy.engine is fsdp2", "2")]),
     (
         FP32,
         f"{FSDP} --fsdp_version 2 --fsdp_offload_params true --fsdp_reshard_after_forward false "
         "--fsdp_activation_checkpointing true --mixed_precision bf16",
         [
-            ("mixed_precision", "bf16", "train.precision is fp32", "no"),
-            ("fsdp_offload_params", "true", "engine.cpu_offload is false", "false"),
-            ("fsdp_reshard_after_forward", "false", "engine.reshard_after_forward is true", "true"),
-            ("fsdp_activation_checkpointing", "true", "train.checkpointed_blocks is 0", "false"),
+            ("mixed_precision", "bf16", "strategy.precision is fp32", "no"),
+            ("fsdp_offload_params", "true", "strategy.cpu_offload is false", "false"),
+            ("fsdp_reshard_after_forward", "false", "strategy.reshard_after_forward is true", "true"),
+            ("fsdp_activation_checkpointing", "true", "strategy.checkpointed_blocks is 0", "false"),
         ],
     ),
     (
@@ -116,8 +117,8 @@ CONTRADICTIONS = [
         f"{FSDP} --fsdp_version 2 --dynamo_backend inductor --use_parallelism_config "
         "--parallelism_config_tp_size 2 --parallelism_config_dp_replicate_size 2",
         [
-            ("dynamo_backend", "INDUCTOR", "train.compile_blocks is false", "no"),
-            ("parallelism_config_dp_replicate_size", "2", "engine.dp_replicate is 1", "1"),
+            ("dynamo_backend", "INDUCTOR", "strategy.compile_blocks is false", "no"),
+            ("parallelism_config_dp_replicate_size", "2", "strategy.dp_replicate is 1", "1"),
             ("parallelism_config_tp_size", "2", "no two processes share a sample", "1"),
         ],
     ),
@@ -143,7 +144,7 @@ def test_what_contradicts_the_run_is_refused_by_both_names(checked, strategy, op
 )
 def test_another_engine_is_refused_alone(checked, strategy, options, named, fix):
     assert problems(checked, strategy, options) == [
-        f"accelerate was asked for --{named} ({ACCELERATE[named][0]}), and engine.name is {strategy.engine}; {fix}"
+        f"accelerate was asked for --{named} ({ACCELERATE[named][0]}), and strategy.engine is {strategy.engine}; {fix}"
     ]
 
 
@@ -155,12 +156,12 @@ def test_another_file_of_deepspeeds_is_refused_by_what_differs(checked, tmp_path
     wanted = {"allgather_bucket_size": zero["allgather_bucket_size"], "reduce_bucket_size": zero["reduce_bucket_size"]}
     assert problems(checked, zero2(), f"{DEEPSPEED} {option}") == [
         f"accelerate was asked for {option} (ACCELERATE_DEEPSPEED_CONFIG_FILE), and zero_optimization.{key} in it is "
-        f"{found}, and in engine.ds_config {value}; say --deepspeed_config_file {tmp_path}/plan/ds_config.json"
+        f"{found}, and in strategy.ds_config {value}; leave --deepspeed_config_file out"
         for key, found, value in [*((key, "null", value) for key, value in wanted.items()), ("stage", 3, 2)]
     ]
     other.write_text('{"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 4}')
     assert problems(checked, zero2(), f"{DEEPSPEED} {option}") == [
-        f'{option}: ds_config.gradient_accumulation_steps is 4, and train.grad_accum_steps makes it 1; use "auto"'
+        f'{option}: ds_config.gradient_accumulation_steps is 4, and grad_accum_steps makes it 1; use "auto"'
     ]
     other.unlink()
     assert problems(checked, zero2(), f"{DEEPSPEED} {option}") == [f"{option.replace(' ', ': ')} does not exist"]
@@ -192,12 +193,14 @@ def test_its_config_says_as_much_as_its_options(told, tmp_path):
 
 
 def test_a_launched_process_refuses_before_it_looks_for_features(told, tmp_path, monkeypatch, capsys):
-    folder, config = write(plan_of(zero2()), tmp_path / "plan"), run_yaml(tmp_path)
+    plan = plan_of(zero2())
+    write(plan, tmp_path / "plan")
+    config = run_yaml(tmp_path, plan)
     told(f"{DEEPSPEED} --zero_stage 1")
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
-    assert main.main(["--plan", str(folder / "plan.yaml"), "--config", str(config)]) == 1
+    assert main.main(["--config", str(config)]) == 1
     assert capsys.readouterr().err.splitlines() == [
-        "error: accelerate was asked for --zero_stage 1 (ACCELERATE_DEEPSPEED_ZERO_STAGE), and engine.ds_config: "
+        "error: accelerate was asked for --zero_stage 1 (ACCELERATE_DEEPSPEED_ZERO_STAGE), and strategy.ds_config: "
         "zero_optimization.stage is 2; say --zero_stage 2"
     ]

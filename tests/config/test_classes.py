@@ -13,7 +13,7 @@ TEXT = "encoders.text={config: {d_model: 64}}"
 
 def problems(config, overrides):
     with pytest.raises(UserError) as error:
-        prepare(load_run(config, [*SINGLE, *overrides]), 1)
+        prepare(load_run(config, [*SINGLE, *overrides]))
     return [
         problem.removeprefix(f"{config}: ").removeprefix(f"{config} with --set: ") for problem in error.value.problems
     ]
@@ -22,7 +22,7 @@ def problems(config, overrides):
 def test_the_recipe_of_classes_is_sound():
     run = load_run(CLASSES)
     assert run.data.images[0].label == "folder"
-    assert prepare(run, 1)[1].micro_batch_size == 32
+    assert run.strategy.micro_batch_size == 32
 
 
 CASES = [
@@ -87,4 +87,4 @@ def test_what_contradicts_itself_is_one_line(config, overrides, problem):
 
 def test_nothing_is_dropped_of_a_model_without_a_class_for_none():
     run = load_run(CLASSES, ["model.kwargs.null_class=false", "data.caption_dropout=0"])
-    assert prepare(run, 1)[0].kwargs["null_class"] is False
+    assert prepare(run).kwargs["null_class"] is False

@@ -40,18 +40,19 @@ def test_each_option_is_one_of_a_command():
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("train.batch_size=4", "train.batch_size: unknown key; did you mean train.micro_batch_size? (samples"),
-        ("train.Learning-Rate=1", "train.Learning-Rate: unknown key; did you mean optimizer.lr?"),
+        ("train.batch_size=4", "train.batch_size: unknown key; did you mean strategy.micro_batch_size? (samples"),
+        ("train.Learning-Rate=1", "train.Learning-Rate: unknown key; did you mean strategy.optimizer.lr?"),
         ("data.image=x", "data.image: unknown key; did you mean data.images? (a folder"),
         ("data.images=[{path: a, repeats: 10}]", "data.images.0.repeats: unknown key; did you mean data.images? (list "
          "a source as often as it is repeated)"),
-        ("network={linear: 16}", "network: unknown key; did you mean train.lora? ({rank: 16, alpha: 16})"),
-        ("engine.name=DDP", "engine.name is 'DDP', which is not known; did you mean deepspeed? (zero_optimization"),
+        ("network={linear: 16}", "network: unknown key; did you mean strategy.lora? ({rank: 16, alpha: 16})"),
+        ("strategy.engine=DDP", "strategy.engine is 'DDP', which is not known; did you mean deepspeed? "
+         "(zero_optimization"),
         ("train.lr_schedule=cosine_with_restarts", "train.lr_schedule is 'cosine_with_restarts', which is not known; "
          "did you mean cosine? (without restarts)"),
-        ("optimizer.name=PagedAdamW8bit", "optimizer.name is 'PagedAdamW8bit', which is not known; did you mean "
-         "paged_adamw_8bit?"),
-        ("train.precision=bfloat16", "train.precision is 'bfloat16', which is not known; did you mean bf16?"),
+        ("strategy.optimizer.name=PagedAdamW8bit", "strategy.optimizer.name is 'PagedAdamW8bit', which is not "
+         "known; did you mean paged_adamw_8bit?"),
+        ("strategy.precision=bfloat16", "strategy.precision is 'bfloat16', which is not known; did you mean bf16?"),
     ],
 )  # fmt: skip
 def test_what_others_call_it_is_answered_by_its_meaning(override, line):
@@ -69,8 +70,8 @@ def test_a_strategy_is_answered_by_its_own_keys():
     [
         (("plan", "--image-size", "512"), "--image-size; did you mean --resolution? 1024, or 480x832"),
         (("plan", "--train_batch_size", "4"), "--train_batch_size; did you mean --micro-batch? "),
-        (("train", "--learning-rate", "1e-4"), "--learning-rate; did you mean --set optimizer.lr=…?"),
-        (("export", "--network-dim", "16"), "--network-dim; did you mean train.lora.rank in a run's YAML?"),
+        (("train", "--learning-rate", "1e-4"), "--learning-rate; did you mean --set strategy.optimizer.lr=…?"),
+        (("export", "--network-dim", "16"), "--network-dim; did you mean strategy.lora.rank in a run's YAML?"),
         (("plan", "--micro-batsh", "4"), "--micro-batsh (Possible options: --micro-batch"),
     ],
 )

@@ -26,8 +26,10 @@ def test_comments_and_layout_are_no_edit(tmp_path):
     assert read_plan_file(file) == plan_of()
 
 
+WRITTEN = "set plan to null, or to one that `bigdit plan` wrote"
 EDITED = (
-    "is not as it was written: its digest does not match; a plan is a record, so put settings into the run's YAML, "
+    "is not as it was written: its digest does not match; a plan is a record, so put settings into the run.yaml "
+    "beside it, "
     "or ask `bigdit plan` again, with --out"
 )
 
@@ -86,11 +88,9 @@ def test_binary_and_missing_files(tmp_path):
     (tmp_path / "plan.yaml").write_bytes(b"\xff\xfe\x00")
     assert problems(read_plan_file, tmp_path)[0].startswith(f"{tmp_path}/plan.yaml is damaged: not YAML: ")
     none = tmp_path / "none"
-    assert problems(read_plan_file, none) == [f"--plan: {none} does not exist; `bigdit plan --out DIR` writes one"]
+    assert problems(read_plan_file, none) == [f"plan: {none} does not exist; {WRITTEN}"]
     none.mkdir()
-    assert problems(read_plan_file, none) == [
-        f"--plan: {none}/plan.yaml does not exist; `bigdit plan --out DIR` writes one"
-    ]
+    assert problems(read_plan_file, none) == [f"plan: {none}/plan.yaml does not exist; {WRITTEN}"]
 
 
 def test_a_plan_of_other_keys_is_one_line(tmp_path):

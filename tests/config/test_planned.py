@@ -1,252 +1,117 @@
-"""A run by a plan: what the YAML leaves out is the plan's, and what contradicts it is told by both keys."""
-
-import json
+"""A run beside its plan: what its strategy has otherwise, what the plan did not foresee, and what is refused."""
 
 import pytest
-from commands import ROOT
 from plan_files import SINGLE, STRATEGIES, plan_of, problems, run_yaml, write, zero2
 
-from bigdit.config.deepspeed import complete_ds_config, ds_values
-from bigdit.config.plan_file import LargestMicroBatch
-from bigdit.config.planned import plan_notices, planned_strategy
+from bigdit.config.plan_file import LargestMicroBatch, plan_notices, unplanned
 from bigdit.config.stages import load_stages
-from bigdit.config.strategy import parse_strategy
 from bigdit.spec import EmaSpec, Strategy
+from bigdit.train.prepare import prepare_stages
 
 
-def planned_run(*asked):
-    (stage,) = load_stages(*asked)
-    return stage.run
+def stage_of(folder, plan, *overrides, **sections):
+    write(plan, folder / "plan")
+    (stage,) = load_stages(run_yaml(folder, plan, **sections), overrides)
+    return stage
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.engine)
-def test_what_the_yaml_leaves_out_is_the_plans(strategy, tmp_path):
+def test_the_section_of_a_run_is_the_strategy(strategy, tmp_path):
     plan = plan_of(strategy)
-    folder = write(plan, tmp_path / "plan")
-    run = planned_run(run_yaml(tmp_path), [], plan, folder)
-    found = planned_strategy(run, plan, strategy.world_size)
-    assert found.optimizer.lr == 2e-3
-    assert found.optimizer.betas == (0.9, 0.99)
+    stage = stage_of(tmp_path, plan)
+    found = stage.run.strategy
+    assert (found.optimizer.lr, found.optimizer.betas) == (2e-3, (0.9, 0.99))
     assert found.model_copy(update={"optimizer": strategy.optimizer}) == strategy
-    assert run.model.kwargs == plan.model.kwargs
-    assert run.engine.ds_config == (folder / "ds_config.json" if strategy.ds_config else None)
+    assert stage.plan == plan
+    assert unplanned(found, plan) == []
+    assert prepare_stages([stage])[0].strategy == found
 
 
-def test_what_the_yaml_says_too_may_be_the_same(tmp_path):
-    strategy = zero2(grad_accum_steps=1)
-    plan = plan_of(strategy)
-    folder = write(plan, tmp_path / "plan")
-    (tmp_path / "auto.json").write_text(
-        json.dumps({"zero_optimization": strategy.ds_config["zero_optimization"], "bf16": "auto"})
-    )
-    run = planned_run(
-        run_yaml(
-            tmp_path,
-            train={"steps": 8, "global_batch_size": 16, "micro_batch_size": 8, "precision": "bf16"},
-            engine={"name": "deepspeed", "processes": 2, "ds_config": str(tmp_path / "auto.json")},
-        ),
-        [],
-        plan,
-        folder,
-    )
-    assert planned_strategy(run, plan, 2).ds_config == strategy.ds_config
-
-
-def test_constants_of_learning_stay_the_yamls(tmp_path):
-    """The decay of the average and the limit of the norm take no memory; DeepSpeed is told of the limit too."""
-    plan = plan_of(parse_strategy(["zero2,world_size=2,ema.device=cpu,gradient_clipping=1.0"]))
-    folder = write(plan, tmp_path / "plan")
-    train = {"steps": 8, "ema": {"decay": 0.99}, "gradient_clipping": 0.1}
-    found = planned_strategy(planned_run(run_yaml(tmp_path, train=train), [], plan, folder), plan, 2)
-    assert (found.ema.decay, found.ema.device) == (0.99, "cpu")
-    assert found.gradient_clipping == found.ds_config["gradient_clipping"] == 0.1
-    assert complete_ds_config(found.ds_config, ds_values(found)) == (found.ds_config, [])
-
-
-@pytest.mark.parametrize(
-    ("said", "wanted"), [({}, (0.05, 0.1)), ({"ema": {"widths": [0.03, 0.2]}}, (0.03, 0.2))], ids=["plan's", "its own"]
-)
-def test_a_plan_decides_how_many_averages_there_are_and_the_run_which(said, wanted, tmp_path):
+def test_constants_of_learning_are_no_other_strategy(tmp_path):
     plan = plan_of(SINGLE.model_copy(update={"ema": EmaSpec(widths=(0.05, 0.1), device="cpu")}))
-    run = planned_run(run_yaml(tmp_path, train={"steps": 8, **said}), [], plan, write(plan, tmp_path / "plan"))
-    assert planned_strategy(run, plan, 1).ema == EmaSpec(widths=wanted, device="cpu")
-
-
-AGAIN = "leave it out, or ask `bigdit plan` for it"
+    own = ("strategy.ema.widths=[0.03, 0.2]", "strategy.gradient_clipping=0.1", "strategy.optimizer.weight_decay=0.1")
+    assert unplanned(stage_of(tmp_path, plan, *own).run.strategy, plan) == []
 
 
 @pytest.mark.parametrize(
-    ("strategy", "sections", "message"),
+    ("overrides", "differs"),
     [
-        (
-            SINGLE,
-            {"train": {"precision": "fp32"}},
-            "train.precision is fp32, and the plan's strategy.precision is bf16",
-        ),
-        (
-            SINGLE,
-            {"train": {"micro_batch_size": 4}},
-            "train.micro_batch_size is 4, and the plan's strategy.micro_batch_size is 8",
-        ),
-        (
-            SINGLE,
-            {"train": {"global_batch_size": 64}},
-            "train.global_batch_size is 64, and the plan's strategy.global_batch_size is 16",
-        ),
-        (
-            SINGLE,
-            {"train": {"grad_accum_steps": 1}},
-            "train.grad_accum_steps is 1, and the plan's strategy.grad_accum_steps is 2",
-        ),
-        (
-            SINGLE,
-            {"train": {"checkpointed_blocks": "all"}},
-            "train.checkpointed_blocks is all, and the plan's strategy.checkpointed_blocks is 1",
-        ),
-        (
-            SINGLE,
-            {"train": {"gradient_clipping": None}},
-            "train.gradient_clipping is null, and the plan's strategy.gradient_clipping is 1.0",
-        ),
-        (
-            SINGLE,
-            {"train": {"ema": {"decay": 0.5}}},
-            'train.ema is {"decay": 0.5, "device": "gpu"}, and the plan\'s strategy.ema is null',
-        ),
-        (
-            SINGLE.model_copy(update={"ema": EmaSpec()}),
-            {"train": {"ema": {"widths": [0.05, 0.1]}}},
-            "train.ema is 2 averages (ema.widths [0.05, 0.1]), and the plan's strategy.ema is 1 average (ema.decay)",
-        ),
-        (
-            SINGLE.model_copy(update={"ema": EmaSpec(widths=(0.05, 0.1))}),
-            {"train": {"ema": {"power": 0.1}}},
-            "train.ema is 1 average (ema.power 0.1), and the plan's strategy.ema is 2 averages "
-            "(ema.widths [0.05, 0.1])",
-        ),
-        (
-            SINGLE,
-            {"optimizer": {"name": "came"}},
-            "optimizer.name is came, and the plan's strategy.optimizer.name is adamw",
-        ),
-        (
-            SINGLE,
-            {"optimizer": {"implementation": "foreach"}},
-            "optimizer.implementation is foreach, and the plan's strategy.optimizer.implementation is fused",
-        ),
-        (
-            SINGLE,
-            {"data": {"read_ahead_steps": 9}},
-            "data.read_ahead_steps is 9, and the plan's strategy.read_ahead_steps is 2",
-        ),
-        (SINGLE, {"engine": {"name": "fsdp2"}}, "engine.name is fsdp2, and the plan's strategy.engine is single"),
-        (
-            zero2(),
-            {"engine": {"processes": 8}},
-            "engine.processes is 8, and the plan's strategy.world_size is 2",
-        ),
-        (
-            Strategy(engine="fsdp2", world_size=16, gradient_clipping=1.0),
-            {"engine": {"processes": 16}},
-            "engine.processes is 16, and the plan's strategy.world_size is 16 (8 on a machine)",
-        ),
+        (["strategy.micro_batch_size=4"], "strategy.micro_batch_size is 4 (planned: 8)"),
+        (["strategy.checkpointed_blocks=all"], "strategy.checkpointed_blocks is all (planned: 1)"),
+        (["strategy.gradient_clipping=null"], "strategy.gradient_clipping is null (planned: a limit)"),
+        (["strategy.ema.power=0.1"], 'strategy.ema is {"device": "gpu", "averages": 1} (planned: null)'),
+        (["strategy.optimizer.name=came"], "strategy.optimizer.name is came (planned: adamw)"),
+        (["strategy.read_ahead_steps=9"], "strategy.read_ahead_steps is 9 (planned: 2)"),
+        (["strategy.engine=fsdp2", "strategy.cpu_offload=true"], "strategy.cpu_offload is true (planned: false)"),
     ],
 )
-def test_contradictions_name_both_keys(strategy, sections, message, tmp_path):
-    plan = plan_of(strategy)
-    folder, file = write(plan, tmp_path / "plan"), run_yaml(tmp_path, **sections)
-    assert problems(planned_run, file, [], plan, folder) == [f"{file}: {message}; {AGAIN}"]
-
-
-def test_overrides_contradict_as_the_yaml_does_and_all_are_told_at_once(tmp_path):
+def test_a_strategy_that_was_edited_is_not_compared(overrides, differs, tmp_path):
     plan = plan_of()
-    file = run_yaml(tmp_path, train={"precision": "fp32"})
-    found = problems(planned_run, file, ["train.micro_batch_size=4"], plan, write(plan, tmp_path / "plan"))
-    assert [line.split(" is ")[0] for line in found] == [
-        f"{file} with --set: train.micro_batch_size",
-        f"{file}: train.precision",
-    ]
+    stage = stage_of(tmp_path, plan, *overrides)
+    assert differs in unplanned(stage.run.strategy, plan)
+    (notice,) = stage.plan_notices(plan.catalogue)
+    assert notice.startswith("the plan predicts another strategy, and is not compared with: strategy.")
+    assert differs in notice
 
 
-def test_another_ds_config_is_a_contradiction(tmp_path):
+def test_other_processes_than_the_run_says_are_refused(tmp_path):
     plan = plan_of(zero2())
-    folder = write(plan, tmp_path / "plan")
-    theirs = ROOT / "ds_configs/zero3_bf16.json"
-    file = run_yaml(tmp_path, engine={"ds_config": str(theirs)})
-    found = problems(planned_run, file, [], plan, folder)
-    assert (
-        f"{file}: engine.ds_config: in {theirs}, zero_optimization.stage is 3, and the plan's "
-        f"strategy.ds_config.zero_optimization.stage is 2; {AGAIN}"
-    ) in found
-    edited = json.loads((folder / "ds_config.json").read_text()) | {"gradient_clipping": 0.5}
-    (folder / "ds_config.json").write_text(json.dumps(edited))
-    (line,) = problems(planned_run, run_yaml(tmp_path), [], plan, folder)
-    assert line.endswith(
-        f"engine.ds_config {folder}/ds_config.json: ds_config.gradient_clipping is 0.5, and the plan's "
-        'strategy.gradient_clipping makes it 1.0; use "auto"'
-    )
-    (folder / "ds_config.json").unlink()
-    assert problems(planned_run, run_yaml(tmp_path), [], plan, folder) == [
-        f"engine.ds_config: {folder}/ds_config.json does not exist"
-    ]
-    plan = plan_of()
-    file = run_yaml(tmp_path, engine={"ds_config": str(theirs)})
-    assert problems(planned_run, file, [], plan, folder) == [
-        f"{file}: engine.ds_config is {theirs}, and the plan's strategy has engine single; leave it out"
+    write(plan, tmp_path / "plan")
+    file = run_yaml(tmp_path, plan)
+    assert load_stages(file, [], 2)[0].run.strategy.world_size == 2
+    assert problems(load_stages, file, [], 3) == [
+        f"{file}: strategy.world_size is 2, and 3 processes run (WORLD_SIZE); start as many, set it to 3, or "
+        "leave it out"
     ]
 
 
-def test_other_processes_and_what_cannot_be_trained(tmp_path):
-    plan = plan_of(zero2())
-    run = planned_run(run_yaml(tmp_path), [], plan, write(plan, tmp_path / "plan"))
-    assert problems(planned_strategy, run, plan, 3) == [
-        "the plan is for 2 processes (strategy.world_size), and 3 run (WORLD_SIZE, engine.processes); start 2, or ask "
-        "`bigdit plan` with --gpus 3"
-    ]
-    unfit = plan_of(SINGLE.model_copy(update={"features": "online"}), verdict="DOES NOT FIT")
-    assert problems(planned_strategy, run, unfit, 1) == [
-        f"the plan's strategy.features is online, and data.features is {run.data.features}; set it to online, or ask "
-        "`bigdit plan` with --features cached",
-        "the plan's verdict is DOES NOT FIT: 41.00 GiB wanted of 44.00 GiB (expected); take one of the fixes in its "
+def test_processes_that_the_run_does_not_say_are_those_that_run(tmp_path):
+    plan = plan_of(Strategy(engine="fsdp2"))
+    write(plan, tmp_path / "plan")
+    file = run_yaml(tmp_path, plan, strategy={"engine": "fsdp2", "global_batch_size": 12}, plan=None)
+    file.write_text(file.read_text().replace("  world_size: 1\n", "").replace("  grad_accum_steps: 1\n", ""))
+    strategy = load_stages(file, [], 4)[0].run.strategy
+    assert (strategy.world_size, strategy.grad_accum_steps) == (4, 3)
+
+
+def test_what_cannot_be_trained_is_refused(tmp_path):
+    stage = stage_of(tmp_path, plan_of(verdict="DOES NOT FIT"))
+    assert problems(prepare_stages, [stage]) == [
+        "the plan's verdict is DOES NOT FIT: 41.00 GiB needed of 44.00 GiB (expected); take one of the fixes in its "
         "report.html",
     ]
+    stage = stage_of(tmp_path, plan_of(verdict="DOES NOT FIT"), "strategy.micro_batch_size=1")
+    prepare_stages([stage])
+    other = plan_of(kwargs=stage.run.model.kwargs | {"num_layers": 9})
+    write(other, tmp_path / "plan")
+    (stage,) = load_stages(tmp_path / "run.yaml")
+    assert problems(prepare_stages, [stage]) == [
+        "model has num_layers 4, and the plan's model.kwargs.num_layers is 9 (digits); set plan to null, or ask "
+        "`bigdit plan` for it"
+    ]
 
 
-def test_features_online_are_of_the_plan_and_of_the_run(tmp_path):
-    """Or of neither; the plan says how many samples are encoded at once."""
-    online, chunk = {"data": {"features": "online", "buckets": [[8, 8]]}}, {"features": "online", "encode_chunk": 4}
-    plan, file = plan_of(SINGLE.model_copy(update=chunk)), tmp_path / "plan"
-    run = planned_run(run_yaml(tmp_path, **online), [], plan, write(plan, file))
-    strategy = planned_strategy(run, plan, 1)
-    assert (strategy.features, strategy.encode_chunk) == ("online", 4)
-    plan = plan_of(SINGLE)
-    run = planned_run(run_yaml(tmp_path, **online), [], plan, write(plan, file))
-    assert problems(planned_strategy, run, plan, 1) == [
-        "the plan's strategy.features is cached, and data.features is online; set it to a folder, or ask `bigdit plan` "
-        "with --features online",
+def test_a_plan_that_is_missing_is_named(tmp_path):
+    file = run_yaml(tmp_path)
+    assert problems(load_stages, file) == [
+        f"{file}: plan: {tmp_path}/plan does not exist; set plan to null, or to one that `bigdit plan` wrote"
     ]
 
 
 def test_what_the_plan_did_not_foresee_is_said(tmp_path):
     plan = plan_of()
-    folder = write(plan, tmp_path / "plan")
-    run = planned_run(run_yaml(tmp_path), [], plan, folder)
+    run = stage_of(tmp_path, plan).run
     assert plan_notices(run, plan, plan.catalogue) == []
-    compiled = planned_run(run_yaml(tmp_path), ["train.compile_blocks=true"], plan, folder)
-    assert planned_strategy(compiled, plan, 1).compile_blocks
+    compiled = stage_of(tmp_path, plan, "strategy.compile_blocks=true").run
     assert plan_notices(compiled, plan, plan.catalogue) == [
-        "train.compile_blocks is true, and the plan is of blocks as they are written: compiled ones keep other "
+        "strategy.compile_blocks is true, and the plan is of blocks as they are written: compiled ones keep other "
         "tensors, as a rule less, and at times more"
     ]
     build = plan.model_copy(update={"versions": plan.versions | {"torch": f"{plan.versions['torch']}+another"}})
     assert plan_notices(run, build, plan.catalogue) == []
     old = plan.model_copy(update={"versions": plan.versions | {"torch": "2.12.0", "python": "3.9"}})
-    larger = planned_run(
-        run_yaml(tmp_path, data={"buckets": [[8, 12], [16, 16]]}, encoders={"text": {"config": {}, "max_tokens": 64}}),
-        [],
-        plan,
-        folder,
-    )
+    text = {"text": {"config": {}, "max_tokens": 64}}
+    larger = stage_of(tmp_path, plan, data={"buckets": [[8, 12], [16, 16]]}, encoders=text).run
     fits = LargestMicroBatch(height=16, width=16, none=9, recommended=plan.strategy.micro_batch_size, full=9)
     fitting = plan.model_copy(update={"micro_batch_sizes": (fits,)})
     assert not any("data.buckets" in line for line in plan_notices(larger, fitting, plan.catalogue))

@@ -6,16 +6,13 @@ import pytest
 from commands import DIGITS, ROOT
 
 from bigdit.catalog.resolve import model_spec
-from bigdit.config import check, load_run, strategy_of
-from bigdit.config.keys import IN_RUN
+from bigdit.config import check, load_run, load_stages
 from bigdit.errors import UserError
-from bigdit.spec import Strategy
 
 
 def load_and_check(overrides, config=DIGITS):
-    run = load_run(config, [f"engine.ds_config={ROOT}/ds_configs/zero2_bf16.json", *overrides])
+    run = load_run(config, [f"strategy.ds_config={ROOT}/ds_configs/zero2_bf16.json", *overrides])
     check(run, model_spec(run.model))
-    strategy_of(run, run.engine.processes)
 
 
 def problems(overrides, config=DIGITS):
@@ -30,13 +27,13 @@ def test_the_recipe_is_a_strategy_on_two_processes(monkeypatch):
     monkeypatch.chdir(ROOT)
     run = load_run(DIGITS)
     check(run, model_spec(run.model))
-    strategy = strategy_of(run, 2)
+    strategy = run.strategy
     assert (strategy.zero_stage, strategy.global_batch_size, strategy.grad_accum_steps) == (2, 32, 1)
-    assert strategy.ds_config["train_micro_batch_size_per_gpu"] == 16
-    assert strategy.ds_config["bf16"] == {"enabled": False}
-    half = load_run(DIGITS, ["train.precision=bf16"])
-    assert strategy_of(half, 2).ds_config["bf16"] == {"enabled": True}
-    assert strategy_of(run, 1).grad_accum_steps == 2
+    assert strategy.ds_document["train_micro_batch_size_per_gpu"] == 16
+    assert strategy.ds_document["bf16"] == {"enabled": False}
+    half = load_run(DIGITS, ["strategy.precision=bf16"])
+    assert half.strategy.ds_document["bf16"] == {"enabled": True}
+    assert load_run(DIGITS, ["strategy.world_size=1"]).strategy.grad_accum_steps == 2
 
 
 def test_overrides_reach_nested_keys():
@@ -46,7 +43,9 @@ def test_overrides_reach_nested_keys():
 
 def test_an_unknown_key_names_the_nearest():
     assert problems(["train.stepz=3"]) == ["train.stepz: unknown key; did you mean steps, decay_steps?"]
-    assert problems(["encoders.image.facto=2"]) == ["encoders.image.facto: unknown key; did you mean factor?"]
+    assert problems(["encoders.image.facto=2"]) == [
+        "encoders.image.facto: unknown key; did you mean factor? (pixels of a latent's side)"
+    ]
     assert problems(["mode.name=x"]) == ["mode: unknown key; did you mean model, encoders?"]
 
 
@@ -57,12 +56,12 @@ def test_a_misplaced_key_names_its_section():
         f"{DIGITS} with --set: data.fps is 0, and a number above 0 was expected",
         f"{DIGITS} with --set: train.seed is -1, and 0 or more was expected",
     )
-    assert problems(["train.lr=1"]) == ["train.lr: unknown key; did you mean optimizer.lr?"]
+    assert problems(["train.lr=1"]) == ["train.lr: unknown key; did you mean strategy.optimizer.lr?"]
 
 
 def test_all_problems_of_values_are_told_at_once():
-    assert problems(["train.steps=-1", "optimizer.name=adam", "output=null"]) == [
-        "optimizer.name is 'adam', which is not known; did you mean adamw?",
+    assert problems(["train.steps=-1", "strategy.optimizer.name=adam", "output=null"]) == [
+        "strategy.optimizer.name is 'adam', which is not known; did you mean adamw?",
         "train.steps is -1, and 1 or more was expected",
         "output is null, and a path was expected",
     ]
@@ -71,42 +70,42 @@ def test_all_problems_of_values_are_told_at_once():
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("train.micro_batch_size=true", "train.micro_batch_size is true, and a whole number was expected"),
+        ("strategy.micro_batch_size=true", "strategy.micro_batch_size is true, and a whole number was expected"),
         ("train.steps=8.0", "train.steps is 8.0, and a whole number was expected"),
         ("train.steps='8'", "train.steps is '8', and a whole number was expected"),
-        ("train.offload_activations=1", "train.offload_activations is 1, and true or false was expected"),
+        ("strategy.offload_activations=1", "strategy.offload_activations is 1, and true or false was expected"),
         ("train.seed=-1", "train.seed is -1, and 0 or more was expected"),
         (f"train.seed={2**63}", f"train.seed is {2**63}, and {2**63 - 1} or less was expected"),
-        ("train.checkpointed_blocks=some", "train.checkpointed_blocks is 'some', and a whole number or all was "
+        ("strategy.checkpointed_blocks=some", "strategy.checkpointed_blocks is 'some', and a whole number or all was "
          "expected"),
-        ("train.checkpointed_blocks=-1", "train.checkpointed_blocks is -1, and 0 or more or all was expected"),
-        ("train.ema={decay: 0.9, power: 0.1}", "train.ema: ema.decay is 0.9, and ema.power is 0.1; leave all but one "
-         "of them out"),
-        ("train.ema={power: 0.3}", "train.ema.power is 0.3, and a number below 0.288 was expected"),
-        ("train.ema=0.9", "train.ema is 0.9, and keys such as decay, power, widths, device were expected"),
-        ("train.ema={widths: [0.1, 0.1]}", "train.ema: ema.widths is [0.1, 0.1]; each is an average of its own, so let "
-         "them differ"),
-        ("train.ema={widths: [0.05]}", "train.ema.widths is [0.05], and a list of at least 2 was expected"),
-        ("train=null", "train is null, and keys such as steps, epochs, micro_batch_size, global_batch_size, "
-         "grad_accum_steps, precision were expected"),
+        ("strategy.checkpointed_blocks=-1", "strategy.checkpointed_blocks is -1, and 0 or more or all was expected"),
+        ("strategy.ema={decay: 0.9, power: 0.1}", "strategy.ema: ema.decay is 0.9, and ema.power is 0.1; leave all but "
+         "one of them out"),
+        ("strategy.ema={power: 0.3}", "strategy.ema.power is 0.3, and a number below 0.288 was expected"),
+        ("strategy.ema=0.9", "strategy.ema is 0.9, and keys such as decay, power, widths, device were expected"),
+        ("strategy.ema={widths: [0.1, 0.1]}", "strategy.ema: ema.widths is [0.1, 0.1]; each is an average of its own, "
+         "so let them differ"),
+        ("strategy.ema={widths: [0.05]}", "strategy.ema.widths is [0.05], and a list of at least 2 was expected"),
+        ("train=null", "train is null, and keys such as steps, epochs, warmup_steps, lr_schedule, decay_steps, "
+         "min_lr were expected"),
         ("train.steps=null", "train: steps and epochs are both missing; set one of them"),
         ("train.epochs=2.5", "train: steps is 800 and epochs 2.5, and one follows from the other; leave one of them "
          "out, or set it to null"),
         ("train.epochs=0", "train.epochs is 0, and a number above 0 was expected"),
         ("train.epochs=1e7", "train.epochs is '1e7', and 1000000 or less was expected"),
-        ("optimizer.lr=.inf", "optimizer.lr is inf, and a finite number was expected"),
-        ("optimizer.lr=.nan", "optimizer.lr is nan, and a finite number was expected"),
-        ("optimizer.lr=true", "optimizer.lr is true, and a number was expected"),
-        ("optimizer.lr=fast", "optimizer.lr is 'fast', and a number was expected"),
-        ("optimizer.lr=0", "optimizer.lr is 0, and a number above 0 was expected"),
+        ("strategy.optimizer.lr=.inf", "strategy.optimizer.lr is inf, and a finite number was expected"),
+        ("strategy.optimizer.lr=.nan", "strategy.optimizer.lr is nan, and a finite number was expected"),
+        ("strategy.optimizer.lr=true", "strategy.optimizer.lr is true, and a number was expected"),
+        ("strategy.optimizer.lr=fast", "strategy.optimizer.lr is 'fast', and a number was expected"),
+        ("strategy.optimizer.lr=0", "strategy.optimizer.lr is 0, and a number above 0 was expected"),
         ("validation.times=[0]", "validation.times.0 is 0, and a number above 0 was expected"),
         ("validation.times=[0.5, 1]", "validation.times.1 is 1, and a number below 1 was expected"),
         ("data.read_threads=0", "data.read_threads is 0, and 1 or more was expected"),
-        ("optimizer.betas=[0.9, 1]", "optimizer.betas.1 is 1, and a number below 1 was expected"),
-        ("optimizer.betas=[0.9]", "optimizer.betas is [0.9], and a list of 2 was expected"),
-        ("optimizer.betas=0.9", "optimizer.betas is 0.9, and a list was expected"),
-        ("engine.processes=100000", "engine.processes is 100000, and 1024 or less was expected"),
-        ("engine.timeout=.inf", "engine.timeout is inf, and a finite number was expected"),
+        ("strategy.optimizer.betas=[0.9, 1]", "strategy.optimizer.betas.1 is 1, and a number below 1 was expected"),
+        ("strategy.optimizer.betas=[0.9]", "strategy.optimizer.betas is [0.9], and a list of 2 was expected"),
+        ("strategy.optimizer.betas=0.9", "strategy.optimizer.betas is 0.9, and a list was expected"),
+        ("strategy.world_size=100000", "strategy.world_size is 100000, and 4096 or less was expected"),
+        ("train.timeout=.inf", "train.timeout is inf, and a finite number was expected"),
         ("data.images=5", "data.images: it is a path, or a mapping with path; 5 was found"),
         ("data.images=[]", "data.images: the list is empty; name a source, such as a folder of pictures"),
         ("data.images={path: a, captions: {b: true}}", "data.images.captions: the weight of b is a number from 1.2e-38 "
@@ -133,8 +132,14 @@ def test_a_value_that_is_not_taken_is_one_line_in_the_words_of_the_config(overri
 
 
 def test_a_number_may_be_written_as_yaml_reads_it():
-    run = load_run(DIGITS, ["optimizer.lr=1e-4", "optimizer.weight_decay=0", "optimizer.betas=[0, 0.5]"])
-    assert (run.optimizer.lr, run.optimizer.weight_decay, run.optimizer.betas) == (1e-4, 0.0, (0.0, 0.5))
+    run = load_run(
+        DIGITS, ["strategy.optimizer.lr=1e-4", "strategy.optimizer.weight_decay=0", "strategy.optimizer.betas=[0, 0.5]"]
+    )
+    assert (run.strategy.optimizer.lr, run.strategy.optimizer.weight_decay, run.strategy.optimizer.betas) == (
+        1e-4,
+        0.0,
+        (0.0, 0.5),
+    )
 
 
 def test_all_contradictions_are_told_at_once():
@@ -159,28 +164,34 @@ def test_all_contradictions_are_told_at_once():
          "train.warmup_steps 2 leave 6 of train.steps 8 to it"]),
         (("train.lr_schedule=constant", "train.min_lr=1e-5"), ["train.min_lr is 1e-05, and train.lr_schedule is "
          "constant; cosine and wsd fall to it"]),
-        (("train.lr_schedule=cosine", "train.min_lr=1"), ["train.min_lr is 1, above optimizer.lr 0.001, which falls to "
-         "it"]),
+        (("train.lr_schedule=cosine", "train.min_lr=1"), ["train.min_lr is 1, above strategy.optimizer.lr 0.001, "
+         "which falls to it"]),
         (("train.lr_schedule=linear",), ["train.lr_schedule is 'linear', which is not known; did you mean "
          "cosine? (to train.min_lr)"]),
     ],
 )  # fmt: skip
 def test_a_schedule_that_cannot_be_names_its_key(overrides, lines):
-    assert problems(["train.steps=8", "train.warmup_steps=0", "optimizer.lr=1e-3", *overrides]) == lines
+    assert problems(["train.steps=8", "train.warmup_steps=0", "strategy.optimizer.lr=1e-3", *overrides]) == lines
 
 
 def test_an_impossible_batch_names_the_nearest_possible():
-    assert problems(["train.global_batch_size=100"]) == [
-        "train.global_batch_size is 100, and 2 processes × train.micro_batch_size 16 come to multiples of 32; "
-        "nearest: 96 or 128"
+    assert problems(["strategy.global_batch_size=100"]) == [
+        "strategy: global_batch_size is 100, and 2 processes (world_size) × micro_batch_size 16 come to multiples of "
+        "32; nearest: 96 or 128"
+    ]
+    assert problems(["strategy.grad_accum_steps=2"]) == [
+        "strategy: global_batch_size and grad_accum_steps are both set; one follows from the other"
+    ]
+    assert problems(["strategy.global_batch_size=some"]) == [
+        "strategy: global_batch_size is 'some', and a whole number of 1 or more was expected"
     ]
 
 
 def test_fsdp2_refuses_bitsandbytes():
-    found = problems(["engine.name=fsdp2", "engine.ds_config=null", "optimizer.name=adamw_8bit"])
+    found = problems(["strategy.engine=fsdp2", "strategy.ds_config=null", "strategy.optimizer.name=adamw_8bit"])
     assert found == [
-        "optimizer.name adamw_8bit (bitsandbytes) cannot step FSDP2's sharded DTensors; "
-        "use optimizer.name adamw_8bit_ao, or engine.name deepspeed"
+        "strategy: optimizer.name adamw_8bit (bitsandbytes) cannot step FSDP2's sharded DTensors; "
+        "use optimizer.name adamw_8bit_ao, or engine deepspeed"
     ]
 
 
@@ -193,39 +204,48 @@ def test_pixels_of_no_fitting_number_of_channels_name_what_fits():
     )
 
 
-ALONE = ("engine.name=single", "engine.ds_config=null", "train.global_batch_size=null")
+ALONE = ("strategy.engine=single", "strategy.ds_config=null", "strategy.global_batch_size=null")
 
 
 @pytest.mark.parametrize(
     ("overrides", "lines"),
     [
-        (("engine.processes=2",), ["engine.name single runs one process, and engine.processes is 2; use engine.name "
-         "fsdp2 or deepspeed, or set engine.processes to 1"]),
-        (("train.lora={}", "model.init_from=/weights"), ["train.lora.base bf16 is computed with in bf16, and "
-         "train.precision is fp32; use train.precision bf16, or train.lora.base int8 or nf4"]),
-        (("train.blocks_to_swap=2", "train.lora={base: nf4}", "model.init_from=/weights"), ["train.blocks_to_swap is "
-         "2, and the weights of two blocks are on the device at any time; set it to 3 or more, or to 0"]),
-        (("train.blocks_to_swap=3",), ["train.blocks_to_swap keeps weights on the host, and those that are trained "
-         "have to be stepped while they are on the device, without masters: train.precision is fp32 and "
-         "train.optimizer_in_backward is false; set train.precision to bf16_sr and train.optimizer_in_backward to "
-         "true, or set train.lora", "train.blocks_to_swap is 3, and train.checkpointed_blocks is 0: weights of a "
-         "swapped block come again when it is recomputed; set train.checkpointed_blocks to 3 or more, or all"]),
+        (("strategy.world_size=2",), ["strategy: engine single runs one process, and world_size is 2; use engine fsdp2 "
+         "or deepspeed, or set world_size to 1"]),
+        (("strategy.lora={}", "model.init_from=/weights"), ["strategy: lora.base bf16 is computed with in bf16, and "
+         "precision is fp32; use precision bf16, or lora.base int8 or nf4"]),
+        (("strategy.blocks_to_swap=2", "strategy.lora={base: nf4}", "model.init_from=/weights"), ["strategy: "
+         "blocks_to_swap is 2, and the weights of two blocks are on the device at any time; set it to 3 or more, or "
+         "to 0"]),
+        (("strategy.blocks_to_swap=3",), ["strategy: blocks_to_swap keeps weights on the host, and those that are "
+         "trained have to be stepped while they are on the device, without masters: precision is fp32 and "
+         "optimizer_in_backward is false; set precision to bf16_sr and optimizer_in_backward to true, or set lora",
+         "strategy: blocks_to_swap is 3, and checkpointed_blocks is 0: weights of a swapped block come again when it "
+         "is recomputed; set checkpointed_blocks to 3 or more, or all"]),
     ],
 )  # fmt: skip
-def test_how_a_run_is_stepped_is_told_by_its_own_keys(overrides, lines):
-    assert problems([*ALONE, "engine.processes=1", *overrides]) == lines
+def test_what_of_a_strategy_excludes_what_is_a_line_each(overrides, lines):
+    assert problems([*ALONE, "strategy.world_size=1", *overrides]) == lines
 
 
-def test_processes_of_another_launcher_are_told_by_its_variable():
-    with pytest.raises(UserError, match=r"^engine\.name single runs one process, and WORLD_SIZE is 2; "):
-        strategy_of(load_run(DIGITS, [*ALONE, "engine.processes=1"]), 2)
+def test_other_processes_than_those_of_the_run_are_told_by_their_variable():
+    with pytest.raises(
+        UserError, match=r"strategy\.world_size is 1, and 2 processes run \(WORLD_SIZE\); start as many"
+    ):
+        load_stages(DIGITS, [*ALONE, "strategy.world_size=1"], 2)
 
 
-def test_every_key_of_a_strategy_that_is_a_runs_is_known():
-    beside = {"engine", "optimizer", "features", "encode_chunk"}
-    assert IN_RUN.keys() == Strategy.model_fields.keys() - beside
-    run = load_run(DIGITS).model_dump()
-    assert all(key.split(".")[1] in run[key.split(".")[0]] for key in IN_RUN.values())
+def test_a_key_that_is_missing_is_told_by_what_it_is():
+    assert problems(["encoders.image={name: vae, path: vae}"]) == [
+        "encoders.image.class_name: missing (the class of the VAE in diffusers)"
+    ]
+
+
+def test_features_are_cached_somewhere_or_nowhere():
+    assert problems(["data.features=null"]) == ["data.features is missing; name the folder that `bigdit extract` fills"]
+    assert problems(["strategy.features=online"]) == [
+        "data.features is demo/features, and strategy.features is online; leave data.features out"
+    ]
 
 
 def test_ds_config_and_run_config_must_agree(tmp_path):
@@ -239,11 +259,11 @@ def test_ds_config_and_run_config_must_agree(tmp_path):
             }
         )
     )
-    found = problems([f"engine.ds_config={path}"])
+    found = problems([f"strategy.ds_config={path}"])
     assert found == [
-        "ds_config.optimizer: bigdit sets this with optimizer in the run's config; remove it from the JSON",
-        'ds_config.train_micro_batch_size_per_gpu is 8, and train.micro_batch_size makes it 16; use "auto"',
-        "ds_config.zero_optimization.stage is 4; it is 0, 1, 2 or 3",
+        "strategy: ds_config.optimizer: strategy.optimizer of the run sets this; remove it from ds_config",
+        'strategy: ds_config.train_micro_batch_size_per_gpu is 8, and micro_batch_size makes it 16; use "auto"',
+        "strategy: ds_config.zero_optimization.stage is 4; it is 0, 1, 2 or 3",
     ]
 
 

@@ -10,8 +10,12 @@ from bigdit.errors import UserError
 from bigdit.train.prepare import prepare_stages, stage_at
 
 LOW = {"data": {"features": "low"}, "train": {"steps": 5}}
-HIGH = {"data": {"features": "high", "buckets": [[16, 16]]}, "train": {"steps": 7}, "optimizer": {"lr": 1e-4}}
-ALONE = ("engine.name=single", "engine.processes=1", "engine.ds_config=null", "train.warmup_steps=2")
+HIGH = {
+    "data": {"features": "high", "buckets": [[16, 16]]},
+    "train": {"steps": 7},
+    "strategy": {"optimizer": {"lr": 1e-4}},
+}
+ALONE = ("strategy.engine=single", "strategy.world_size=1", "strategy.ds_config=null", "train.warmup_steps=2")
 
 
 def written(folder, *stages, **more):
@@ -21,9 +25,9 @@ def written(folder, *stages, **more):
     return path
 
 
-def problems(path, *overrides, plan=None, source=None):
+def problems(path, *overrides):
     with pytest.raises(UserError) as caught:
-        prepare_stages(load_stages(path, [*ALONE, *overrides], plan, source), 1)
+        prepare_stages(load_stages(path, [*ALONE, *overrides]))
     return [problem.removeprefix(f"{path}: ") for problem in caught.value.problems]
 
 
@@ -33,8 +37,8 @@ def test_each_is_the_run_with_what_it_has_otherwise(tmp_path):
     assert (low.start, low.end, high.start, high.end) == (0, 5, 5, 12)
     assert low.run.data.buckets == load_run(DIGITS).data.buckets
     assert high.run.data.buckets == ((16, 16),)
-    assert (low.run.optimizer.lr, high.run.optimizer.lr) == (2e-3, 1e-4)
-    assert high.run.optimizer.betas == low.run.optimizer.betas
+    assert (low.run.strategy.optimizer.lr, high.run.strategy.optimizer.lr) == (2e-3, 1e-4)
+    assert high.run.strategy.optimizer.betas == low.run.strategy.optimizer.betas
     assert (low.name, high.prefix) == ("stages.0", "stages.1.")
 
 
@@ -44,7 +48,7 @@ def test_each_is_the_run_with_what_it_has_otherwise(tmp_path):
         ("stages.1.train.stepz=9", "stages.1.train.stepz: unknown key; did you mean steps, decay_steps?"),
         ("stages.0.train={stepz: 3}", "stages.0.train.stepz: unknown key; did you mean steps, decay_steps?"),
         ("train.stepz=9", "train.stepz: unknown key; did you mean steps, decay_steps?"),
-        ("optimizer.lr=x", "stages.0.optimizer.lr is 'x', and a number was expected"),
+        ("strategy.optimizer.lr=x", "stages.0.strategy.optimizer.lr is 'x', and a number was expected"),
         ("stages=[{train: {steps: x}}]", "train.steps is 'x', and a whole number was expected"),
         ("stages.1.plan=3", "stages.1.plan is 3, and a path was expected"),
     ],
@@ -57,10 +61,10 @@ def test_what_set_said_of_a_stage_is_told_of_it(tmp_path, override, problem):
 
 
 def test_what_a_stage_says_itself_is_not_told_of_set(tmp_path):
-    path = written(tmp_path, LOW, HIGH | {"optimizer": {"lr": "x"}})
+    path = written(tmp_path, LOW, HIGH | {"strategy": {"optimizer": {"lr": "x"}}})
     with pytest.raises(UserError) as caught:
-        load_stages(path, [*ALONE, "optimizer.lr=1e-3"])
-    assert caught.value.problems == (f"{path}: stages.1.optimizer.lr is 'x', and a number was expected",)
+        load_stages(path, [*ALONE, "strategy.optimizer.lr=1e-3"])
+    assert caught.value.problems == (f"{path}: stages.1.strategy.optimizer.lr is 'x', and a number was expected",)
 
 
 def test_a_run_without_stages_is_one(tmp_path):
@@ -71,7 +75,7 @@ def test_a_run_without_stages_is_one(tmp_path):
 
 def test_a_step_belongs_to_the_stage_that_takes_it(tmp_path):
     """A checkpoint at a border belongs to the stage that follows; one at the end of all to the last."""
-    stages = prepare_stages(load_stages(written(tmp_path, LOW, HIGH), ALONE), 1)
+    stages = prepare_stages(load_stages(written(tmp_path, LOW, HIGH), ALONE))
     assert [stage_at(stages, step).stage.number for step in (0, 4, 5, 11, 12)] == [0, 0, 1, 1, 1]
 
 
@@ -99,11 +103,14 @@ def test_a_stage_has_what_the_run_lacks(tmp_path):
     ("stage", "line"),
     [
         ({"data": {"buckets": 3}}, "stages.1.data.buckets is 3, and a list was expected"),
-        ({"date": {}}, "stages.1.date: unknown key; did you mean data?"),
+        ({"date": {}}, "stages.1.date: unknown key; did you mean data, strategy?"),
         ({"train": {"stepz": 3}}, "stages.1.train.stepz: unknown key; did you mean steps, decay_steps?"),
         ({"stages": []}, "stages.1.stages: unknown key"),
         ({"plan": 3}, "stages.1.plan is 3, and a path was expected"),
-        ({"plan": "none"}, "stages.1.plan: none does not exist; `bigdit plan --out DIR` writes one"),
+        (
+            {"plan": "none"},
+            "stages.1.plan: {folder}/none does not exist; set plan to null, or to one that `bigdit plan` wrote",
+        ),
         ({"train": {"warmup_steps": 900}}, "stages.1: train.warmup_steps is 900, beyond train.steps 800"),
         (
             {"data": {"buckets": [[9, 8]]}},
@@ -112,7 +119,7 @@ def test_a_stage_has_what_the_run_lacks(tmp_path):
     ],
 )
 def test_what_is_wrong_of_a_stage_is_told_by_its_key(tmp_path, stage, line):
-    assert problems(written(tmp_path, LOW, stage)) == [line]
+    assert problems(written(tmp_path, LOW, stage)) == [line.replace("{folder}", str(tmp_path))]
 
 
 def test_what_no_stage_would_hear_is_refused(tmp_path):
@@ -121,7 +128,9 @@ def test_what_no_stage_would_hear_is_refused(tmp_path):
         "--set train.steps=9: all 2 stages have train.steps of their own, and none takes it; set it of one, such as "
         "stages.0.train.steps=9"
     ]
-    assert load_stages(path, ["optimizer.lr=1e-3"])[0].run.optimizer.lr == 1e-3  # the second has its own
+    assert (
+        load_stages(path, ["strategy.optimizer.lr=1e-3"])[0].run.strategy.optimizer.lr == 1e-3
+    )  # the second has its own
 
 
 def test_what_is_wrong_of_the_run_is_told_once(tmp_path):
@@ -138,10 +147,10 @@ def test_what_is_wrong_of_the_run_is_told_once(tmp_path):
     ("stage", "line"),
     [
         ({"train": {"seed": 3}}, "train.seed is 3, and stages.0 has 6"),
-        ({"train": {"precision": "bf16"}}, "train.precision is bf16, and stages.0 has fp32"),
-        ({"train": {"ema": {}}}, 'train.ema is {"decay": 0.9999, "device": "gpu"}, and stages.0 has null'),
+        ({"strategy": {"precision": "bf16"}}, "strategy.precision is bf16, and stages.0 has fp32"),
+        ({"strategy": {"ema": {}}}, 'strategy.ema is {"decay": 0.9999, "device": "gpu"}, and stages.0 has null'),
         ({"model": {"kwargs": {"num_layers": 3}}}, "model.kwargs.num_layers is 3, and stages.0 has 4"),
-        ({"optimizer": {"name": "came"}}, "optimizer.name is came, and stages.0 has adamw"),
+        ({"strategy": {"optimizer": {"name": "came"}}}, "strategy.optimizer.name is came, and stages.0 has adamw"),
         ({"output": "else"}, "output is else, and stages.0 has demo/run"),
         ({"objective": {"name": "ddpm"}}, "objective.name is ddpm, and stages.0 has flow_matching"),
     ],
@@ -181,16 +190,6 @@ def test_one_is_named_where_one_is_wanted(tmp_path):
 
 def test_each_may_have_a_plan(tmp_path):
     plan = plan_of(SINGLE)
-    folder = write(plan, tmp_path / "plan")
-    path = written(tmp_path, {"plan": str(folder), "train": {"steps": 5}}, {"train": {"steps": 7}})
-    document = yaml.safe_load(path.read_text())
-    document["train"] = {"micro_batch_size": SINGLE.micro_batch_size, "precision": SINGLE.precision}
-    document["engine"] = {"name": "single"}
-    path.write_text(yaml.safe_dump(document))
-    first, second = load_stages(path)
-    assert (first.plan, first.source, second.plan) == (plan, folder, None)
-    assert first.run.train.checkpointed_blocks == SINGLE.checkpointed_blocks
-    assert second.run.train.checkpointed_blocks == 0
-    assert problems(path, plan=plan, source=folder) == [
-        f"--plan is {folder}, and {path} has stages, each of which may have a plan of its own: stages.0.plan"
-    ]
+    write(plan, tmp_path / "plan")
+    first, second = load_stages(written(tmp_path, {"plan": "plan", "train": {"steps": 5}}, {"train": {"steps": 7}}))
+    assert (first.plan, second.plan) == (plan, None)

@@ -124,7 +124,7 @@ def done_in(folder, *before):
 
 
 OTHERS = {
-    **{"--sampler": "ddpm", "--plan": "planned", "--label": "classes"},
+    **{"--sampler": "ddpm", "plans/sana/run.yaml": "planned", "plans/flux/run.yaml": "planned", "--label": "classes"},
     **{"--image": "first_frames", "33x480x832": "videos"},
 }
 """Readers whose my.yaml is another run, by the first word that is of theirs."""

@@ -1,5 +1,7 @@
 """A plan of DeepSpeed's under `accelerate launch --use_deepspeed` trains to the bit as under torchrun."""
 
+import json
+
 import pytest
 import safetensors
 import yaml
@@ -16,14 +18,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("accelerate")]
 def plan(features, tmp_path_factory):
     """The folder of a plan with the run that it completes."""
     folder = tmp_path_factory.mktemp("accelerate") / "plan"
-    write(plan_of(parse_strategy(["zero2,world_size=2,micro_batch_size=4"]), kwargs=TINY_KWARGS), folder)
-    run_yaml(folder, data={"features": str(features)}, train={"steps": 3, "warmup_steps": 1})
+    planned = plan_of(parse_strategy(["zero2,world_size=2,micro_batch_size=4"]), kwargs=TINY_KWARGS)
+    write(planned, folder)
+    (folder / "ds_config.json").write_text(json.dumps(planned.strategy.ds_document))
+    train = {"steps": 3, "warmup_steps": 1}
+    run_yaml(folder, planned, data={"features": str(features)}, train=train, plan="plan.yaml")
     return folder
 
 
 def checkpoint(plan, name, *launcher):
     """The weights, masters and optimizer state that the plan's run ends with, by file and name, to the bit."""
-    words = ("launch/train.py", "--plan", plan / "plan.yaml", "--config", plan / "run.yaml")
+    words = ("launch/train.py", "--config", plan / "run.yaml")
     output = plan / name
     done = run_command(*launcher, *words, "--set", f"output={output}", DS_ACCELERATOR="cpu", PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr[-3000:]

@@ -35,7 +35,12 @@ def reference(features, tmp_path_factory):
     curves = {}
     for precision in TOLERANCE:
         output = tmp_path_factory.mktemp("single")
-        single = ["engine.name=single", "engine.processes=1", "engine.ds_config=null", f"train.precision={precision}"]
+        single = [
+            "strategy.engine=single",
+            "strategy.world_size=1",
+            "strategy.ds_config=null",
+            f"strategy.precision={precision}",
+        ]
         done = run_ranks(1, TRAIN, "--config", DIGITS, *overrides(features, output, *single))
         assert done.returncode == 0, done.stderr
         curves[precision] = losses(output)
@@ -60,7 +65,9 @@ def ds_config(tmp_path, stage):
 def test_deepspeed(features, reference, tmp_path, stage, precision):
     output = tmp_path / "run"
     recomputed = 1 if stage == 3 else 0  # gathered weights are gathered again, and change no number
-    arguments = overrides(features, output, f"train.precision={precision}", f"train.checkpointed_blocks={recomputed}")
+    arguments = overrides(
+        features, output, f"strategy.precision={precision}", f"strategy.checkpointed_blocks={recomputed}"
+    )
     started = ("--ds-config", ds_config(tmp_path, stage), "--config", DIGITS, *arguments)
     if (stage, precision) == (3, "fp32"):  # DeepSpeed's launcher once; it takes as long as the training
         launcher = (BIN / "deepspeed", "--num_gpus", 2, "--master_port", free_port())
@@ -74,7 +81,7 @@ def test_deepspeed(features, reference, tmp_path, stage, precision):
 @pytest.mark.slow
 def test_fsdp2(features, reference, tmp_path):
     output = tmp_path / "run"
-    fsdp2 = ["engine.name=fsdp2", "engine.ds_config=null", "train.precision=fp32"]
+    fsdp2 = ["strategy.engine=fsdp2", "strategy.ds_config=null", "strategy.precision=fp32"]
     done = run_command(
         *(BIN / "torchrun", "--standalone", "--nproc-per-node", 2, TRAIN),
         *("--config", DIGITS, *overrides(features, output, *fsdp2)),
@@ -87,8 +94,8 @@ def test_fsdp2(features, reference, tmp_path):
 def test_fsdp2_with_two_copies_of_the_model_and_everything_on_the_host(features, reference, tmp_path):
     """HSDP adds its replicas' gradients up after the last micro-batch; offload changes no number."""
     output = tmp_path / "run"
-    fsdp2 = ["engine.name=fsdp2", "engine.ds_config=null", "engine.dp_replicate=2", "engine.cpu_offload=true"]
-    settings = overrides(features, output, *fsdp2, "train.precision=fp32", "train.micro_batch_size=2")
+    fsdp2 = ["strategy.engine=fsdp2", "strategy.ds_config=null", "strategy.dp_replicate=2", "strategy.cpu_offload=true"]
+    settings = overrides(features, output, *fsdp2, "strategy.precision=fp32", "strategy.micro_batch_size=2")
     done = run_ranks(4, TRAIN, "--config", DIGITS, *settings)
     assert done.returncode == 0, done.stderr
     assert losses(output) == pytest.approx(reference["fp32"], rel=TOLERANCE["fp32"])
@@ -130,11 +137,16 @@ def test_an_overflow_on_one_process_is_passed_over_on_all(curves):
 def test_accelerate_launch_checkpointing_and_accumulation(features, reference, tmp_path):
     """Recomputation changes no number, and four micro-batches of 2 on 2 processes are the same global batch."""
     output = tmp_path / "run"
-    fsdp2 = ["engine.name=fsdp2", "engine.ds_config=null", "train.precision=fp32", "train.micro_batch_size=2"]
+    fsdp2 = [
+        "strategy.engine=fsdp2",
+        "strategy.ds_config=null",
+        "strategy.precision=fp32",
+        "strategy.micro_batch_size=2",
+    ]
     done = run_command(
         *(BIN / "accelerate", "launch", "--multi_gpu", "--num_processes", 2, "--num_machines", 1),
         *("--main_process_port", free_port(), TRAIN),
-        *("--config", DIGITS, *overrides(features, output, *fsdp2, "train.checkpointed_blocks=1")),
+        *("--config", DIGITS, *overrides(features, output, *fsdp2, "strategy.checkpointed_blocks=1")),
     )
     assert done.returncode == 0, done.stderr
     assert json.loads((output / "receipt.json").read_text())["strategy"]["world_size"] == 2
@@ -145,8 +157,8 @@ def test_accelerate_launch_checkpointing_and_accumulation(features, reference, t
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
 def test_bigdit_train_starts_the_launcher(features, reference, tmp_path, engine):
     output = tmp_path / "run"
-    chosen = [] if engine == "deepspeed" else ["engine.ds_config=null"]
-    done = bigdit("train", "--config", DIGITS, *overrides(features, output, f"engine.name={engine}", *chosen))
+    chosen = [] if engine == "deepspeed" else ["strategy.ds_config=null"]
+    done = bigdit("train", "--config", DIGITS, *overrides(features, output, f"strategy.engine={engine}", *chosen))
     assert done.returncode == 0, done.stderr
     assert losses(output) == pytest.approx(reference["bf16"], rel=TOLERANCE["bf16"])
     receipt = json.loads((output / "receipt.json").read_text())

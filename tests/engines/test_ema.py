@@ -201,11 +201,11 @@ EMA = ("train.checkpoint_every=2", "train.keep_checkpoints=9")
 @pytest.mark.parametrize(("kind", "counted"), [("decay=0.9", True), ("decay=0.9", False), ("power=0.1", True)])
 def test_a_resumed_run_averages_on(tmp_path, features, kind, counted):
     """Also from a checkpoint without the count of updates, as earlier versions wrote it of exponential averages."""
-    straight = run_to(4, tmp_path / "straight", features, *EMA, f"train.ema.{kind}")
-    found = run_to(2, tmp_path / "resumed", features, *EMA, f"train.ema.{kind}")
+    straight = run_to(4, tmp_path / "straight", features, *EMA, f"strategy.ema.{kind}")
+    found = run_to(2, tmp_path / "resumed", features, *EMA, f"strategy.ema.{kind}")
     if not counted:
         write_state(found.folder, found.state | {"updates": None})
-    resumed = run_to(4, tmp_path / "resumed", features, *EMA, f"train.ema.{kind}")
+    resumed = run_to(4, tmp_path / "resumed", features, *EMA, f"strategy.ema.{kind}")
     for folder in ("transformer", "transformer_ema"):
         one, other = exported(straight, folder), exported(resumed, folder)
         assert all(torch.equal(one[name], other[name]) for name in one)
@@ -220,14 +220,18 @@ def test_a_resumed_run_averages_on(tmp_path, features, kind, counted):
     with pytest.raises(UserError, match=r"is damaged: its checksum is not the one in state\.json"):
         Sampler(resumed, torch.device("cpu"), ema=True).model()
     # A run that stops averaging, or starts to, is another run.
-    with pytest.raises(UserError, match=r"holds a moving average of the weights, and the run has none \(train.ema\)"):
+    with pytest.raises(
+        UserError, match=r"holds a moving average of the weights, and the run has none \(strategy.ema\)"
+    ):
         run_to(6, tmp_path / "straight", features)
-    with pytest.raises(UserError, match=r"averages with train\.ema\..*, and the run asks for train\.ema\.power 0\.2: "):
-        run_to(6, tmp_path / "straight", features, "train.ema.power=0.2")
+    with pytest.raises(
+        UserError, match=r"averages with strategy\.ema\..*, and the run asks for strategy\.ema\.power 0\.2: "
+    ):
+        run_to(6, tmp_path / "straight", features, "strategy.ema.power=0.2")
 
 
 @pytest.mark.slow
 def test_a_checkpoint_without_an_average_says_so(trained):
     found, _ = checkpoint.latest(trained)
-    with pytest.raises(UserError, match=r"--ema: .* holds no moving average of the weights; train with train\.ema"):
+    with pytest.raises(UserError, match=r"--ema: .* holds no moving average of the weights; train with strategy\.ema"):
         Sampler(found, torch.device("cpu"), ema=True)

@@ -16,20 +16,26 @@ HELPERS = ":".join(f"{ROOT}/{each}" for each in (".", "tests/helpers", "tests/he
 
 # A smaller sibling of the demo's model, two narrow blocks, in the precision that people train in.
 TINY = (
-    "train.precision=bf16",
+    "strategy.precision=bf16",
     "model.kwargs.num_layers=2",
     "model.kwargs.num_attention_heads=4",
     "model.kwargs.attention_head_dim=8",
     "model.kwargs.num_cross_attention_heads=4",
     "model.kwargs.cross_attention_head_dim=8",
     "model.kwargs.cross_attention_dim=32",
-    "train.micro_batch_size=8",
-    "train.global_batch_size=16",
+    "strategy.micro_batch_size=8",
+    "strategy.global_batch_size=16",
     "train.warmup_steps=2",
     "train.steps=8",
 )
 
-SINGLE = ("engine.name=single", "engine.processes=1", "engine.ds_config=null")
+ONLINE = ("strategy.features=online", "data.features=null")
+SINGLE = ("strategy.engine=single", "strategy.world_size=1", "strategy.ds_config=null")
+
+
+def reading(features):
+    """The overrides of a run that reads this store; with None it encodes in each step."""
+    return ONLINE if features is None else (f"data.features={features}",)
 
 
 def environment_with(variables):

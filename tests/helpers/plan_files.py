@@ -1,6 +1,4 @@
-"""Files of plans that train the digits, the runs that they complete, and what is refused of both."""
-
-import json
+"""Files of plans of the digits, runs by their strategies, and what is refused of both."""
 
 import pytest
 import yaml
@@ -9,6 +7,7 @@ from commands import DIGITS, TINY
 from bigdit.config.plan_file import Asked, Expected, Phase, PlanFile, RecordedLedger, write_plan_file
 from bigdit.config.strategy import parse_strategy
 from bigdit.errors import UserError, versions
+from bigdit.search.of_run import section
 from bigdit.spec import BatchShape, ModelSpec, OptimizerSpec, Strategy
 
 DIGITS_MODEL = yaml.safe_load(DIGITS.read_text())["model"]
@@ -53,6 +52,7 @@ def made_up(model, batch, strategy, *, gpus_per_node=8, verdict="FITS", expandab
             peak_reserved_bytes=40 << 30,
             process_bytes=(40 << 30, 41 << 30),
             samples_per_second_per_card=(1e-8, 9.25),
+            host_bytes=1 << 30,
         ),
         micro_batch_sizes=(),
         ledger=RecordedLedger(granularity=512, phases=(Phase(phase="step", peak_bytes=9, end_bytes=9, at_peak={}),)),
@@ -69,19 +69,21 @@ def write(plan, folder):
     """The folder of a plan, as far as training reads it."""
     folder.mkdir(exist_ok=True)
     write_plan_file(folder / "plan.yaml", plan)
-    if plan.strategy.ds_config is not None:
-        (folder / "ds_config.json").write_text(json.dumps(plan.strategy.ds_config))
     return folder
 
 
-def run_yaml(folder, **sections):
-    """The digits' run without what a plan decides; `sections` over it."""
-    document = yaml.safe_load(DIGITS.read_text())
-    del document["engine"], document["model"]
-    document["optimizer"] = {"lr": 2e-3, "betas": [0.9, 0.99]}
-    document["train"] = {"steps": 8, "warmup_steps": 2, "lr_schedule": "cosine"}
-    for name, section in sections.items():
-        document[name] = document.get(name, {}) | section
+def run_yaml(folder, planned=None, **sections):
+    """The digits' run with the strategy of a plan that lies in `folder`/plan; `sections` over it."""
+    document, planned = yaml.safe_load(DIGITS.read_text()), planned or plan_of()
+    optimizer = planned.strategy.optimizer.model_copy(update={"lr": 2e-3, "betas": (0.9, 0.99)})
+    document |= {
+        "model": {"class_name": planned.model.class_name, "kwargs": planned.model.kwargs},
+        "strategy": section(planned.strategy.model_copy(update={"optimizer": optimizer})),
+        "train": {"steps": 8, "warmup_steps": 2, "lr_schedule": "cosine"},
+        "plan": "plan",
+    }
+    for name, changed in sections.items():
+        document[name] = document.get(name, {}) | changed if isinstance(changed, dict) else changed
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(document))
     return file
@@ -97,6 +99,7 @@ SWAPPED = Strategy(
     precision="bf16_sr",
     optimizer=OptimizerSpec(name="adafactor"),
     optimizer_in_backward=True,
+    gradient_clipping=None,
     checkpointed_blocks="all",
     blocks_to_swap=3,
 )

@@ -10,7 +10,7 @@ import warm
 import yaml
 from commands import BIN, DIGITS, ROOT, SINGLE, TINY, environment_with
 from PIL import Image
-from plan_files import TINY_KWARGS, plan_of, write
+from plan_files import TINY_KWARGS, plan_of, run_yaml, write
 from tiny_videos import moving_square
 
 from bigdit.emulator.interpreter import cuda_python
@@ -21,7 +21,7 @@ RECIPES = {
     "sana-1600m-lora-rtx-3060": (
         "data.features=features/my",
         "model.init_from=runs/my/checkpoints/step-00000008",
-        "train.lora={rank: 2}",
+        "strategy.lora={rank: 2}",
     ),
 }
 """Those that pages extract and train: what a tiny run has of each beside its name and output."""
@@ -30,7 +30,7 @@ SET = (
     *TINY,
     *SINGLE,
     "train.steps=8",
-    "train.ema={widths: [0.05, 0.1]}",
+    "strategy.ema={widths: [0.05, 0.1]}",
     "train.snapshot_every=1",
     "data.images=pictures",
     "data.part_size=null",
@@ -61,7 +61,7 @@ def reader_folder(folder, pictures):
     stages = [{"data": {"features": "features/my"}, "train": {"steps": steps}} for steps in (2, 3)]
     progressive = _run(*SET, "train.steps=null", "output=runs/progressive") | {"stages": stages}
     of_recipes = {
-        name: _run(*SET, "train.ema=null", "train.snapshot_every=null", f"output={recipe(name).run['output']}", *own)
+        name: _run(*SET, "strategy.ema=null", "train.snapshot_every=null", f"output={recipe(name).run['output']}", *own)
         for name, own in RECIPES.items()
     }
     _write(folder, my=my, run=progressive, **of_recipes)
@@ -77,14 +77,17 @@ def ddpm_folder(folder, reader):
 
 
 def planned_folder(folder, reader):
-    """`my.yaml` without what a plan decides, and two plans of one process."""
+    """Two plans of one process, each with its run.yaml."""
     folder.mkdir()
     (folder / "features").symlink_to(reader / "features")
-    my = _run("engine=null", "model=null", "optimizer={lr: 2.0e-3}", "train={steps: 3, warmup_steps: 1}")
-    _write(folder, my=my | {"output": "runs/my", "data": my["data"] | {"features": "features/my"}})
-    (folder / "plans").mkdir()
+    data = yaml.safe_load(DIGITS.read_text())["data"] | {"features": "features/my"}
+    planned = plan_of(kwargs=TINY_KWARGS)
     for name in ("sana", "flux"):
-        write(plan_of(kwargs=TINY_KWARGS), folder / "plans" / name)
+        own = folder / "plans" / name
+        own.mkdir(parents=True)
+        write(planned, own)
+        train = {"steps": 3, "warmup_steps": 1}
+        run_yaml(own, planned, train=train, data=data, output=f"runs/{name}", plan="plan.yaml")
     return folder
 
 
@@ -97,7 +100,7 @@ def classes_folder(folder, pictures):
         shutil.copy(picture, folder / "classes" / names[number % 2])
     my = _run(
         *("model.kwargs.hidden_size=16", "model.kwargs.depth=1", "model.kwargs.num_classes=2"),
-        *("train.steps=2", "train.warmup_steps=0", "train.micro_batch_size=8", "data.part_size=null"),
+        *("train.steps=2", "train.warmup_steps=0", "strategy.micro_batch_size=8", "data.part_size=null"),
         *("data.images={path: classes, label: folder}", "data.features=features/my", "output=runs/my"),
         of=ROOT / "launch/recipes/digits-classes.yaml",
     )
@@ -114,7 +117,7 @@ def videos_folder(folder, *changed):
         *("model.kwargs.num_attention_heads=1", "model.kwargs.attention_head_dim=12", "model.kwargs.num_layers=1"),
         *("model.kwargs.in_channels=1024", "model.kwargs.out_channels=1024", "model.kwargs.patch_size=[11, 1, 1]"),
         *("data.buckets=[[11, 32, 32]]", "data.fps=16", "encoders.image.factor=32", "data.workers=1"),
-        *("train.steps=2", "train.warmup_steps=0", "train.micro_batch_size=2", "train.checkpoint_every=null"),
+        *("train.steps=2", "train.warmup_steps=0", "strategy.micro_batch_size=2", "train.checkpoint_every=null"),
         *("data.part_size=null", "data.images=clips", "data.features=features/my", "output=runs/my", *changed),
         of=ROOT / "launch/recipes/digits-moving.yaml",
     )

@@ -23,10 +23,8 @@ def strategy(engine="single", world_size=1, stage=None, **options):
     document = None
     if stage is not None:
         document = json.loads((ROOT / "ds_configs/zero2_bf16.json").read_text())
-        document |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
-        document |= {"bf16": {"enabled": True}, "zero_allow_untested_optimizer": True}
         document["zero_optimization"] |= {"stage": stage}
-    options = {"optimizer": ADAMW, "ema": EmaSpec(widths=(0.05, 0.1))} | options
+    options = {"gradient_clipping": None, "optimizer": ADAMW, "ema": EmaSpec(widths=(0.05, 0.1))} | options
     return Strategy(engine=engine, world_size=world_size, ds_config=document, **options)
 
 

@@ -1,6 +1,6 @@
 """Tiny runs of the digits that this process trains itself."""
 
-from commands import DIGITS, SINGLE, TINY, with_set
+from commands import DIGITS, SINGLE, TINY, reading, with_set
 from safetensors.torch import load_file
 
 from bigdit import checkpoint
@@ -14,14 +14,14 @@ from bigdit.train.processes.stop import Stop
 
 def run(features, output, *more):
     """Train by the command's own function; its exit status."""
-    overrides = [*TINY, *SINGLE, f"data.features={features}", f"output={output}", *more]
+    overrides = [*TINY, *SINGLE, *reading(features), f"output={output}", *more]
     return main.main(["--config", str(DIGITS), *with_set(overrides)])
 
 
 def run_to(steps, output, features, *overrides):
     """Train in this process up to `steps`, going on from what `output` holds; the last checkpoint."""
     settings = [*TINY, *SINGLE, f"data.features={features}", f"output={output}", f"train.steps={steps}", *overrides]
-    prepared = prepare_stages(load_stages(DIGITS, settings), 1)
+    prepared = prepare_stages(load_stages(DIGITS, settings))
     train(prepared, World(), Stop(prepared[0].stage.run.train.grace, World()))
     found, _ = checkpoint.latest(output)
     return found

@@ -33,13 +33,7 @@ def strategy_of(engine, processes, precision, optimizer, checkpointed, grad_accu
         "stage3_prefetch_bucket_size": 20000,
     }
     document |= {
-        "train_micro_batch_size_per_gpu": MICRO_BATCH_SIZE,
-        "gradient_accumulation_steps": grad_accum,
-        "gradient_clipping": 1.0,
-        "bf16": {"enabled": precision == "bf16"},
-        "fp16": {"enabled": precision == "fp16", "initial_scale_power": 4},  # no step overflows, and is skipped
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
+        "fp16": {"initial_scale_power": 4},  # no step overflows, and is skipped
     }
     return Strategy(
         engine="deepspeed",

@@ -6,11 +6,10 @@ import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from commands import DIGITS
+from commands import DIGITS, SINGLE
 from tiny_models import SANA
 
 from bigdit.config import check, load_run
-from bigdit.config.check import strategy_of
 from bigdit.loader.ahead import read_ahead
 
 
@@ -39,8 +38,8 @@ def test_an_error_of_the_reader_is_the_caller_s() -> None:
 
 
 def test_the_run_s_config_says_how_far_to_read_ahead() -> None:
-    run = load_run(DIGITS, ["data.read_ahead_steps=5", "engine.name=single", "engine.ds_config=null"])
-    assert strategy_of(run, 1).read_ahead_steps == 5
-    with pytest.raises(Exception, match=r"data\.read_ahead_steps"):
-        load_run(DIGITS, ["data.read_ahead_steps=-1"])
+    run = load_run(DIGITS, ["strategy.read_ahead_steps=5", *SINGLE])
+    assert run.strategy.read_ahead_steps == 5
+    with pytest.raises(Exception, match=r"strategy\.read_ahead_steps"):
+        load_run(DIGITS, ["strategy.read_ahead_steps=-1"])
     check(run, SANA.model_copy(update={"kwargs": {}}))

@@ -211,13 +211,13 @@ def test_small_buckets_are_told_of(tmp_path):
     make_store(tmp_path / "store", 40)
     _, notices = plan_order(FeatureStore.open(tmp_path / "store"), 16, 0, None, 0, tmp_path)
     assert notices == [
-        "bucket 4x4x8 has 14 samples, fewer than a global batch of 16 (train.global_batch_size): each of its batches "
-        "takes 1.1 epochs of them, and has samples more than once"
+        "bucket 4x4x8 has 14 samples, fewer than a global batch of 16 (strategy.global_batch_size): each of its "
+        "batches takes 1.1 epochs of them, and has samples more than once"
     ]
     order, notices = plan_order(FeatureStore.open(tmp_path / "store"), 64, 0, None, 0, tmp_path)
     assert notices == [
-        "data.features has 40 samples, fewer than a global batch of 64 (train.global_batch_size): each step takes more "
-        "than an epoch, and has samples more than once; lower train.global_batch_size, or add pictures"
+        "data.features has 40 samples, fewer than a global batch of 64 (strategy.global_batch_size): each step takes "
+        "more than an epoch, and has samples more than once; lower strategy.global_batch_size, or add pictures"
     ]
     first = order.batch(0)
     seen = Counter(zip(first.parts.tolist(), first.rows.tolist(), strict=True))

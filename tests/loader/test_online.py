@@ -9,7 +9,7 @@ import tiny_sources
 import tiny_vaes
 import torch
 import yaml
-from commands import run_ranks, with_set
+from commands import ONLINE, run_ranks, with_set
 from safetensors.torch import load_file
 from tiny_pipelines import (
     BRIA,
@@ -79,7 +79,7 @@ VIDEOS = {
     "WanPipeline": ("WanTransformer3DModel", WAN, "AutoencoderKLWan"),
 }
 DROPPED = 0.4
-ONLINE_AND_NOT = {"cached": (), "online": ("data.features=online",)}
+ONLINE_AND_NOT = {"cached": (), "online": ONLINE}
 
 
 @pytest.fixture(scope="module")
@@ -116,8 +116,8 @@ def written(folder, name, pictures):
             "text": {"pipeline": str(folder / "pipeline")},
             "batch_size": 1,
         },
-        "optimizer": {"lr": 1.0e-2},
-        "train": {"steps": 3, "micro_batch_size": 4, "grad_accum_steps": 2, "export_every": 3},
+        "strategy": {"micro_batch_size": 4, "grad_accum_steps": 2, "optimizer": {"lr": 1.0e-2}},
+        "train": {"steps": 3, "export_every": 3},
         "output": str(folder / "run"),
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
@@ -127,7 +127,7 @@ def written(folder, name, pictures):
 def trained(path, output, *overrides):
     """The weights of a run when it has ended, by its command's own steps."""
     stages = load_stages(path, [f"output={output}", *overrides])
-    prepared = prepare_stages(stages, 1)
+    prepared = prepare_stages(stages)
     check_stores(stages)
     prepared, _ = counted(prepared)
     train(prepared, World(), Stop(60.0, World()))
@@ -148,13 +148,13 @@ def sd3(tmp_path_factory, captioned):
 def test_weights_are_to_the_bit_those_of_a_cached_run(sd3, tmp_path):
     """With three text encoders, captions and their choice dropped and drawn alike; and so is a run that goes on."""
     path, cached = sd3
-    online = trained(path, tmp_path / "online", "data.features=online")
-    whole = trained(path, tmp_path / "whole", "data.features=online", "data.caption_dropout=0")
+    online = trained(path, tmp_path / "online", *ONLINE)
+    whole = trained(path, tmp_path / "whole", *ONLINE, "data.caption_dropout=0")
     assert not all(torch.equal(whole[name], each) for name, each in cached.items())
     assert online.keys() == cached.keys()
     assert all(torch.equal(online[name], each) for name, each in cached.items())
-    trained(path, tmp_path / "resumed", "data.features=online", "train.steps=2", "train.export_every=2")
-    resumed = trained(path, tmp_path / "resumed", "data.features=online")
+    trained(path, tmp_path / "resumed", *ONLINE, "train.steps=2", "train.export_every=2")
+    resumed = trained(path, tmp_path / "resumed", *ONLINE)
     assert all(torch.equal(resumed[name], each) for name, each in cached.items())
     assert not torch.nn.modules.module._global_forward_pre_hooks  # nothing watches on after its one step
 
@@ -163,7 +163,12 @@ def test_weights_are_to_the_bit_those_of_a_cached_run(sd3, tmp_path):
 def test_two_processes_encode_a_share_each(sd3, tmp_path):
     """Under FSDP2, of the same global batches: the losses are those of one process that reads a store."""
     path, _ = sd3
-    chosen = ["data.features=online", "engine.name=fsdp2", "train.grad_accum_steps=1", f"output={tmp_path / 'run'}"]
+    chosen = [
+        *ONLINE,
+        "strategy.engine=fsdp2",
+        "strategy.grad_accum_steps=1",
+        f"output={tmp_path / 'run'}",
+    ]
     done = run_ranks(2, "-m", "bigdit.train", "--config", path, *with_set(chosen))
     assert done.returncode == 0, done.stderr
     found, single = (
@@ -176,7 +181,7 @@ def test_two_processes_encode_a_share_each(sd3, tmp_path):
 
 def test_a_run_by_epochs_counts_its_pictures(sd3, tmp_path, capsys):
     path, cached = sd3
-    lines = ["data.features=online", "train.steps=null", "train.epochs=2"]
+    lines = [*ONLINE, "train.steps=null", "train.epochs=2"]
     assert all(torch.equal(each, cached[name]) for name, each in trained(path, tmp_path / "run", *lines).items())
     record = json.loads((tmp_path / "run" / "receipt.json").read_text())
     assert record["strategy"]["features"] == "online"
@@ -262,26 +267,28 @@ def test_what_is_not_taken_online_is_refused(sd3, tmp_path, captioned):
         "encoders.image.latents=moments": "encoders.image.latents is moments, of which loaders draw",
         "encoders.text.stored=fp8": "encoders.text.stored is fp8, as a store keeps states; leave it out",
         "encoders.first_frame={}": "encoders.first_frame is kept in a store alone",
-        "stages=[{train: {steps: 1}}, {train: {steps: 2}}]": "features online are of a run without stages",
+        "stages=[{train: {steps: 1}}, {train: {steps: 2}}]": "it is of a run without stages",
     }
     for override, problem in said.items():
         with pytest.raises(UserError) as error:
-            prepare_stages(load_stages(path, ["data.features=online", override]), 1)
+            prepare_stages(load_stages(path, [*ONLINE, override]))
         assert any(problem in line for line in error.value.problems), (override, error.value.problems)
-    run = load_run(path, ["data.features=online"])
-    with pytest.raises(UserError, match=r"data\.features is online: each step encodes, and nothing is extracted"):
+    run = load_run(path, [*ONLINE])
+    with pytest.raises(UserError, match=r"strategy\.features is online: each step encodes, and nothing is extracted"):
         extract(run, model_spec(run.model))
     (tmp_path / "some.tar").touch()
-    with pytest.raises(UserError, match=r"holds tars, whose index is kept beside features, and data\.features is onli"):
-        trained(path, tmp_path / "run", "data.features=online", f"data.images={tmp_path}/some.tar")
+    with pytest.raises(
+        UserError, match=r"holds tars, whose index is kept in data\.features, and strategy\.features is onli"
+    ):
+        trained(path, tmp_path / "run", *ONLINE, f"data.images={tmp_path}/some.tar")
     with pytest.raises(
         UserError, match=r"encoders\.text gives 12 pooled features, and the model's pooled_projection_di"
     ):
-        trained(path, tmp_path / "run", "data.features=online", "model.kwargs.pooled_projection_dim=10")
+        trained(path, tmp_path / "run", *ONLINE, "model.kwargs.pooled_projection_dim=10")
     broken = tmp_path / "broken"
     broken.mkdir()
     for file in captioned.iterdir():
         (broken / file.name).write_bytes(file.read_bytes())
     (broken / "3.txt").write_text("")
     with pytest.raises(UserError, match=r"data\.images: 3\.png: caption 3\.txt is empty; mend or replace it"):
-        trained(path, tmp_path / "other", "data.features=online", f"data.images={broken}")
+        trained(path, tmp_path / "other", *ONLINE, f"data.images={broken}")

@@ -73,7 +73,7 @@ def test_selective_checkpointing_runs_matrix_products_and_attention_once():
 
 
 def test_more_blocks_than_the_model_has_are_refused():
-    with pytest.raises(UserError, match=r"train\.checkpointed_blocks is 9, and the model has \d blocks"):
+    with pytest.raises(UserError, match=r"strategy\.checkpointed_blocks is 9, and the model has \d blocks"):
         gradients({"checkpointed_blocks": 9})
 
 

@@ -169,6 +169,6 @@ def test_a_layer_that_comfyui_cannot_be_given_is_named(tmp_path):
         "proj_out.lora_A.default.weight": torch.zeros(2, 24),
         "proj_out.lora_B.default.weight": torch.zeros(16, 2),
     }
-    with pytest.raises(UserError, match=r"ComfyUI has no place for adapters of proj_out \(train\.lora\.targets\)"):
+    with pytest.raises(UserError, match=r"ComfyUI has no place for adapters of proj_out \(strategy\.lora\.targets\)"):
         models.save_for_comfyui(tmp_path, spec, SPEC, weights, lambda: None)
     assert not list(tmp_path.iterdir())

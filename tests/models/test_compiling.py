@@ -82,7 +82,7 @@ def test_a_plan_and_a_profile_say_that_they_are_of_blocks_as_they_are_written():
 def test_a_block_that_cannot_be_compiled_is_a_line():
     done = run_ranks(1, ROOT / "tests/models/broken_compiler.py", PYTHONPATH=HELPERS)
     (line,) = done.stdout.splitlines()
-    assert line.startswith("train.compile_blocks: torch cannot compile a block: ")
+    assert line.startswith("strategy.compile_blocks: torch cannot compile a block: ")
     assert "no compiler" in line
     assert line.endswith("; leave compile_blocks out")
 

@@ -124,23 +124,23 @@ def test_what_cannot_be_is_refused():
     for base, engine in (("nf4", "fsdp2"), ("nf4", "deepspeed"), ("int8", "deepspeed")):
         with pytest.raises(ValueError, match=rf"lora\.base {base} keeps packed weights, which {engine} cannot shard"):
             Strategy(lora=LoraSpec(base=base), engine=engine, ds_config={})
-    run = load_run(DIGITS, ["train.lora.rank=4", "train.precision=bf16", *SINGLE])
-    with pytest.raises(UserError, match=r"train\.lora adapts trained weights, and model\.init_from is missing"):
-        prepare(run, 1)
+    run = load_run(DIGITS, ["strategy.lora.rank=4", "strategy.precision=bf16", *SINGLE])
+    with pytest.raises(UserError, match=r"strategy\.lora adapts trained weights, and model\.init_from is missing"):
+        prepare(run)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["base=nf4", "dora=true", "base=int8 dora=true"])
 def test_adapters_are_trained_kept_resumed_and_read_by_diffusers(tmp_path, features, trained, kind):
     base = trained / "exports/step-00000008/transformer"
-    chosen = [f"train.lora.{each}" for each in kind.split()]
-    settings = ("train.lora.rank=4", "train.lora.alpha=8", *chosen, "train.ema.decay=0.5")
+    chosen = [f"strategy.lora.{each}" for each in kind.split()]
+    settings = ("strategy.lora.rank=4", "strategy.lora.alpha=8", *chosen, "strategy.ema.decay=0.5")
     settings = (
         *settings,
         f"model.init_from={base}",
         "train.checkpoint_every=2",
-        "train.checkpointed_blocks=all",
-        "optimizer.lr=0.05",
+        "strategy.checkpointed_blocks=all",
+        "strategy.optimizer.lr=0.05",
     )
     straight = run_to(4, tmp_path / "straight", features, *settings)
     run_to(2, tmp_path / "resumed", features, *settings)
@@ -171,7 +171,7 @@ def test_adapters_are_trained_kept_resumed_and_read_by_diffusers(tmp_path, featu
 def test_other_adapters_start_anew_elsewhere(tmp_path, features, trained):
     """Whatever changes, the error says what works; adapters alone are no weights to start from."""
     base = trained / "exports/step-00000008/transformer"
-    settings = ("train.lora={rank: 4, alpha: 8}", f"model.init_from={base}", "train.checkpoint_every=2")
+    settings = ("strategy.lora={rank: 4, alpha: 8}", f"model.init_from={base}", "train.checkpoint_every=2")
     found = run_to(2, tmp_path / "run", features, *settings)
     for key, before, asked in (
         ("lora.rank", "4", "8"),
@@ -186,7 +186,7 @@ def test_other_adapters_start_anew_elsewhere(tmp_path, features, trained):
             f"{found.folder} was trained with train.{key} {before}, and the run asks for {asked}; "
             "choose another output, where adapters start anew"
         )
-    run_to(2, tmp_path / "elsewhere", features, *settings, "train.lora={rank: 8, alpha: 2, targets: [to_q]}")
+    run_to(2, tmp_path / "elsewhere", features, *settings, "strategy.lora={rank: 8, alpha: 2, targets: [to_q]}")
     export = tmp_path / "run/exports/step-00000002/transformer"
     for source, what in ((found.folder, f"; name the weights they are for: {base}"), (export, "")):
         with pytest.raises(UserError, match=f"^model.init_from: {source} holds LoRA adapters alone.*{what}$"):

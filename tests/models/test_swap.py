@@ -47,7 +47,13 @@ DEEP = ModelSpec(  # two large blocks and three small ones
     },
 )
 BLOCKS = 5
-FULL = {"lora": None, "precision": "bf16_sr", "optimizer_in_backward": True, "checkpointed_blocks": "all"}
+FULL = {
+    "lora": None,
+    "precision": "bf16_sr",
+    "optimizer_in_backward": True,
+    "gradient_clipping": None,
+    "checkpointed_blocks": "all",
+}
 POLICIES = {
     "adafactor": FULL | {"optimizer": OptimizerSpec(name="adafactor", lr=1e-2)},
     "adamw": FULL | {"ema": EmaSpec(decay=0.5)},
@@ -211,7 +217,7 @@ def locked(runs):
 
 
 def test_what_cannot_be_is_refused():
-    with pytest.raises(UserError, match=r"train\.blocks_to_swap is 9, and the model has 5 blocks"):
+    with pytest.raises(UserError, match=r"strategy\.blocks_to_swap is 9, and the model has 5 blocks"):
         equipped(lora(9), DEEP)
     with pytest.raises(ValueError, match=r"blocks_to_swap is 2, and the weights of two blocks .*set it to 3 or more"):
         lora(2)
@@ -252,7 +258,7 @@ def test_a_host_that_has_no_room_for_the_weights_is_a_line():
     line, *more = [each for each in done.stderr.splitlines() if each]
     assert not more, done.stderr
     assert re.match(
-        r"error: train\.blocks_to_swap: 0\.19 GiB of weights wait in page-locked memory of the host, which ran out: "
+        r"error: strategy\.blocks_to_swap: 0\.19 GiB of weights wait in page-locked memory of the host, which ran out: "
         r"(64\.00 MiB|0\.12 GiB) were asked for, ",  # two blocks, or the third where a freed arena held the two
         line,
     )
@@ -260,10 +266,10 @@ def test_a_host_that_has_no_room_for_the_weights_is_a_line():
 
 
 RUNS = {
-    "adapters": ("train.lora.rank=4",),
+    "adapters": ("strategy.lora.rank=4",),
     "all weights": (
-        *("train.precision=bf16_sr", "train.optimizer_in_backward=true", "train.gradient_clipping=null"),
-        *("optimizer.name=adafactor", "train.global_batch_size=8"),
+        *("strategy.precision=bf16_sr", "strategy.optimizer_in_backward=true", "strategy.gradient_clipping=null"),
+        *("strategy.optimizer.name=adafactor", "strategy.global_batch_size=8"),
     ),
 }
 
@@ -275,15 +281,15 @@ def test_a_run_with_swapped_blocks_is_the_same_run(tmp_path, features, kind):
     deep = "model.kwargs.num_layers=4"
     spec = model_spec(load_run(DIGITS, [*TINY, *SINGLE, deep]).model)
     models.build(spec, device="cpu", dtype=torch.float32, seed=0).save_pretrained(tmp_path / "base")
-    settings = (deep, f"model.init_from={tmp_path / 'base'}", *kind, "train.checkpointed_blocks=all")
-    settings = (*settings, "train.ema.decay=0.5", "train.checkpoint_every=2", "validation.samples=8")
+    settings = (deep, f"model.init_from={tmp_path / 'base'}", *kind, "strategy.checkpointed_blocks=all")
+    settings = (*settings, "strategy.ema.decay=0.5", "train.checkpoint_every=2", "validation.samples=8")
     settings = (*settings, "validation.every=2", "samples.captions=['a one','a two']", "samples.every=2")
     settings = (*settings, "samples.steps=2")
     torch.manual_seed(0)  # of stochastic rounding, which a checkpoint keeps
     plain = run_to(4, tmp_path / "plain", features, *settings)
     torch.manual_seed(0)
-    run_to(2, tmp_path / "swapped", features, *settings, "train.blocks_to_swap=3")
-    swapped = run_to(4, tmp_path / "swapped", features, *settings, "train.blocks_to_swap=3")
+    run_to(2, tmp_path / "swapped", features, *settings, "strategy.blocks_to_swap=3")
+    swapped = run_to(4, tmp_path / "swapped", features, *settings, "strategy.blocks_to_swap=3")
     for folder in ("transformer", "transformer_ema"):
         one, other = exported(plain, folder), exported(swapped, folder)
         assert one.keys() == other.keys() != set()

@@ -42,9 +42,9 @@ class Case(NamedTuple):
     def overrides(self, lr: float) -> list[str]:
         """What is set beside the recipe, whose rate is `lr`."""
         return [
-            f"optimizer.name={self.optimizer}",
-            f"optimizer.lr={self.rate * lr}",
-            f"train.precision={self.precision}",
+            f"strategy.optimizer.name={self.optimizer}",
+            f"strategy.optimizer.lr={self.rate * lr}",
+            f"strategy.precision={self.precision}",
             f"train.seed={self.seed}",
         ]
 
@@ -78,7 +78,7 @@ def losses(features, tmp_path_factory):
     rate that is AdamW's."""
     folder = tmp_path_factory.mktemp("optimizers")
     write_start(folder / "start", [*TINY, *WIDE, *SINGLE])
-    lr = yaml.safe_load(DIGITS.read_text())["optimizer"]["lr"]
+    lr = yaml.safe_load(DIGITS.read_text())["strategy"]["optimizer"]["lr"]
     cases = {REFERENCE: Case(), "another seed": OTHER, **CASES}
     cases["CAME at AdamW's rate"] = CASES["CAME"]._replace(rate=1.0)
     found = {}
@@ -111,7 +111,7 @@ def test_what_is_rounded_stochastically_is_of_the_seed_and_the_step(features, tm
     """And of nothing else that a process draws: from given weights, and from a checkpoint."""
     write_start(tmp_path / "start", [*TINY, *SINGLE])
     init = f"model.init_from={tmp_path / 'start'}"
-    chosen = ("train.precision=bf16_sr", "train.lr_schedule=constant", init)
+    chosen = ("strategy.precision=bf16_sr", "train.lr_schedule=constant", init)
     found = []
     for name, stops in (("straight", (4,)), ("again", (2, 4))):
         for steps in stops:

@@ -84,7 +84,8 @@ def test_decay_takes_its_share_of_matrices_and_of_nothing_else(name, precision, 
     ways = {}
     for decay in (0.0, 0.5):
         optimizer = OptimizerSpec(name=name, weight_decay=decay, decayed="matrices")
-        strategy = Strategy(precision=precision, optimizer=optimizer, optimizer_in_backward=in_backward)
+        unclipped = {"gradient_clipping": None, "optimizer_in_backward": in_backward}
+        strategy = Strategy(precision=precision, optimizer=optimizer, **unclipped)
         ways[decay] = trained(strategy, steps=1)
     before = trained(Strategy(precision=precision), steps=0)
     for key, without in ways[0.0].items():

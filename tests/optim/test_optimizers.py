@@ -227,7 +227,7 @@ def test_paged_state_is_refused_on_cpu_weights():
     param = nn.Parameter(torch.zeros(4))
     optimizer = optim.build(spec("paged_adamw_8bit"), [param])
     param.grad = torch.ones(4)
-    with pytest.raises(UserError, match=r"paged_adamw_8bit .* on the CPU; use optimizer.name adamw_8bit"):
+    with pytest.raises(UserError, match=r"paged_adamw_8bit .* on the CPU; use strategy.optimizer.name adamw_8bit"):
         optimizer.step()
 
 

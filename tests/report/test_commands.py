@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from bigdit.catalog import model
 from bigdit.checkout import entry
-from bigdit.config.plan_file import FILE
 from bigdit.report.commands import PORT, Command, commands, obstacle
 from bigdit.report.skeleton import skeleton
 from bigdit.spec import Strategy
@@ -33,9 +32,9 @@ def printed(plan, folder=Path("plans/x")):
     return [" ".join(command.words) for command in commands(plan, folder)]
 
 
-BY_PLAN = "--plan plans/x/plan.yaml --config plans/x/run.yaml"
+BY_PLAN = "--config plans/x/run.yaml"
 EXTRACT = "bigdit extract --config plans/x/run.yaml"
-SHORT = "bigdit train --plan plans/x --config plans/x/run.yaml"
+SHORT = "bigdit train --config plans/x/run.yaml"
 
 
 def test_the_script_is_found_from_where_a_plan_is_asked(tmp_path, monkeypatch):
@@ -76,7 +75,7 @@ PLACED = ("--machine_rank $NODE_RANK", "--main_process_ip $HEAD", f"--main_proce
 @pytest.mark.slow
 @pytest.mark.xdist_group("plan")
 def test_commands_are_those_of_the_engine_and_the_machines(made):
-    deepspeed = f"launch/train.py --ds-config plans/x/ds_config.json {BY_PLAN}"
+    deepspeed = f"launch/train.py {BY_PLAN}"
     zero2 = plans.sharded_plan(8)
     assert printed(made) == [EXTRACT, SHORT, f"python launch/train.py {BY_PLAN}"]
     assert printed(zero2) == [
@@ -139,16 +138,15 @@ print(json.dumps(found))
         [sys.executable, "-c", parse], input=json.dumps(lines), capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    by_plan = ["--plan", str(FOLDER / FILE), "--config", str(FOLDER / "run.yaml")]
-    ds = ["--ds-config", str(FOLDER / "ds_config.json")]
+    by_plan = ["--config", str(FOLDER / "run.yaml")]
     assert json.loads(done.stdout.splitlines()[-1]) == [
         ["1:1", "8", 0, "launch/train.py", by_plan],
         [1, 8, None, False, "launch/train.py", by_plan],
         ["2", "6", 1, "launch/train.py", by_plan],
         [2, 12, 1, False, "launch/train.py", by_plan],
-        ["/job/hostfile", 8, 0, "launch/train.py", ds + by_plan],
+        ["/job/hostfile", 8, 0, "launch/train.py", by_plan],
         [1, 8, None, True, "launch/train.py", by_plan],
-        ["hostfile", -1, 0, "launch/train.py", ds + by_plan],
+        ["hostfile", -1, 0, "launch/train.py", by_plan],
         [4, 32, 1, True, "launch/train.py", by_plan],
     ]
 
@@ -187,6 +185,7 @@ def test_features_online_are_not_extracted(made):
     assert next(each.words[:2] for each in commands(made, FOLDER)) == ("bigdit", "extract")
     assert next(each.words[:2] for each in commands(plan, FOLDER)) == ("bigdit", "train")
     run = yaml.safe_load(skeleton(plan))
-    assert (run["data"]["features"], run["data"]["buckets"]) == ("online", [[1024, 1024]])
+    assert (run["strategy"]["features"], run["data"]["buckets"]) == ("online", [[1024, 1024]])
+    assert "features" not in run["data"]
     assert "dtype" not in run["encoders"]["image"]
     assert run["encoders"]["text"]["dtype"] == "bf16"

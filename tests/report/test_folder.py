@@ -11,19 +11,17 @@ from pipeline_folders import changed, pipeline_folder
 from bigdit.catalog import batch_shape, model, user_model
 from bigdit.catalog.families import objective_of
 from bigdit.config import load_run
-from bigdit.config.deepspeed import complete_ds_config, ds_values
 from bigdit.config.plan_file import read_plan_file
-from bigdit.config.planned import planned_strategy
 from bigdit.config.stages import load_stages
 from bigdit.errors import UserError
 from bigdit.objective_spec import learned
-from bigdit.recipes.recipe import names, recipe
+from bigdit.recipes.recipe import MEASURED, names, recipe
 from bigdit.report.commands import commands
 from bigdit.report.folder import OURS, write_plan
 from bigdit.report.skeleton import skeleton
 from bigdit.search.answer import PLANS
 from bigdit.search.plan import Plan, record
-from bigdit.spec import LoraSpec
+from bigdit.spec import LoraSpec, Strategy
 from bigdit.speed.seconds import Interval
 from bigdit.train.prepare import prepare
 
@@ -44,7 +42,7 @@ def test_the_folder_of_a_plan(made, tmp_path):
     folder = tmp_path / "new/plan"
     written = write_plan(made, folder)
     assert {file.name for file in written} == OURS - {"ds_config.json"}
-    assert read_plan_file(folder) == record(made)
+    assert read_plan_file(folder) == record(made, skeleton(made))
     document = json.loads((folder / "plan.json").read_text())
     assert document.pop("fits") is True
     assert Plan.model_validate(document) == made
@@ -70,7 +68,8 @@ def test_deepspeeds_document_is_complete_and_accepted(tmp_path):
     text = (tmp_path / "plan/ds_config.json").read_text()
     assert "auto" not in text
     strategy = plan.chosen.strategy
-    assert complete_ds_config(json.loads(text), ds_values(strategy)) == (strategy.ds_config, [])
+    assert json.loads(text) == strategy.ds_document
+    assert Strategy.model_validate(dict(strategy) | {"ds_config": json.loads(text)}) == strategy
 
 
 @pytest.mark.parametrize("make", [plans.made_plan, lambda: plans.sharded_plan(8)], ids=["single", "deepspeed"])
@@ -78,14 +77,15 @@ def test_the_skeleton_runs_by_its_plan(make, tmp_path):
     plan = make()
     folder = tmp_path / "plan"
     write_plan(plan, folder)
-    recorded = read_plan_file(folder)
-    run = load_stages(folder / "run.yaml", [], recorded, folder)[0].run
-    strategy = planned_strategy(run, recorded, plan.chosen.strategy.world_size)
-    learning = plan.chosen.strategy.optimizer.model_copy(update={"lr": run.optimizer.lr})  # which is the run's own
+    (stage,) = load_stages(folder / "run.yaml")
+    run, strategy = stage.run, stage.run.strategy
+    assert stage.plan == record(plan, skeleton(plan))
+    assert stage.plan_notices(plan.catalogue) == []
+    learning = plan.chosen.strategy.optimizer.model_copy(update={"lr": strategy.optimizer.lr})  # which is the run's own
     assert strategy == plan.chosen.strategy.model_copy(update={"optimizer": learning})
     assert run.train.steps == plan.run.steps
     assert run.data.buckets == ((1024, 1024), (832, 1248), (512, 512))
-    by_plan = ("train", "--plan", folder, "--config", folder / "run.yaml", "--dry-run")
+    by_plan = ("train", "--config", folder / "run.yaml", "--dry-run")
     done = bigdit(*by_plan, "--set", "model.init_from=null")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["strategy"] == strategy.model_dump(mode="json")
@@ -99,9 +99,7 @@ def test_the_skeleton_runs_by_its_plan(make, tmp_path):
 def test_a_run_starts_as_the_recipe_of_its_model_does(made, tmp_path, monkeypatch, name):
     """From its weights, by its objective, as long and as fast as runs of its kind."""
     found = recipe(name)
-    for file, text in found.files.items():
-        (tmp_path / file).write_text(text)
-    lora = LoraSpec(rank=16) if "lora" in found.run["train"] else None
+    lora = LoraSpec(rank=16) if "lora" in found.run["strategy"] else None
     strategy = made.chosen.strategy.model_copy(update={"lora": lora})
     asked = model(found.about.model)
     plan = of_model(made, asked).model_copy(
@@ -111,14 +109,14 @@ def test_a_run_starts_as_the_recipe_of_its_model_does(made, tmp_path, monkeypatc
     text = skeleton(plan)
     (tmp_path / "own.yaml").write_text(text)
     monkeypatch.chdir(tmp_path)
-    own, known = (load_run(tmp_path / file) for file in ("own.yaml", f"{name}.yaml"))
+    own, known = load_run(tmp_path / "own.yaml", ["plan=null"]), load_run(MEASURED.parent / f"{name}.yaml")
     assert own.model == known.model
     assert own.encoders.image.path == known.encoders.image.path
     mine, theirs = (objective_of(asked.spec, run.objective) for run in (own, known))
     assert own.objective == mine
     assert learned(mine) == learned(theirs)
     assert getattr(mine, "shift", None) == getattr(theirs, "shift", None)
-    assert own.optimizer.lr == known.optimizer.lr
+    assert own.strategy.optimizer.lr == known.strategy.optimizer.lr
     assert (own.train.steps, own.train.warmup_steps) == (known.train.steps, known.train.warmup_steps)
     assert f" --local-dir {found.weights}\n" in text.replace(" # accept", "\n")
 
@@ -129,7 +127,11 @@ def test_random_weights_are_asked_for_or_all_that_there_is(made, name, scratch):
     plan = plan.model_copy(update={"question": plan.question.model_copy(update={"from_scratch": scratch})})
     run = yaml.safe_load(skeleton(plan))
     assert "init_from" not in run["model"]
-    assert (run["train"]["steps"], run["train"]["warmup_steps"], run["optimizer"]["lr"]) == (100_000, 1000, 1e-4)
+    assert (run["train"]["steps"], run["train"]["warmup_steps"], run["strategy"]["optimizer"]["lr"]) == (
+        100_000,
+        1000,
+        1e-4,
+    )
     assert "# It starts from random weights" in skeleton(plan)
     assert ("no published ones are known" in skeleton(plan)) is not scratch
 
@@ -159,9 +161,9 @@ def test_a_users_model_is_paired_with_the_encoders_in_its_folder(made, tmp_path)
 def test_a_model_of_classes_is_run_by_folders_of_classes(made, tmp_path):
     plan = of_model(made, model("dit-xl-2"))
     (tmp_path / "run.yaml").write_text(skeleton(plan))
-    run = load_run(tmp_path / "run.yaml")
+    run = load_run(tmp_path / "run.yaml", ["plan=null"])
     assert (run.data.images[0].label, run.encoders.text) == ("folder", None)
-    assert prepare(run, 1)[0] == plan.question.model.spec
+    assert prepare(run) == plan.question.model.spec
     assert commands(plan, tmp_path)[0].words[:2] == ("bigdit", "extract")
     assert "does not encode text" not in skeleton(plan)
 
@@ -173,10 +175,10 @@ def test_a_model_of_videos_is_run_with_frames_and_their_rate(made, tmp_path, nam
     """CogVideoX 1.5 pads 81 frames to patches of two latent frames, which 85 fill."""
     plan = of_model(made, model(name)).model_copy(update={"batch": batch_shape(model(name))})
     (tmp_path / "run.yaml").write_text(skeleton(plan))
-    run = load_run(tmp_path / "run.yaml")
+    run = load_run(tmp_path / "run.yaml", ["plan=null"])
     assert (run.data.buckets[0], run.data.fps) == ((frames, 1024, 1024), fps)
     assert run.encoders.image.class_name == plan.question.model.vae.class_name
-    assert prepare(run, 1)[0] == plan.question.model.spec
+    assert prepare(run) == plan.question.model.spec
     assert commands(plan, tmp_path)[0].words[:2] == ("bigdit", "extract")
     assert "does not encode text" not in skeleton(plan)
 
@@ -192,9 +194,9 @@ def test_a_model_of_videos_is_run_with_frames_and_their_rate(made, tmp_path, nam
 def test_a_model_of_several_texts_is_run_by_its_pipeline(made, tmp_path, name, vae, tokens):
     plan = of_model(made, model(name))
     (tmp_path / "run.yaml").write_text(skeleton(plan))
-    run = load_run(tmp_path / "run.yaml")
+    run = load_run(tmp_path / "run.yaml", ["plan=null"])
     assert (run.encoders.image.class_name, run.encoders.text.max_tokens) == (vae, tokens)
-    assert prepare(run, 1)[0] == plan.question.model.spec
+    assert prepare(run) == plan.question.model.spec
     assert commands(plan, tmp_path)[0].words[:2] == ("bigdit", "extract")
     assert run.data.part_size == 256
 
@@ -253,7 +255,7 @@ def test_a_newer_plan_takes_the_place_of_an_older_one(made, tmp_path):
     write_plan(plans.sharded_plan(8), folder)
     write_plan(made, folder)
     assert not (folder / "ds_config.json").exists()
-    assert read_plan_file(folder) == record(made)
+    assert read_plan_file(folder) == record(made, skeleton(made))
 
 
 def test_a_run_that_was_edited_is_kept_and_one_that_was_not_follows_the_plan(made, tmp_path):
@@ -265,9 +267,28 @@ def test_a_run_that_was_edited_is_kept_and_one_that_was_not_follows_the_plan(mad
     (folder / "run.yaml").write_text("mine: true\n")
     write_plan(made, folder)
     assert (folder / "run.yaml").read_text() == "mine: true\n"
-    (folder / "plan.json").write_text("{")
+    (folder / "plan.yaml").write_text("{")
     write_plan(made, folder)
     assert (folder / "run.yaml").read_text() == "mine: true\n"
+
+
+def test_the_strategy_of_an_edited_run_is_the_new_plans_and_its_constants_stay(made, tmp_path):
+    folder = tmp_path / "plan"
+    write_plan(made, folder)
+    edited = (
+        (folder / "run.yaml")
+        .read_text()
+        .replace("path/to/pictures", "mine # of last year")
+        .replace("lr: 2.0e-05", "lr: 3.0e-05")
+    )
+    (folder / "run.yaml").write_text(edited)
+    other = plans.sharded_plan(8)
+    write_plan(other, folder)
+    text, run = (folder / "run.yaml").read_text(), load_run(folder / "run.yaml")
+    assert "  images: mine # of last year\n" in text
+    assert run.strategy.optimizer.lr == 3e-5
+    learning = other.chosen.strategy.optimizer.model_copy(update={"lr": 3e-5})
+    assert run.strategy == other.chosen.strategy.model_copy(update={"optimizer": learning})
 
 
 def refused(plan, folder):

@@ -174,7 +174,7 @@ def test_the_page_has_all_that_was_found(made, shown):
     assert made.catalogue in text
     assert made.calibration in text
     assert all(notice in text for notice in made.notices)
-    assert "bigdit train --plan plans/x --config plans/x/run.yaml" in text
+    assert "bigdit train --config plans/x/run.yaml" in text
 
 
 def test_bars_are_as_long_as_their_bytes(made, shown):

@@ -160,7 +160,8 @@ def saved_beside_encoders(folder, class_name, kwargs, pipeline, vae):
             "text": {"pipeline": str(folder / "pipeline")},
         },
         "objective": {"name": "flow_matching"},
-        "train": {"steps": 1, "micro_batch_size": 1},
+        "strategy": {"micro_batch_size": 1},
+        "train": {"steps": 1},
         "output": "run",
     }
     spec, strategy = ModelSpec(name="tiny", class_name=class_name, kwargs=kwargs), Strategy(precision="fp32")

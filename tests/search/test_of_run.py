@@ -11,11 +11,12 @@ PIXART = {
     "model": {"name": "pixart-sigma-xl-2-1024"},
     "data": {"images": "pictures", "features": "features", "buckets": [[1024, 1024]]},
     "encoders": {"image": {"name": "vae", "class_name": "AutoencoderKL", "path": "vae"}, "text": {"pipeline": "here"}},
-    "train": {"global_batch_size": 32, "precision": "bf16"},
+    "strategy": {"global_batch_size": 32, "precision": "bf16"},
+    "train": {},
     "output": "run",
 }
-LOW = {"data": {"buckets": [[224, 288], [256, 256]]}, "train": {"steps": 1000, "micro_batch_size": 8}}
-HIGH = {"plan": "not/made/yet", "train": {"steps": 100, "checkpointed_blocks": "all"}}
+LOW = {"data": {"buckets": [[224, 288], [256, 256]]}, "train": {"steps": 1000}, "strategy": {"micro_batch_size": 8}}
+HIGH = {"plan": "not/made/yet", "train": {"steps": 100}, "strategy": {"checkpointed_blocks": "all"}}
 
 
 def written(folder, *stages, **sections):
@@ -61,55 +62,60 @@ def test_what_validation_holds_out_is_encoded_and_not_trained_on(tmp_path):
 
 
 def test_a_run_without_stages_is_one_question(tmp_path):
-    adapted = {"train": {"steps": 9, "lora": {"rank": 4}, "ema": {"device": "cpu"}}, "optimizer": {"name": "came"}}
-    (only,) = asked(written(tmp_path, **adapted))
+    strategy = {"lora": {"rank": 4}, "ema": {"device": "cpu"}, "optimizer": {"name": "came"}}
+    (only,) = asked(written(tmp_path, train={"steps": 9}, strategy=strategy))
     assert (only.pins.lora_rank, only.pins.ema, only.pins.full, only.pins.optimizer) == (4, "cpu", False, "came")
 
 
 def test_features_online_are_pinned_and_what_is_not_is_said(tmp_path):
-    train = {"steps": 9, "lora": {"rank": 4, "base": "nf4", "dora": False}, "blocks_to_swap": 3}
-    path = written(tmp_path, data=PIXART["data"] | {"features": "online"}, train=train)
+    strategy = {"features": "online", "lora": {"rank": 4, "base": "nf4", "dora": False}, "offload_activations": True}
+    path = written(tmp_path, data=PIXART["data"] | {"features": None}, train={"steps": 9}, strategy=strategy)
     (only,) = asked(path)
     assert only.pins.features == "online"
     assert problems(path, "data.buckets=[[512, 512], [256, 256]]") == [
-        "data.features is online, and data.buckets has 2: which is a picture's is known when all were read; name a "
-        "folder, and `bigdit extract` encodes into it once"
+        "strategy.features is online, and data.buckets has 2: which is a picture's is known when all were read; set it "
+        "to cached, and `bigdit extract` encodes into data.features once"
     ]
-    assert unpinned(path, ["train.checkpointing=selective"]) == [
-        f"{path}: {key} is {said}, which plans do not pin: this one chooses by itself"
-        for key, said in (("train.blocks_to_swap", 3), ("train.checkpointing", "selective"), ("train.lora.base", "nf4"))
+    asked_for = {"checkpointing": "selective", "lora.base": "nf4", "offload_activations": "true"}
+    assert unpinned(path, ["strategy.checkpointing=selective"]) == [
+        f"{path}: strategy.{key} is {said}, which plans do not pin: this one chooses by itself"
+        for key, said in asked_for.items()
     ]
     assert unpinned(written(tmp_path, LOW, HIGH), ()) == []
-    (compiled,) = unpinned(path, ["train.lora=null", "train.blocks_to_swap=0", "train.compile_blocks=true"])
-    assert compiled.startswith(f"{path}: train.compile_blocks is true, and the plan is of blocks as they are written: ")
+    path = written(tmp_path, train={"steps": 9}, strategy={"compile_blocks": True})
+    (compiled,) = unpinned(path, ())
+    assert compiled.startswith(
+        f"{path}: strategy.compile_blocks is true, and the plan is of blocks as they are written: "
+    )
 
 
 @pytest.mark.parametrize(
     ("engine", "pinned"),
     [
-        ({"name": "single"}, "single"),
-        ({"name": "fsdp2", "processes": 4, "cpu_offload": True}, "fsdp2-offload"),
-        ({"name": "deepspeed", "processes": 4, "ds_config": f"{ROOT}/ds_configs/zero2_bf16.json"}, "zero2"),
+        ({"engine": "single"}, "single"),
+        ({"engine": "fsdp2", "world_size": 4, "cpu_offload": True}, "fsdp2-offload"),
+        ({"engine": "deepspeed", "world_size": 4, "ds_config": f"{ROOT}/ds_configs/zero2_bf16.json"}, "zero2"),
+        ({"engine": "deepspeed"}, "zero0"),
     ],
 )
 def test_the_engine_is_a_preset(tmp_path, engine, pinned):
-    low, _ = asked(written(tmp_path, LOW, HIGH, engine=engine))
-    assert (low.pins.engine, low.cluster.gpus) == (pinned, engine.get("processes", 1))
+    low, _ = asked(written(tmp_path, LOW, HIGH, strategy=engine))
+    assert (low.pins.engine, low.cluster.gpus) == (pinned, engine.get("world_size", 1))
 
 
 def test_what_is_wrong_is_told_by_the_runs_keys(tmp_path):
     path = written(tmp_path, LOW, HIGH)
     (line,) = problems(path, "stages.0.data.buckets=[[250, 250]]")
     assert line.startswith("stages.0: data.buckets 250: pixart-sigma-xl-2-1024 takes pixels in multiples of 16")
-    assert problems(path, "train.checkpointed_blocks=99", "stages.1.train.checkpointed_blocks=99") == [
-        "train.checkpointed_blocks is 99, and pixart-sigma-xl-2-1024 has 28 blocks; 28 and all are the most"
+    assert problems(path, "strategy.checkpointed_blocks=99", "stages.1.strategy.checkpointed_blocks=99") == [
+        "strategy.checkpointed_blocks is 99, and pixart-sigma-xl-2-1024 has 28 blocks; 28 and all are the most"
     ]
-    assert problems(path, "train.global_batch_size=20") == [
-        "stages.0: train.global_batch_size is 20, and 1 card × train.micro_batch_size 8 come to multiples of 8; "
+    assert problems(path, "strategy.global_batch_size=20") == [
+        "stages.0: strategy.global_batch_size is 20, and 1 card × strategy.micro_batch_size 8 come to multiples of 8; "
         "nearest: 16 or 24"
     ]
-    assert problems(path, "engine.processes=2", "engine.name=fsdp2", gpus=4) == [
-        "engine.processes is 2, and --gpus 4; leave one of them out"
+    assert problems(path, "strategy.world_size=2", "strategy.engine=fsdp2", gpus=4) == [
+        "strategy.world_size is 2, and --gpus 4; leave one of them out"
     ]
     assert problems(path, "model={class_name: SanaTransformer2DModel}") == [
         "model.class_name says what is trained; plans take model.name or model.path, a config.json"

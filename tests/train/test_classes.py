@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 from cards import benched
-from commands import ROOT, bigdit, run_ranks, with_set
+from commands import ONLINE, ROOT, bigdit, run_ranks, with_set
 from PIL import Image
 
 from bigdit.train.seen.metrics import read_metrics
@@ -17,7 +17,7 @@ SIZE = (
     "train.warmup_steps=1",
     "train.steps=4",
     "train.checkpoint_every=2",
-    "train.micro_batch_size=8",
+    "strategy.micro_batch_size=8",
     "data.workers=1",
 )
 TINY = {
@@ -189,9 +189,9 @@ def test_a_folder_of_one_more_class_is_not_appended(digits_by_class, tmp_path):
 def test_losses_with_features_online_are_those_of_the_store(digits_by_class, tmp_path):
     """Pictures that have classes, encoded in each step; pictures drawn on the way; other classes refused."""
     found = []
-    for features in (digits_by_class / "features", "online"):
-        chosen = (*TINY["PaperDiT"], "samples={captions: [three, 0], steps: 2, every: 2}", f"data.features={features}")
-        output = f"features-{getattr(features, 'name', features)}"
+    for name, reading in {"cached": (), "online": ONLINE}.items():
+        chosen = (*TINY["PaperDiT"], "samples={captions: [three, 0], steps: 2, every: 2}", *reading)
+        output = f"features-{name}"
         done = trained(digits_by_class, *chosen, output=output)
         assert done.returncode == 0, done.stderr
         assert (digits_by_class / output / "samples/step-00000004.png").exists()
@@ -200,7 +200,7 @@ def test_losses_with_features_online_are_those_of_the_store(digits_by_class, tmp
     assert found[0] == found[1]
     shutil.copytree(digits_by_class / "pictures", tmp_path / "pictures")
     (tmp_path / "pictures/eight").rename(tmp_path / "pictures/acht")
-    chosen = (*TINY["PaperDiT"], "train.steps=5", "data.features=online")
+    chosen = (*TINY["PaperDiT"], "train.steps=5", *ONLINE)
     images = f"data.images={{path: {tmp_path / 'pictures'}, label: folder}}"
     done = trained(digits_by_class, *chosen, images, output="features-online")
     assert done.returncode == 1

@@ -32,7 +32,7 @@ def test_the_last_step_is_full_too(epochs, samples, batch, steps):
 
 
 def length(features, *overrides):
-    prepared = prepare_stages(load_stages(DIGITS, [*TINY, *SINGLE, f"data.features={features}", *overrides]), 1)
+    prepared = prepare_stages(load_stages(DIGITS, [*TINY, *SINGLE, f"data.features={features}", *overrides]))
     return counted(prepared)
 
 

@@ -22,9 +22,9 @@ TRAIN = ROOT / "launch/train.py"
 
 ENGINES = {
     "single": SINGLE,
-    "single, 8-bit": (*SINGLE, "optimizer.name=adamw_8bit"),
+    "single, 8-bit": (*SINGLE, "strategy.optimizer.name=adamw_8bit"),
     "deepspeed": (),
-    "fsdp2": ("engine.name=fsdp2", "engine.ds_config=null"),
+    "fsdp2": ("strategy.engine=fsdp2", "strategy.ds_config=null"),
 }
 
 
@@ -146,7 +146,7 @@ def test_a_damaged_checkpoint_is_refused(features, trained, tmp_path):
 
 def test_random_numbers_that_a_checkpoint_had_are_said_to_be_left(features, tmp_path):
     """Those of bf16_sr, a state of a generator for each process, as checkpoints once had them."""
-    output, rounded = tmp_path / "run", ("train.precision=bf16_sr", "train.checkpoint_every=2")
+    output, rounded = tmp_path / "run", ("strategy.precision=bf16_sr", "train.checkpoint_every=2")
     done = train(features, output, *rounded, "train.steps=2")
     assert done.returncode == 0, done.stderr
     found, _ = latest(output)
@@ -212,18 +212,18 @@ def test_an_output_that_cannot_be_written(features, tmp_path):
 
 
 def test_a_diverging_run_ends_with_the_step(features, tmp_path):
-    more = ("optimizer.lr=1e30", "train.gradient_clipping=null", "train.most_skipped_steps=3")
+    more = ("strategy.optimizer.lr=1e30", "strategy.gradient_clipping=null", "train.most_skipped_steps=3")
     done = train(features, tmp_path, *more)
     assert done.returncode == 1
     assert "the loss of step" in done.stderr
-    assert "lower optimizer.lr" in done.stderr
+    assert "lower strategy.optimizer.lr" in done.stderr
 
 
 def test_errors_come_before_any_process_group(features, tmp_path):
     """Under a launcher, one process prints, and all end with 1."""
     done = run_command(
         *(BIN / "torchrun", "--standalone", "--nproc-per-node", 2, ROOT / "launch/train.py", "--config", DIGITS),
-        *with_set([*ENGINES["fsdp2"], f"output={tmp_path}", "train.global_batch_size=100", "train.seed=-1"]),
+        *with_set([*ENGINES["fsdp2"], f"output={tmp_path}", "train.seed=-1"]),
     )
     assert done.returncode == 1
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
@@ -249,8 +249,8 @@ def test_dry_run_prints_what_would_run(features, trained):
     [
         (("--set", "train.steps=1", "--set", "train.steps=2"), "--set says train.steps 2 times; leave it once"),
         (
-            ("--ds-config", "ds_configs/zero2_bf16.json", "--set", "engine.name=fsdp2"),
-            "--ds-config and --set engine.name say the same key; leave one of them out",
+            ("--ds-config", "ds_configs/zero2_bf16.json", "--set", "strategy.engine=fsdp2"),
+            "--ds-config and --set strategy.engine say the same key; leave one of them out",
         ),
         (
             ("--grace", "5", "--set", "train.grace=6"),

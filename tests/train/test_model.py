@@ -44,6 +44,13 @@ def test_a_sound_run_is_printed(capsys, tmp_path):
     assert json.loads(dry_run(capsys, config=config)[1]) == found  # it is a run's YAML itself
 
 
+SWAPPING = (
+    *("strategy.precision=bf16_sr", "strategy.optimizer_in_backward=true", "strategy.gradient_clipping=null"),
+    *("strategy.global_batch_size=16", "strategy.checkpointed_blocks=all"),
+)
+"""What trained blocks can be swapped with."""
+
+
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
@@ -93,19 +100,23 @@ def test_a_sound_run_is_printed(capsys, tmp_path):
         (["train.seed=-1"], f"{DIGITS} with --set: train.seed is -1, and 0 or more was expected"),
         *(
             (
-                ["model.kwargs.num_layers=2", f"train.blocks_to_swap={number}"],
-                f"train.blocks_to_swap is {number}, and the model has 2 blocks: the weights of two are on the "
+                ["model.kwargs.num_layers=2", *SWAPPING, f"strategy.blocks_to_swap={number}"],
+                f"strategy.blocks_to_swap is {number}, and the model has 2 blocks: the weights of two are on the "
                 "device at any time, and none are left to swap; set it to 0",
             )
-            for number in (1, 3)
+            for number in (3, 4)
         ),
         (
-            ["train.blocks_to_swap=5"],
-            "train.blocks_to_swap is 5, and the model has 4 blocks; set it to 3 to 4, or to 0",
+            [*SWAPPING, "strategy.blocks_to_swap=5"],
+            "strategy.blocks_to_swap is 5, and the model has 4 blocks; set it to 3 to 4, or to 0",
         ),
-        (["train.checkpointed_blocks=999"], "train.checkpointed_blocks is 999, and the model has 4 blocks"),
+        (["strategy.checkpointed_blocks=999"], "strategy.checkpointed_blocks is 999, and the model has 4 blocks"),
         (
-            ["train.lora.targets=[to_x]", "train.precision=bf16", "model.init_from=/weights"],  # the model comes first
+            [
+                "strategy.lora.targets=[to_x]",
+                "strategy.precision=bf16",
+                "model.init_from=/weights",
+            ],  # the model comes first
             "lora.targets: no linear layer's name ends in 'to_x'; did you mean to_v, to_q, to_k?",
         ),
     ],
@@ -146,7 +157,7 @@ def test_channels_of_a_pixel_are_held_against_those_of_a_patch(capsys, tmp_path)
     status, _, said = dry_run(capsys, config=config)
     assert (status, said.count("note: data.images: "), said.count("\n")) == (0, 1, 1)
     document["model"] = {"class_name": "QwenImageTransformer2DModel", "kwargs": {"num_layers": 1, "out_channels": 64}}
-    del document["train"]["lora"], document["train"]["checkpointed_blocks"]
+    del document["strategy"]["lora"], document["strategy"]["checkpointed_blocks"]
     config.write_text(yaml.safe_dump(document))
     assert dry_run(capsys, config=config) == (
         1,

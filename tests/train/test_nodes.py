@@ -18,7 +18,6 @@ import pytest
 from commands import BIN, ROOT
 from plan_files import TINY_KWARGS, plan_of, run_yaml, write
 
-from bigdit.config.plan_file import DS_CONFIG
 from bigdit.config.strategy import parse_strategy
 from bigdit.report.commands import PORT, Command, commands
 from bigdit.spec import Strategy
@@ -68,10 +67,11 @@ def environment(tmp_path: Path) -> dict[str, str]:
 def planned(strategy: Strategy, features: Path, folder: Path) -> Path:
     """A plan's folder with the run that it completes, whose output is `run` there."""
     folder.mkdir()
-    write(plan_of(strategy, kwargs=TINY_KWARGS), folder)
+    plan = plan_of(strategy, kwargs=TINY_KWARGS)
+    write(plan, folder)
     steps = {"steps": STEPS, "warmup_steps": 1}
-    config = run_yaml(folder, data={"features": str(features)}, train=steps)
-    config.write_text(config.read_text().replace("output: demo/run", f"output: {folder / 'run'}"))
+    data, output = {"features": str(features)}, str(folder / "run")
+    run_yaml(folder, plan, data=data, train=steps, output=output, plan="plan.yaml")
     return folder
 
 
@@ -109,7 +109,7 @@ def reference(features: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
     """The losses of one process."""
     strategy = Strategy(precision="fp32", micro_batch_size=GLOBAL_BATCH, gradient_clipping=1.0)
     folder = planned(strategy, features, tmp_path_factory.mktemp("one") / "plan")
-    assert main.main(["--plan", str(folder / "plan.yaml"), "--config", str(folder / "run.yaml")]) == 0
+    assert main.main(["--config", str(folder / "run.yaml")]) == 0
     found = losses(folder / "run")
     assert len(found) == STEPS
     return found
@@ -167,7 +167,6 @@ def test_zero2_on_two_machines_of_a_hostfile(features, tmp_path, environment, re
     folder = planned(strategy, features, tmp_path / "plan")
     command = printed("deepspeed", strategy, 1, folder)
     assert command.comment == "on the first machine, with 2 lines `host slots=1` in hostfile"
-    assert str(folder / DS_CONFIG) in command.words
     words = ["deepspeed", "--master_port", str(free_port()), *command.words[1:]]
     on_the_first([str(hostfile) if word == "hostfile" else word for word in words], environment)
     holds(folder, strategy, reference)
@@ -179,7 +178,7 @@ def test_accelerate_hands_a_hostfile_over_to_deepspeed(features, tmp_path, envir
     folder = planned(strategy, features, tmp_path / "plan")
     asked = f"--use_deepspeed --zero_stage 2 --num_machines 2 --num_processes 2 --deepspeed_hostfile {hostfile}"
     where = f"--machine_rank 0 --main_process_ip 127.0.0.1 --main_process_port {free_port()}"
-    run = f"launch/train.py --plan {folder}/plan.yaml --config {folder}/run.yaml"
+    run = f"launch/train.py --config {folder}/run.yaml"
     left = tmp_path / "deepspeed_env"
     on_the_first(f"accelerate launch {asked} {where} {run}".split(), environment | {"DS_ENV_FILE": str(left)})
     holds(folder, strategy, reference)

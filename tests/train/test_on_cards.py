@@ -9,14 +9,14 @@ import subprocess
 
 import pytest
 from cards import A40, TIME_LIMIT_S, answers, benched, on_card
-from commands import DIGITS, ROOT, SINGLE, TINY, with_set
+from commands import DIGITS, ONLINE, ROOT, SINGLE, TINY, with_set
 from diffusers import AutoencoderKL
 from plan_files import TINY_KWARGS, plan_of, run_yaml, write
 
 from bigdit import catalog
 from bigdit.catalog.encoders import OnlineEncoders, TextEncoderSpec, VaeSpec
 from bigdit.catalog.resolve import model_spec
-from bigdit.config import load_run, strategy_of
+from bigdit.config import load_run
 from bigdit.emulator import emulated_environment, shared_state
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.profile.cards import Cards
@@ -26,7 +26,7 @@ from bigdit.train.seen.metrics import read_metrics
 from bigdit.units import gib
 
 STEPS = ("train.steps=3", "train.checkpoint_every=3")
-FSDP2 = ("engine.name=fsdp2", "engine.ds_config=null")
+FSDP2 = ("strategy.engine=fsdp2", "strategy.ds_config=null")
 BIGDIT = ("-c", "from bigdit.cli import main; main()", "train")
 
 
@@ -67,9 +67,10 @@ def check(receipt, output, world_size):
 @pytest.mark.slow
 def test_a_run_by_a_plan_says_what_was_planned_and_what_was_measured(features, tmp_path):
     plan = plan_of(kwargs=TINY_KWARGS, expandable_segments=True)
-    folder, config = write(plan, tmp_path / "plan"), run_yaml(tmp_path, data={"features": str(features)})
-    command = [str(cuda_python()), "-W", "ignore", *BIGDIT, "--plan", str(folder), "--config", str(config)]
-    chosen = ["train.steps=4", "train.warmup_steps=1", "train.compile_blocks=true"]
+    write(plan, tmp_path / "plan")
+    config = run_yaml(tmp_path, plan, data={"features": str(features)})
+    command = [str(cuda_python()), "-W", "ignore", *BIGDIT, "--config", str(config)]
+    chosen = ["train.steps=4", "train.warmup_steps=1", "strategy.compile_blocks=true"]
     done = subprocess.run(
         [*command, *with_set([*chosen, f"output={tmp_path / 'run'}"])],
         env=os.environ | emulated_environment(catalog.resolve_gpu("a40")),
@@ -85,8 +86,8 @@ def test_a_run_by_a_plan_says_what_was_planned_and_what_was_measured(features, t
     off = f"{100 * (measured / expected.peak_reserved_bytes - 1):+.1f} %"
     said = f"planned 40.00 GiB at 8 × 12, measured {gib(measured)} ({off}) reserved by torch"
     assert done.stderr.count(f"{said}\n") == 1, done.stderr
-    assert "note: train.compile_blocks is true, and the plan is of blocks as they are written: " in done.stderr
-    assert "note: train.compile_blocks: an emulated GPU runs no kernels, and blocks run as they are" in done.stderr
+    assert "note: strategy.compile_blocks is true, and the plan is of blocks as they are written: " in done.stderr
+    assert "note: strategy.compile_blocks: an emulated GPU runs no kernels, and blocks run as they are" in done.stderr
     assert receipt["predicted_peak_reserved_bytes"] == expected.peak_reserved_bytes
     assert receipt["predicted_peak_allocated_bytes"] == expected.peak_allocated_bytes
     for row in read_metrics(tmp_path / "run/metrics.jsonl"):
@@ -122,7 +123,7 @@ def test_encoders_online_take_of_a_card_what_an_attempt_takes(pictures, tmp_path
     """A VAE and the digits' T5 through every phase, beside what a step takes; encoding has a phase of its own."""
     AutoencoderKL(**KL).save_pretrained(tmp_path / "vae")
     codec = f"encoders.image={{name: vae, class_name: AutoencoderKL, path: {tmp_path / 'vae'}}}"
-    places = [f"data.images={pictures}", "data.features=online", "data.buckets=[[16, 16]]", codec]
+    places = [f"data.images={pictures}", *ONLINE, "data.buckets=[[16, 16]]", codec]
     settings = [*TINY, *STEPS, *SINGLE, *places, f"output={tmp_path / 'run'}"]
     command = [str(cuda_python()), "-W", "ignore", *BIGDIT, "--config", str(DIGITS), *with_set(settings)]
     done = subprocess.run(
@@ -150,7 +151,7 @@ def test_encoders_online_take_of_a_card_what_an_attempt_takes(pictures, tmp_path
     request = StepRequest(
         model=model_spec(run.model),
         batch=BatchShape(latents=(4, 8, 8), text=(32, 64), latents_dtype="bf16"),
-        strategy=strategy_of(run, 1),
+        strategy=run.strategy,
         encoders=OnlineEncoders(pixels=(3, 16, 16), vae=vae, text=(text,)),
     )
     with Cards(A40, 1) as cards:
@@ -188,7 +189,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
     ("command", "replicate"), [(TORCHRUN, 1), (BIGDIT, 2)], ids=["torchrun, fsdp2", "bigdit train, hsdp"]
 )
 def test_fsdp2_trains_on_two_cards(features, tmp_path, command, replicate):
-    overrides = (*FSDP2, f"engine.dp_replicate={replicate}")
+    overrides = (*FSDP2, f"strategy.dp_replicate={replicate}")
     check(on_two_cards(features, tmp_path, *command, overrides=overrides), tmp_path, 2)
 
 
@@ -198,7 +199,7 @@ def test_more_processes_than_cards_are_a_line(features, tmp_path):
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
         "error: 2 processes of the run are on this machine, a card each, and torch sees 1 there: start 1 "
-        "(engine.processes, or the launcher's own number), or show it more (CUDA_VISIBLE_DEVICES)\n"
+        "(strategy.world_size, or the launcher's own number), or show it more (CUDA_VISIBLE_DEVICES)\n"
     )
 
 
@@ -253,7 +254,7 @@ found = {}
 for name in json.loads(os.environ["OPTIMIZERS"]):
     output = os.path.join(os.environ["OUTPUT"], name)
     arguments = json.loads(os.environ["ARGUMENTS"])
-    status = main([*arguments, "--set", f"output={output}", "--set", f"optimizer.name={name}"])
+    status = main([*arguments, "--set", f"output={output}", "--set", f"strategy.optimizer.name={name}"])
     found[name] = [status, os.path.exists(os.path.join(output, "receipt.json"))]
 print(json.dumps(found))
 """
@@ -264,7 +265,7 @@ def test_every_optimizer_steps_on_a_card(features, tmp_path):
     """In one process, one after another: each trains, and its state is there when it has stepped."""
     # CAME's confidence starts from zero, as published, so that its first steps are some ten times those of the others:
     # at the recipe's rate it diverges, on processors too.
-    overrides = (*TINY, *STEPS, *SINGLE, "optimizer.lr=2.0e-4", f"data.features={features}")
+    overrides = (*TINY, *STEPS, *SINGLE, "strategy.optimizer.lr=2.0e-4", f"data.features={features}")
     arguments = ["--config", str(DIGITS), *with_set(overrides)]
     found = answers(
         "a40",

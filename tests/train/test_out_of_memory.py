@@ -30,7 +30,7 @@ from bigdit.train.seen.metrics import read_metrics
 from bigdit.units import MIB
 
 BUCKETS = "data.buckets=[[8,8],[32,32]]"
-FSDP2 = ("engine.name=fsdp2", "engine.ds_config=null")
+FSDP2 = ("strategy.engine=fsdp2", "strategy.ds_config=null")
 BIGDIT = ("-c", "from bigdit.cli import main; main()", "train")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "launch/train.py")
 DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--log_level", "warning", "--num_gpus", "2")
@@ -38,7 +38,7 @@ A40 = catalog.resolve_gpu("a40")
 # What its context and NCCL take of it, in MiB.
 CONTEXT = -(-cuda_context(A40.compute_capability, A40.multiprocessors).high_bytes // MIB)
 NCCL = -(-nccl_buffers(A40.compute_capability, 2).high_bytes // MIB)
-HALVED = "train.micro_batch_size 8, grad_accum_steps 2, checkpointed_blocks 0"
+HALVED = "strategy.micro_batch_size 8, grad_accum_steps 2, checkpointed_blocks 0"
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def check(done, output, rank, step):
     assert len(said) == 1, done.stderr
     assert said[0].startswith(f"note: step {step + 1} ran out of memory on rank {rank} (NVIDIA A40) in ")
     assert said[0].endswith(
-        "; all start again with train.micro_batch_size 8, grad_accum_steps 2, checkpointed_blocks 0"
+        "; all start again with strategy.micro_batch_size 8, grad_accum_steps 2, checkpointed_blocks 0"
     )
     assert f"going on from {output}/checkpoints/step-{step:08}, step {step}" in done.stderr
     assert [row["step"] for row in read_metrics(output / "metrics.jsonl")] == list(range(1, 13))
@@ -102,13 +102,13 @@ def check(done, output, rank, step):
 
 @pytest.mark.slow
 def test_one_process_goes_on_with_half_the_micro_batch_and_so_does_its_next_start(mixed, tmp_path):
-    sizes = (*SINGLE, "train.micro_batch_size=16", "train.global_batch_size=16")
+    sizes = (*SINGLE, "strategy.micro_batch_size=16", "strategy.global_batch_size=16")
     with cards(CONTEXT + 46) as environment:
         check(trained(environment, mixed, tmp_path, BIGDIT, *sizes), tmp_path, 0, 1)
         again = trained(environment, mixed, tmp_path, BIGDIT, *sizes, "train.steps=14")
     assert again.returncode == 0, again.stderr
     assert (
-        "note: train.micro_batch_size 8, grad_accum_steps 2, checkpointed_blocks 0, since a step ran out"
+        "note: strategy.micro_batch_size 8, grad_accum_steps 2, checkpointed_blocks 0, since a step ran out"
         in again.stderr
     )
     assert "ran out of memory on rank" not in again.stderr
@@ -127,7 +127,7 @@ sys.stdin.read()
 @pytest.mark.parametrize(("engine", "room"), [("fsdp2", 46), ("zero2", 230), ("zero3", 134)])
 def test_two_processes_start_again_together_where_one_card_is_partly_taken(mixed, tmp_path, engine, room):
     """The second runs out of memory, while the first waits for it in a collective."""
-    sizes = ("train.micro_batch_size=16", "train.global_batch_size=32")
+    sizes = ("strategy.micro_batch_size=16", "strategy.global_batch_size=32")
     config = ("launch/train.py", "--ds-config", f"ds_configs/{engine}_bf16.json")
     command = TORCHRUN if engine == "fsdp2" else (*DEEPSPEED, "--master_port", str(free_port()), *config)
     taken = 400 - room
@@ -149,13 +149,13 @@ def test_two_processes_start_again_together_where_one_card_is_partly_taken(mixed
 
 @pytest.mark.slow
 def test_where_nothing_is_left_to_take_it_is_one_line(mixed, tmp_path):
-    sizes = ("train.micro_batch_size=1", "train.global_batch_size=1", "train.checkpointed_blocks=all")
+    sizes = ("strategy.micro_batch_size=1", "strategy.global_batch_size=1", "strategy.checkpointed_blocks=all")
     with cards(CONTEXT + 20) as environment:
         done = trained(environment, mixed, tmp_path, BIGDIT, *SINGLE, *sizes)
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "ran out of memory" in line
-    assert "`bigdit plan` says what fits: an optimizer with less state, train.lora, offload to the host" in line
+    assert "`bigdit plan` says what fits: an optimizer with less state, strategy.lora, offload to the host" in line
 
 
 @pytest.mark.slow
@@ -163,10 +163,10 @@ def test_where_nothing_is_left_to_take_it_is_one_line(mixed, tmp_path):
 def test_what_cannot_be_kept_ends_the_run_in_a_line(mixed, tmp_path, engine):
     """All before is saved all the same; a start that did not know would only run out of memory again."""
     (tmp_path / FILE).mkdir()
-    sizes = (*SINGLE, "train.micro_batch_size=16", "train.global_batch_size=16")
+    sizes = (*SINGLE, "strategy.micro_batch_size=16", "strategy.global_batch_size=16")
     command, count, room, step = BIGDIT, 1, CONTEXT + 46, 1
     if engine == "fsdp2":
-        sizes = (*FSDP2, "train.micro_batch_size=16", "train.global_batch_size=32")
+        sizes = (*FSDP2, "strategy.micro_batch_size=16", "strategy.global_batch_size=32")
         command, count, room, step = TORCHRUN, 2, CONTEXT + NCCL + 46, 5
     with cards(room, count) as environment:
         done = trained(environment, mixed, tmp_path, command, *sizes)
@@ -181,7 +181,7 @@ def test_what_cannot_be_kept_ends_the_run_in_a_line(mixed, tmp_path, engine):
 @pytest.mark.slow
 def test_a_signal_while_they_start_again_ends_them_in_order(mixed, tmp_path):
     """It comes when all is saved and kept; the same command goes on from there."""
-    sizes = (*FSDP2, "engine.processes=2", "train.micro_batch_size=16", "train.global_batch_size=32")
+    sizes = (*FSDP2, "strategy.world_size=2", "strategy.micro_batch_size=16", "strategy.global_batch_size=32")
     with cards(CONTEXT + NCCL + 46, 2) as environment:
         line = line_of(mixed, tmp_path, BIGDIT, *sizes)
         run = subprocess.Popen(line, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -233,14 +233,15 @@ def test_the_samples_stay_and_it_comes_to_an_end(micro_batch_size, grad_accum_st
 
 
 def test_deepspeed_s_document_follows():
-    document = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1, "train_batch_size": 8}
+    document = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
     strategy = Strategy(engine="deepspeed", world_size=2, micro_batch_size=4, ds_config=document)
     smaller = relieved(strategy, (), 12)
-    assert smaller.ds_config == document | {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    wanted = strategy.ds_document | {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    assert smaller.ds_document == wanted
 
 
 def test_what_steps_in_the_backward_pass_recomputes_blocks():
-    strategy = Strategy(micro_batch_size=8, optimizer_in_backward=True)
+    strategy = Strategy(micro_batch_size=8, optimizer_in_backward=True, gradient_clipping=None)
     assert relieved(strategy, (), 12).step_size.checkpointed_blocks == "all"
 
 

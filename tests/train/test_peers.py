@@ -63,7 +63,7 @@ def test_a_killed_process_under_torchrun(features, tmp_path):
 
 
 STOPPED = {
-    "zero3, its main process": ((*ZERO2, "engine.ds_config=ds_configs/zero3_bf16.json"), 0),
+    "zero3, its main process": ((*ZERO2, "strategy.ds_config=ds_configs/zero3_bf16.json"), 0),
     "fsdp2": (FSDP2, 1),
 }
 
@@ -72,14 +72,14 @@ STOPPED = {
 @pytest.mark.parametrize("name", STOPPED)
 def test_a_stopped_process_is_named_after_the_timeout(features, tmp_path, name):
     engine, rank = STOPPED[name]
-    with running(BIGDIT, features, tmp_path / "run", *engine, "engine.timeout=5") as run:
+    with running(BIGDIT, features, tmp_path / "run", *engine, "train.timeout=5") as run:
         ranks = run.until_it_trains().ranks()
         os.kill(ranks[rank], signal.SIGSTOP)
         assert run.ends(within=60) == 1
         assert ended(ranks)
         (said,) = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
         where = f"rank {rank} (process {ranks[rank]} on {os.uname().nodename}), which is stopped,"
-        assert said.startswith(f"error: {where} did not answer for 5 s (engine.timeout) after step ")
+        assert said.startswith(f"error: {where} did not answer for 5 s (train.timeout) after step ")
         assert said.endswith(": all end; the same command goes on from the last checkpoint")
         assert "Traceback" not in run.stderr
 
@@ -203,7 +203,7 @@ def test_a_process_that_does_not_answer(capfd, monkeypatch):
     status, stderr = grouped(capfd, "hangs", timeout=2.0)
     assert status == 1
     assert stderr.startswith("error: rank 1 (process ")
-    assert f" on {os.uname().nodename}) did not answer for 2 s (engine.timeout) after step 6: all end; " in stderr
+    assert f" on {os.uname().nodename}) did not answer for 2 s (train.timeout) after step 6: all end; " in stderr
     assert stderr.count("\n") == 1
     assert time.monotonic() - began < 60
 

@@ -15,8 +15,8 @@ from bigdit.train.seen.metrics import read_metrics
 
 CAPTIONS = ["a handwritten one", "a handwritten two", "a handwritten seven"]
 ASKED = (
-    "train.precision=fp32",
-    "train.ema.decay=0.5",
+    "strategy.precision=fp32",
+    "strategy.ema.decay=0.5",
     "train.steps=3",
     f"samples.captions={CAPTIONS}",
     "samples.every=2",
@@ -78,13 +78,13 @@ def test_what_fails_is_a_line_and_training_goes_on(features, tmp_path, monkeypat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", [("engine.name=fsdp2", "engine.ds_config=null"), ()], ids=["fsdp2", "zero3"])
+@pytest.mark.parametrize("engine", [("strategy.engine=fsdp2", "strategy.ds_config=null"), ()], ids=["fsdp2", "zero3"])
 def test_two_processes_draw_what_one_does(features, tmp_path, engine):
     """Three pictures on two processes of micro-batches of one: the last one is drawn twice, and counts once."""
     document = (ROOT / "ds_configs/zero2.json").read_text().replace('"stage": 2', '"stage": 3')
     (tmp_path / "ds.json").write_text(document)
-    more = engine or (f"engine.ds_config={tmp_path / 'ds.json'}",)
-    chosen = [*TINY, *ASKED, *more, "train.micro_batch_size=1", "train.global_batch_size=2"]
+    more = engine or (f"strategy.ds_config={tmp_path / 'ds.json'}",)
+    chosen = [*TINY, *ASKED, *more, "strategy.micro_batch_size=1", "strategy.global_batch_size=2"]
     settings = with_set([*chosen, f"data.features={features}", f"output={tmp_path / 'run'}"])
     done = run_ranks(2, "-m", "bigdit.train", "--config", DIGITS, *settings)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""`--plan` trains precisely by the plan: the receipt has its strategy, whatever started the processes."""
+"""A run.yaml of a plan trains by its strategy, whatever started the processes."""
 
 import json
 import os
@@ -33,25 +33,28 @@ _MAIN = "import os, sys; from bigdit.train.main import main; status = main(sys.a
 print(os.environ.get('PYTORCH_ALLOC_CONF')); sys.exit(status)"
 
 
-def started(plan, folder, config):
+def started(plan, config):
     """The command that runs a plan, as `bigdit plan` prints it, on a machine without cards."""
-    by_plan = ("--plan", folder / "plan.yaml", "--config", config)
     if plan.strategy.engine == "deepspeed":
         options = ("--num_gpus", 2, "--master_port", free_port())
-        return BIN / "deepspeed", *options, "launch/train.py", "--ds-config", folder / "ds_config.json", *by_plan
+        return BIN / "deepspeed", *options, "launch/train.py", "--config", config
     if plan.strategy.engine == "fsdp2":
-        return BIN / "bigdit", "train", "--plan", folder, "--config", config
-    return sys.executable, "-c", _MAIN, *by_plan
+        return BIN / "bigdit", "train", "--config", config
+    return sys.executable, "-c", _MAIN, "--config", config
+
+
+def written(plan, folder, **sections):
+    """The plan's run.yaml, whose output is `run` beside it."""
+    write(plan, folder / "plan")
+    return run_yaml(folder, plan, output=str(folder / "run"), **sections)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", PLANS)
 def test_the_receipt_has_the_plans_strategy(engine, features, tmp_path):
     plan, output = PLANS[engine], tmp_path / "run"
-    folder = write(plan, tmp_path / "plan")
-    config = run_yaml(tmp_path, data={"features": str(features)}, train={"steps": 3, "warmup_steps": 1})
-    config.write_text(config.read_text().replace("output: demo/run", f"output: {output}"))
-    done = run_command(*started(plan, folder, config), DS_ACCELERATOR="cpu", PYTHONPATH=".")
+    config = written(plan, tmp_path, data={"features": str(features)}, train={"steps": 3, "warmup_steps": 1})
+    done = run_command(*started(plan, config), DS_ACCELERATOR="cpu", PYTHONPATH=".")
     assert done.returncode == 0, done.stderr[-3000:]
     strategy = Strategy.model_validate(json.loads((output / "receipt.json").read_text())["strategy"])
     assert (strategy.optimizer.lr, strategy.optimizer.betas) == (2e-3, (0.9, 0.99))  # of the YAML
@@ -75,15 +78,14 @@ def test_the_receipt_has_the_plans_strategy(engine, features, tmp_path):
 def test_an_allocator_that_is_set_otherwise_than_planned_is_left_so_and_said(
     name, value, said, features, tmp_path, monkeypatch, capsys
 ):
-    folder = write(PLANS["single"], tmp_path / "plan")
-    config = run_yaml(tmp_path, data={"features": str(features)})
+    config = written(PLANS["single"], tmp_path, data={"features": str(features)})
     for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(each, raising=False)
     monkeypatch.setenv(name, value)
     seen = {}
     ended = Ended(tmp_path, 8, trained=True)
     monkeypatch.setattr("bigdit.train.loop.train", lambda *_: (seen.update(os.environ), ended)[1])
-    assert main.main(["--plan", str(folder / "plan.yaml"), "--config", str(config)]) == 0
+    assert main.main(["--config", str(config)]) == 0
     assert seen[name] == value
     assert sum("ALLOC_CONF" in each for each in seen) == 1
     line = (
@@ -94,13 +96,12 @@ def test_an_allocator_that_is_set_otherwise_than_planned_is_left_so_and_said(
 
 def test_dry_run_shows_the_plans_strategy(tmp_path):
     plan = PLANS["deepspeed"]
-    folder, config = write(plan, tmp_path / "plan"), run_yaml(tmp_path)
-    done = bigdit("train", "--plan", folder, "--config", config, "--dry-run")
+    done = bigdit("train", "--config", written(plan, tmp_path), "--dry-run")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     strategy = Strategy.model_validate(found["strategy"])
     assert strategy.model_copy(update={"optimizer": plan.strategy.optimizer}) == plan.strategy
-    assert found["run"]["engine"]["processes"] == 2
+    assert found["run"]["strategy"] == found["strategy"]
     assert done.stderr.startswith("note: the plan was made with catalogue 0123456789abcdef")
     usable = gib(plan.expected.usable_bytes)
     assert done.stderr.endswith(f", fits as planned: {gib(plan.expected.process_bytes[1])} of {usable}\n")
@@ -113,19 +114,17 @@ def errors(done):
 
 
 def test_other_processes_are_refused_with_both_numbers(tmp_path):
-    folder, config = write(PLANS["deepspeed"], tmp_path / "plan"), run_yaml(tmp_path)
-    done = run_command(sys.executable, "launch/train.py", "--plan", folder, "--config", config)
-    assert errors(done) == [
-        "error: the plan is for 2 processes (strategy.world_size), and 1 runs (WORLD_SIZE, engine.processes); start 2, "
-        "or ask `bigdit plan` with --gpus 1"
+    config = written(PLANS["deepspeed"], tmp_path)
+    assert errors(run_command(sys.executable, "launch/train.py", "--config", config)) == [
+        f"error: {config}: strategy.world_size is 2, and 1 process runs (WORLD_SIZE); start as many, set it to 1, or "
+        "leave it out"
     ]
 
 
 def test_a_machine_that_has_too_little_memory_for_the_plan_starts_nothing(tmp_path):
     plan = PLANS["single"]
     too_much = plan.expected.model_copy(update={"host_bytes": 2**50})
-    folder = write(plan.model_copy(update={"expected": too_much}), tmp_path / "plan")
-    done = bigdit("train", "--plan", folder, "--config", run_yaml(tmp_path))
+    done = bigdit("train", "--config", written(plan.model_copy(update={"expected": too_much}), tmp_path))
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(
         "error: the plan needs 1048576.00 GiB of host memory (expected.host_bytes), and this machine has "
@@ -134,7 +133,7 @@ def test_a_machine_that_has_too_little_memory_for_the_plan_starts_nothing(tmp_pa
 
 def test_several_machines_need_their_launcher(tmp_path):
     plan = plan_of(Strategy(engine="fsdp2", world_size=16, gradient_clipping=1.0))
-    done = bigdit("train", "--plan", write(plan, tmp_path / "plan"), "--config", run_yaml(tmp_path))
+    done = bigdit("train", "--config", written(plan, tmp_path))
     assert errors(done) == [
         "error: the plan is for 16 processes on 2 machines, and `bigdit train` starts those of one; start "
         "launch/train.py with the commands that `bigdit plan` printed"
@@ -142,15 +141,13 @@ def test_several_machines_need_their_launcher(tmp_path):
 
 
 def test_another_model_is_refused(tmp_path):
-    folder = write(PLANS["single"], tmp_path / "plan")
-    config = run_yaml(
-        tmp_path, model={"class_name": "SanaTransformer2DModel", "kwargs": TINY_KWARGS | {"num_layers": 3}}
-    )
-    again = "leave model out, or ask `bigdit plan` for it"
-    assert errors(bigdit("train", "--plan", folder, "--config", config)) == [
+    plan = PLANS["single"]
+    config = written(plan, tmp_path, model={"kwargs": TINY_KWARGS | {"num_layers": 3}})
+    again = "set plan to null, or ask `bigdit plan` for it"
+    assert errors(bigdit("train", "--config", config)) == [
         f"error: model has num_layers 3, and the plan's model.kwargs.num_layers is 2 (digits); {again}"
     ]
-    config = run_yaml(tmp_path, model={"name": "pixart-sigma-xl-2-1024"})
-    assert errors(bigdit("train", "--plan", folder, "--config", config, "--set", "data.buckets=[[8,8]]")) == [
+    config = written(plan, tmp_path, model={"name": "pixart-sigma-xl-2-1024", "class_name": None, "kwargs": {}})
+    assert errors(bigdit("train", "--config", config, "--set", "data.buckets=[[8,8]]")) == [
         "error: model is a PixArtTransformer2DModel, and the plan's model is digits, a SanaTransformer2DModel; " + again
     ]

@@ -11,12 +11,13 @@ from bigdit.config import load_run
 from bigdit.train.loop import learning_rate
 
 DIGITS_RUN = load_run(DIGITS)
+STRATEGY = DIGITS_RUN.strategy
 
 
 def run(lr, **train):
     return DIGITS_RUN.model_copy(
         update={
-            "optimizer": DIGITS_RUN.optimizer.model_copy(update={"lr": lr}),
+            "strategy": STRATEGY.model_copy(update={"optimizer": STRATEGY.optimizer.model_copy(update={"lr": lr})}),
             "train": DIGITS_RUN.train.model_copy(update={"min_lr": 0.0, "decay_steps": None, **train}),
         }
     )
@@ -45,7 +46,7 @@ def schedules(draw):
 
 @given(schedules())
 def test_a_rate_rises_to_the_peak_stays_and_falls_towards_the_least(chosen):
-    train, peak, found = chosen.train, chosen.optimizer.lr, rates(chosen)
+    train, peak, found = chosen.train, chosen.strategy.optimizer.lr, rates(chosen)
     warm, after = found[: train.warmup_steps], found[train.warmup_steps :]
     assert warm == sorted(warm)
     assert after == sorted(after, reverse=True)

@@ -20,8 +20,8 @@ ENGINES = {
     "single": SINGLE,
     "zero2": (),
     # In bf16 its first step after a start rounds otherwise (tests/engines/test_curves.py): 2e-4 of a loss.
-    "zero3": ("engine.ds_config=ds_configs/zero3_bf16.json", "train.precision=fp32"),
-    "fsdp2": ("engine.name=fsdp2", "engine.ds_config=null"),
+    "zero3": ("strategy.ds_config=ds_configs/zero3_bf16.json", "strategy.precision=fp32"),
+    "fsdp2": ("strategy.engine=fsdp2", "strategy.ds_config=null"),
 }
 SMALL = [each for each in TINY if not each.startswith("train.steps=")]  # each stage has its own
 BORDER, END = 8, 16
@@ -35,8 +35,9 @@ def staged(once, pictures, features):
     def make(folder):
         folder.mkdir()
         low = {"data": {"features": str(features)}, "train": {"steps": BORDER}}
-        high = {"data": {"features": str(folder / "high"), "buckets": [[16, 16]]}, "optimizer": {"lr": 1e-3}}
-        high["train"] = {"steps": END - BORDER, "micro_batch_size": 4, "warmup_steps": 0, "checkpointed_blocks": 1}
+        high = {"data": {"features": str(folder / "high"), "buckets": [[16, 16]]}}
+        high["strategy"] = {"micro_batch_size": 4, "checkpointed_blocks": 1, "optimizer": {"lr": 1e-3}}
+        high["train"] = {"steps": END - BORDER, "warmup_steps": 0}
         document = yaml.safe_load(DIGITS.read_text()) | {"stages": [low, high]}
         document["data"]["images"] = str(pictures)
         (folder / "run.yaml").write_text(yaml.safe_dump(document))

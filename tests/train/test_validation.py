@@ -30,7 +30,7 @@ from bigdit.train.step import train_step
 CPU = torch.device("cpu")
 SPEC = SANA.model_copy(update={"kwargs": SANA.kwargs | {"caption_channels": DIM}})
 LOSSES = ("validation_loss", "ema_validation_loss")
-HELD = ("validation.samples=24", "validation.times=[0.25,0.75]", "train.checkpoint_every=2", "train.ema.decay=0.5")
+HELD = ("validation.samples=24", "validation.times=[0.25,0.75]", "train.checkpoint_every=2", "strategy.ema.decay=0.5")
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_training_is_the_same_however_often_it_is_measured_and_goes_on(rows):
 def test_a_run_that_goes_on_holds_out_the_same(rows, features):
     output = rows[1]["once"]
     with pytest.raises(UserError, match=r"validation\.samples is 23, and .* was trained with 24 held out"):
-        run_to(5, output, features, "train.ema.decay=0.5", "validation.samples=23")
+        run_to(5, output, features, "strategy.ema.decay=0.5", "validation.samples=23")
 
 
 @pytest.fixture(scope="module")

@@ -34,16 +34,16 @@ def run(
     from bigdit.config import load_run
     from bigdit.receipt import keep, write
 
-    one_process = ["engine.name=single", "engine.processes=1", "engine.ds_config=null"]
+    one_process = ["strategy.engine=single", "strategy.world_size=1", "strategy.ds_config=null"]
     run_config = load_run(config, [*overrides, *one_process], stage)
-    spec, strategy = prepare(run_config, 1)
+    spec, strategy = prepare(run_config), run_config.strategy
     check_store(run_config)
     from bigdit.bench.step import bench_step
     from bigdit.report.comparison import comparison_table, load_line, overhead, print_notes
     from bigdit.store import FeatureStore
     from bigdit.train.store import largest_batch_shape
 
-    shape = largest_batch_shape(FeatureStore.open(run_config.data.features))
+    shape = largest_batch_shape(FeatureStore.open(run_config.data.store))
     objective = objective_of(spec, run_config.objective)
     found = bench_step(spec, shape, strategy, objective, steps=steps, seed=run_config.train.seed)
     receipt, compared = found.receipt, found.compared

@@ -35,15 +35,12 @@ if TYPE_CHECKING:
 PATIENCE_S = 10.0
 
 
-def launch(
-    run: RunConfig, config: Path, overrides: Sequence[str], plan: Path | None = None, host_bytes: int = 0
-) -> int:
-    """Run `python -m bigdit.train` as `engine.processes` processes; the exit status, 0 or that of the first to fail.
+def launch(run: RunConfig, config: Path, overrides: Sequence[str], host_bytes: int = 0) -> int:
+    """Run `python -m bigdit.train` as `strategy.world_size` processes; the exit status, 0 or that of the first to fail.
     `host_bytes`: what its plans count of this machine's memory, where there are any."""
     arguments = ["--config", str(config), *(part for override in overrides for part in ("--set", override))]
-    arguments += [] if plan is None else ["--plan", str(plan)]
     command = [sys.executable, *own_module("bigdit.train"), *arguments]
-    return Ranks(command, run.train.grace, host_bytes).run(run.engine.processes)
+    return Ranks(command, run.train.grace, host_bytes).run(run.strategy.world_size)
 
 
 class Ranks:

@@ -138,7 +138,7 @@ def _silent(store: _Store, places: list[Place], world: World, timeout: float, er
     stopped = [rank for rank, place in enumerate(places) if place.state(here) in STOPPED]
     if stopped or silent:
         state = ", which is stopped," if stopped else ""
-        return f"{_names(stopped or silent, places)}{state} did not answer for {timeout:g} s (engine.timeout)"
+        return f"{_names(stopped or silent, places)}{state} did not answer for {timeout:g} s (train.timeout)"
     found = (str(error).splitlines() or [type(error).__name__])[0][:200]
     return f"of {world.world_size} processes one on another machine, or one that does not answer ({found}), was lost"
 

@@ -32,7 +32,7 @@ def _card(world: World) -> torch.device:
     if processes > cards:
         raise UserError(
             f"{processes} processes of the run are on this machine, a card each, and torch sees {cards} there: start "
-            f"{cards} (engine.processes, or the launcher's own number), or show it more (CUDA_VISIBLE_DEVICES)"
+            f"{cards} (strategy.world_size, or the launcher's own number), or show it more (CUDA_VISIBLE_DEVICES)"
         )
     return torch.device("cuda", world.local_rank)
 
@@ -108,7 +108,7 @@ def _meet(backend: str, timeout: float) -> None:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         said = (str(error).splitlines() or [""])[0][:200]
         raise UserError(
-            f"the run's processes did not all come to {where} (MASTER_ADDR, MASTER_PORT) within engine.timeout, "
+            f"the run's processes did not all come to {where} (MASTER_ADDR, MASTER_PORT) within train.timeout, "
             f"{timeout:g} s, or one ended before: {said}"
         ) from error
 

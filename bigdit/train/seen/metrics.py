@@ -216,7 +216,7 @@ def _row(step: int, loss: float, norm: float | None, lr: float, taken: bool) -> 
     if _finite(loss) is None or _finite(norm) is not norm:
         raise UserError(
             f"the loss of step {step} is {loss} at learning rate {lr:.2e}, its gradients' norm {norm}, and the step is "
-            "taken; lower optimizer.lr, lengthen train.warmup_steps, or set train.gradient_clipping"
+            "taken; lower strategy.optimizer.lr, lengthen train.warmup_steps, or set strategy.gradient_clipping"
         )
     return row
 

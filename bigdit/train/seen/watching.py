@@ -96,7 +96,7 @@ def watch(start: Start, feed: Feed, stream: FeatureStream, stepped: Stepped, sta
     return Watching(metrics, skipped, validation, pictures)
 
 
-_FIX = "lower optimizer.lr, lengthen train.warmup_steps, or set train.gradient_clipping"
+_FIX = "lower strategy.optimizer.lr, lengthen train.warmup_steps, or set strategy.gradient_clipping"
 _MEND = "encode these samples again, where they are a VAE's with encoders.image.dtype fp32, or leave them out"
 
 

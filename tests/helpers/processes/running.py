@@ -7,9 +7,9 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from commands import BIN, DIGITS, ROOT, TINY, with_set
+from commands import BIN, DIGITS, ROOT, TINY, reading, with_set
 
-FSDP2 = ("engine.name=fsdp2", "engine.ds_config=null")
+FSDP2 = ("strategy.engine=fsdp2", "strategy.ds_config=null")
 ZERO2 = ()
 ENDLESS = ("train.steps=1000000", "train.checkpoint_every=100000")
 BIGDIT = (BIN / "bigdit", "train")
@@ -21,7 +21,7 @@ def arguments(features, output, *overrides):
     return [
         "--config",
         DIGITS,
-        *with_set([*TINY, *ENDLESS, f"data.features={features}", f"output={output}", *overrides]),
+        *with_set([*TINY, *ENDLESS, *reading(features), f"output={output}", *overrides]),
     ]
 
 
