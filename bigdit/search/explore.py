@@ -9,11 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
+from bigdit.config.plan_file import LargestMicroBatch
 from bigdit.profile.attempt import UNLIMITED, Attempt
 from bigdit.profile.cards import Row
 from bigdit.profile.request import StepRequest
 from bigdit.search.candidates import Candidate, Option, Planner, largest_micro_batch, micro_batch_sizes, quarters
-from bigdit.search.plan import BucketLimit, Rejected, node_bytes
+from bigdit.search.plan import Rejected, node_bytes
 from bigdit.search.predict import (
     FIRST,
     SECOND,
@@ -259,7 +260,7 @@ def _recomputing(strategy: Strategy, blocks: int, micro_batch_size: int) -> Stra
     return strategy.with_micro_batch_size(micro_batch_size).model_copy(update={"checkpointed_blocks": blocks})
 
 
-Limits = dict[tuple[int, int], BucketLimit]
+Limits = dict[tuple[int, int], LargestMicroBatch]
 """By the size in pixels."""
 
 NEAR = 0.05
@@ -310,7 +311,7 @@ def limits_of(planner: Planner, chosen: Candidate) -> Limits:
         ran = dict(zip(rows, aside.map(largest, rows), strict=True))
     found = {size: {column: ran[blocks].get(size) for column, blocks in columns.items()} for size in sizes}
     return {
-        size: BucketLimit.model_validate({"height": size[0], "width": size[1], **limits})
+        size: LargestMicroBatch.model_validate({"height": size[0], "width": size[1], **limits})
         for size, limits in found.items()
         if limits["recommended"] is not None
     }

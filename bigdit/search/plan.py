@@ -51,20 +51,6 @@ class Rejected(Strict):
     reason: str
 
 
-class BucketLimit(Strict):
-    """The largest micro-batch of one size in pixels, as it ran where one more does not fit.
-
-    With nothing recomputed, with the recommended number of blocks, and with all. 0 where none fits, or swapped blocks
-    have to be recomputed; None where it was not looked for.
-    """
-
-    height: PositiveInt
-    width: PositiveInt
-    none: NonNegativeInt | None
-    recommended: NonNegativeInt
-    full: NonNegativeInt | None
-
-
 class Curve(Strict):
     """Peak of the process (high end, bytes) against the micro-batch size, as steps ran on an emulated GPU."""
 
@@ -188,7 +174,7 @@ class Plan(Strict):
     host: HostNeed
     front: tuple[Choice, ...]
     rejected: tuple[Rejected, ...]
-    buckets: tuple[BucketLimit, ...]
+    buckets: tuple[LargestMicroBatch, ...]
     curves: tuple[Curve, ...]
     settings: tuple[Setting, ...]
     smaller: tuple[StepSize, ...]
@@ -300,15 +286,9 @@ def record(plan: Plan, run: str | None = None) -> PlanFile:
         batch=plan.batch,
         question=Asked(
             gpu=question.gpu.name,
-            gpus=question.cluster.gpus,
             gpus_per_node=question.cluster.gpus_per_node,
             resolution=question.resolution,
             frames=question.frames,
-            global_batch_size=question.global_batch_size,
-            images=question.images,
-            epochs=question.epochs,
-            price=question.price,
-            pins=question.pins.model_dump(mode="json"),
         ),
         strategy=chosen.strategy,
         expandable_segments=True,
@@ -321,7 +301,7 @@ def record(plan: Plan, run: str | None = None) -> PlanFile:
             samples_per_second_per_card=(rate.low, rate.high),
             host_bytes=plan.host.node_bytes,
         ),
-        micro_batch_sizes=tuple(LargestMicroBatch(**limit.model_dump()) for limit in plan.buckets),
+        micro_batch_sizes=plan.buckets,
         smaller=plan.smaller,
         ledger=RecordedLedger.model_validate(plan.ledger.model_dump(mode="json")),
         versions=plan.versions,

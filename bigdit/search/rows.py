@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from bigdit.catalog import Gpu
 from bigdit.catalog.gpus import gpus
+from bigdit.config.plan_file import LargestMicroBatch
 from bigdit.memory import Category
 from bigdit.profile.attempt import UNLIMITED, Attempt
 from bigdit.search.candidates import (
@@ -21,7 +22,7 @@ from bigdit.search.candidates import (
     micro_batch_sizes,
     process,
 )
-from bigdit.search.plan import BucketLimit, Choice, Curve, Point, Room, Setting, alike
+from bigdit.search.plan import Choice, Curve, Point, Room, Setting, alike
 from bigdit.search.solve import Confirmed, Ran, run
 from bigdit.search.space import lossy_by
 from bigdit.spec import StepSize
@@ -281,7 +282,7 @@ Runs = Mapping[int, Mapping[int, Attempt]]
 """Attempts by the number of recomputed blocks and the micro-batch size."""
 
 
-def runs(planner: Planner, chosen: Candidate, limit: BucketLimit) -> Runs:
+def runs(planner: Planner, chosen: Candidate, limit: LargestMicroBatch) -> Runs:
     """The sizes up to the `limit` that ran, with no block, the chosen number of them and all recomputed: two of each at
     least, where so many fit."""
     largest = {chosen.blocks: limit.recommended, 0: limit.none, chosen.option.arrangement.count: limit.full}

@@ -17,10 +17,10 @@ from bigdit.report.plan import show
 from bigdit.search import candidates as verdict
 from bigdit.search.plan import (
     Band,
-    BucketLimit,
     Choice,
     Curve,
     DatasetNeed,
+    LargestMicroBatch,
     Plan,
     Point,
     Rejected,
@@ -103,9 +103,9 @@ def made_plan() -> Plan:
         front=front(chosen),
         rejected=REJECTED,
         buckets=(
-            BucketLimit(height=1024, width=1024, none=4, recommended=9, full=31),
-            BucketLimit(height=832, width=1248, none=4, recommended=9, full=31),
-            BucketLimit(height=512, width=512, none=19, recommended=38, full=127),
+            LargestMicroBatch(height=1024, width=1024, none=4, recommended=9, full=31),
+            LargestMicroBatch(height=832, width=1248, none=4, recommended=9, full=31),
+            LargestMicroBatch(height=512, width=512, none=19, recommended=38, full=127),
         ),
         curves=(
             curve("none", chosen, 2.0),

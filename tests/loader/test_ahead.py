@@ -6,7 +6,7 @@ import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from commands import DIGITS
+from commands import DIGITS, SINGLE
 from tiny_models import SANA
 
 from bigdit.config import check, load_run
