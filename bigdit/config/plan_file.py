@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
 
 from bigdit.config.data import frames_of, written_bucket
 from bigdit.config.run import RunConfig
@@ -31,18 +31,12 @@ _FIX = "ask `bigdit plan` again, with --out"
 
 
 class Asked(Strict):
-    """The question in short. `resolution` is (height, width) in pixels, `price` of one card for an hour."""
+    """The question in short; plan.json has all of it. `resolution` is (height, width) in pixels."""
 
     gpu: str
-    gpus: PositiveInt
     gpus_per_node: PositiveInt
     resolution: tuple[PositiveInt, PositiveInt]
     frames: PositiveInt | None
-    global_batch_size: PositiveInt | None
-    images: PositiveInt | None
-    epochs: PositiveFloat
-    price: PositiveFloat | None
-    pins: dict[str, Any]
 
 
 class Expected(Strict):

@@ -181,10 +181,10 @@ def _fields_at(path: Sequence[str], kind: type[BaseModel]) -> list[str]:
 
 
 def _meaning(path: Sequence[str], kind: type[BaseModel]) -> str:
-    """The first sentence of what the key at `path` means; nothing where its model says none."""
+    """The first clause of what the key at `path` means; nothing where its model says none."""
     fields = [model.model_fields.get(path[-1]) for model in _models_at(path[:-1], kind)]
     said = next((each.description for each in fields if each is not None and each.description), "")
-    first = " ".join(said.split()).partition(". ")[0].rstrip(".")
+    first = re.split(r"[.;] ", " ".join(said.split()))[0].rstrip(".")
     return first[:1].lower() + first[1:]
 
 

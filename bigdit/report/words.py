@@ -128,8 +128,7 @@ def swapped(strategy: Strategy, total: int | None) -> str:
 
 
 def limits(plan: Plan) -> dict[str, str]:
-    """Columns of a plan's buckets and their heads; the strategy's own blocks only where they are neither none nor
-    all."""
+    """Columns of largest micro-batches, and their heads; the own blocks only where they are neither none nor all."""
     total, chosen = blocks(plan), plan.chosen.strategy.checkpointed_blocks
     heads = {"none": "none", "recommended": f"{chosen} of {total or '…'}", "full": f"all {total}" if total else "all"}
     if chosen in (0, "all", total):

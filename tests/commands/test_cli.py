@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import BIN, DIGITS, bigdit, run_command, with_set
+from commands import BIN, DIGITS, SINGLE, bigdit, run_command, with_set
 from running import until
 
 from bigdit.app import app
@@ -120,7 +120,7 @@ def test_no_color_is_without_control_codes():
 def test_training_finds_out_about_a_missing_store_at_once(tmp_path):
     """Within a second of a core, which torch alone takes to be imported, by any launcher."""
     line = f"error: data.features: {tmp_path} holds no features; `bigdit extract --config RUN.yaml` makes them\n"
-    arguments = ("--config", DIGITS, "--set", f"data.features={tmp_path}", "--set", f"output={tmp_path / 'run'}")
+    arguments = ("--config", DIGITS, *with_set([*SINGLE, f"data.features={tmp_path}", f"output={tmp_path / 'run'}"]))
     done, took = best_of_five("train", *arguments)
     assert (done.returncode, done.stderr) == (1, line)
     assert took < 1

@@ -188,7 +188,7 @@ def test_a_run_with_stages_has_a_plan_of_each_by_which_it_trains(tmp_path):
     assert "the plan predicts another strategy" not in done.stderr
     strategies = [stage["strategy"] for stage in json.loads(done.stdout)["stages"]]
     recorded = [yaml.safe_load((plans / f"stage-{number}/plan.yaml").read_text()) for number in (0, 1)]
-    assert recorded[0]["question"]["epochs"] == 2
+    assert json.loads((plans / "stage-0/plan.json").read_text())["question"]["epochs"] == 2
     assert [each["question"]["resolution"] for each in recorded] == [[256, 256], [512, 512]]
     assert [each["micro_batch_size"] for each in strategies] == [
         each["strategy"]["micro_batch_size"] for each in recorded

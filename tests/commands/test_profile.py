@@ -98,7 +98,7 @@ def test_a_strategy_is_presets_keys_and_files(tmp_path):
     strategy = parse_strategy([f"zero3-offload,world_size=8,{file}", "optimizer.name=came", "micro_batch_size=4"])
     assert (strategy.engine, strategy.zero_stage, strategy.world_size) == ("deepspeed", 3, 8)
     assert strategy.ds_config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
-    assert strategy.ds_config["train_micro_batch_size_per_gpu"] == 4
+    assert strategy.ds_document["train_micro_batch_size_per_gpu"] == 4
     assert (strategy.optimizer.name, strategy.checkpointed_blocks, strategy.ema.device) == ("came", "all", "cpu")
     assert parse_strategy(["fsdp2,world_size=8,dp_replicate=2"]).dp_shard == 4
     assert parse_strategy(["single,lora={rank: 4, targets: [to_q, to_v]}"]).lora.targets == ("to_q", "to_v")

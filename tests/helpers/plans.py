@@ -21,6 +21,7 @@ from bigdit.search.plan import (
     Choice,
     Curve,
     DatasetNeed,
+    LargestMicroBatch,
     Plan,
     Point,
     Rejected,

@@ -79,7 +79,10 @@ def test_what_is_known_before_extraction_writes_nothing(tmp_path):
     [
         ([], "data.images: the list is empty; name a source, such as a folder of pictures"),
         ({"path": "x", "captoins": "y"}, "data.images.captoins: unknown key; did you mean captions?"),
-        ({"kind": "csv"}, "data.images.path: missing; it has no default"),
+        (
+            {"kind": "csv"},
+            "data.images.path: missing (a folder of images or videos with .txt or .json captions beside them)",
+        ),
         ({"path": "x", "kind": "zip"}, "data.images.kind is 'zip', which is not known; known: csv, datasets, folder"),
         (
             {"path": "x", "captions": {"short": -1}},

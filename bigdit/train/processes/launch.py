@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING
 from bigdit import log
 from bigdit.checkout import own_module
 from bigdit.config import RunConfig
-from bigdit.errors import EXIT_USER
+from bigdit.errors import EXIT_USER, UserError
 from bigdit.lifeline import STOPPED, state_of
 from bigdit.machine import memory_bytes
+from bigdit.numbers import MOST_PROCESSES
 from bigdit.train.processes.orphan import LAUNCHER
 from bigdit.train.processes.signals import heeded
 from bigdit.units import gib
@@ -40,7 +41,12 @@ def launch(run: RunConfig, config: Path, overrides: Sequence[str], host_bytes: i
     `host_bytes`: what its plans count of this machine's memory, where there are any."""
     arguments = ["--config", str(config), *(part for override in overrides for part in ("--set", override))]
     command = [sys.executable, *own_module("bigdit.train"), *arguments]
-    return Ranks(command, run.train.grace, host_bytes).run(run.strategy.world_size)
+    if (count := run.strategy.world_size) > MOST_PROCESSES:
+        raise UserError(
+            f"strategy.world_size is {count}, and `bigdit train` starts at most {MOST_PROCESSES} processes, on this "
+            "machine; start the others by another launcher"
+        )
+    return Ranks(command, run.train.grace, host_bytes).run(count)
 
 
 class Ranks:
