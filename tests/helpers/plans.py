@@ -21,7 +21,6 @@ from bigdit.search.plan import (
     Choice,
     Curve,
     DatasetNeed,
-    LargestMicroBatch,
     Plan,
     Point,
     Rejected,
