@@ -20,8 +20,8 @@ from bigdit.encoders.buckets import bucket_pixels
 from bigdit.errors import UserError
 from bigdit.loader.read import BatchReader
 from bigdit.sampling import Sampler
-from bigdit.sampling.first_frame import first_image
-from bigdit.sampling.moving import stills_png
+from bigdit.sampling.encoded import first_image
+from bigdit.sampling.grid import stills_png
 from bigdit.store import FeatureStore
 from bigdit.store.reader import Part
 

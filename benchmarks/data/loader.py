@@ -22,8 +22,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from bigdit.dist import World
+from bigdit.loader.batch import padded
 from bigdit.loader.order import Order
-from bigdit.loader.padded import padded
 from bigdit.loader.stream import FeatureStream
 from bigdit.store import FeatureStore
 from bigdit.store.null_text import write_null_text

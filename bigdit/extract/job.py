@@ -1,23 +1,35 @@
-"""Ranges to encode, described so that any process of any machine that sees the same files can do them."""
+"""Ranges to encode, described so that any process of any machine that sees the same files can do them; and the workers
+here that do, each handed one unit after another."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker, util
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+
+import torch
 
 from bigdit import log
 from bigdit.config.data import DataConfig
 from bigdit.config.encoders import EncodersConfig
 from bigdit.errors import UserError
-from bigdit.extract.pool import encode_in_workers
 from bigdit.extract.ranges import missing, pull, split
-from bigdit.extract.speed import UnitSpeed, shares_of
-from bigdit.extract.worker import Progress, Unit
+from bigdit.extract.report import UnitSpeed, shares_of
+from bigdit.extract.worker import Done, Failed, Finished, Note, Progress, Ready, Unit, work
+from bigdit.libraries import switched_on
+from bigdit.lifeline import undisturbed
 from bigdit.sources.open import open_source
 from bigdit.sources.protocol import Source
-from bigdit.store.schema import Range, StoreSchema, check_same
+from bigdit.store.in_hand import remove_left
+from bigdit.store.schema import EXTRACT, Range, StoreSchema, check_same
 
 
 @dataclass(frozen=True)
@@ -70,3 +82,139 @@ def do(job: Job) -> None:
     found = job.schema.model_copy(update={"sources": source.identity["sources"]})
     check_same(job.data.store, job.schema, found)
     encode_here(job, source)
+
+
+OnProgress = Callable[[Progress, list[UnitSpeed]], None]
+"""Called with the pictures that were encoded or skipped since, and all units that were committed so far."""
+
+_NOTHING = Progress(0, 0)
+
+
+@dataclass
+class Worker:
+    """One process, the parent's end of its pipe, the unit it is at, and whether it said its last word."""
+
+    number: int
+    process: ForkServerProcess
+    pipe: Connection
+    unit: Unit | None = None
+    finished: bool = False
+
+
+def encode_in_workers(
+    units: Iterator[Unit],
+    count: int,
+    encoders: EncodersConfig,
+    schema: StoreSchema,
+    root: Path,
+    on_progress: OnProgress,
+) -> list[UnitSpeed]:
+    """Encode all units in `count` processes; no process is left behind, however this ends.
+
+    Raises UserError where a worker reports one or dies; RuntimeError with the traceback of a bug in a worker.
+    """
+    workers: list[Worker] = []
+    done: list[UnitSpeed] = []
+    noted: set[str] = set()
+    try:
+        for number in range(count):
+            workers.append(_start(number, encoders, schema, root))
+        while at_work := {worker.pipe: worker for worker in workers if not worker.finished}:
+            for pipe in wait(list(at_work)):
+                progress = _hear(at_work[pipe], units, done, noted)  # type: ignore[index]  # wait() gives what it was given
+                on_progress(progress, done)
+    finally:
+        for worker in workers:
+            if not worker.finished:  # in the middle of a unit: what it was at is taken away below
+                worker.process.terminate()
+            worker.pipe.close()
+        for worker in workers:
+            worker.process.join()
+        remove_left(root)
+    return done
+
+
+def _start(number: int, encoders: EncodersConfig, schema: StoreSchema, root: Path) -> Worker:
+    context = server()
+    ours, theirs = context.Pipe()
+    process = context.Process(
+        target=work, args=(theirs, number, encoders, schema, root), name=f"extract-{number}", daemon=True
+    )
+    try:
+        process.start()
+    except (EOFError, OSError) as error:  # not an EOFError, which click takes for Ctrl-D
+        raise UserError(
+            f"extraction worker {number} could not be started: the process that starts workers was killed, or cannot "
+            f"start one ({error}); {EXTRACT} goes on from the parts done"
+        ) from None
+    theirs.close()  # with this end held by the worker alone, its death closes the pipe
+    return Worker(number, process, ours)
+
+
+def _hear(worker: Worker, units: Iterator[Unit], done: list[UnitSpeed], noted: set[str]) -> Progress:
+    """Take one message of a worker; the progress that it tells of."""
+    try:
+        message = worker.pipe.recv()
+        if isinstance(message, Ready):
+            worker.unit = next(units, None)
+            worker.pipe.send(worker.unit)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        raise _death(worker) from None
+    if isinstance(message, Progress):
+        return message
+    if isinstance(message, Done):
+        done.append(message.speed)
+    elif isinstance(message, Note):
+        if message.text not in noted:
+            log.notice(message.text)
+        noted.add(message.text)
+    elif isinstance(message, Finished):
+        worker.finished = True
+    elif isinstance(message, Failed):
+        if message.bug is not None:
+            raise RuntimeError(f"extraction worker {worker.number} failed:\n{message.bug}")
+        raise UserError(*message.problems)
+    return _NOTHING
+
+
+def _death(worker: Worker) -> UserError:
+    """A worker that ended without a word: killed, for lack of memory perhaps, or crashed in native code."""
+    worker.process.join()
+    status = worker.process.exitcode or 0
+    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
+    where = f" at pictures {worker.unit.start} to {worker.unit.end - 1}" if worker.unit else ""
+    memory = " (if memory ran out: fewer --workers)" if status == -signal.SIGKILL else ""
+    return UserError(f"extraction worker {worker.number} {how}{where}{memory}; {EXTRACT} goes on from the parts done")
+
+
+_LONGEST = 107 - len("/pymp-12345678/listener-12345678")
+"""Of the path of a folder in which multiprocessing makes sockets, in bytes. Source: unix(7); arbitrary_address in
+multiprocessing/connection.py, Python 3.11."""
+
+
+def server() -> ForkServerContext:
+    """Where processes that encode or verify are started.
+
+    torch's threads and locks do not survive a fork of this process. Forked from a server that has imported it, and done
+    nothing else, workers start at once, and share the memory of the libraries. Where there is a GPU, they are forked
+    from one that has imported nothing: libraries ask it what it can as they are imported (torchao does), and CUDA does
+    not survive a fork either.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([] if torch.cuda.is_available() else ["bigdit.extract.preload"])
+    _find_room_for_sockets()
+    resource_tracker.ensure_running()  # whose own start lets signals through again
+    with undisturbed(), switched_on("PYTHONSAFEPATH"):  # for the reason of checkout.own_module
+        forkserver.ensure_running()
+    return context
+
+
+def _find_room_for_sockets() -> None:
+    """They are made in TMPDIR, or in the system's folder for such files where the path of that is too long for them."""
+    if len(os.fsencode(tempfile.gettempdir())) <= _LONGEST:
+        return
+    asked, tempfile.tempdir = tempfile.tempdir, "/tmp"
+    try:
+        util.get_temp_dir()  # made once a process, and taken away at its end
+    finally:
+        tempfile.tempdir = asked

@@ -11,7 +11,7 @@ import torch
 from bigdit.catalog.classes import CLASS_LABEL
 from bigdit.encoders.buckets import Color, bucket_pixels
 from bigdit.errors import UserError
-from bigdit.loader.captioned import CaptionedBatch
+from bigdit.loader.batch import CaptionedBatch
 from bigdit.loader.order import Ints
 from bigdit.loader.read import draw
 from bigdit.sources.open import SourceList

@@ -8,9 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from bigdit.encoders.encoded import Encoded
-from bigdit.loader.batch import Batch
-from bigdit.loader.captioned import CaptionedBatch
-from bigdit.loader.raw import RawBatch
+from bigdit.loader.batch import Batch, CaptionedBatch, RawBatch
 
 Encode = Callable[[Any, torch.dtype], Batch]
 """Features of a micro-batch that has none yet, with its conditions in a dtype."""

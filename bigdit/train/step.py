@@ -13,9 +13,7 @@ from torch.profiler import record_function
 
 from bigdit import objectives, optim
 from bigdit.engines import Ema, Engine, compute_dtype
-from bigdit.loader.batch import Batch
-from bigdit.loader.captioned import CaptionedBatch
-from bigdit.loader.raw import RawBatch
+from bigdit.loader.batch import Batch, CaptionedBatch, RawBatch
 from bigdit.models import Family
 from bigdit.objective_spec import ObjectiveSpec
 from bigdit.train.encode import Encode

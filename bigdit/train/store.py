@@ -16,7 +16,7 @@ from bigdit.encoders.fit import latent_misfits, plan_misfits, run_misfits, size_
 from bigdit.errors import UserError
 from bigdit.loader.raw_store import RawStore
 from bigdit.loader.stages import none_left
-from bigdit.sampling.first_frame import asked_image
+from bigdit.sampling.encoded import asked_image
 from bigdit.sources.open import check_sources, open_source
 from bigdit.spec import BatchShape, ModelSpec
 from bigdit.store import FeatureStore

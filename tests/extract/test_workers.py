@@ -24,7 +24,7 @@ from bigdit.config.data import SourceConfig
 from bigdit.errors import UserError
 from bigdit.extract.extract import extract
 from bigdit.extract.job import encode_here
-from bigdit.extract.speed import read_units, shares_of
+from bigdit.extract.report import read_units, shares_of
 from bigdit.store import FeatureStore
 from bigdit.store.in_hand import WorkerName, all_held
 

@@ -7,7 +7,7 @@ from PIL import Image
 from bigdit.config.encoders import IdentityCodec, TextEncoderConfig
 from bigdit.encoders.codecs import load_image_codec
 from bigdit.encoders.t5 import T5TextEncoder
-from bigdit.extract.unit import encode_unit
+from bigdit.extract.worker import encode_unit
 from bigdit.sources.folder import ImageFolder
 from bigdit.store.null_text import write_null_text
 from bigdit.store.part import part_path, write_part

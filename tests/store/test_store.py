@@ -15,8 +15,8 @@ from bigdit.config.encoders import VaeCodec
 from bigdit.encoders.codecs import load_image_codec, to_bytes, to_unit_range
 from bigdit.errors import UserError
 from bigdit.extract.report import store_report
-from bigdit.extract.unit import encode_unit
 from bigdit.extract.verify import verify
+from bigdit.extract.worker import encode_unit
 from bigdit.sources.folder import ImageFolder
 from bigdit.store import FeatureStore
 from bigdit.store.header import read_header

@@ -23,10 +23,8 @@ from bigdit.files import replacing
 from bigdit.models import Family
 from bigdit.objective_spec import ObjectiveSpec
 from bigdit.sampling.conditions import Given, SamplingOptions, Words
-from bigdit.sampling.encoded import encoded
-from bigdit.sampling.first_frame import asked_image
-from bigdit.sampling.grid import grid_png
-from bigdit.sampling.moving import moving_grid, small, stills_png, webp
+from bigdit.sampling.encoded import asked_image, encoded
+from bigdit.sampling.grid import grid_png, moving_grid, small, stills_png, webp
 from bigdit.spec import ModelSpec
 from bigdit.store.classes import Known
 from bigdit.store.part import Shape

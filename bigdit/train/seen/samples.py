@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bigdit.loader.batch import Batch
-from bigdit.loader.captioned import CaptionedBatch
+from bigdit.loader.batch import Batch, CaptionedBatch
 from bigdit.loader.raw_store import RawStore
 from bigdit.loader.stream import FeatureStream
 from bigdit.store import FeatureStore

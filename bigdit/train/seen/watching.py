@@ -18,9 +18,9 @@ from bigdit.config.sight import ValidationConfig
 from bigdit.engines import Ema, Engine, compute_dtype
 from bigdit.errors import UserError
 from bigdit.loader.batch import Batch
-from bigdit.loader.held_out import HeldOut
 from bigdit.loader.read import BatchReader
 from bigdit.loader.stream import FeatureStream, Micro
+from bigdit.loader.validation import ValidationSplit
 from bigdit.models import Family
 from bigdit.objective_spec import ObjectiveSpec
 from bigdit.store import FeatureStore
@@ -158,7 +158,7 @@ class Validation:
         self,
         config: ValidationConfig,
         store: FeatureStore,
-        held: HeldOut,
+        held: ValidationSplit,
         peers: Peers,
         engine: Engine,
         ema: Ema | None,

@@ -27,7 +27,7 @@ class Held(NamedTuple):
     seeds: tuple[int, ...]
 
 
-class HeldOut:
+class ValidationSplit:
     """The `samples` of the store's first `parts` parts whose digests are the least, and what is left to train on.
 
     A digest is of the part's place in the source, the bucket's shape and the row: parts that are added later, other
