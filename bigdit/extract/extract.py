@@ -1,4 +1,9 @@
-"""Encode a run's pictures and captions into its store: what is missing, in parallel, each part once."""
+"""Encode a run's pictures and captions into its store: what is missing, in parallel, each part once.
+
+What has changed in the sources since is told by a listing of each in the store: names, sizes and times of its files. It
+can be deleted at any time. Where a time alone differs, as after a copy, the files are read, and their digests held
+against those in the parts.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +41,12 @@ from bigdit.files import replacing, write_text
 from bigdit.sources.open import INDEX, SourceList, open_source
 from bigdit.sources.protocol import Entry, Item, Source, Unusable
 from bigdit.spec import ModelSpec
-from bigdit.store.in_hand import own_folder, remove_left
-from bigdit.store.null_text import write_null_text
+from bigdit.store.files import url_of
+from bigdit.store.lease import own_folder, remove_left
 from bigdit.store.part import Shape, part_path
 from bigdit.store.reader import Part
-from bigdit.store.remote import url_of
 from bigdit.store.schema import EXTRACT, Range, StoreSchema, claim, part_identity, read_schema, store_identity
+from bigdit.store.store import write_null_text
 
 Engine = Callable[[Job, Source], None]
 """Completes a job, by processes of this machine or of others. Raises UserError where it cannot."""

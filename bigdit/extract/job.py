@@ -28,7 +28,7 @@ from bigdit.libraries import switched_on
 from bigdit.lifeline import undisturbed
 from bigdit.sources.open import open_source
 from bigdit.sources.protocol import Source
-from bigdit.store.in_hand import remove_left
+from bigdit.store.lease import remove_left
 from bigdit.store.schema import EXTRACT, Range, StoreSchema, check_same
 
 

@@ -1,4 +1,8 @@
-"""What a store holds (`report.json` when it is whole), what an extraction did, and how fast (`speed/NAME.jsonl`)."""
+"""What a store holds (`report.json` when it is whole), what an extraction did, and how fast (`speed/NAME.jsonl`).
+
+Each worker appends a line a unit to a file of its own, so that any number of them, on any number of machines, add up
+unmerged.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +19,10 @@ from pydantic import ValidationError
 from bigdit.extract.ranges import missing
 from bigdit.files import read_bytes
 from bigdit.spec import Strict
-from bigdit.store.classes import Known
 from bigdit.store.header import check_part, read_header
-from bigdit.store.in_hand import Fate, WorkerName, all_held
+from bigdit.store.lease import Fate, WorkerName, all_leases
 from bigdit.store.part import Skipped, part_path, shape_name
-from bigdit.store.schema import Range, StoreSchema, part_identity
+from bigdit.store.schema import Known, Range, StoreSchema, part_identity
 from bigdit.store.text import Cut, summed
 
 FOLDER = "speed"
@@ -269,9 +272,9 @@ def store_report(root: Path, schema: StoreSchema) -> StoreReport:
         sources=schema.sources,
         workers=[worker_speed(worker, units) for worker, units in read_units(root).items()],
         at_work=[
-            AtWork(worker=str(held.worker), fate=held.fate, parts=list(held.marks), bytes=held.nbytes)
-            for held in all_held(root)
-            if held.marks
+            AtWork(worker=str(lease.worker), fate=lease.fate, parts=list(lease.marks), bytes=lease.nbytes)
+            for lease in all_leases(root)
+            if lease.marks
         ],
     )
 

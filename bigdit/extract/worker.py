@@ -28,13 +28,11 @@ from bigdit.errors import UserError
 from bigdit.extract.report import Stopwatch, UnitSpeed, append
 from bigdit.lifeline import end_with_parent
 from bigdit.sources.protocol import Caption, Item, Sample, Unusable
-from bigdit.store.classes import Classes
-from bigdit.store.in_hand import own_folder
-from bigdit.store.null_text import write_null_text
-from bigdit.store.part import Encoded, Shape, Skipped, part_path
-from bigdit.store.schema import StoreSchema, check_same, part_identity, store_identity
+from bigdit.store.lease import own_folder
+from bigdit.store.part import Encoded, PartWriter, Shape, Skipped, part_path
+from bigdit.store.schema import Classes, StoreSchema, check_same, part_identity, store_identity
+from bigdit.store.store import write_null_text
 from bigdit.store.text import Cut, Text, summed
-from bigdit.store.writer import PartWriter
 
 
 @dataclass(frozen=True)

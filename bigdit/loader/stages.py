@@ -15,8 +15,8 @@ from bigdit.loader.raw_store import RawStore
 from bigdit.loader.validation import ValidationSplit
 from bigdit.spec import Strict
 from bigdit.store import FeatureStore
-from bigdit.store.classes import Known
 from bigdit.store.part import shape_name
+from bigdit.store.schema import Known
 from bigdit.units import how_many
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from bigdit.store.index import Index
 from bigdit.store.part import shape_name
+from bigdit.store.store import Index
 
 _Ints = npt.NDArray[np.int64]
 

@@ -16,7 +16,7 @@ from bigdit.errors import UserError
 from bigdit.loader.batch import condition, padded
 from bigdit.objective_spec import SamplerName
 from bigdit.spec import ModelSpec
-from bigdit.store.classes import Classes, Known
+from bigdit.store.schema import Classes, Known
 
 
 @dataclass(frozen=True)

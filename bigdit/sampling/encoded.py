@@ -21,10 +21,9 @@ from bigdit.sampling.conditions import Given, Labels, SamplingOptions, Texts, Wo
 from bigdit.sources.disk import PICTURE_BYTES, read_file
 from bigdit.sources.picture import decode
 from bigdit.sources.protocol import Unusable
-from bigdit.sources.videos.resample import Clip
-from bigdit.sources.videos.video import is_video, video_frames
+from bigdit.sources.videos import Clip, is_video, video_frames
 from bigdit.spec import ModelSpec
-from bigdit.store.classes import Known
+from bigdit.store.schema import Known
 
 
 def give_back(device: torch.device) -> None:

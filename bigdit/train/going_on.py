@@ -14,7 +14,7 @@ from bigdit.loader.order import Order
 from bigdit.loader.raw_store import RawStore
 from bigdit.loader.stages import check_border, plan_order
 from bigdit.store import FeatureStore
-from bigdit.store.remote import url_of
+from bigdit.store.files import url_of
 from bigdit.train.epochs import samples_of
 from bigdit.train.prepare import Prepared, has_store, stage_at
 from bigdit.units import gib

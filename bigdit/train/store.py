@@ -20,8 +20,8 @@ from bigdit.sampling.encoded import asked_image
 from bigdit.sources.open import check_sources, open_source
 from bigdit.spec import BatchShape, ModelSpec
 from bigdit.store import FeatureStore
-from bigdit.store.classes import Classes
-from bigdit.store.remote import url_of
+from bigdit.store.files import url_of
+from bigdit.store.schema import Classes
 from bigdit.train.prepare import Prepared, has_store
 
 

@@ -12,8 +12,7 @@ from bigdit.encoders.batch_size import CPU_BATCH, BatchSize
 from bigdit.encoders.by_length import encode_by_length
 from bigdit.encoders.load import TextCache, encoding_device, load_encoders
 from bigdit.errors import UserError
-from bigdit.store.fp8 import dequantise, quantise
-from bigdit.store.text import Text
+from bigdit.store.text import Text, dequantise, quantise
 
 
 class Memory:

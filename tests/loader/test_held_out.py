@@ -11,7 +11,7 @@ from bigdit.loader.order import Order, Stage
 from bigdit.loader.stages import data_state, plan_order
 from bigdit.loader.validation import ValidationSplit
 from bigdit.store import FeatureStore
-from bigdit.store.index import Index
+from bigdit.store.store import Index
 
 SHAPES = ((4, 4, 4), (4, 4, 6), (4, 6, 4), (4, 8, 8))
 PART = 8

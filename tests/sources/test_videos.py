@@ -21,7 +21,7 @@ from bigdit.encoders.buckets import bucket_pixels
 from bigdit.errors import UserError
 from bigdit.sources.open import open_source
 from bigdit.sources.protocol import Unusable
-from bigdit.sources.videos.resample import Clip, resampled
+from bigdit.sources.videos import Clip, resampled
 
 
 def opened(images, fps=8, frames=5):

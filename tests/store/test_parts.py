@@ -14,12 +14,11 @@ from safetensors.torch import load_file
 from stores import Caption, make_store
 
 from bigdit.errors import UserError
+from bigdit.store.files import READERS
 from bigdit.store.header import LONGEST_HEADER, read_header
-from bigdit.store.local import READERS
-from bigdit.store.part import Encoded, part_path, write_part
+from bigdit.store.part import WAITING_PARTS, Encoded, PartWriter, part_path, write_part
 from bigdit.store.reader import Part
 from bigdit.store.text import Text
-from bigdit.store.writer import WAITING_PARTS, PartWriter
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "streams"])

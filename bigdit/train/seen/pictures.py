@@ -26,8 +26,8 @@ from bigdit.sampling.conditions import Given, SamplingOptions, Words
 from bigdit.sampling.encoded import asked_image, encoded
 from bigdit.sampling.grid import grid_png, moving_grid, small, stills_png, webp
 from bigdit.spec import ModelSpec
-from bigdit.store.classes import Known
 from bigdit.store.part import Shape
+from bigdit.store.schema import Known
 
 _HOST = torch.device("cpu")
 _WORDS = Words("samples.captions", "set samples.guidance to 1")

@@ -1,23 +1,111 @@
-"""Video files by PyAV: decoded frame by frame, from shortly before the clip to its end, by one thread."""
+"""Videos: files, by PyAV, and animations; which of their frames are taken, and how many clips."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar, cast
 
+import xxhash
 from PIL import Image
 
 from bigdit.config.data import MAX_PIXELS
 from bigdit.errors import UserError
 from bigdit.files import IS_LFS_POINTER, is_lfs_pointer
 from bigdit.sources.disk import opened_file
-from bigdit.sources.picture import check_pixels, flat
-from bigdit.sources.protocol import Unusable
-from bigdit.sources.videos.resample import Clip, Timed, resampled
+from bigdit.sources.picture import check_pixels, decode, flat, opened
+from bigdit.sources.protocol import Caption, Contents, Entry, Item, Readable, Source, Unusable
+
+T = TypeVar("T")
+
+Timed = tuple[Fraction, Fraction, T]
+"""A frame: the second at which it begins to be shown, and for how long it is where no other follows."""
+
+INSTANT = Fraction(0)
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A part of a video: at most `frames` frames, `fps` of them a second, after the first `start`."""
+
+    fps: float
+    frames: int
+    start: int = 0
+
+    @property
+    def step(self) -> Fraction:
+        """Seconds from one frame to the next; rates of broadcasts, such as 23.976, are n × 1000/1001."""
+        broadcast = Fraction(round(self.fps) * 1000, 1001)
+        near = abs(self.fps - broadcast) < 5e-4
+        return 1 / (broadcast if near else Fraction(self.fps).limit_denominator(1000))
+
+
+def resampled(
+    timed: Iterable[Timed[T]], clip: Clip, tick: Fraction = INSTANT, began: Fraction | None = None
+) -> Iterator[T]:
+    """The frame that is shown at each step of the clip, counted from the first one, as long as there is one.
+
+    `tick`: what times are rounded to, so that a frame may be shown half of it earlier than it says. `began`: when the
+    first one was shown, where `timed` begins with a later one. One frame beyond the last that is taken is asked for,
+    and no more.
+    """
+    number, end = clip.start, clip.start + clip.frames
+    shown: Timed[T] | None = None
+    for frame in timed:
+        began = frame[0] if began is None else began
+        while shown is not None and number < end and began + number * clip.step < frame[0] - tick / 2:
+            yield shown[2]
+            number += 1
+        if number == end:
+            return
+        shown = frame
+    if shown is None or began is None:
+        return
+    while number < end and began + number * clip.step < shown[0] + shown[1] - tick / 2:
+        yield shown[2]
+        number += 1
+
+
+_FORMATS = ("GIF", "WEBP", "PNG", "AVIF")  # the pages of a TIFF are no frames
+_UNTIMED_MS = 100
+"""Of a frame that says 0: browsers show it so long. Source: https://bugzilla.mozilla.org/show_bug.cgi?id=139677"""
+
+
+def moving_or_still(data: bytes, clip: Clip | None, max_pixels: int) -> Image.Image | Iterator[Image.Image]:
+    """The clip's frames of an animated file; the picture of another, or where no clip is taken. Raises Unusable, as
+    `decode`."""
+    if clip is None:
+        return decode(data, max_pixels)
+    with opened(data, max_pixels) as image:
+        animated = image.format in _FORMATS and getattr(image, "is_animated", False)
+    return resampled(_timed_pages(data, max_pixels), clip) if animated else decode(data, max_pixels)
+
+
+def contents_of(
+    data: bytes, clip: Clip | None, max_pixels: int, captions: tuple[Caption, ...], label: str | int | None
+) -> Contents:
+    """Those of a picture's bytes, which may be animated where a `clip` of videos is taken."""
+    shown = functools.partial(moving_or_still, data, clip, max_pixels)
+    return Contents(shown, functools.partial(xxhash.xxh3_64_intdigest, data), captions, label)
+
+
+def _timed_pages(data: bytes, max_pixels: int) -> Iterator[Timed[Image.Image]]:
+    time = Fraction(0)
+    with opened(data, max_pixels) as image:
+        for number in range(image.n_frames):  # type: ignore[attr-defined]
+            image.seek(number)
+            check_pixels(image.width, image.height, max_pixels)  # a GIF's frames may go beyond its own size
+            image.load()
+            shown = Fraction(image.info.get("duration") or _UNTIMED_MS).limit_denominator(1000) / 1000
+            yield time, shown, flat(image)
+            time += shown
+
 
 SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi")
 # FFmpeg's other demuxers, some of which open further files and addresses, are never tried.
@@ -158,3 +246,62 @@ def _pyav(name: str) -> Any:
             f"data.images: {name} is a video, and PyAV is missing; pip install 'bigdit[video]' brings it"
         ) from None
     return av
+
+
+@dataclass(frozen=True)
+class ClipItem(Readable):
+    """Clip `number` of an item, which has been told where it begins."""
+
+    index: int
+    name: str
+    item: Item
+    number: int
+
+    def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
+        """As Item.read."""
+        contents = self.item.read(max_pixels)
+        return dataclasses.replace(contents, decode=lambda: self._clip(contents.decode())) if self.number else contents
+
+    def _clip(self, found: Image.Image | Iterator[Image.Image]) -> Iterator[Image.Image]:
+        if isinstance(found, Image.Image):
+            raise Unusable("a picture, which has one clip")
+        return _at_least_one(found)
+
+
+class Clips:
+    """So many clips of each item of a source, those of one beside each other. How many a video has is known when it is
+    decoded: loading one that it has not raises Unusable."""
+
+    def __init__(self, source: Source, count: int, clip: Clip) -> None:
+        self._source, self._count, self._clip = source, count, clip
+        self.class_names = source.class_names
+        inner = source.identity
+        digest = xxhash.xxh3_128_hexdigest(f"{inner['digest']} in {count} clips".encode())
+        self.identity: dict[str, Any] = {**inner, "count": len(self), "digest": digest}
+
+    def __len__(self) -> int:
+        return len(self._source) * self._count
+
+    def entries(self) -> Iterator[Entry]:
+        """As Source.entries."""
+        return (dataclasses.replace(each, count=each.count * self._count) for each in self._source.entries())
+
+    def items(self, start: int, end: int) -> list[ClipItem]:
+        """Clips [start, end)."""
+        first, end = start // self._count, min(end, len(self))
+        inner = self._source.items(first, -(-end // self._count))
+        return [self._item(index, inner[index // self._count - first]) for index in range(start, end)]
+
+    def _item(self, index: int, item: Item) -> ClipItem:
+        number = index % self._count
+        clip = dataclasses.replace(self._clip, start=number * self._clip.frames)
+        begun = dataclasses.replace(cast(Any, item), clip=clip)  # the items of all kinds have one
+        return ClipItem(index, f"{item.name} from {float(clip.start * clip.step):g} s", begun, number)
+
+
+def _at_least_one(frames: Iterator[Image.Image]) -> Iterator[Image.Image]:
+    first = next(frames, None)
+    if first is None:
+        raise Unusable("the video ends before this clip")
+    yield first
+    yield from frames

@@ -67,7 +67,7 @@ class WorkerName:
 
 
 @dataclass(frozen=True)
-class Held:
+class Lease:
     """A worker's folder: its process' name and fate, the marks of the ranges it is at, the bytes of its files."""
 
     folder: Path
@@ -91,7 +91,7 @@ def own_folder(root: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def all_held(root: Path) -> list[Held]:
+def all_leases(root: Path) -> list[Lease]:
     """The folders of all workers of the store at `root`."""
     found = []
     for name, worker in _workers(root):
@@ -101,7 +101,7 @@ def all_held(root: Path) -> list[Held]:
                 with contextlib.suppress(FileNotFoundError):
                     files[entry.name] = entry.stat().st_size
         marks = tuple(sorted(file for file in files if file.startswith("part-")))
-        found.append(Held(root / FOLDER / name, worker, worker.fate(), marks, sum(files.values())))
+        found.append(Lease(root / FOLDER / name, worker, worker.fate(), marks, sum(files.values())))
     return found
 
 
@@ -114,12 +114,12 @@ def all_marks(root: Path) -> set[str]:
     return marks
 
 
-def remove_left(root: Path, *, other_machines: bool = False) -> list[Held]:
+def remove_left(root: Path, *, other_machines: bool = False) -> list[Lease]:
     """Remove what workers that are known to be dead left, and, if asked, what those of other machines did."""
     fates = ("dead", "unknown") if other_machines else ("dead",)
-    left = [held for held in all_held(root) if held.fate in fates]
-    for held in left:
-        shutil.rmtree(held.folder, ignore_errors=True)  # another extraction may be removing it too
+    left = [lease for lease in all_leases(root) if lease.fate in fates]
+    for lease in left:
+        shutil.rmtree(lease.folder, ignore_errors=True)  # another extraction may be removing it too
     return left
 
 
