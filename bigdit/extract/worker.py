@@ -18,12 +18,10 @@ import torch
 
 from bigdit.config.data import frames_of
 from bigdit.config.encoders import EncodersConfig
-from bigdit.encoders.buckets import bucket_pixels
-from bigdit.encoders.codecs import ImageCodec, to_unit_range
+from bigdit.encoders.codecs import ImageCodec, bucket_pixels, to_unit_range
 from bigdit.encoders.first_frame import FirstFrames
-from bigdit.encoders.load import Encoders, load_encoders
+from bigdit.encoders.load import Encoders, Turn, at_once, load_encoders
 from bigdit.encoders.text_encoder import TextEncoder
-from bigdit.encoders.turns import Turn, at_once
 from bigdit.errors import UserError
 from bigdit.extract.report import Stopwatch, UnitSpeed, append
 from bigdit.lifeline import end_with_parent

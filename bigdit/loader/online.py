@@ -10,8 +10,7 @@ import torch
 from bigdit.catalog.classes import class_count, takes_classes
 from bigdit.config import RunConfig
 from bigdit.config.plan_file import PlanFile
-from bigdit.encoders.codecs import load_image_codec, to_unit_range
-from bigdit.encoders.encoded import Encoded
+from bigdit.encoders.codecs import Encoded, load_image_codec, to_unit_range
 from bigdit.encoders.fit import plan_misfits, size_misfits
 from bigdit.encoders.load import load_text_encoder
 from bigdit.encoders.text_encoder import TextEncoder, shapes_of

@@ -12,8 +12,7 @@ from PIL import Image
 
 from bigdit.config import RunConfig
 from bigdit.config.data import MAX_PIXELS
-from bigdit.encoders.buckets import bucket_pixels
-from bigdit.encoders.codecs import ImageCodec
+from bigdit.encoders.codecs import ImageCodec, bucket_pixels
 from bigdit.encoders.first_frame import FirstFrames, load_first_frames
 from bigdit.errors import UserError
 from bigdit.loader.batch import extras_of

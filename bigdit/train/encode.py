@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from bigdit.encoders.encoded import Encoded
+from bigdit.encoders.codecs import Encoded
 from bigdit.loader.batch import Batch, CaptionedBatch, RawBatch
 
 Encode = Callable[[Any, torch.dtype], Batch]
