@@ -26,8 +26,7 @@ from bigdit.models import Family
 from bigdit.profile.request import StepRequest
 from bigdit.record.watch import Watch
 from bigdit.spec import BatchShape, Strategy
-from bigdit.train.encode import Encode, encode
-from bigdit.train.step import train_step
+from bigdit.train.step import Encode, encode, train_step
 
 if TYPE_CHECKING:
     from bigdit.encoders.frozen import FrozenEncoders

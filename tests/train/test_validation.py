@@ -23,8 +23,8 @@ from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.record.recorder import Recorder
 from bigdit.spec import EmaSpec, LoraSpec
 from bigdit.store import FeatureStore
-from bigdit.train.seen.metrics import read_metrics
-from bigdit.train.seen.watching import Validation
+from bigdit.train.monitor.metrics import read_metrics
+from bigdit.train.monitor.monitor import Validation
 from bigdit.train.step import train_step
 
 CPU = torch.device("cpu")

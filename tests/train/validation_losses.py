@@ -26,7 +26,7 @@ from bigdit.loader.stream import FeatureStream
 from bigdit.loader.validation import ValidationSplit
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.store import FeatureStore
-from bigdit.train.seen.watching import Validation
+from bigdit.train.monitor.monitor import Validation
 from bigdit.train.step import train_step
 
 SPEC = SANA.model_copy(update={"kwargs": SANA.kwargs | {"caption_channels": DIM}})

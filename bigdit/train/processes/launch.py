@@ -24,8 +24,7 @@ from bigdit.config import RunConfig
 from bigdit.errors import EXIT_USER
 from bigdit.lifeline import STOPPED, state_of
 from bigdit.machine import memory_bytes
-from bigdit.train.processes.orphan import LAUNCHER
-from bigdit.train.processes.signals import heeded
+from bigdit.train.processes.end import LAUNCHER, heeded
 from bigdit.units import gib
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from bigdit.dist import World
 from bigdit.errors import UserError
+from bigdit.train.processes.end import heeded
 from bigdit.train.processes.process import STARTS
-from bigdit.train.processes.signals import heeded
 
 _HEARD_WITHIN_S = 0.2
 _GOING, _LEFT = "anew", "anew: left"

@@ -1,5 +1,6 @@
 """A step that ran out of a card's memory: all processes save, start anew with less of it, and take the step again.
 
+What to go on with, less memory for the same samples a step, is kept in a file that says it to every later start.
 Whoever runs out tells the others through the run's store, in a thread of theirs: their main ones may wait for it in a
 collective. No weight has changed then, since every engine asks all processes before it steps.
 """
@@ -11,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 
 from bigdit import log, shortage
 from bigdit.checkpoint import Peers
@@ -26,12 +28,71 @@ from bigdit.config import RunConfig
 from bigdit.dist import World
 from bigdit.errors import EXIT_USER, UserError
 from bigdit.receipt import OutOfMemory
-from bigdit.spec import Strategy
-from bigdit.train.processes.anew import all_may_start, be_ended_by_signals, start_again
+from bigdit.sealed import read_sealed, write_sealed
+from bigdit.spec import StepSize, Strategy, Strict
+from bigdit.train.processes.restart import all_may_start, be_ended_by_signals, start_again
 from bigdit.train.processes.stop import Stop, Stopped
-from bigdit.train.relief import Relief, said, write_relief
 from bigdit.train.saves import Saves
 from bigdit.train.step import Phase
+
+FILE = "out_of_memory.json"
+
+
+class OomFallback(Strict):
+    """`asked`: the strategy as config or plan have it; `now`: what the run goes on with after these events."""
+
+    asked: Strategy
+    now: Strategy
+    events: tuple[OutOfMemory, ...] = ()
+
+
+def read_oom_fallback(output: Path, asked: Strategy) -> OomFallback:
+    """What the run has come to in this output; a file for another strategy, or a damaged one, is said and left out."""
+    path, none = output / FILE, OomFallback(asked=asked, now=asked)
+    try:
+        found = OomFallback.model_validate_json(read_sealed(path))
+    except FileNotFoundError:
+        return none
+    except (OSError, ValidationError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is damaged"
+        log.notice(f"note: {path} is not used ({why}): a step that runs out of memory again is made smaller again")
+        return none
+    if found.asked != asked:
+        log.notice(f"note: {path} is of other settings than this run's, and is not used")
+        return none
+    log.notice(f"note: {said(found.now.step_size)}, since a step ran out of memory before ({path})")
+    return found
+
+
+def write_oom_fallback(output: Path, fallback: OomFallback) -> None:
+    """Let every later start go on so. Raises UserError where it cannot be written."""
+    write_sealed(output / FILE, fallback.model_dump_json(indent=1) + "\n")
+
+
+def smaller_strategy(strategy: Strategy, planned: Sequence[StepSize], blocks: int) -> Strategy | None:
+    """The strategy with less memory: the size that follows among the plan's, else half the micro-batch, else all of
+    the model's `blocks` recomputed; None where there is nothing left to take."""
+    size = strategy.step_size
+    if size in planned[:-1]:
+        return strategy.sized(planned[planned.index(size) + 1])
+    samples = size.micro_batch_size * size.grad_accum_steps
+    for micro_batch_size in range(size.micro_batch_size // 2, 0, -1):
+        if samples % micro_batch_size == 0 and not strategy.optimizer_in_backward:
+            update = {"micro_batch_size": micro_batch_size, "grad_accum_steps": samples // micro_batch_size}
+            return strategy.sized(size.model_copy(update=update))
+    whole = size.model_copy(update={"checkpointed_blocks": "all", "checkpointing": "full"})
+    recomputes_all = size.checkpointed_blocks in ("all", blocks) and size.checkpointing == "full"
+    return None if recomputes_all else strategy.sized(whole)
+
+
+def said(size: StepSize) -> str:
+    """The size by the config's keys."""
+    kind = " (selective)" if size.checkpointing == "selective" else ""
+    return (
+        f"strategy.micro_batch_size {size.micro_batch_size}, grad_accum_steps {size.grad_accum_steps}, "
+        f"checkpointed_blocks {size.checkpointed_blocks}{kind}"
+    )
+
 
 # In these no weight has changed; the optimizer, and the average after it, may have changed some.
 INTACT = ("encode", "forward", "backward")
@@ -43,7 +104,7 @@ _KEY = "out of memory"
 class Recovery:
     """Surrounds steps; all processes make one alike.
 
-    `relief`: what the run has come to; `following`: what to go on with next, None where nothing is left to take.
+    `fallback`: what the run has come to; `following`: what to go on with next, None where nothing is left to take.
     `peers` are asked while the main threads are within a step. All must be ready within train.grace.
     """
 
@@ -52,7 +113,7 @@ class Recovery:
         run: RunConfig,
         world: World,
         device: torch.device,
-        relief: Relief,
+        fallback: OomFallback,
         following: Strategy | None,
         peers: Peers,
         saves: Saves,
@@ -60,7 +121,7 @@ class Recovery:
     ) -> None:
         self._output, self._grace = run.output, run.train.grace
         self._world, self._device, self._peers = world, device, peers
-        self._relief, self._following = relief, following
+        self._fallback, self._following = fallback, following
         self._saves, self._stop = saves, stop
         self._step, self._phase = -1, ""
         self._began: torch.cuda.Event | None = None
@@ -110,8 +171,8 @@ class Recovery:
         """Start anew with less memory. Raises UserError where nothing is left to take."""
         if self._following is None:
             raise UserError(
-                f"{_told(self._event(error, self._relief.now))}, and there is no smaller one: this has "
-                f"{said(self._relief.now.step_size)}; `bigdit plan` says what fits: an optimizer with less state, "
+                f"{_told(self._event(error, self._fallback.now))}, and there is no smaller one: this has "
+                f"{said(self._fallback.now.step_size)}; `bigdit plan` says what fits: an optimizer with less state, "
                 "strategy.lora, offload to the host, more cards"
             ) from None
         event = self._event(error, self._following)
@@ -132,8 +193,8 @@ class Recovery:
             total_bytes=total,
             allocated_bytes=torch.cuda.memory_allocated(self._device),
             reserved_bytes=torch.cuda.memory_reserved(self._device),
-            saved=self._phase in INTACT and not self._relief.now.optimizer_in_backward,
-            before=self._relief.now.step_size,
+            saved=self._phase in INTACT and not self._fallback.now.optimizer_in_backward,
+            before=self._fallback.now.step_size,
             after=after.step_size,
         )
 
@@ -191,10 +252,10 @@ class Recovery:
 
     def _kept(self, event: OutOfMemory) -> bool:
         """Whether later starts know of it. Without that they would run out of memory again, and again."""
-        asked, now = self._relief.asked, self._following
+        asked, now = self._fallback.asked, self._following
         assert now is not None
         try:
-            write_relief(self._output, Relief(asked=asked, now=now, events=(*self._relief.events, event)))
+            write_oom_fallback(self._output, OomFallback(asked=asked, now=now, events=(*self._fallback.events, event)))
         except UserError as error:
             log.notice(f"error: {_told(event)}, and what to go on with is not kept: {error}")
             return False

@@ -1,14 +1,27 @@
-"""A trainer ends with the launcher that started it."""
+"""How a launched process ends: by signals that end training in order, with its launcher, or by itself."""
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
+from typing import NoReturn
 
 from bigdit.lifeline import end_with
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+# A shell has what it starts in the background pass over the first, nohup over the other: so it stays.
+_LEFT_IGNORED = (signal.SIGINT, signal.SIGHUP)
+
+
+def heeded() -> list[signal.Signals]:
+    """Those of `SIGNALS` that this process is to take."""
+    return [each for each in SIGNALS if each not in _LEFT_IGNORED or signal.getsignal(each) is not signal.SIG_IGN]
+
 
 LAUNCHER = "BIGDIT_LAUNCHER"
 """The process id of `bigdit train`, in the environment of what it starts."""
@@ -44,3 +57,17 @@ def _end_with_runner() -> None:
     except OSError:  # it has ended, or is not ours to see
         return
     end_with(runner, signal.SIGTERM)
+
+
+def leave(status: int) -> NoReturn:
+    """End with `status` as the interpreter would, but that it is not taken apart: a thread of gloo that lets go of its
+    last tensor meanwhile aborts the process (torch 2.13, c10d::ProcessGroupGloo::runLoop), and a run that is whole
+    would end as one that failed."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            status = status or 120  # as the interpreter ends where its last words are lost
+    os._exit(status)

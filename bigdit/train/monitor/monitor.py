@@ -12,32 +12,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bigdit import log, objectives
 from bigdit.checkpoint import Peers
 from bigdit.config.sight import ValidationConfig
 from bigdit.engines import Ema, Engine, compute_dtype
 from bigdit.errors import UserError
-from bigdit.loader.batch import Batch
+from bigdit.loader.batch import Batch, CaptionedBatch
+from bigdit.loader.raw_store import RawStore
 from bigdit.loader.read import BatchReader
 from bigdit.loader.stream import FeatureStream, Micro
 from bigdit.loader.validation import ValidationSplit
 from bigdit.models import Family
 from bigdit.objective_spec import ObjectiveSpec
 from bigdit.store import FeatureStore
-from bigdit.train.feed import Feed
-from bigdit.train.going_on import Start
-from bigdit.train.seen.metrics import Metrics
-from bigdit.train.seen.mfu import mfu_of
-from bigdit.train.seen.pictures import Pictures
-from bigdit.train.seen.samples import Samples, listed
-from bigdit.train.seen.trackers import Trackers
+from bigdit.train.data import TrainData
+from bigdit.train.monitor.metrics import Metrics
+from bigdit.train.monitor.mfu import mfu_of
+from bigdit.train.monitor.pictures import Pictures
+from bigdit.train.monitor.trackers import Trackers
+from bigdit.train.resume import Start
+from bigdit.train.state import TrainState
 from bigdit.train.step import StepResult, predict_by
-from bigdit.train.stepped import Stepped
 from bigdit.units import how_many
 
 
 @dataclass(frozen=True)
-class Watching:
+class Monitor:
     """All processes add each step alike."""
 
     metrics: Metrics
@@ -59,15 +61,15 @@ class Watching:
         self.skipped.add(step, lr, result, micro_batches)
 
 
-def watch(start: Start, feed: Feed, stream: FeatureStream, stepped: Stepped, stack: ExitStack) -> Watching:
+def open_monitor(start: Start, data: TrainData, stream: FeatureStream, state: TrainState, stack: ExitStack) -> Monitor:
     """What is seen of the steps of a stream; `stack` ends it. Raises UserError where captions of pictures cannot be
     encoded."""
-    stage, spec, store = start.reached.stage, start.reached.spec, feed.store
-    run, peers, planned, device = stage.run, stepped.peers, stepped.planned, stepped.engine.device
+    stage, spec, store = start.reached.stage, start.reached.spec, data.store
+    run, peers, planned, device = stage.run, state.peers, state.planned, state.engine.device
     samples, is_main = Samples(store, stream), peers.world.is_main
     settings = run.model_dump(mode="json")
     trackers = stack.enter_context(Trackers(run.trackers, run.output, start.step, settings, shown=is_main))
-    emulated = stepped.meter.emulated
+    emulated = state.meter.emulated
     metrics = stack.enter_context(
         Metrics(
             run.output,
@@ -75,25 +77,25 @@ def watch(start: Start, feed: Feed, stream: FeatureStream, stepped: Stepped, sta
             device,
             start=start.step,
             stop=stage.end,
-            images=stepped.strategy.global_batch_size,
+            images=state.strategy.global_batch_size,
             name_samples=samples.of_step,
-            memory=stepped.meter.now,
+            memory=state.meter.now,
             written=start.found.state["metrics"] if start.found else None,
             planned_bytes=None if planned is None else planned.peak_allocated_bytes,
             stage=stage.number if stage.count > 1 else None,
-            mfu=mfu_of(spec, stepped.family, stepped.strategy, device, emulated=emulated) if is_main else None,
+            mfu=mfu_of(spec, state.family, state.strategy, device, emulated=emulated) if is_main else None,
             trackers=trackers,
         )
     )
-    model = peers, stepped.engine, stepped.ema, stepped.family, stepped.objective, stage.end
+    model = peers, state.engine, state.ema, state.family, state.objective, stage.end
     validation = pictures = None
-    if run.validation is not None and feed.order.held is not None and isinstance(store, FeatureStore):
-        validation = Validation(run.validation, store, feed.order.held, *model)
+    if run.validation is not None and data.order.held is not None and isinstance(store, FeatureStore):
+        validation = Validation(run.validation, store, data.order.held, *model)
     if run.samples is not None:
         known = store.schema.classes
         pictures = stack.enter_context(Pictures(run.samples, run, spec, known, *model, trackers.show))
-    skipped = SkippedSteps(stepped.engine, peers, samples, run.train.most_skipped_steps)
-    return Watching(metrics, skipped, validation, pictures)
+    skipped = SkippedSteps(state.engine, peers, samples, run.train.most_skipped_steps)
+    return Monitor(metrics, skipped, validation, pictures)
 
 
 _FIX = "lower strategy.optimizer.lr, lengthen train.warmup_steps, or set strategy.gradient_clipping"
@@ -218,3 +220,45 @@ class Validation:
 
 def _known(loss: float) -> float | None:
     return loss if math.isfinite(loss) else None
+
+
+MOST = 4
+"""Samples that a line names; it counts the others."""
+
+
+class Samples:
+    """Names the samples of steps of a stream over a store."""
+
+    def __init__(self, store: FeatureStore | RawStore, stream: FeatureStream) -> None:
+        self._store = store
+        self._stream = stream
+
+    def of_step(self, step: int) -> str:
+        """Those of the global batch, of all processes, of the step with which `step` are finished, as a line ends with
+        them."""
+        batch = self._stream.order.batch(step - 1)
+        bucket = list(self._store.buckets)[batch.bucket]
+        places = list(zip(batch.parts.tolist(), batch.rows.tolist(), strict=True))
+        names = [self._store.name_of(bucket, *place) for place in places[:MOST]]
+        return f"its samples are {listed(names, len(places))}"
+
+    def not_finite(self, step: int, micro_batches: Sequence[Batch | CaptionedBatch]) -> list[str]:
+        """Those of this process's micro-batches of that step that came with a value that is not finite."""
+        return [
+            self._store.name_of(bucket, int(parts[place]), int(rows[place]))
+            for batch, (bucket, parts, rows, _) in zip(micro_batches, self._stream.samples(step - 1), strict=True)
+            for place in _not_finite(batch)
+        ]
+
+
+def listed(names: Sequence[str], count: int) -> str:
+    """The first few of `count` names."""
+    first = ", ".join(names[:MOST])
+    return first if count <= MOST else f"{first} and {count - MOST} more"
+
+
+def _not_finite(batch: Batch | CaptionedBatch) -> list[int]:
+    sound = torch.ones(len(batch.seeds), dtype=torch.bool)
+    for tensor in batch.tensors():
+        sound &= tensor.isfinite().reshape(len(batch.seeds), -1).all(1)
+    return sound.logical_not().nonzero().flatten().tolist()
