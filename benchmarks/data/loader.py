@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from bigdit.dist import World
-from bigdit.loader.batch import padded
+from bigdit.loader.buffers import padded
 from bigdit.loader.order import Order
 from bigdit.loader.stream import FeatureStream
 from bigdit.store import FeatureStore

@@ -360,13 +360,3 @@ def to_unit_range(pixels: torch.Tensor) -> torch.Tensor:
 def to_bytes(pixels: torch.Tensor) -> torch.Tensor:
     """Pixels in [-1, 1] to uint8, clipped; the inverse of `to_unit_range`."""
     return ((pixels.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """latents [B, C, (F,) h, w] fp32; in the encoders' dtype text_embeds [B, T, D], text_mask [B, T] and the extras."""
-
-    latents: torch.Tensor
-    text_embeds: torch.Tensor | None
-    text_mask: torch.Tensor | None
-    extras: dict[str, torch.Tensor]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from bigdit import log
 from bigdit.errors import UserError
-from bigdit.extract.job import server
 from bigdit.extract.ranges import missing
+from bigdit.extract.server import server
 from bigdit.lifeline import end_with_parent
 from bigdit.spec import Strict
 from bigdit.store.files import LocalParts

@@ -10,13 +10,15 @@ import torch
 from bigdit.catalog.classes import class_count, takes_classes
 from bigdit.config import RunConfig
 from bigdit.config.plan_file import PlanFile
-from bigdit.encoders.codecs import Encoded, load_image_codec, to_unit_range
+from bigdit.encoders.codecs import load_image_codec, to_unit_range
+from bigdit.encoders.encoded import Encoded
 from bigdit.encoders.fit import plan_misfits, size_misfits
 from bigdit.encoders.load import load_text_encoder
 from bigdit.encoders.text_encoder import TextEncoder, shapes_of
 from bigdit.errors import UserError
 from bigdit.extract.extract import unfit_model
-from bigdit.loader.batch import Captions, padded
+from bigdit.loader.batch import Captions
+from bigdit.loader.buffers import padded
 from bigdit.loader.raw_store import RawStore
 from bigdit.sources.open import SourceList, open_source
 from bigdit.spec import ModelSpec

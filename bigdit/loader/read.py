@@ -13,7 +13,8 @@ from bigdit.catalog.classes import CLASS_LABEL
 from bigdit.catalog.encoders import POOLED_TEXT
 from bigdit.catalog.families import mask_of
 from bigdit.catalog.first_frame import IMAGE_CONDITION
-from bigdit.loader.batch import Batch, Buffers, Padded, mark_first
+from bigdit.loader.batch import Batch
+from bigdit.loader.buffers import Buffers, Padded, mark_first
 from bigdit.loader.order import Ints
 from bigdit.store import FeatureStore
 from bigdit.store.digest import bytes_of

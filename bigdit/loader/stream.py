@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from typing import TypeVar
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 
 from bigdit.dist import World
-from bigdit.loader.batch import Batch, CaptionedBatch
+from bigdit.loader.batch import Batch, CaptionedBatch, read_ahead
 from bigdit.loader.order import Ints, Order, sample_seed
 from bigdit.loader.raw_store import RawReader, RawStore
 from bigdit.loader.read import BatchReader
@@ -98,20 +96,3 @@ class FeatureStream:
             )
             for start in starts
         ]
-
-
-T = TypeVar("T")
-
-
-def read_ahead(read: Callable[[int], T], steps: Iterable[int], ahead: int, reader: Executor) -> Iterator[T]:
-    """`read(step)` of each step, in order; `reader` is given the next `ahead` steps before one is handed out.
-
-    So `ahead` + 1 steps exist at once, where the caller lets go of one before it asks for the next.
-    """
-    queue: deque[Future[T]] = deque()
-    for step in steps:
-        queue.append(reader.submit(read, step))
-        if len(queue) > ahead:
-            yield queue.popleft().result()
-    while queue:
-        yield queue.popleft().result()

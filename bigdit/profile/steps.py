@@ -20,8 +20,7 @@ from bigdit import engines, models
 from bigdit.catalog.encoders import OnlineEncoders
 from bigdit.dist import World, world_from_env
 from bigdit.engines import Ema, Engine
-from bigdit.loader.batch import Batch, RawBatch
-from bigdit.loader.stream import read_ahead
+from bigdit.loader.batch import Batch, RawBatch, read_ahead
 from bigdit.models import Family
 from bigdit.profile.request import StepRequest
 from bigdit.record.watch import Watch

@@ -13,7 +13,8 @@ from bigdit.config.encoders import TextEncoderConfig
 from bigdit.encoders.load import load_text_encoder
 from bigdit.encoders.text_encoder import shapes_of
 from bigdit.errors import UserError
-from bigdit.loader.batch import condition, padded
+from bigdit.loader.batch import condition
+from bigdit.loader.buffers import padded
 from bigdit.objective_spec import SamplerName
 from bigdit.spec import ModelSpec
 from bigdit.store.schema import Classes, Known

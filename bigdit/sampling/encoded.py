@@ -15,7 +15,7 @@ from bigdit.config.data import MAX_PIXELS
 from bigdit.encoders.codecs import ImageCodec, bucket_pixels
 from bigdit.encoders.first_frame import FirstFrames, load_first_frames
 from bigdit.errors import UserError
-from bigdit.loader.batch import extras_of
+from bigdit.loader.buffers import extras_of
 from bigdit.sampling.conditions import Given, Labels, SamplingOptions, Texts, Words, conditions_of
 from bigdit.sources.disk import PICTURE_BYTES, read_file
 from bigdit.sources.picture import decode

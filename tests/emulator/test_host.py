@@ -32,7 +32,7 @@ def test_batches_of_a_store_hold_what_is_read_into_them():
     """Page-locked ones of 40 MiB, as texts of a micro-batch may be: others that size lie on the same pages."""
     script = """
         import json, torch
-        from bigdit.loader.batch import Buffers
+        from bigdit.loader.buffers import Buffers
 
         held = [Buffers({}, pinned=True).take("text", (2, 20 << 20), torch.uint8)[0].fill_(n) for n in (1, 2)]
         others = [torch.empty(40 << 20, dtype=torch.uint8, pin_memory=True) for _ in range(2)]

@@ -28,7 +28,7 @@ def install(torch: Any) -> None:
     _leave_undrawn(torch)
     _leave_uncopied(torch)
     imports.after("diffusers.models.embeddings", install_diffusers)
-    imports.after("bigdit.loader.batch", install_loader)
+    imports.after("bigdit.loader.buffers", install_loader)
 
 
 def install_diffusers(embeddings: Any) -> None:

@@ -1,0 +1,117 @@
+"""Memory of batches on the host, used again once a batch is let go of, and how texts and first frames stand in it."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from bigdit.catalog.encoders import POOLED_TEXT
+from bigdit.catalog.families import mask_of
+from bigdit.catalog.first_frame import IMAGE_CONDITION
+from bigdit.store.digest import bytes_of
+from bigdit.store.part import FIRST_FRAME
+from bigdit.store.text import TEXT, Text
+
+
+class Buffers:
+    """Tensors for one stream of batches, of as many bytes a name as its largest batch takes.
+
+    Pageable ones are views of memory that comes back when nothing refers to them any longer, graphs of autograd
+    included. Page-locked ones come from torch's own pool, which also waits for copies that a GPU still reads.
+    """
+
+    def __init__(self, capacities: dict[str, int], *, pinned: bool) -> None:
+        self._capacities = capacities
+        self._pinned = pinned
+        self._free: dict[tuple[str, int], deque[tuple[npt.NDArray[np.uint8], list[int]]]] = defaultdict(deque)
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, list[int]]:
+        """A tensor [rows, …], and how many bytes of each row may differ from zero, for the caller to keep up."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if self._pinned:
+            return torch.empty(shape, dtype=dtype, pin_memory=True), [nbytes // shape[0]] * shape[0]
+        free = self._free[name, shape[0]]
+        try:
+            memory, filled = free.pop()
+        except IndexError:
+            memory, filled = np.zeros(self._capacities[name], np.uint8), [0] * shape[0]
+        view = memory[:nbytes]
+        finalizer = weakref.finalize(view, free.append, (memory, filled))
+        finalizer.atexit = False
+        return torch.from_numpy(view).view(dtype).view(shape), filled
+
+
+class Padded:
+    """One sequence of a batch's texts: `states` [B, max_tokens, dim] bf16, in memory that is used again."""
+
+    def __init__(self, buffers: Buffers, name: str, count: int, shape: tuple[int, int]) -> None:
+        self.states, self._filled = buffers.take(name, (count, *shape), torch.bfloat16)
+        self._memory = bytes_of(self.states)
+        self._width, self._row = 2 * shape[1], 2 * shape[0] * shape[1]
+        self._shown = [0] * count
+
+    def room(self, place: int, tokens: int, shown: int) -> memoryview:
+        """The memory of a sample's states, of which the mask shows so many; what follows them is zero."""
+        start, nbytes = place * self._row, tokens * self._width
+        if nbytes < self._filled[place]:
+            self.states.view(-1).view(torch.uint8)[start + nbytes : start + self._filled[place]].zero_()
+        self._filled[place] = nbytes
+        self._shown[place] = shown
+        return self._memory[start : start + nbytes]
+
+    def mask(self) -> torch.Tensor:
+        """[B, max_tokens] bf16: 1 where the mask shows a state."""
+        return _mask(self._shown, self.states.shape[1], torch.bfloat16)
+
+
+def padded(
+    texts: Sequence[Text], max_tokens: Mapping[str, int]
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Texts as text_embeds [B, T, D], text_mask [B, T], and what stands beside them: vectors, and each stream with its
+    mask; in their dtype and on their device, each sequence of `max_tokens`."""
+    found = {name: _stacked([text.sequences[name] for text in texts], most) for name, most in max_tokens.items()}
+    pooled = [text.pooled for text in texts if text.pooled is not None]
+    extras = {POOLED_TEXT: torch.stack(pooled)} if pooled else {}
+    own = found.pop(TEXT)
+    for name, (states, mask) in found.items():
+        extras |= {name: states, mask_of(name): mask}
+    return *own, extras
+
+
+def _stacked(texts: Sequence[Text], most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """States, zero beyond each text's, and mask."""
+    first = texts[0].states
+    states = first.new_zeros(len(texts), most, first.shape[1])
+    for row, text in zip(states, texts, strict=True):
+        row[: len(text.states)] = text.states
+    return states, _mask([text.shown for text in texts], most, first.dtype).to(first.device)
+
+
+def _mask(shown: Sequence[int], tokens: int, dtype: torch.dtype) -> torch.Tensor:
+    """[B, tokens]: 1 for so many states of each sample, then 0."""
+    return (torch.arange(tokens) < torch.tensor(shown)[:, None]).to(dtype)
+
+
+def mark_first(condition: torch.Tensor, mask: int) -> torch.Tensor:
+    """Write the mask, 1 in the first latent frame, into so many first channels of [B, mask + C, f, h, w], in place.
+
+    Source: diffusers 0.42.1, WanImageToVideoPipeline.prepare_latents.
+    """
+    condition[:, :mask] = 0
+    condition[:, :mask, 0] = 1
+    return condition
+
+
+def extras_of(features: Mapping[str, torch.Tensor], mask: int) -> dict[str, torch.Tensor]:
+    """The extras of a batch, of what encoders give of first frames [B, …]."""
+    frames = features[FIRST_FRAME]
+    condition = frames.new_empty(len(frames), mask + frames.shape[1], *frames.shape[2:])
+    condition[:, mask:] = frames
+    rest = {name: each for name, each in features.items() if name != FIRST_FRAME}
+    return {IMAGE_CONDITION: mark_first(condition, mask), **rest}
