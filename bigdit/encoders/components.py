@@ -24,7 +24,7 @@ from bigdit.documents import read_json
 from bigdit.encoders.folder import check_complete, check_files, read_config, weights_sample
 from bigdit.encoders.recipes import RECIPES
 from bigdit.errors import UserError, nearest
-from bigdit.store.digest import config_digest, lines_digest, weights_digest
+from bigdit.store.tensors import config_digest, lines_digest, weights_digest
 
 KEY = "encoders.text.pipeline"
 _INDEX = "model_index.json"

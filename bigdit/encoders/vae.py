@@ -29,8 +29,8 @@ from bigdit.encoders.codecs import (
 )
 from bigdit.encoders.folder import DTYPES, check_complete, check_files, read_config, weights_sample
 from bigdit.errors import UserError
-from bigdit.store.digest import config_digest, weights_digest
 from bigdit.store.part import Shape
+from bigdit.store.tensors import config_digest, weights_digest
 
 _KEY = "encoders.image.path"
 _OF_PICTURES = "AutoencoderKLQwenImage"  # a video VAE whose transformers are fed latents without frames

@@ -17,9 +17,9 @@ from bigdit.loader.batch import Batch
 from bigdit.loader.buffers import Buffers, Padded, mark_first
 from bigdit.loader.order import Ints
 from bigdit.store import FeatureStore
-from bigdit.store.digest import bytes_of
 from bigdit.store.part import FIRST_FRAME, Shape
 from bigdit.store.reader import Part
+from bigdit.store.tensors import bytes_of
 from bigdit.store.text import TEXT
 
 

@@ -31,8 +31,8 @@ import torch
 
 from bigdit.errors import UserError
 from bigdit.files import open_descriptor
-from bigdit.store.digest import bytes_of
 from bigdit.store.header import Header, damaged, header_by, read_header
+from bigdit.store.tensors import bytes_of
 from bigdit.units import gib
 
 ReaderName = Literal["pread", "mmap"]

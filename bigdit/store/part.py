@@ -42,8 +42,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from bigdit.store.digest import bytes_of, chained_digest, row_digest
-from bigdit.store.tensors import Pieces, commit, header_bytes
+from bigdit.store.tensors import Pieces, bytes_of, chained_digest, commit, header_bytes, row_digest
 from bigdit.store.text import Caption, Cut, Text, caption_columns, is_streamed
 
 FORMAT = "3"

@@ -11,10 +11,10 @@ import numpy.typing as npt
 import torch
 
 from bigdit.errors import UserError
-from bigdit.store.digest import bytes_of, chained_digest, row_digest
 from bigdit.store.files import READERS, File, ReaderName
 from bigdit.store.header import Column, Header, check_part, damaged, read_header
 from bigdit.store.part import FRAME_COLUMNS, FRAMED, LABELLED, Shape, part_range, shape_name
+from bigdit.store.tensors import bytes_of, chained_digest, row_digest
 from bigdit.store.text import TEXT, Text, chosen, column_name, dequantise
 
 

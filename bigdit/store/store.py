@@ -19,14 +19,13 @@ import numpy.typing as npt
 import torch
 
 from bigdit.errors import UserError
-from bigdit.store.digest import bytes_of, chained_digest
 from bigdit.store.files import LocalParts, ReaderName, RemoteParts, open_remote, read_column
 from bigdit.store.header import Header, check_part, damaged, read_header
 from bigdit.store.part import FIRST_FRAME, FRAME_COLUMNS, Shape, parse_shape, part_name, part_range, shape_name
 from bigdit.store.reader import Part
 from bigdit.store.schema import EXTRACT, Classes, StoreSchema, part_identity, read_schema, store_identity
 from bigdit.store.schema import FILE as SCHEMA
-from bigdit.store.tensors import commit_tensors
+from bigdit.store.tensors import bytes_of, chained_digest, commit_tensors
 from bigdit.store.text import TEXT, Text, column_name
 from bigdit.units import GIB, how_many
 

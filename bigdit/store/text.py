@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bigdit.store.digest import bytes_of, chained_digest
-from bigdit.store.tensors import Pieces
+from bigdit.store.tensors import Pieces, bytes_of, chained_digest
 from bigdit.units import how_many
 
 TEXT = "text"

@@ -112,7 +112,7 @@ def test_tables_of_malice_are_refused_though_their_digests_are_right(whole, tmp_
     columns = read_header(source).columns
 
     def forged(name, row, column, value):
-        from bigdit.store.digest import chained_digest
+        from bigdit.store.tensors import chained_digest
 
         forged = bytearray(data)
         at = columns[name].offset + row * columns[name].row_bytes + 8 * column

@@ -28,8 +28,7 @@ from bigdit.models import Family
 from bigdit.objective_spec import ObjectiveSpec
 from bigdit.store import FeatureStore
 from bigdit.train.data import TrainData
-from bigdit.train.monitor.metrics import Metrics
-from bigdit.train.monitor.mfu import mfu_of
+from bigdit.train.monitor.metrics import Metrics, mfu_of
 from bigdit.train.monitor.pictures import Pictures
 from bigdit.train.monitor.trackers import Trackers
 from bigdit.train.resume import Start
