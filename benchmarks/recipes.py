@@ -48,9 +48,9 @@ from bigdit.search.ask import question_for
 from bigdit.search.plan import Plan, host_need
 from bigdit.search.question import Question
 from bigdit.speed.seconds import Cluster, Interval
-from bigdit.store.null_text import write_null_text
 from bigdit.store.part import Encoded, part_path, write_part
 from bigdit.store.schema import FILE, StoreSchema, part_identity, schema_text, store_identity
+from bigdit.store.store import write_null_text
 from bigdit.store.text import Text
 from bigdit.train.prepare import prepare
 

@@ -1,7 +1,7 @@
 """What launchers start: launch/train.py of a checkout, or `-m bigdit.launch` where bigdit was installed."""
 
 from bigdit.errors import guard
-from bigdit.train.processes.leave import leave
+from bigdit.train.processes.end import leave
 
 
 def main() -> None:

@@ -29,8 +29,8 @@ from bigdit.profile.request import StepRequest
 from bigdit.report.tables import table
 from bigdit.spec import ModelSpec, Strategy
 from bigdit.store import FeatureStore
+from bigdit.train.data import largest_batch_shape
 from bigdit.train.processes.launch import free_port
-from bigdit.train.store import largest_batch_shape
 from bigdit.units import duration, gib
 
 ROOT = Path(__file__).parents[1]

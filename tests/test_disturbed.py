@@ -35,8 +35,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from bigdit.checkpoint.saver import kept_steps
-from bigdit.store.in_hand import FOLDER as WORKERS
-from bigdit.store.in_hand import WorkerName, all_held, remove_left
+from bigdit.store.lease import FOLDER as WORKERS
+from bigdit.store.lease import WorkerName, all_held, remove_left
 
 ROUNDS, SEED = (int(os.environ.get(f"BIGDIT_{name}", usual)) for name, usual in (("ROUNDS", 4), ("SEED", 0)))
 LANES, ROOM = 2, "size=1g"

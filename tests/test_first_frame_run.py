@@ -16,12 +16,12 @@ from tiny_vaes import wan
 from tiny_videos import moving_square
 
 from bigdit.checkpoint import latest
-from bigdit.encoders.buckets import bucket_pixels
+from bigdit.encoders.codecs import bucket_pixels
 from bigdit.errors import UserError
 from bigdit.loader.read import BatchReader
 from bigdit.sampling import Sampler
-from bigdit.sampling.first_frame import first_image
-from bigdit.sampling.moving import stills_png
+from bigdit.sampling.encoded import first_image
+from bigdit.sampling.grid import stills_png
 from bigdit.store import FeatureStore
 from bigdit.store.reader import Part
 

@@ -15,7 +15,7 @@ from running import BIGDIT, running
 from training import exported, run
 
 from bigdit import checkpoint
-from bigdit.train.seen.metrics import read_metrics
+from bigdit.train.monitor.metrics import read_metrics
 
 COUNT = 10
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tiny_pipelines import SD3
 
 from bigdit.store import FeatureStore
-from bigdit.store.fp8 import dequantise, quantise
+from bigdit.store.text import dequantise, quantise
 
 CLASS = "SD3Transformer2DModel"
 WEIGHTS = "diffusion_pytorch_model.safetensors"

@@ -21,7 +21,7 @@ from bigdit.spec import ModelSpec, Strategy
 from bigdit.store import FeatureStore
 from bigdit.store.header import read_header
 from bigdit.store.part import part_path
-from bigdit.train.store import largest_batch_shape
+from bigdit.train.data import largest_batch_shape
 
 
 def hunyuan_dit(pipeline, captions):

@@ -15,7 +15,7 @@ from PIL import Image, ImageSequence
 from tiny_vaes import VIDEO_VAES
 from tiny_videos import moving_square
 
-from bigdit.sampling.moving import stills_png
+from bigdit.sampling.grid import stills_png
 from bigdit.store import FeatureStore
 
 TINY = json.loads((Path(__file__).parent / "models/tiny_video.json").read_text())

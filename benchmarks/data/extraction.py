@@ -28,12 +28,11 @@ from PIL import Image
 from bigdit import libraries
 from bigdit.catalog.resolve import model_spec
 from bigdit.config import RunConfig, load_run
-from bigdit.encoders.buckets import bucket_pixels
-from bigdit.encoders.codecs import load_image_codec, to_unit_range
+from bigdit.encoders.codecs import bucket_pixels, load_image_codec, to_unit_range
 from bigdit.encoders.load import load_text_encoder
 from bigdit.extract.extract import extract
-from bigdit.extract.pool import encode_in_workers
-from bigdit.extract.speed import read_units, worker_speed
+from bigdit.extract.job import encode_in_workers
+from bigdit.extract.report import read_units, worker_speed
 from bigdit.extract.worker import Unit
 from bigdit.sources.open import open_source
 from bigdit.store.schema import StoreSchema, claim

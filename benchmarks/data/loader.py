@@ -22,13 +22,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from bigdit.dist import World
+from bigdit.loader.buffers import padded
 from bigdit.loader.order import Order
-from bigdit.loader.padded import padded
 from bigdit.loader.stream import FeatureStream
 from bigdit.store import FeatureStore
-from bigdit.store.null_text import write_null_text
 from bigdit.store.part import Encoded, Shape, part_path, write_part
 from bigdit.store.schema import FILE, StoreSchema, part_identity, schema_text, store_identity
+from bigdit.store.store import write_null_text
 from bigdit.store.text import TEXT, Text
 
 SHAPES = [(32, 32, 32), (32, 28, 36), (32, 36, 28), (32, 24, 42), (32, 42, 24)]

@@ -13,8 +13,7 @@ from bigdit.config.output import EXPORTS
 from bigdit.config.stages import Stage
 from bigdit.engines.state import AVERAGE
 from bigdit.recipes.recipe import Saved
-from bigdit.train.exports import is_due
-from bigdit.train.saves import due
+from bigdit.train.saves import due, is_due
 
 
 def saved(checkpoint: Folder, output: Path, stages: Sequence[Stage]) -> Saved:

@@ -13,7 +13,7 @@ from bigdit.commands.options import Json, Set
 if TYPE_CHECKING:
     from bigdit.extract.report import StoreReport
     from bigdit.extract.verify import Damaged
-    from bigdit.store.classes import Known
+    from bigdit.store.schema import Known
 
 HELP = "Look at a feature store, check every byte of it, and mend it."
 
@@ -83,7 +83,7 @@ def clean(
     """Remove what dead workers left half-written; of other machines nobody here knows who is dead."""
     from bigdit import log
     from bigdit.extract.verify import open_schema
-    from bigdit.store.in_hand import remove_left
+    from bigdit.store.lease import remove_left
     from bigdit.units import gib, how_many
 
     open_schema(folder)

@@ -72,7 +72,7 @@ def run(
     from bigdit.files import check_writable
 
     libraries.prepare()  # before what reads --image imports them
-    from bigdit.sampling.first_frame import asked_image
+    from bigdit.sampling.encoded import asked_image
 
     by_option = {"--label": label, "--caption": caption, f"--captions {captions}": _lines(captions)}
     wanted = [each for given in by_option.values() for each in given]
@@ -135,8 +135,7 @@ def _draw(
     sampler: Sampler, wanted: Sequence[str], options: SamplingOptions, images: Sequence[Image.Image], out: Path
 ) -> tuple[list[dict[str, Any]], Path]:
     """Write a file for each that is wanted, as it comes, and a grid of all: what they are, and the grid's path."""
-    from bigdit.sampling.grid import grid_png, png
-    from bigdit.sampling.moving import moving_grid, webp
+    from bigdit.sampling.grid import grid_png, moving_grid, png, webp
 
     moving, fps = options.frames is not None, sampler.fps or 1.0  # of videos, which alone have one
     suffix, shown = ".webp" if moving else ".png", functools.partial(_shown, unit="videos" if moving else "images")

@@ -50,11 +50,10 @@ def run(
         for line in stage.plan_notices(revision()):
             log.notice(f"note: {line}")
     libraries.prepare()
-    from bigdit.train.epochs import counted  # torch, which only the processes that train need else
-    from bigdit.train.going_on import foreseen, verdict
-    from bigdit.train.model import check_models
+    from bigdit.train.data import check_those_there  # torch, which only the processes that train need else
+    from bigdit.train.resume import counted, foreseen, verdict
     from bigdit.train.saves import snapshots_said
-    from bigdit.train.store import check_those_there
+    from bigdit.train.state import check_models
 
     models = check_models(prepared)
     missing = check_those_there(prepared)

@@ -81,7 +81,7 @@ class TrainConfig(Section):
 
     @property
     def known_steps(self) -> int:
-        """`steps`, which a run by epochs has when its samples were counted (train/epochs.py)."""
+        """`steps`, which a run by epochs has when its samples were counted (train/resume.py)."""
         assert self.steps is not None, "its epochs were not counted"
         return self.steps
 

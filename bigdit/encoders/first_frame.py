@@ -18,8 +18,8 @@ from bigdit.config.encoders import FirstFrameConfig
 from bigdit.encoders.codecs import ImageCodec, to_unit_range
 from bigdit.encoders.folder import DTYPES, read_config, weights_sample
 from bigdit.errors import UserError
-from bigdit.store.digest import config_digest, weights_digest
 from bigdit.store.part import FIRST_FRAME
+from bigdit.store.tensors import config_digest, weights_digest
 
 _KEY = "encoders.first_frame.pipeline"
 _PROCESSOR = "image_processor"

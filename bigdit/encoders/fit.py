@@ -18,9 +18,9 @@ from bigdit.documents import read_json
 from bigdit.encoders.folder import weights_sample
 from bigdit.encoders.recipes import RECIPES
 from bigdit.spec import ModelSpec
-from bigdit.store.digest import config_digest
 from bigdit.store.part import Shape, shape_name
 from bigdit.store.schema import StoreSchema
+from bigdit.store.tensors import config_digest
 from bigdit.store.text import TEXT
 
 

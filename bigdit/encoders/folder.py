@@ -11,10 +11,10 @@ from safetensors import SafetensorError, safe_open
 
 from bigdit.catalog.families import too_large
 from bigdit.documents import indexed_files, read_json
-from bigdit.encoders.weights import weight_files
+from bigdit.encoders.host_bytes import weight_files
 from bigdit.errors import UserError
 from bigdit.files import check_regular, leads_out, lfs_pointer
-from bigdit.store.digest import weights_digest
+from bigdit.store.tensors import weights_digest
 from bigdit.units import how_many
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

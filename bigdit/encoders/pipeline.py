@@ -15,12 +15,10 @@ from transformers import PreTrainedTokenizerBase
 from bigdit.catalog.families import mask_of
 from bigdit.config.encoders import TextEncoderConfig
 from bigdit.encoders.batch_size import BatchSize
-from bigdit.encoders.by_length import encode_by_length
-from bigdit.encoders.components import KEY, describe, load_text_pipeline
+from bigdit.encoders.components import KEY, TokenizerCalls, Words, describe, load_text_pipeline
 from bigdit.encoders.folder import DTYPES
 from bigdit.encoders.recipes import RECIPES, Padding, Recipe
-from bigdit.encoders.text_encoder import MAX_TOKENS, Keep, as_it_is
-from bigdit.encoders.tokenizer import TokenizerCalls, Words
+from bigdit.encoders.text_encoder import MAX_TOKENS, Keep, as_it_is, encode_by_length
 from bigdit.errors import UserError
 from bigdit.shortage import ran_out
 from bigdit.store.text import Cut, Text

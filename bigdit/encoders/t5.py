@@ -15,12 +15,11 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, 
 from bigdit.catalog.families import too_large
 from bigdit.config.encoders import T5_TOKENS, TextEncoderConfig
 from bigdit.encoders.batch_size import CPU_BATCH, BatchSize
-from bigdit.encoders.by_length import encode_by_length
+from bigdit.encoders.components import full_length, tokenizer_digest
 from bigdit.encoders.folder import DTYPES, check_complete, check_files, read_config, weights_sample
-from bigdit.encoders.text_encoder import MAX_TOKENS, Keep, as_it_is
-from bigdit.encoders.tokenizer import full_length, tokenizer_digest
+from bigdit.encoders.text_encoder import MAX_TOKENS, Keep, as_it_is, encode_by_length
 from bigdit.errors import UserError, nearest
-from bigdit.store.digest import config_digest, weights_digest
+from bigdit.store.tensors import config_digest, weights_digest
 from bigdit.store.text import Cut, Text
 
 _KEY = "encoders.text"

@@ -1,4 +1,4 @@
-"""What every text encoder offers."""
+"""What every text encoder offers; captions come in batches of like lengths, which need little padding."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from bigdit.encoders.batch_size import BatchSize
 from bigdit.store.text import TEXT, Text
 
 MAX_TOKENS = "encoders.text.max_tokens"
@@ -51,3 +52,24 @@ class TextEncoder(Protocol):
 def shapes_of(encoder: TextEncoder) -> dict[str, tuple[int, int]]:
     """The most states, and their width, of a text itself and of each stream: as FeatureStore.text_shapes."""
     return {TEXT: (encoder.max_tokens, encoder.dim), **encoder.streams}
+
+
+def encode_by_length(
+    captions: Sequence[str],
+    tokens: Sequence[int],
+    size: BatchSize,
+    encode: Callable[[Sequence[int]], Sequence[Text]],
+    kept: Keep = as_it_is,
+) -> list[Text]:
+    """The texts of `captions` in their order; `encode` is given places of captions that have about as many `tokens`,
+    and what it gives is `kept` before the next are encoded.
+
+    The longest come first: where memory does not do, it is found out at once.
+    """
+
+    def keep(places: Sequence[int]) -> list[Text]:
+        return [kept(text) for text in encode(places)]
+
+    order = sorted(range(len(captions)), key=lambda place: (-tokens[place], captions[place]))
+    texts = dict(zip(order, size.map(keep, order), strict=True))
+    return [texts[place] for place in range(len(captions))]

@@ -14,10 +14,10 @@ from torch import nn
 from bigdit.config.data import frames_of, written_bucket
 from bigdit.config.encoders import VaeCodec
 from bigdit.encoders.batch_size import BatchSize
-from bigdit.encoders.buckets import Color, check_divides
-from bigdit.encoders.folder import DTYPES, check_complete, check_files, read_config, weights_sample
-from bigdit.encoders.latents import (
+from bigdit.encoders.codecs import (
     VIDEO_VAES,
+    Color,
+    check_divides,
     decode_latents,
     encode_condition,
     encode_latents,
@@ -27,9 +27,10 @@ from bigdit.encoders.latents import (
     normalisation,
     one_by_one,
 )
+from bigdit.encoders.folder import DTYPES, check_complete, check_files, read_config, weights_sample
 from bigdit.errors import UserError
-from bigdit.store.digest import config_digest, weights_digest
 from bigdit.store.part import Shape
+from bigdit.store.tensors import config_digest, weights_digest
 
 _KEY = "encoders.image.path"
 _OF_PICTURES = "AutoencoderKLQwenImage"  # a video VAE whose transformers are fed latents without frames

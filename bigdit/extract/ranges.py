@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bigdit.errors import UserError
-from bigdit.store.in_hand import all_marks
+from bigdit.store.lease import all_marks
 from bigdit.store.part import part_name, part_path
 from bigdit.store.schema import Range
 

@@ -1,22 +1,196 @@
-"""What a store holds, `report.json` when it is whole, and what an extraction did."""
+"""What a store holds (`report.json` when it is whole), what an extraction did, and how fast (`speed/NAME.jsonl`).
+
+Each worker appends a line a unit to a file of its own, so that any number of them, on any number of machines, add up
+unmerged.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+import contextlib
+import os
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bigdit.extract import speed
+from pydantic import ValidationError
+
 from bigdit.extract.ranges import missing
-from bigdit.extract.speed import WorkerSpeed
+from bigdit.files import read_bytes
 from bigdit.spec import Strict
-from bigdit.store.classes import Known
 from bigdit.store.header import check_part, read_header
-from bigdit.store.in_hand import Fate, all_held
+from bigdit.store.lease import Fate, WorkerName, all_leases
 from bigdit.store.part import Skipped, part_path, shape_name
-from bigdit.store.schema import Range, StoreSchema, part_identity
+from bigdit.store.schema import Known, Range, StoreSchema, part_identity
 from bigdit.store.text import Cut, summed
+
+FOLDER = "speed"
+
+
+class UnitSpeed(Strict):
+    """The unit of the range [start, end), in seconds: from the end of the one before it to its features, of which
+    waiting for the writer, reading and decoding pictures, encoding (in `gpu_s` on a GPU); the writer's own, beside the
+    next unit's; those of the process' cores, and those in which the encoding thread waited for a core to be free.
+    `skipped`: pictures of the range that were not encoded."""
+
+    start: int
+    end: int
+    device: str
+    seconds: float
+    reading_s: float
+    encoding_s: float
+    waiting_s: float
+    writing_s: float
+    cpu_s: float
+    gpu_s: float
+    queue_s: float
+    skipped: int = 0
+
+    @property
+    def encoded(self) -> int:
+        """Pictures that were not skipped."""
+        return self.end - self.start - self.skipped
+
+
+class Shares(Strict):
+    """Of the workers' time: what they were at (the rest is theirs between), and what was at work: cores, a GPU, or
+    neither, where they waited for the disk; `queue`: they waited for a core that others kept busy."""
+
+    reading: float
+    encoding: float
+    waiting: float
+    cpu: float
+    gpu: float
+    io: float
+    queue: float
+
+    def at_work(self) -> str:
+        """Of cores, GPU and disk."""
+        return f"CPU {self.cpu:.0%} GPU {self.gpu:.0%} IO {self.io:.0%}"
+
+
+class WorkerSpeed(Strict):
+    """What a worker did: speed without start-up, in pictures encoded a second."""
+
+    worker: str
+    device: str
+    parts: int
+    pictures: int
+    seconds: float
+    images_per_s: float
+    shares: Shares
+
+
+class Stopwatch:
+    """Adds up the seconds of what a unit's time goes into."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._began, self._cpu = time.perf_counter(), time.process_time()
+        self._queued = _queued_s()
+
+    @contextlib.contextmanager
+    def at(self, what: str) -> Iterator[None]:
+        """The time of the block goes into `what`."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[what] += time.perf_counter() - began
+
+    def stop(self, start: int, end: int, skipped: int, device: str) -> UnitSpeed:
+        """The speed of a unit, all but its writing."""
+        encoding = self.seconds["encoding"]
+        return UnitSpeed(
+            start=start,
+            end=end,
+            skipped=skipped,
+            device=device,
+            seconds=time.perf_counter() - self._began,
+            reading_s=self.seconds["reading"],
+            encoding_s=encoding,
+            waiting_s=self.seconds["waiting"],
+            writing_s=0.0,
+            cpu_s=time.process_time() - self._cpu,
+            gpu_s=encoding if device.startswith("cuda") else 0.0,
+            queue_s=_queued_s() - self._queued,
+        )
+
+
+def shares_of(units: list[UnitSpeed]) -> Shares:
+    """What the time of units went into."""
+    total = sum(unit.seconds for unit in units) or 1.0
+
+    def share(name: str) -> float:
+        return round(min(sum(getattr(unit, name) for unit in units) / total, 1.0), 3)
+
+    cpu, gpu, queue = share("cpu_s"), share("gpu_s"), share("queue_s")
+    return Shares(
+        reading=share("reading_s"),
+        encoding=share("encoding_s"),
+        waiting=share("waiting_s"),
+        cpu=cpu,
+        gpu=gpu,
+        io=round(max(1 - cpu - gpu - queue, 0.0), 3),
+        queue=queue,
+    )
+
+
+def _queued_s() -> float:
+    """Seconds that this thread was ready to run, and no core was free. Source: Linux, Documentation/scheduler/
+    sched-stats.rst, the second number; 0 where the kernel does not keep it."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
+
+
+def append(root: Path, worker: str, unit: UnitSpeed) -> None:
+    """Add a line to a worker's file. It is no part of the store: where the disk is full it is left out."""
+    line = (unit.model_dump_json() + "\n").encode()
+    with contextlib.suppress(OSError):
+        (root / FOLDER).mkdir(exist_ok=True)
+        descriptor = os.open(root / FOLDER / f"{worker}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            os.write(descriptor, line)
+        finally:
+            os.close(descriptor)
+
+
+def read_units(root: Path) -> dict[str, list[UnitSpeed]]:
+    """The units of each worker that ever worked on the store; lines that a crash has cut are left out, as are files
+    that are named after no worker or cannot be read."""
+    found: dict[str, list[UnitSpeed]] = {}
+    for file in sorted((root / FOLDER).glob("*.jsonl")):
+        if WorkerName.parse(file.stem) is None:
+            continue
+        units = []
+        try:
+            lines = read_bytes(file).decode(errors="replace").splitlines()
+        except OSError:  # a folder, or what else is no file
+            continue
+        for line in lines:
+            with contextlib.suppress(ValidationError):
+                units.append(UnitSpeed.model_validate_json(line))
+        if units:
+            found[file.stem] = units
+    return found
+
+
+def worker_speed(worker: str, units: list[UnitSpeed]) -> WorkerSpeed:
+    """The sum of a worker's units."""
+    pictures, seconds = sum(unit.end - unit.start for unit in units), sum(unit.seconds for unit in units)
+    return WorkerSpeed(
+        worker=worker,
+        device=units[-1].device,
+        parts=len(units),
+        pictures=pictures,
+        seconds=round(seconds, 3),
+        images_per_s=round(sum(unit.encoded for unit in units) / seconds, 2) if seconds else 0.0,
+        shares=shares_of(units),
+    )
+
 
 FILE = "report.json"
 
@@ -96,11 +270,11 @@ def store_report(root: Path, schema: StoreSchema) -> StoreReport:
         text_encoder=schema.text_encoder,
         classes=schema.classes,
         sources=schema.sources,
-        workers=[speed.worker_speed(worker, units) for worker, units in speed.read_units(root).items()],
+        workers=[worker_speed(worker, units) for worker, units in read_units(root).items()],
         at_work=[
-            AtWork(worker=str(held.worker), fate=held.fate, parts=list(held.marks), bytes=held.nbytes)
-            for held in all_held(root)
-            if held.marks
+            AtWork(worker=str(lease.worker), fate=lease.fate, parts=list(lease.marks), bytes=lease.nbytes)
+            for lease in all_leases(root)
+            if lease.marks
         ],
     )
 
@@ -110,7 +284,7 @@ def extract_report(root: Path, ranges: Sequence[Range], seconds: float, store: S
     wanted = set(ranges)
     by_worker = {
         worker: [unit for unit in units if (unit.start, unit.end) in wanted]
-        for worker, units in (speed.read_units(root).items() if wanted else ())
+        for worker, units in (read_units(root).items() if wanted else ())
     }
     skipped = {(unit.start, unit.end): unit.skipped for units in by_worker.values() for unit in units}
     pictures = sum(end - start for start, end in ranges)
@@ -120,6 +294,6 @@ def extract_report(root: Path, ranges: Sequence[Range], seconds: float, store: S
         pictures=pictures,
         seconds=round(seconds, 3),
         images_per_s=round((pictures - sum(skipped.values())) / seconds, 2),
-        workers=[speed.worker_speed(worker, units) for worker, units in by_worker.items() if units],
+        workers=[worker_speed(worker, units) for worker, units in by_worker.items() if units],
         store=store,
     )

@@ -14,13 +14,11 @@ from bigdit.extract.ranges import missing
 from bigdit.extract.server import server
 from bigdit.lifeline import end_with_parent
 from bigdit.spec import Strict
-from bigdit.store import null_text
-from bigdit.store.index import FILE as INDEX
-from bigdit.store.index import listed, misfit, read_index
-from bigdit.store.local import LocalParts
+from bigdit.store.files import LocalParts
 from bigdit.store.part import Shape, part_name, part_path
 from bigdit.store.reader import Part
 from bigdit.store.schema import EXTRACT, Range, StoreSchema, part_identity, read_schema, store_identity
+from bigdit.store.store import INDEX, NULL_TEXT, listed, misfit, read_index, read_null_text
 from bigdit.units import gib
 
 _AT_ONCE = 64  # parts that are queued a process: what is queued is held in memory
@@ -130,10 +128,10 @@ def _index(root: Path, identity: str) -> dict[Range, dict[Shape, int]]:
 
 
 def _null_text(root: Path, identity: str) -> list[Damaged]:
-    if not (root / null_text.FILE).exists():
+    if not (root / NULL_TEXT).exists():
         return []
     try:
-        null_text.read_null_text(root, identity)
+        read_null_text(root, identity)
     except UserError as error:
-        return [Damaged(file=null_text.FILE, start=0, end=0, problem=str(error))]
+        return [Damaged(file=NULL_TEXT, start=0, end=0, problem=str(error))]
     return []

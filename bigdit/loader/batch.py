@@ -1,9 +1,12 @@
-"""What a training step is fed."""
+"""What a training step is fed: features, ids, or captions and pictures; steps are read before they are trained on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
@@ -54,3 +57,103 @@ def condition(tensor: torch.Tensor, device: torch.device, compute_dtype: torch.d
     """What a model is conditioned on, on `device`: floats in `compute_dtype`, in a copy that may overlap."""
     dtype = compute_dtype if tensor.is_floating_point() else tensor.dtype
     return tensor.to(device, dtype, non_blocking=True)
+
+
+Tokens = tuple[torch.Tensor, torch.Tensor]
+"""Token ids and their mask (1 = token, 0 = padding), both [B, T] int64."""
+
+
+@dataclass(frozen=True)
+class RawBatch:
+    """One micro-batch of one bucket, not encoded yet.
+
+    pixels [B, 3, H, W] (or [B, 3, F, H, W] of videos) uint8; `tokens` of each text encoder in its order; `extras`
+    [B, …] by name, what a family wants and no encoder gives; one seed a sample, as in Batch.
+    """
+
+    pixels: torch.Tensor
+    tokens: tuple[Tokens, ...]
+    seeds: tuple[int, ...]
+    extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All its tensors."""
+        return [self.pixels, *(tensor for pair in self.tokens for tensor in pair), *self.extras.values()]
+
+    def pin_memory(self) -> RawBatch:
+        """A copy in page-locked memory, from which copies to a GPU overlap with its work."""
+        return RawBatch(
+            self.pixels.pin_memory(),
+            tuple((ids.pin_memory(), mask.pin_memory()) for ids, mask in self.tokens),
+            self.seeds,
+            {name: tensor.pin_memory() for name, tensor in self.extras.items()},
+        )
+
+    def to(self, device: torch.device, compute_dtype: torch.dtype) -> RawBatch:
+        """The batch on `device`, extras in `compute_dtype`; the copy overlaps where the host is pinned."""
+        return RawBatch(
+            self.pixels.to(device, non_blocking=True),
+            tuple((ids.to(device, non_blocking=True), mask.to(device, non_blocking=True)) for ids, mask in self.tokens),
+            self.seeds,
+            {name: condition(tensor, device, compute_dtype) for name, tensor in self.extras.items()},
+        )
+
+    def chunks(self, size: int | None) -> Iterator[tuple[torch.Tensor, list[Tokens]]]:
+        """Pixels and tokens, `size` samples at a time; None: all at once."""
+        count = len(self.seeds)
+        for start in range(0, count, size or count):
+            rows = slice(start, start + (size or count))
+            yield self.pixels[rows], [(ids[rows], mask[rows]) for ids, mask in self.tokens]
+
+
+Captions = Sequence[str | None]
+"""Of each sample; None: it is dropped, for classifier-free guidance."""
+
+
+@dataclass(frozen=True)
+class CaptionedBatch:
+    """One micro-batch of one bucket, not encoded yet.
+
+    pixels [B, 1 or 3, (F,) H, W] uint8; a caption a sample, of pictures that have classes none at all; the samples'
+    `indices` in the source; seeds and `extras` as in Batch.
+    """
+
+    pixels: torch.Tensor
+    captions: Captions
+    indices: tuple[int, ...]
+    seeds: tuple[int, ...]
+    extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All its tensors."""
+        return [self.pixels, *self.extras.values()]
+
+    def to(self, device: torch.device, compute_dtype: torch.dtype) -> CaptionedBatch:
+        """The batch on `device`, extras in `compute_dtype`; the copy overlaps where the host is pinned."""
+        extras = {name: condition(tensor, device, compute_dtype) for name, tensor in self.extras.items()}
+        pixels = self.pixels.to(device, non_blocking=True)
+        return CaptionedBatch(pixels, self.captions, self.indices, self.seeds, extras)
+
+    def chunks(self, size: int | None) -> Iterator[tuple[torch.Tensor, Captions, Sequence[int]]]:
+        """Pixels, captions and indices, `size` samples at a time; None: all at once."""
+        count = len(self.seeds)
+        for start in range(0, count, size or count):
+            rows = slice(start, start + (size or count))
+            yield self.pixels[rows], self.captions[rows], self.indices[rows]
+
+
+T = TypeVar("T")
+
+
+def read_ahead(read: Callable[[int], T], steps: Iterable[int], ahead: int, reader: Executor) -> Iterator[T]:
+    """`read(step)` of each step, in order; `reader` is given the next `ahead` steps before one is handed out.
+
+    So `ahead` + 1 steps exist at once, where the caller lets go of one before it asks for the next.
+    """
+    queue: deque[Future[T]] = deque()
+    for step in steps:
+        queue.append(reader.submit(read, step))
+        if len(queue) > ahead:
+            yield queue.popleft().result()
+    while queue:
+        yield queue.popleft().result()

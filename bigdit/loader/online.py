@@ -17,8 +17,8 @@ from bigdit.encoders.load import load_text_encoder
 from bigdit.encoders.text_encoder import TextEncoder, shapes_of
 from bigdit.errors import UserError
 from bigdit.extract.extract import unfit_model
-from bigdit.loader.captioned import Captions
-from bigdit.loader.padded import padded
+from bigdit.loader.batch import Captions
+from bigdit.loader.buffers import padded
 from bigdit.loader.raw_store import RawStore
 from bigdit.sources.open import SourceList, open_source
 from bigdit.spec import ModelSpec

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bigdit.loader.held_out import HeldOut
+from bigdit.loader.validation import ValidationSplit
 
 Ints = npt.NDArray[np.int64]
 
@@ -68,7 +68,7 @@ class Order:
         *,
         stages: Sequence[Stage] = (),
         window_parts: int = WINDOW_PARTS,
-        held: HeldOut | None = None,
+        held: ValidationSplit | None = None,
         first_step: int = 0,
     ) -> None:
         counts = counts if held is None else counts - held.counts

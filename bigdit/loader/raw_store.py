@@ -9,19 +9,17 @@ import numpy.typing as npt
 import torch
 
 from bigdit.catalog.classes import CLASS_LABEL
-from bigdit.encoders.buckets import Color, bucket_pixels
+from bigdit.encoders.codecs import Color, bucket_pixels
 from bigdit.errors import UserError
-from bigdit.loader.captioned import CaptionedBatch
+from bigdit.loader.batch import CaptionedBatch
 from bigdit.loader.order import Ints
 from bigdit.loader.read import draw
 from bigdit.sources.open import SourceList
 from bigdit.sources.protocol import Item, Sample, Unusable
-from bigdit.store.captions import chosen
-from bigdit.store.classes import Classes
-from bigdit.store.index import Index
 from bigdit.store.part import Shape
-from bigdit.store.schema import StoreSchema
-from bigdit.store.store import BucketRows
+from bigdit.store.schema import Classes, StoreSchema
+from bigdit.store.store import BucketRows, Index
+from bigdit.store.text import chosen
 
 
 class RawStore:

@@ -14,14 +14,12 @@ from bigdit.catalog.encoders import POOLED_TEXT
 from bigdit.catalog.families import mask_of
 from bigdit.catalog.first_frame import IMAGE_CONDITION
 from bigdit.loader.batch import Batch
-from bigdit.loader.buffers import Buffers
-from bigdit.loader.first_frame import mark_first
+from bigdit.loader.buffers import Buffers, Padded, mark_first
 from bigdit.loader.order import Ints
-from bigdit.loader.padded import Padded
 from bigdit.store import FeatureStore
-from bigdit.store.digest import bytes_of
 from bigdit.store.part import FIRST_FRAME, Shape
 from bigdit.store.reader import Part
+from bigdit.store.tensors import bytes_of
 from bigdit.store.text import TEXT
 
 

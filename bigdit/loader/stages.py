@@ -10,13 +10,13 @@ import xxhash
 from pydantic import NonNegativeInt, PositiveInt, ValidationError
 
 from bigdit.errors import UserError
-from bigdit.loader.held_out import HeldOut
 from bigdit.loader.order import WINDOW_PARTS, Order, Stage
 from bigdit.loader.raw_store import RawStore
+from bigdit.loader.validation import ValidationSplit
 from bigdit.spec import Strict
 from bigdit.store import FeatureStore
-from bigdit.store.classes import Known
 from bigdit.store.part import shape_name
+from bigdit.store.schema import Known
 from bigdit.units import how_many
 
 
@@ -201,11 +201,11 @@ def _changed(store: FeatureStore | RawStore, state: DataState, where: Path) -> l
     ]
 
 
-def _held_out(store: FeatureStore | RawStore, parts: int, samples: int) -> HeldOut | None:
+def _held_out(store: FeatureStore | RawStore, parts: int, samples: int) -> ValidationSplit | None:
     """So many samples of the first parts, where any are asked for. Raises UserError where none were left."""
     if problems := none_left(store, samples, parts):
         raise UserError(*problems)
-    return HeldOut(store.index, parts, samples) if samples else None
+    return ValidationSplit(store.index, parts, samples) if samples else None
 
 
 def none_left(store: FeatureStore | RawStore, samples: int, parts: int | None = None) -> list[str]:

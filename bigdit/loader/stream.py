@@ -7,9 +7,7 @@ from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 
 from bigdit.dist import World
-from bigdit.loader.ahead import read_ahead
-from bigdit.loader.batch import Batch
-from bigdit.loader.captioned import CaptionedBatch
+from bigdit.loader.batch import Batch, CaptionedBatch, read_ahead
 from bigdit.loader.order import Ints, Order, sample_seed
 from bigdit.loader.raw_store import RawReader, RawStore
 from bigdit.loader.read import BatchReader

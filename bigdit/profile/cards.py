@@ -48,7 +48,6 @@ SOURCES = (
     "optim",
     "profile",
     "record",
-    "train/encode.py",
     "train/step.py",
 )
 """Whose sources decide an answer."""

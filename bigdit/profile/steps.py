@@ -20,15 +20,12 @@ from bigdit import engines, models
 from bigdit.catalog.encoders import OnlineEncoders
 from bigdit.dist import World, world_from_env
 from bigdit.engines import Ema, Engine
-from bigdit.loader.ahead import read_ahead
-from bigdit.loader.batch import Batch
-from bigdit.loader.raw import RawBatch
+from bigdit.loader.batch import Batch, RawBatch, read_ahead
 from bigdit.models import Family
 from bigdit.profile.request import StepRequest
 from bigdit.record.watch import Watch
 from bigdit.spec import BatchShape, Strategy
-from bigdit.train.encode import Encode, encode
-from bigdit.train.step import train_step
+from bigdit.train.step import Encode, encode, train_step
 
 if TYPE_CHECKING:
     from bigdit.encoders.frozen import FrozenEncoders

@@ -27,8 +27,7 @@ from bigdit.report import words
 from bigdit.report.render import render
 from bigdit.report.svg import DARK, inline, variable
 from bigdit.report.timeline import COLOURS
-from bigdit.train.beside_plan import off
-from bigdit.train.record import RunRecord, read_rows
+from bigdit.train.record import RunRecord, off, read_rows
 
 LOSSES = {"loss": "training", "validation_loss": "validation", "ema_validation_loss": "validation of EMA"}
 MEMORY = {"memory_bytes": "now", "peak_memory_bytes": "peak so far", "planned_memory_bytes": "planned"}

@@ -14,10 +14,10 @@ from bigdit.encoders.load import load_text_encoder
 from bigdit.encoders.text_encoder import shapes_of
 from bigdit.errors import UserError
 from bigdit.loader.batch import condition
-from bigdit.loader.padded import padded
+from bigdit.loader.buffers import padded
 from bigdit.objective_spec import SamplerName
 from bigdit.spec import ModelSpec
-from bigdit.store.classes import Classes, Known
+from bigdit.store.schema import Classes, Known
 
 
 @dataclass(frozen=True)

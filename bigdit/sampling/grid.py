@@ -1,4 +1,4 @@
-"""Pictures as PNG: one, or a grid of them with their captions."""
+"""Pictures as PNG and videos as animated WebP: one, or a grid of them with their captions."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from io import BytesIO
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
 Picture = npt.NDArray[np.uint8]
 """[height, width] gray or [height, width, 3]."""
@@ -38,3 +39,60 @@ def grid_png(pictures: Sequence[Picture], captions: Sequence[str], columns: int 
     buffer = BytesIO()
     figure.savefig(buffer, format="png", bbox_inches="tight")
     return buffer.getvalue()
+
+
+Video = npt.NDArray[np.uint8]
+"""[frames, height, width] gray or [frames, height, width, 3]."""
+
+_LEAST_SIDE = 96  # pixels of a video in a grid
+_GAP = 2
+_MOST_SIDE = 480  # of a small one
+_STILLS = 5
+_QUALITY = 90
+
+
+def webp(video: Video, fps: float, *, lossless: bool = True) -> bytes:
+    """An animation that goes on for ever; one with losses takes a tenth of the bytes."""
+    first, *others = [Image.fromarray(frame) for frame in video]
+    buffer = BytesIO()
+    first.save(
+        buffer,
+        "webp",
+        save_all=True,
+        append_images=others,
+        duration=round(1000 / fps),
+        loop=0,
+        lossless=lossless,
+        exact=lossless,
+        quality=_QUALITY,
+    )
+    return buffer.getvalue()
+
+
+def moving_grid(videos: Sequence[Video], columns: int = 5) -> Video:
+    """Videos of one shape in rows of `columns`, small ones enlarged without smoothing."""
+    factor = -(-_LEAST_SIDE // min(videos[0].shape[1:3]))
+    cells = [np.pad(video.repeat(factor, 1).repeat(factor, 2), _border(video), constant_values=255) for video in videos]
+    columns = min(columns, len(cells))
+    cells += [np.full_like(cells[0], 255)] * (-len(cells) % columns)
+    rows = [np.concatenate(cells[start : start + columns], axis=2) for start in range(0, len(cells), columns)]
+    return np.concatenate(rows, axis=1)
+
+
+def small(video: Video) -> Video:
+    """The same at a whole fraction of its size, of at most 480 pixels a side."""
+    factor = -(-max(video.shape[1:3]) // _MOST_SIDE)
+    return np.stack([np.asarray(Image.fromarray(frame).reduce(factor)) for frame in video])
+
+
+def stills_png(videos: Sequence[Video], captions: Sequence[str]) -> bytes:
+    """PNG bytes: a row a video of up to five of its frames, from the first to the last, its caption above them."""
+    count = min(_STILLS, len(videos[0]))
+    places = np.linspace(0, len(videos[0]) - 1, count).round().astype(int)
+    titles = [title for caption in captions for title in (caption, *[""] * (count - 1))]
+    return grid_png([frame for video in videos for frame in video[places]], titles, count)
+
+
+def _border(video: Video) -> list[tuple[int, int]]:
+    """Around height and width."""
+    return [(0, 0), (_GAP, _GAP), (_GAP, _GAP), (0, 0)][: video.ndim]

@@ -26,8 +26,7 @@ from bigdit.engines import compute_dtype
 from bigdit.errors import UserError
 from bigdit.models.swap import moved
 from bigdit.sampling.conditions import Given, Labels, SamplingOptions, Words
-from bigdit.sampling.encoded import Encoded, encoded
-from bigdit.sampling.turns import give_back
+from bigdit.sampling.encoded import Encoded, encoded, give_back
 from bigdit.shortage import ran_out, room, told
 from bigdit.spec import ModelSpec, Strategy
 from bigdit.store.part import Shape

@@ -33,7 +33,7 @@ from bigdit.units import gib
 
 STORED_BYTES = 2
 """Latents of a VAE (the mode of its distribution, no deviation beside it) and hidden states are stored in bf16, as
-encoders/codecs.py and extract/unit.py say."""
+encoders/codecs.py and extract/worker.py say."""
 
 ROW_BYTES = 64
 """A row and one caption in the tables of a part, four int64 each, as in store/part.py."""
@@ -53,13 +53,13 @@ which leaves 167.6 × 4096 states for each.
 """
 
 PARTS_HELD = 3
-"""Parts that a worker of extraction has in memory: one that it encodes, and those that wait in store/writer.py."""
+"""Parts that a worker of extraction has in memory: one that it encodes, and those that wait in store/part.py."""
 
 DISK_BYTES = 3_840_000_000_000
 """A disk for training data in a server. Source: NVIDIA DGX A100 640GB and DGX H100 user guides: 8 × 3.84 TB NVMe."""
 
 ENCODED_AT_ONCE = 16
-"""Pictures in one pass of the encoders, as in extract/unit.py; of videos, one."""
+"""Pictures in one pass of the encoders, as in extract/worker.py; of videos, one."""
 
 
 Encoding = Mapping[int, Attempt]

@@ -1,13 +1,18 @@
-"""What describes a picture: a text, or JSON of one or several texts with weights."""
+"""What describes a picture: a text, JSON of texts with weights, or its class; in a table, in a tar or beside it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from bigdit import log
 from bigdit.config.data import WEIGHTS, is_weight
-from bigdit.files import IS_LFS_POINTER, is_lfs_pointer
+from bigdit.files import IS_LFS_POINTER, is_lfs_pointer, leads_out
+from bigdit.sources.disk import CAPTION_BYTES, read_file
 from bigdit.sources.protocol import Caption, Unusable
 from bigdit.units import how_many
 
@@ -76,3 +81,70 @@ def _sound(text: str, name: str) -> str:
     except UnicodeEncodeError:
         raise Unusable(f"caption {name} is not UTF-8") from None
     return text
+
+
+FOLDER = "folder"
+"""What `label` is where the first folder of a picture's path is its class."""
+
+Label = str | int
+"""The name of a class, or its number."""
+
+
+def folder_label(name: str) -> str:
+    """The first folder of a relative path. Raises Unusable where the picture lies in none, or in one of no text."""
+    first, below, _ = name.partition("/")
+    if not below:
+        raise Unusable("picture in no folder, whose name would be its class")
+    if not first.isprintable():  # nor is what is no UTF-8
+        raise Unusable("picture in a folder whose name is no text")
+    return first
+
+
+def json_label(data: bytes, key: str, name: str) -> Label:
+    """What `key` of the JSON file `name` holds. Raises Unusable where that is no label."""
+    try:
+        value: Any = json.loads(data)
+    except (ValueError, RecursionError):
+        raise Unusable(f"label {name} is not JSON") from None
+    return label_of(value.get(key) if isinstance(value, dict) else None, f"{name}: {key}")
+
+
+def label_of(value: Any, where: str) -> Label:
+    """A cell or a value of JSON as a label. Raises Unusable, which names `where`, for what is none."""
+    if isinstance(value, str) and value.strip():
+        return value.strip()
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise Unusable(f"label {where} is {str(value)[:20]!r}, and the name or the number of a class was expected")
+
+
+def captions_beside(root: Path, stem: Path, follow_links: bool) -> tuple[Caption, ...]:
+    """Of the `.json` where it has captions, else of the `.txt`. Raises Unusable where there are none."""
+    captions = None
+    path = Path(f"{stem}.json")
+    with contextlib.suppress(FileNotFoundError):
+        captions = json_captions(_read(root, path, follow_links), path.name)
+    if captions is not None:
+        return captions
+    path = Path(f"{stem}.txt")
+    try:
+        return text_captions(_read(root, path, follow_links), path.name)
+    except FileNotFoundError:
+        raise Unusable(f"caption {path.name} is missing") from None
+
+
+def check_link(root: Path, path: Path, follow_links: bool) -> None:
+    """Raise Unusable for a link that leads out of `root`, unless links are followed."""
+    if not follow_links and leads_out(root, path):
+        raise Unusable(f"{path.name} is a link out of its folder, and is read with the source's follow_links alone")
+
+
+def _read(root: Path, path: Path, follow_links: bool) -> bytes:
+    check_link(root, path, follow_links)
+    return read_file(path, CAPTION_BYTES)
+
+
+def tell_passed_over(key: str, root: Path, passed_over: Counter[str]) -> None:
+    """Say in a line what of the folder, named by `key`, is neither a picture nor a caption, where anything is."""
+    if kinds := ", ".join(how_many(count, kind) for kind, count in passed_over.most_common(5) if count):
+        log.notice(f"{key}: {root} also holds what is not read: {kinds}")

@@ -13,10 +13,9 @@ import xxhash
 
 from bigdit.errors import UserError
 from bigdit.files import lfs_pointer, open_file
-from bigdit.sources.columns import Cells
 from bigdit.sources.disk import read_range
 from bigdit.sources.protocol import Entry, Unusable
-from bigdit.sources.rows import Row
+from bigdit.sources.rows import Cells, Row
 from bigdit.units import how_many
 
 BLOCK = 1024  # rows that are read at a time

@@ -1,27 +1,190 @@
-"""Rows of Parquet or Arrow files, one file after another; pictures within them are read one by one."""
+"""Rows of Parquet or Arrow files, one file after another; pictures within them are read one by one.
+
+A Parquet file is read forward: a few batches of rows are held, and one page of each column, which pyarrow decodes as a
+whole: at most 1024 rows as its writer cuts them, and a row group where that has fewer. An Arrow stream file, as
+`datasets` saves them, is mapped into memory: rows cost what is touched of them. A mapped file that is cut while it is
+read ends the process with SIGBUS; the same command then goes on.
+"""
 
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
+import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import xxhash
 
 from bigdit.errors import UserError
-from bigdit.files import lfs_pointer
-from bigdit.sources import arrow_file, parquet_file
-from bigdit.sources.arrow_file import cells_of
-from bigdit.sources.columns import Cells
+from bigdit.files import lfs_pointer, open_file
 from bigdit.sources.protocol import Entry, Unusable
-from bigdit.sources.rows import FilePicture, Row
+from bigdit.sources.rows import Cells, FilePicture, Row
+
+STREAM_BYTES = 2**20  # read at a time of each column, instead of all of it that a row group holds
+OPEN = 4  # cursors that a process keeps
+
+
+def describe_parquet(path: Path) -> tuple[int, pa.Schema, str]:
+    """Rows, schema, and the digest of the footer, which holds sizes and offsets of all columns, and as a rule their
+    least and greatest values. Raises OSError or ArrowException for what is no Parquet file."""
+    with open_file(path) as file, pq.ParquetFile(file) as parquet:
+        if parquet.metadata.num_rows < 0:
+            raise pa.ArrowInvalid("its footer counts less than no rows")
+        size = file.seek(0, 2)
+        file.seek(size - 8)
+        footer = int.from_bytes(file.read(4), "little")
+        file.seek(max(size - 8 - footer, 0))
+        return parquet.metadata.num_rows, parquet.schema_arrow, xxhash.xxh3_128_hexdigest(file.read(footer))
+
+
+def read_parquet(path: Path, start: int, end: int, columns: Sequence[str], batch_rows: int) -> pa.Table:
+    """Columns of the rows [start, end). Quick where calls go forward: a process goes on where it was in a file."""
+    key = (path, path.stat().st_mtime_ns, tuple(columns), batch_rows)
+    with _lock:
+        cursor = _cursors.pop(key, None)
+        if cursor is None or not cursor.reaches(start):
+            cursor = _Cursor(path, columns, batch_rows, start)
+        _cursors[key] = cursor  # the last used is the last to go
+        while len(_cursors) > OPEN:
+            del _cursors[next(iter(_cursors))]
+        return cursor.rows(start, end)
+
+
+class _Cursor:
+    """Batches from the row group of `start` on; the latest two stay, for readers that are a little behind."""
+
+    def __init__(self, path: Path, columns: Sequence[str], batch_rows: int, start: int) -> None:
+        file = pq.ParquetFile(path, buffer_size=STREAM_BYTES, pre_buffer=False)
+        counts = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+        self._group_ends = list(itertools.accumulate(counts))
+        group = bisect.bisect_right(self._group_ends, start)
+        self._end = self._group_ends[group - 1] if group else 0
+        self._batches: Iterator[pa.RecordBatch] = file.iter_batches(
+            batch_rows, row_groups=list(range(group, len(counts))), columns=list(columns), use_threads=False
+        )
+        self._kept: deque[tuple[int, pa.RecordBatch]] = deque(maxlen=2)
+
+    def reaches(self, start: int) -> bool:
+        """Whether going on is how to come to `start`: it is not behind, nor beyond another row group's begin."""
+        first = self._kept[0][0] if self._kept else self._end
+        groups = bisect.bisect_right(self._group_ends, start) - bisect.bisect_right(self._group_ends, self._end)
+        return first <= start and groups <= 0
+
+    def rows(self, start: int, end: int) -> pa.Table:
+        """Rows [start, end)."""
+        found = [_part(first, batch, start, end) for first, batch in self._kept]
+        while self._end < end:
+            batch = next(self._batches, None)
+            if batch is None:
+                raise pa.ArrowInvalid(f"it ends at row {self._end}, and its footer counts more")
+            self._kept.append((self._end, batch))
+            found.append(_part(self._end, batch, start, end))
+            self._end += batch.num_rows
+        return pa.Table.from_batches([part for part in found if part.num_rows], found[0].schema)
+
+
+def _part(first: int, batch: pa.RecordBatch, start: int, end: int) -> pa.RecordBatch:
+    """The rows of [start, end) in a batch that begins at row `first`."""
+    begin = min(max(start - first, 0), batch.num_rows)
+    return batch.slice(begin, max(min(end - first, batch.num_rows) - begin, 0))
+
+
+_lock = threading.Lock()
+_cursors: dict[tuple[Path, int, tuple[str, ...], int], _Cursor] = {}
+
+
+# Of uncompressed files nothing is copied; what decoding allocates is compressed buffers, which could be of any size.
+COPIED_BYTES = 2**20
+# Source: https://arrow.apache.org/docs/format/Columnar.html#ipc-streaming-format, the end-of-stream marker
+END = b"\xff\xff\xff\xff\0\0\0\0"
+
+# It must outlive all that is allocated from it.
+_POOL = pa.proxy_memory_pool(pa.default_memory_pool())
+
+
+def describe_arrow(path: Path) -> tuple[int, pa.Schema, str]:
+    """Rows, schema, and the digest of the sizes of batches and file. Raises OSError or ArrowException for what is no
+    Arrow stream."""
+    size = path.stat().st_size
+    with open_file(path) as file:
+        file.seek(max(size - len(END), 0))
+        if file.read() != END:
+            raise pa.ArrowInvalid("the end of its stream is missing: it was cut, or is still written")
+    table = _map(path)
+    sizes = [batch.num_rows for batch in table.to_batches()]
+    return table.num_rows, table.schema, xxhash.xxh3_128_hexdigest(f"{size} {sizes}".encode())
+
+
+def read_arrow(path: Path, start: int, end: int, columns: Sequence[str], batch_rows: int) -> pa.Table:
+    """Columns of the rows [start, end)."""
+    rows = _mapped(path, path.stat().st_mtime_ns).select(list(columns)).slice(start, end - start)
+    rows.validate(full=True)  # offsets stay within their buffers, whoever wrote them
+    return rows
+
+
+@functools.lru_cache(maxsize=8)
+def _mapped(path: Path, _changed: int) -> pa.Table:
+    return _map(path)
+
+
+def _map(path: Path) -> pa.Table:
+    batches = []
+    with pa.ipc.open_stream(pa.memory_map(str(path)), memory_pool=_POOL) as reader:
+        for batch in reader:
+            if _POOL.bytes_allocated() > COPIED_BYTES:
+                raise pa.ArrowInvalid("compressed Arrow files are not read; save_to_disk writes them plain")
+            batches.append(batch)
+        return pa.Table.from_batches(batches, reader.schema)
+
+
+def cells_of(schema: pa.Schema) -> dict[str, Cells]:
+    """Each column's kind of cells."""
+    return {field.name: _cells(field.type) for field in schema}
+
+
+def _cells(kind: pa.DataType) -> Cells:
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if _is_text(kind):
+        return "text"
+    if _is_list(kind) and _is_text(kind.value_type):
+        return "texts"
+    if _is_number(kind) or (_is_list(kind) and _is_number(kind.value_type)):
+        return "numbers"
+    if _is_bytes(kind) or is_image_struct(kind):
+        return "picture"
+    return "other"
+
+
+def is_image_struct(kind: pa.DataType) -> bool:
+    """Hugging Face's Image: the file's bytes, or null and its path."""
+    return pa.types.is_struct(kind) and any(field.name == "bytes" and _is_bytes(field.type) for field in kind)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind)
+
 
 Format = Literal["parquet", "arrow"]
-_FILES = {"parquet": parquet_file, "arrow": arrow_file}
 
 TEXT_ROWS, PICTURE_ROWS = 1024, 16  # decoded at a time
 
@@ -64,7 +227,7 @@ class FileRows:
         counts: list[int] = []
         for path in self._paths:
             try:
-                count, schema, contents = _FILES[file_format].describe(path)
+                count, schema, contents = _DESCRIBE[file_format](path)
                 columns = cells_of(schema)
             except (OSError, ValueError, pa.ArrowException) as error:  # ValueError: names that are not UTF-8
                 why = lfs_pointer(path) or f"{path} is not read as {file_format}: {_line(error)}"
@@ -121,7 +284,7 @@ class FileRows:
 
 def _read(file_format: Format, path: Path, start: int, end: int, columns: Sequence[str], batch_rows: int) -> pa.Table:
     try:
-        return _FILES[file_format].read(path, start, end, columns, batch_rows)
+        return _READ[file_format](path, start, end, columns, batch_rows)
     except (OSError, ValueError, pa.ArrowException) as error:  # ValueError: texts of errors that are not UTF-8
         raise UserError(
             f"data.images: rows {start} to {end - 1} of {path} cannot be read: {_line(error)}; run again to go on, or "
@@ -143,3 +306,7 @@ def _pylist(table: pa.Table) -> Iterator[Any]:
 
 def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
+
+
+_DESCRIBE = {"parquet": describe_parquet, "arrow": describe_arrow}
+_READ = {"parquet": read_parquet, "arrow": read_arrow}

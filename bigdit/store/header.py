@@ -20,7 +20,6 @@ from pydantic import TypeAdapter
 
 from bigdit.errors import UserError, shown
 from bigdit.files import open_file
-from bigdit.store.captions import column_name
 from bigdit.store.part import (
     FIRST_FRAME,
     FORMAT,
@@ -36,7 +35,7 @@ from bigdit.store.part import (
 )
 from bigdit.store.schema import EXTRACT
 from bigdit.store.tensors import DTYPES
-from bigdit.store.text import TEXT, Cut
+from bigdit.store.text import TEXT, Cut, column_name
 
 LONGEST_HEADER = 16 << 20
 """Bytes: a part of 256 samples has about 2 kB. A damaged length must not ask for more memory than there is."""

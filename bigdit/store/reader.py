@@ -11,13 +11,11 @@ import numpy.typing as npt
 import torch
 
 from bigdit.errors import UserError
-from bigdit.store import fp8
-from bigdit.store.captions import chosen, column_name
-from bigdit.store.digest import bytes_of, chained_digest, row_digest
+from bigdit.store.files import READERS, File, ReaderName
 from bigdit.store.header import Column, Header, check_part, damaged, read_header
-from bigdit.store.local import READERS, File, ReaderName
 from bigdit.store.part import FRAME_COLUMNS, FRAMED, LABELLED, Shape, part_range, shape_name
-from bigdit.store.text import TEXT, Text
+from bigdit.store.tensors import bytes_of, chained_digest, row_digest
+from bigdit.store.text import TEXT, Text, chosen, column_name, dequantise
 
 
 @dataclass(frozen=True)
@@ -178,7 +176,7 @@ class Part:
         if chained_digest(read) != int(self.captions[caption, 3]):
             raise self._damaged(f"is damaged in caption {caption}: its digest differs")
         for memory, values, scale in packed:
-            memory[:] = bytes_of(fp8.dequantise(values, scale))
+            memory[:] = bytes_of(dequantise(values, scale))
         return pooled
 
     def damages(self) -> Iterator[str]:

@@ -1,9 +1,17 @@
-"""The store as training reads it: opened by its index, read row by row at their offsets."""
+"""The store as training reads it: its index, the text of the empty caption, and rows, read at their offsets.
+
+The index, how many samples of each shape every part has, is a copy of what the headers say, for starts: a hundred
+thousand headers take minutes on a cold disk. It can be deleted at any time. What it lacks is read, as is a part of
+other bytes, and a part that is opened is held against it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,19 +19,157 @@ import numpy.typing as npt
 import torch
 
 from bigdit.errors import UserError
-from bigdit.store import null_text
-from bigdit.store.classes import Classes
-from bigdit.store.header import damaged
-from bigdit.store.index import FILE as INDEX
-from bigdit.store.index import Index, listed, load_index, misfit
-from bigdit.store.local import LocalParts, ReaderName
-from bigdit.store.part import FIRST_FRAME, FRAME_COLUMNS, Shape, part_name, part_range, shape_name
+from bigdit.store.files import LocalParts, ReaderName, RemoteParts, open_remote, read_column
+from bigdit.store.header import Header, check_part, damaged, read_header
+from bigdit.store.part import FIRST_FRAME, FRAME_COLUMNS, Shape, parse_shape, part_name, part_range, shape_name
 from bigdit.store.reader import Part
-from bigdit.store.remote import RemoteParts, open_remote
-from bigdit.store.schema import EXTRACT, StoreSchema, part_identity, read_schema, store_identity
+from bigdit.store.schema import EXTRACT, Classes, StoreSchema, part_identity, read_schema, store_identity
 from bigdit.store.schema import FILE as SCHEMA
-from bigdit.store.text import TEXT, Text
+from bigdit.store.tensors import bytes_of, chained_digest, commit_tensors
+from bigdit.store.text import TEXT, Text, column_name
 from bigdit.units import GIB, how_many
+
+INDEX = "index.safetensors"
+_READERS = 8  # headers are read side by side: a network's latency, not the disk's bandwidth, is what they take
+
+
+@dataclass(frozen=True)
+class Index:
+    """`parts` int64 [parts, 3]: source indices [start, end) and bytes; `counts` int64 [parts, shapes] of samples."""
+
+    shapes: tuple[Shape, ...]
+    parts: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+
+
+def load_index(
+    root: Path, wanted: npt.NDArray[np.int64], header_of: Callable[[str], Header], schema: StoreSchema
+) -> Index:
+    """The index of `wanted` parts (start, end, bytes): by the file where it has them, by their headers otherwise.
+
+    Writes the file anew where it lacked any. Raises UserError where a header is damaged or of another store.
+    """
+    identity = store_identity(schema)
+    saved = read_index(root / INDEX, identity)
+    if saved is not None and np.array_equal(saved.parts, wanted):
+        return saved
+    parts = [tuple(each) for each in wanted.tolist()]
+    counts: list[dict[Shape, int]] = [{} for _ in parts]
+    known = {} if saved is None else {tuple(each): row for row, each in enumerate(saved.parts.tolist())}
+    new = [number for number, part in enumerate(parts) if part not in known]
+    for number, part in enumerate(parts):
+        if saved is not None and part in known:
+            counts[number] = dict(zip(saved.shapes, saved.counts[known[part]].tolist(), strict=True))
+
+    def shapes_of(number: int) -> dict[Shape, int]:
+        start, end, _ = parts[number]
+        header = header_of(part_name(start, end))
+        check_part(header, part_identity(schema, start))
+        return header.shapes()
+
+    with ThreadPoolExecutor(_READERS, "index") as threads:
+        for number, found in zip(new, threads.map(shapes_of, new), strict=True):
+            counts[number] = found
+    shapes = tuple(sorted({shape for each in counts for shape, count in each.items() if count}))
+    table = np.array([[each.get(shape, 0) for shape in shapes] for each in counts], np.int64)
+    index = Index(shapes, wanted, table.reshape(len(parts), len(shapes)))
+    with contextlib.suppress(UserError):  # a store that cannot be written is read all the same
+        write_index(root / INDEX, index, identity)
+    return index
+
+
+def write_index(path: Path, index: Index, identity: str) -> None:
+    """Commit the index to `path`. Raises UserError where it cannot be written."""
+    parts, counts = torch.from_numpy(index.parts), torch.from_numpy(index.counts)
+    digest = torch.tensor([chained_digest([bytes_of(parts), bytes_of(counts)])])
+    shapes = ",".join(shape_name(shape) for shape in index.shapes)
+    tensors = {"digest": digest, "part": parts, "count": counts}
+    commit_tensors(path, tensors, {"shapes": shapes, "store": identity})
+
+
+def listed(index: Index, number: int) -> dict[Shape, int]:
+    """The samples of each shape that the index has for a part."""
+    return {shape: int(count) for shape, count in zip(index.shapes, index.counts[number], strict=True) if count}
+
+
+def misfit(path: Path, counts: dict[Shape, int], rows: dict[Shape, int]) -> str | None:
+    """What is wrong where the part at `path` has not the rows of each shape that the index has for it."""
+    if counts == {shape: count for shape, count in rows.items() if count}:
+        return None
+    return f"data.features: {path} has other rows than {path.parent / INDEX} says; delete that index: it is made again"
+
+
+def read_index(path: Path, identity: str) -> Index | None:
+    """The index in a file; None where there is none, or none of this store that is whole."""
+    if not path.exists():
+        return None
+    try:
+        header = read_header(path)
+        parts, counts = read_column(header, "part"), read_column(header, "count")
+        names = header.metadata["shapes"].split(",") if header.metadata["shapes"] else []
+        shapes = tuple(parse_shape(name) for name in names)
+        if int(read_column(header, "digest")) != chained_digest([bytes_of(parts), bytes_of(counts)]):
+            raise damaged(path, "is damaged")
+        typed = parts.dtype == counts.dtype == torch.int64 and parts.shape[1:] == (3,)
+        if header.metadata["store"] != identity or not typed or counts.shape != (len(parts), len(shapes)):
+            return None
+        if (counts < 0).any():
+            raise damaged(path, "is damaged")
+    except (UserError, KeyError, ValueError, RuntimeError):
+        return None
+    return Index(shapes, parts.numpy(), counts.numpy())
+
+
+NULL_TEXT = "null_text.safetensors"
+
+
+def write_null_text(root: Path, encode: Callable[[], Text], identity: str, scratch: Path | None = None) -> None:
+    """Commit the text of the empty caption, in bf16, to the store of this `schema.store_identity`; where it is there
+    already nothing is encoded."""
+    if not (root / NULL_TEXT).exists():
+        stored = encode().to("cpu", torch.bfloat16)
+        tensors = {"text": stored.states, "digest": torch.tensor([_digest(stored)])}
+        if stored.pooled is not None:
+            tensors["pooled"] = stored.pooled
+        for name, each in stored.sequences.items():
+            if name != TEXT:
+                tensors[column_name("text", name)] = each.states
+            if each.seen is not None:
+                tensors[column_name("seen", name)] = torch.tensor([each.seen])
+        commit_tensors(root / NULL_TEXT, tensors, {"store": identity}, scratch)
+
+
+def read_null_text(root: Path, identity: str) -> Text:
+    """The text, in bf16. Raises UserError where the file is damaged or of another store."""
+    header = read_header(root / NULL_TEXT)
+    streams = [name.partition("/")[2] for name in header.columns if name.startswith("text/")]
+    pooled = read_column(header, "pooled") if "pooled" in header.columns else None
+    text = replace(_sequence(header, TEXT), pooled=pooled, streams={name: _sequence(header, name) for name in streams})
+    if int(read_column(header, "digest")) != _digest(text):
+        raise damaged(header.path, "is damaged: its digest differs")
+    if header.metadata.get("store") != identity:
+        raise damaged(header.path, "is of another store: it is of other encoders or buckets")
+    return text
+
+
+def _sequence(header: Header, name: str) -> Text:
+    seen = column_name("seen", name)
+    shown = int(read_column(header, seen)) if seen in header.columns else None
+    return Text(read_column(header, column_name("text", name)), seen=shown)
+
+
+def _digest(text: Text) -> int:
+    """Of all values, the streams' names, and how many states the mask shows."""
+    parts: list[memoryview | bytes] = [
+        bytes_of(each.contiguous()) for each in (text.states, text.pooled) if each is not None
+    ]
+    for name, each in text.sequences.items():
+        if name != TEXT:
+            parts += [f"{name} {tuple(each.states.shape)}".encode(), bytes_of(each.states.contiguous())]
+        if each.seen is not None:
+            parts.append(str(each.seen).encode())
+    return chained_digest(parts)
+
 
 OPEN_PARTS = 256
 """Parts that are open at once: of a window of the order and of what is carried over; about 20 kB of tables each."""
@@ -63,7 +209,7 @@ class FeatureStore:
         Raises UserError where parts are missing, damaged, or all empty.
         """
         files = open_remote(root, cache_bytes) or LocalParts(root, reader)
-        files.fetch((SCHEMA, INDEX, null_text.FILE))
+        files.fetch((SCHEMA, INDEX, NULL_TEXT))
         schema = read_schema(files.root)
         if schema is None:
             raise UserError(f"data.features: {files} holds no features; {EXTRACT} makes them")
@@ -73,7 +219,7 @@ class FeatureStore:
         for number, (start, end) in enumerate(ranges):  # a hundred thousand: what a list of them took would be seen
             parts[number] = start, end, sizes.get(part_name(start, end), -1)
         missing = [part_name(start, end) for start, end, size in parts[parts[:, 2] < 0].tolist()]
-        beside = (null_text.FILE,) if schema.classes is None else ()
+        beside = (NULL_TEXT,) if schema.classes is None else ()
         missing += [name for name in beside if name not in sizes]
         known = len(ranges) - int((parts[:, 2] < 0).sum())
         others = sum(part_range(name) is not None for name in sizes) - known
@@ -127,9 +273,9 @@ class FeatureStore:
     @functools.cached_property
     def null_text(self) -> Text:
         """The empty caption's, in bf16, for guidance, where pictures have captions."""
-        found = null_text.read_null_text(self.root, store_identity(self.schema))
+        found = read_null_text(self.root, store_identity(self.schema))
         if found.streams.keys() != self.schema.streams.keys():
-            raise damaged(self.root / null_text.FILE, "has other streams than its store")
+            raise damaged(self.root / NULL_TEXT, "has other streams than its store")
         return found
 
     @functools.cached_property

@@ -1,7 +1,7 @@
 """`python -m bigdit.train`, as `bigdit train` starts it, which makes the run's page when it has ended."""
 
 from bigdit.errors import guard
-from bigdit.train.processes.leave import leave
+from bigdit.train.processes.end import leave
 
 
 def _main() -> int:

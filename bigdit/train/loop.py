@@ -23,26 +23,20 @@ from bigdit.loader.stages import data_state
 from bigdit.loader.stream import Micro
 from bigdit.models.compiling import compiling_told
 from bigdit.shortage import told
-from bigdit.train import exports
-from bigdit.train.encode import Encode
-from bigdit.train.feed import Feed, open_feed
-from bigdit.train.going_on import Start, start_of
+from bigdit.train.data import TrainData, largest_batch_shape, open_data
 from bigdit.train.measure import STEPS as MEASURED_STEPS
-from bigdit.train.model import telling_shapes
-from bigdit.train.out_of_memory import Recovery
+from bigdit.train.monitor.metrics import Metrics
+from bigdit.train.monitor.monitor import Monitor, open_monitor
+from bigdit.train.oom_fallback import Recovery
 from bigdit.train.prepare import Prepared
-from bigdit.train.processes.lock import held
-from bigdit.train.processes.peers import ending_together
-from bigdit.train.processes.process import process_group
-from bigdit.train.processes.stop import Stop, Stopped
+from bigdit.train.processes.process import held, process_group
+from bigdit.train.processes.stop import Stop, Stopped, ending_together
 from bigdit.train.record import RunRecord
-from bigdit.train.saves import Saves
+from bigdit.train.resume import Start, start_of
+from bigdit.train.saves import Saves, export_due, export_missed
 from bigdit.train.say import say
-from bigdit.train.seen.metrics import Metrics
-from bigdit.train.seen.watching import Watching, watch
-from bigdit.train.step import StepResult, train_step
-from bigdit.train.stepped import Stepped, on_engine
-from bigdit.train.store import largest_batch_shape
+from bigdit.train.state import TrainState, build_state, telling_shapes
+from bigdit.train.step import Encode, StepResult, train_step
 
 # On a card, steps are taken again with less: what comes here ran out before the first one, or between two.
 _LESS = {
@@ -94,13 +88,13 @@ def _train(stages: Sequence[Prepared], world: World, stop: Stop, device: torch.d
     say(world, start.notices)
     if start.found is not None and start.done is not None:
         return _nothing_left(start, start.found, start.done, world)
-    feed, notices = open_feed(start, device)
+    data, notices = open_data(start, device)
     say(world, notices, notes=True)
 
     began = time.perf_counter()
     with ExitStack() as stack:
-        stepped = on_engine(start, feed, world, device, stack)
-        last = _steps(start, feed, stepped, stop, began)
+        state = build_state(start, data, world, device, stack)
+        last = _steps(start, data, state, stop, began)
     stage = start.reached.stage
     following = None if stage.end == start.ends[-1] else stage.number + 1
     return Ended(last, stage.end, trained=True, following=following)
@@ -111,26 +105,26 @@ def _nothing_left(start: Start, found: checkpoint.Checkpoint, done: str, world: 
     run = start.reached.stage.run
     say(world, [done])
     if world.is_main:
-        exports.export_missed(run, start.ends, found)
+        export_missed(run, start.ends, found)
     if not (run.output / RECEIPT).exists():
         say(world, [f"{run.output / RECEIPT} is missing: the run was interrupted before it was written"], notes=True)
     return Ended(found.folder, start.step, trained=False)
 
 
-def _steps(start: Start, feed: Feed, stepped: Stepped, stop: Stop, began: float) -> Path:
+def _steps(start: Start, data: TrainData, state: TrainState, stop: Stop, began: float) -> Path:
     """Take the steps of the stage that was reached; its last checkpoint. Raises Stopped where `stop` says."""
-    stage, strategy = start.reached.stage, stepped.strategy
-    run, world, device = stage.run, stepped.peers.world, stepped.engine.device
+    stage, strategy = start.reached.stage, state.strategy
+    run, world, device = stage.run, state.peers.world, state.engine.device
     if stage.count > 1:
         say(world, [f"{stage.name}: steps {stage.start + 1} to {stage.end} of {start.ends[-1]}"])
-    stream, encode = feed.stream(start.reached, strategy, world, device), feed.encode(strategy)
+    stream, encode = data.stream(start.reached, strategy, world, device), data.encode(strategy)
     with ExitStack() as stack:
-        seen = watch(start, feed, stream, stepped, stack)
+        monitor = open_monitor(start, data, stream, state, stack)
         steps = stack.enter_context(closing(stream.steps(start.step, stage.end)))
-        record = _record(start, stepped)
-        saves = _saves(start, feed, stepped, seen.metrics, record, stack)
+        record = _record(start, state)
+        saves = _saves(start, data, state, monitor.metrics, record, stack)
         stop.begin(start.step)
-        afresh = stepped.relief, stepped.smaller, stepped.peers
+        afresh = state.fallback, state.smaller, state.peers
         recovery = stack.enter_context(Recovery(run, world, device, *afresh, saves, stop))
         _keep(world, record)
         cut: list[str] = []
@@ -139,15 +133,15 @@ def _steps(start: Start, feed: Feed, stepped: Stepped, stop: Stop, began: float)
             lr = learning_rate(run, step - stage.start)
             torch.manual_seed(step_seed(run.train.seed, step))  # bf16_sr rounds by it
             with telling_shapes(run):
-                result = _step(stepped, recovery, step, micro_batches, lr, encode)
+                result = _step(state, recovery, step, micro_batches, lr, encode)
             done = step + 1
-            seen.add(done, lr, result, micro_batches)
-            if not cut and (cut := feed.cut_here()):
+            monitor.add(done, lr, result, micro_batches)
+            if not cut and (cut := data.cut_here()):
                 say(world, cut, notes=True)
             del micro_batches  # or they would live on while the next ones are read
             if done == start.step + MEASURED_STEPS:
-                _keep(world, record.model_copy(update={"measured": stepped.meter.measured}))
-                say(world, _beside_plan(stepped))
+                _keep(world, record.model_copy(update={"measured": state.meter.measured}))
+                say(world, _against_plan(state))
             signum = stop.asked(done)
             if saves.due(done) or signum:
                 saves.save(done)
@@ -156,56 +150,58 @@ def _steps(start: Start, feed: Feed, stepped: Stepped, stop: Stop, began: float)
             if signum and done < start.ends[-1]:
                 raise Stopped(signum, done, _saved(saves, done))
         last = _saved(saves, stage.end)
-        say(world, feed.cut(stepped.peers), notes=True)
+        say(world, data.cut(state.peers), notes=True)
         if world.is_main:
-            seen.skipped.sum_up(stage.end - start.step, seen.metrics.path)
-            write_receipt(start, feed, stepped, seen, began)
+            monitor.skipped.sum_up(stage.end - start.step, monitor.metrics.path)
+            write_receipt(start, data, state, monitor, began)
     return last
 
 
 def _step(
-    stepped: Stepped, recovery: Recovery, step: int, micro_batches: Sequence[Micro], lr: float, encode: Encode | None
+    state: TrainState, recovery: Recovery, step: int, micro_batches: Sequence[Micro], lr: float, encode: Encode | None
 ) -> StepResult:
     """The step that follows `step` finished ones."""
-    engine, family, objective = stepped.engine, stepped.family, stepped.objective
-    with stepped.meter.step() as phase, recovery.step(step, phase) as noted:
-        return train_step(engine, family, objective, micro_batches, lr=lr, ema=stepped.ema, phase=noted, encode=encode)
+    engine, family, objective = state.engine, state.family, state.objective
+    with state.meter.step() as phase, recovery.step(step, phase) as noted:
+        return train_step(engine, family, objective, micro_batches, lr=lr, ema=state.ema, phase=noted, encode=encode)
 
 
-def _beside_plan(stepped: Stepped) -> list[str]:
+def _against_plan(state: TrainState) -> list[str]:
     """What was measured, beside what was planned, where both are known."""
-    reserved = stepped.meter.peak_reserved_bytes
-    return [] if stepped.planned is None or reserved is None else [stepped.planned.beside(reserved)]
+    reserved = state.meter.peak_reserved_bytes
+    return [] if state.planned is None or reserved is None else [state.planned.beside(reserved)]
 
 
-def _record(start: Start, stepped: Stepped) -> RunRecord:
+def _record(start: Start, state: TrainState) -> RunRecord:
     stage = start.reached.stage
     return RunRecord(
         start=start.step,
         model=start.reached.spec,
-        strategy=stepped.strategy,
-        run=stage.run.model_copy(update={"objective": stepped.objective}),
-        device=stepped.meter.device_name,
-        emulated=stepped.meter.emulated,
-        out_of_memory=stepped.relief.events,
-        planned=stepped.planned,
+        strategy=state.strategy,
+        run=stage.run.model_copy(update={"objective": state.objective}),
+        device=state.meter.device_name,
+        emulated=state.meter.emulated,
+        out_of_memory=state.fallback.events,
+        planned=state.planned,
         stage=stage.number if stage.count > 1 else None,
         steps=start.ends[-1],
     )
 
 
-def _saves(start: Start, feed: Feed, stepped: Stepped, metrics: Metrics, record: RunRecord, stack: ExitStack) -> Saves:
+def _saves(
+    start: Start, data: TrainData, state: TrainState, metrics: Metrics, record: RunRecord, stack: ExitStack
+) -> Saves:
     stage = start.reached.stage
     run = stage.run
     described = {
         **record.model_dump(mode="json", include={"model", "strategy", "run"}),
-        "data": data_state(feed.store, feed.order, run.train.seed).model_dump(mode="json"),
+        "data": data_state(data.store, data.order, run.train.seed).model_dump(mode="json"),
     }
     keeping = checkpoint.Keeping(run.train.keep_checkpoints, run.train.keep_every)
-    peers = checkpoint.Peers(stepped.peers.world)  # its thread's own: training speaks with its peers meanwhile
-    export = functools.partial(exports.export_due, run, start.ends)
+    peers = checkpoint.Peers(state.peers.world)  # its thread's own: training speaks with its peers meanwhile
+    export = functools.partial(export_due, run, start.ends)
     saver = stack.enter_context(checkpoint.Saver(run.output, peers, keeping, found=start.found, then=export))
-    return Saves(run, stepped.engine, stepped.ema, saver, metrics, described, start.step, stage.end)
+    return Saves(run, state.engine, state.ema, saver, metrics, described, start.step, stage.end)
 
 
 def _saved(saves: Saves, step: int) -> Path:
@@ -248,28 +244,28 @@ def _one_minus_root(done: float) -> float:
     return 1 - math.sqrt(done)
 
 
-def write_receipt(start: Start, feed: Feed, stepped: Stepped, seen: Watching, began: float) -> None:
+def write_receipt(start: Start, data: TrainData, state: TrainState, monitor: Monitor, began: float) -> None:
     """Write what the stage's steps since its start were and took into the output; `began`: time.perf_counter() then."""
-    stage, strategy, meter = start.reached.stage, stepped.strategy, stepped.meter
+    stage, strategy, meter = start.reached.stage, state.strategy, state.meter
     path = stage.run.output / (RECEIPT if stage.end == start.ends[-1] else receipt_of(stage.number))
     steps, seconds = stage.end - start.step, time.perf_counter() - began
-    seconds_per_step = seen.metrics.seconds_per_step
-    planned = None if meter.measured is None else stepped.planned  # beside nothing
+    seconds_per_step = monitor.metrics.seconds_per_step
+    planned = None if meter.measured is None else state.planned  # beside nothing
     written = receipt.Receipt(
         kind="train",
         model=start.reached.spec,
-        batch=largest_batch_shape(feed.store),
-        buckets=len(feed.store.buckets),
+        batch=largest_batch_shape(data.store),
+        buckets=len(data.store.buckets),
         strategy=strategy,
-        objective=stepped.objective,
+        objective=state.objective,
         device=meter.device_name,
         emulated=meter.emulated,
         expandable_segments=meter.expandable_segments,
         compute_capability=meter.compute_capability,
         gpus_per_node=min(strategy.world_size, torch.cuda.device_count() or strategy.world_size),
         steps=steps,
-        skipped_steps=seen.skipped.count,
-        out_of_memory=stepped.relief.events,
+        skipped_steps=monitor.skipped.count,
+        out_of_memory=state.fallback.events,
         seconds=round(seconds, 3),
         seconds_per_step=seconds_per_step,
         samples_per_second=round(strategy.global_batch_size / (seconds_per_step or seconds / steps), 2),

@@ -16,7 +16,7 @@ from bigdit.config.load import set_once
 from bigdit.dist import World, world_from_env
 from bigdit.errors import EXIT_USER, guard, shown
 from bigdit.train.prepare import check_launcher, check_stores, prepare_stages, with_ds_config, with_grace
-from bigdit.train.processes.orphan import LAUNCHER, end_with_launcher
+from bigdit.train.processes.end import LAUNCHER, end_with_launcher
 from bigdit.train.say import say
 
 EXPANDABLE = "expandable_segments:True"
@@ -81,11 +81,11 @@ def _train(config: Path, overrides: Sequence[str], around: Around) -> int:
         _set_allocator(world)
     libraries.prepare()
     with libraries.importing():  # torch and the engines, only when the config is known to be good
-        from bigdit.train.epochs import counted
         from bigdit.train.loop import train
-        from bigdit.train.model import check_models
-        from bigdit.train.processes.anew import start_all_again
+        from bigdit.train.processes.restart import start_all_again
         from bigdit.train.processes.stop import Stop, Stopped
+        from bigdit.train.resume import counted
+        from bigdit.train.state import check_models
 
         check_models(prepared)
 

@@ -8,16 +8,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, NonNegativeInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from bigdit.config import RunConfig
 from bigdit.config.output import RECORD
+from bigdit.config.plan_file import PlanFile, unplanned
 from bigdit.documents import parse_json
+from bigdit.emulator import on_emulated_card
 from bigdit.errors import versions
 from bigdit.files import write_json
 from bigdit.receipt import OutOfMemory
 from bigdit.spec import ModelSpec, Strategy, Strict
-from bigdit.train.beside_plan import PlannedMemory
+from bigdit.units import gib
 
 
 def _now() -> datetime.datetime:
@@ -92,3 +94,43 @@ def _row(line: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+class PlannedMemory(Strict):
+    """Bytes of one process as they were planned, for samples of `resolution` (height, width) in pixels: the most that
+    is allocated, by phase and in all, and reserved by torch. `compiled`: blocks are, which were planned as they are
+    written."""
+
+    resolution: tuple[PositiveInt, PositiveInt]
+    phases: dict[str, NonNegativeInt]
+    peak_allocated_bytes: PositiveInt
+    peak_reserved_bytes: PositiveInt
+    compiled: bool = False
+
+    def beside(self, reserved_bytes: int) -> str:
+        """A line: what was planned to be reserved, and what was measured."""
+        height, width = self.resolution
+        return (
+            f"planned {gib(self.peak_reserved_bytes)} at {height} × {width}, measured {gib(reserved_bytes)} "
+            f"({off(self.peak_reserved_bytes, reserved_bytes)}) reserved by torch"
+            + ("; blocks are compiled, and planned as they are written" if self.compiled else "")
+        )
+
+
+def off(planned: int, measured: int) -> str:
+    """How much more than planned was measured: `+0.6 %`."""
+    return f"{100 * (measured / planned - 1):+.1f} %"
+
+
+def planned_memory(plan: PlanFile | None, strategy: Strategy, device: str) -> PlannedMemory | None:
+    """What was planned for these steps. None where there is no plan, it predicts other steps, or `device` is no `cuda`:
+    a plan's bytes are those of CUDA's kernels."""
+    if plan is None or unplanned(strategy, plan) or device != "cuda":
+        return None
+    return PlannedMemory(
+        resolution=plan.question.resolution,
+        phases={phase.phase: phase.peak_bytes for phase in plan.ledger.phases},
+        peak_allocated_bytes=plan.expected.peak_allocated_bytes,
+        peak_reserved_bytes=plan.expected.peak_reserved_bytes,
+        compiled=strategy.compile_blocks and not on_emulated_card(),
+    )

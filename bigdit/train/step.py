@@ -1,4 +1,4 @@
-"""The training step: the one description of it, run by the trainer, the benchmark and emulated GPUs."""
+"""Encode a micro-batch on the device, just before it is trained on."""
 
 from __future__ import annotations
 
@@ -6,19 +6,51 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.profiler import record_function
 
 from bigdit import objectives, optim
+from bigdit.encoders.encoded import Encoded
 from bigdit.engines import Ema, Engine, compute_dtype
-from bigdit.loader.batch import Batch
-from bigdit.loader.captioned import CaptionedBatch
-from bigdit.loader.raw import RawBatch
+from bigdit.loader.batch import Batch, CaptionedBatch, RawBatch
 from bigdit.models import Family
 from bigdit.objective_spec import ObjectiveSpec
-from bigdit.train.encode import Encode
+
+Encode = Callable[[Any, torch.dtype], Batch]
+"""Features of a micro-batch that has none yet, with its conditions in a dtype."""
+
+
+class Encodes(Protocol):
+    """A run's encoders, or those of an attempt: what a chunk of their micro-batches has becomes features."""
+
+    @property
+    def encode(self) -> Callable[..., Encoded]: ...
+
+
+def encode(encoders: Encodes, chunk: int | None, batch: RawBatch | CaptionedBatch, compute_dtype: torch.dtype) -> Batch:
+    """The features of a batch on the encoders' device, conditions in `compute_dtype`, `chunk` samples at a time.
+
+    Without a chunk, all at once.
+    """
+    parts = [encoders.encode(*chunked) for chunked in batch.chunks(chunk)]
+    texts = [part.text_embeds for part in parts if part.text_embeds is not None]
+    masks = [part.text_mask for part in parts if part.text_mask is not None]
+    given = {name: _whole([part.extras[name] for part in parts]) for name in parts[0].extras}
+    encoded = Batch(
+        latents=_whole([part.latents for part in parts]),
+        text_embeds=_whole(texts) if texts else None,
+        text_mask=_whole(masks) if masks else None,
+        seeds=batch.seeds,
+        extras={**batch.extras, **given},
+    )
+    return encoded.to(encoded.latents.device, compute_dtype)
+
+
+def _whole(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
 
 Phase = Callable[[str], AbstractContextManager[object]]
 

@@ -23,8 +23,8 @@ from bigdit.errors import UserError
 from bigdit.report.run import read_run
 from bigdit.sampling.sampler import Sampler
 from bigdit.sources.open import open_source
-from bigdit.train.going_on import foreseen
 from bigdit.train.prepare import prepare_stages
+from bigdit.train.resume import foreseen
 
 VALUES = (None, True, -1, 0.5, "x", [], {}, [[1]], {"x": 1}, 2**63, "", ["../x"], {"../x": "y"})
 STEP = "step-00000008"

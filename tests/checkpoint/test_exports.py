@@ -16,7 +16,7 @@ from bigdit import checkpoint
 from bigdit.commands import export as export_command
 from bigdit.config import load_run
 from bigdit.errors import UserError
-from bigdit.train import exports
+from bigdit.train.saves import export_missed
 
 FILE = "diffusion_pytorch_model.safetensors"
 
@@ -113,14 +113,14 @@ def test_an_export_that_an_interrupted_run_owes_is_made(tmp_path, engine_and_ave
     save(tmp_path, engine, ema, checkpoint.Peers())
     found, _ = checkpoint.latest(tmp_path)
     config = (f"output={tmp_path}", *SINGLE, "train.steps=9")
-    exports.export_missed(load_run(DIGITS, config), [9], found)
+    export_missed(load_run(DIGITS, config), [9], found)
     assert not (tmp_path / "exports").exists()  # it is not the last, and none that is named
     due = load_run(DIGITS, (*config, "train.export_every=1"))
-    exports.export_missed(due, [9], found)
+    export_missed(due, [9], found)
     folder = tmp_path / "exports/step-00000001"
     assert sorted(file.name for file in folder.iterdir()) == ["transformer", "transformer_ema"]
     assert capfd.readouterr().err == f"note: wrote {folder}, which an interrupted run had not\n"
-    exports.export_missed(due, [9], found)
+    export_missed(due, [9], found)
     assert capfd.readouterr().err == ""
 
 

@@ -16,7 +16,7 @@ from stores import make_store
 
 from bigdit.errors import UserError
 from bigdit.extract.verify import verify
-from bigdit.store.in_hand import FOLDER, WorkerName
+from bigdit.store.lease import FOLDER, WorkerName
 
 PART = "part-000000000000-000000000240.safetensors"
 

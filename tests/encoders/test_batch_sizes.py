@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 
 from bigdit.config.encoders import EncodersConfig
 from bigdit.encoders.batch_size import CPU_BATCH, BatchSize
-from bigdit.encoders.by_length import encode_by_length
 from bigdit.encoders.load import TextCache, encoding_device, load_encoders
+from bigdit.encoders.text_encoder import encode_by_length
 from bigdit.errors import UserError
-from bigdit.store.fp8 import dequantise, quantise
-from bigdit.store.text import Text
+from bigdit.store.text import Text, dequantise, quantise
 
 
 class Memory:

@@ -19,8 +19,8 @@ from bigdit.encoders.fit import plan_misfits, run_misfits, smaller_than_planned,
 from bigdit.encoders.folder import weights_sample
 from bigdit.encoders.load import load_text_encoder
 from bigdit.errors import EXIT_USER
-from bigdit.store.digest import config_digest
 from bigdit.store.schema import StoreSchema
+from bigdit.store.tensors import config_digest
 from bigdit.train.main import main
 
 TEXT = load_run(DIGITS).encoders.text.config

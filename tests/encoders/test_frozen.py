@@ -22,7 +22,7 @@ from bigdit.profile.run_attempt import weights_of
 from bigdit.profile.steps import raw_batch
 from bigdit.spec import BatchShape, Strategy
 from bigdit.speed.work import load_of
-from bigdit.train.encode import encode
+from bigdit.train.step import encode
 
 MICRO_BATCH_SIZE = 3
 KL = VaeSpec(
@@ -242,7 +242,7 @@ from bigdit.profile.steps import raw_batch
 from bigdit.profile.unwritten import unwritten_weights
 from bigdit.spec import BatchShape, Strategy
 from bigdit.speed.work import load_of
-from bigdit.train.encode import encode
+from bigdit.train.step import encode
 answers, device = {{}}, torch.device("cuda")
 for name, (encoders, shape) in json.load(open({asked!r})).items():
     encoders, shape = OnlineEncoders.model_validate(encoders), BatchShape.model_validate(shape)

@@ -12,9 +12,9 @@ from tiny_pipelines import CAPTIONS, PARTS, pipeline_of
 from bigdit.catalog.families import PIPELINES
 from bigdit.catalog.models import models
 from bigdit.config.encoders import TextEncoderConfig
+from bigdit.encoders.components import Words
 from bigdit.encoders.load import load_text_encoder
 from bigdit.encoders.recipes import RECIPES
-from bigdit.encoders.tokenizer import Words
 from bigdit.errors import UserError
 
 # What each pipeline's own call asks of its encode_prompt, written out: its defaults, read in diffusers 0.42.1.

@@ -4,13 +4,13 @@ import pytest
 import torch
 from cards import answers
 
-from bigdit.encoders.turns import Side, Turns
+from bigdit.encoders.load import Side, Turns
 from bigdit.errors import UserError
 
 SCRIPT = """
 import json
 import torch
-from bigdit.encoders.turns import Side, Turns
+from bigdit.encoders.load import Side, Turns
 from bigdit.errors import UserError
 
 CARD = torch.device("cuda", 0)

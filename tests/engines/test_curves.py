@@ -6,8 +6,8 @@ import pytest
 from commands import BIN, DIGITS, HELPERS, ROOT, TINY, bigdit, run_command, run_ranks, with_set
 from two_processes import run_two
 
+from bigdit.train.monitor.metrics import read_metrics
 from bigdit.train.processes.launch import free_port
-from bigdit.train.seen.metrics import read_metrics
 
 # fp32: the engines differ in the order in which gradients are summed over samples and processes; after 8 steps
 # of Adam on a loss near 2 that stays in the last digits of fp32 (2e-7 relative), with room for a few steps.

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from bigdit.errors import UserError
 from bigdit.extract.ranges import missing, parse_split, pull, split
 from bigdit.store import schema as schema_module
-from bigdit.store.in_hand import FOLDER, WorkerName, all_held, all_marks, own_folder, remove_left
+from bigdit.store.lease import FOLDER, WorkerName, all_leases, all_marks, own_folder, remove_left
 from bigdit.store.part import part_path
 from bigdit.store.schema import StoreSchema, claim, read_schema
 
@@ -182,14 +182,14 @@ def test_what_the_dead_left_is_removed_whatever_the_clock_says(tmp_path):
         os.utime(folder, (moment, moment))
         os.utime(next(folder.iterdir()), (moment, moment))
     assert all_marks(tmp_path) == {"part-a", "part-b", "part-c"}
-    assert [held.folder for held in remove_left(tmp_path)] == [dead]
-    assert {held.folder: (held.fate, held.marks, held.nbytes) for held in all_held(tmp_path)} == {
+    assert [lease.folder for lease in remove_left(tmp_path)] == [dead]
+    assert {lease.folder: (lease.fate, lease.marks, lease.nbytes) for lease in all_leases(tmp_path)} == {
         alive: ("alive", ("part-b",), 4),
         gone: ("unknown", ("part-c",), 4),
     }
-    assert [held.folder for held in remove_left(tmp_path, other_machines=True)] == [gone]
-    assert [held.folder for held in all_held(tmp_path)] == [alive]
-    assert all_held(tmp_path / "nowhere") == []
+    assert [lease.folder for lease in remove_left(tmp_path, other_machines=True)] == [gone]
+    assert [lease.folder for lease in all_leases(tmp_path)] == [alive]
+    assert all_leases(tmp_path / "nowhere") == []
 
 
 def test_a_store_is_extended_by_sources_at_its_end_alone(tmp_path):
@@ -205,7 +205,7 @@ def test_a_store_is_extended_by_sources_at_its_end_alone(tmp_path):
     with pytest.raises(UserError, match=r"part_size is 4 there, and 5 in this run"):
         claim(tmp_path, schema_of(10, 5, 5, part_size=5))
     assert read_schema(tmp_path).count == 15
-    assert all_held(tmp_path) == []
+    assert all_leases(tmp_path) == []
 
 
 def test_of_two_that_claim_at_once_the_second_is_refused(tmp_path, monkeypatch):

@@ -24,9 +24,9 @@ from bigdit.config.data import SourceConfig
 from bigdit.errors import UserError
 from bigdit.extract.extract import extract
 from bigdit.extract.job import encode_here
-from bigdit.extract.speed import read_units, shares_of
+from bigdit.extract.report import read_units, shares_of
 from bigdit.store import FeatureStore
-from bigdit.store.in_hand import WorkerName, all_held
+from bigdit.store.lease import WorkerName, all_leases
 
 COUNT = 48
 
@@ -116,10 +116,10 @@ def test_workers_end_with_the_extraction_that_was_killed(tmp_path):
 
     def at_work():
         assert main.poll() is None
-        return len([held for held in all_held(tmp_path / "features") if held.marks]) == 2
+        return len([lease for lease in all_leases(tmp_path / "features") if lease.marks]) == 2
 
     until(at_work)
-    workers = [held.worker.pid for held in all_held(tmp_path / "features")]
+    workers = [lease.worker.pid for lease in all_leases(tmp_path / "features")]
     server = int(Path(f"/proc/{workers[0]}/stat").read_text().rpartition(")")[2].split()[1])
     assert server != main.pid
     main.kill()
@@ -127,7 +127,7 @@ def test_workers_end_with_the_extraction_that_was_killed(tmp_path):
     until(lambda: ended((*workers, server)), 10)
     assert parts(tmp_path / "features") == {}  # they did not come to the end of their units
     # one that met the closed pipe before its signal has taken its folder away itself
-    assert {held.fate for held in all_held(tmp_path / "features")} <= {"dead"}
+    assert {lease.fate for lease in all_leases(tmp_path / "features")} <= {"dead"}
 
 
 def test_a_complete_store_is_left_as_it_is(noise, one_worker):

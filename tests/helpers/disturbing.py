@@ -15,7 +15,7 @@ from commands import BIN, ROOT, environment_with
 from safetensors.numpy import load_file
 
 from bigdit.checkpoint.folder import checksum, open_checkpoint
-from bigdit.train.seen.metrics import read_metrics
+from bigdit.train.monitor.metrics import read_metrics
 
 TAG = f"BIGDIT_DISTURBED={os.getpid()}"
 """In the environment of all that commands start: so their processes are found, whoever their parents are."""

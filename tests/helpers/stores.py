@@ -8,9 +8,9 @@ import torch
 from bigdit.dist import World
 from bigdit.loader.order import Order
 from bigdit.loader.stream import FeatureStream
-from bigdit.store.null_text import write_null_text
 from bigdit.store.part import Encoded, part_path, write_part
 from bigdit.store.schema import FILE, StoreSchema, part_identity, schema_text, store_identity
+from bigdit.store.store import write_null_text
 from bigdit.store.text import Text
 
 SHAPES = [(4, 6, 6), (4, 4, 8)]

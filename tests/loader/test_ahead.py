@@ -10,7 +10,7 @@ from commands import DIGITS, SINGLE
 from tiny_models import SANA
 
 from bigdit.config import check, load_run
-from bigdit.loader.ahead import read_ahead
+from bigdit.loader.batch import read_ahead
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3, 9])

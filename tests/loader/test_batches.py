@@ -19,9 +19,9 @@ from bigdit.loader.stages import data_state, plan_order
 from bigdit.profile.steps import batch as profiled_batch
 from bigdit.profile.steps import feed
 from bigdit.spec import BatchShape, Strategy
-from bigdit.store import FeatureStore, fp8
+from bigdit.store import FeatureStore
 from bigdit.store.part import part_path
-from bigdit.store.text import Text
+from bigdit.store.text import Text, dequantise, quantise
 
 
 def indices_of(store, stream, step):
@@ -34,7 +34,7 @@ def indices_of(store, stream, step):
 
 def same(embeds, mask, text, kind):
     """Whether a sample's states, padded, and their mask are those of a text."""
-    states = fp8.dequantise(*fp8.quantise(text.states)) if kind.get("eight_bits") else text.states.bfloat16()
+    states = dequantise(*quantise(text.states)) if kind.get("eight_bits") else text.states.bfloat16()
     assert torch.equal(embeds[: len(states)], states)
     assert not embeds[len(states) :].any()  # memory that is used again is cleared
     assert mask.tolist() == [1.0] * text.shown + [0.0] * (len(mask) - text.shown)

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from stores import make_store
 
 from bigdit.errors import UserError
-from bigdit.loader.held_out import HeldOut
 from bigdit.loader.order import Order, Stage
 from bigdit.loader.stages import data_state, plan_order
+from bigdit.loader.validation import ValidationSplit
 from bigdit.store import FeatureStore
-from bigdit.store.index import Index
+from bigdit.store.store import Index
 
 SHAPES = ((4, 4, 4), (4, 4, 6), (4, 6, 4), (4, 8, 8))
 PART = 8
@@ -46,7 +46,7 @@ def test_what_is_held_out_never_comes_and_all_else_does(pair, batch, data):
     table, more = pair
     assume(np.sum(table) > 1)
     index = index_of([*table, *more])
-    held = HeldOut(index, len(table), data.draw(st.integers(1, int(np.sum(table)) - 1)))
+    held = ValidationSplit(index, len(table), data.draw(st.integers(1, int(np.sum(table)) - 1)))
     stages = (Stage(0, len(table)), Stage(2, len(index.parts)))
     order = Order(index.counts, index.shapes, batch, 0, stages=stages, window_parts=3, held=held)
     seen = set()
@@ -67,20 +67,20 @@ def test_what_is_held_out_never_comes_and_all_else_does(pair, batch, data):
 @given(pairs, st.integers(1, 20))
 def test_parts_and_buckets_that_come_later_change_nothing(pair, samples):
     table, more = pair
-    held = chosen(HeldOut(index_of(table), len(table), samples))
+    held = chosen(ValidationSplit(index_of(table), len(table), samples))
     assert len(held) == min(samples, np.sum(table))
-    assert chosen(HeldOut(index_of([*table, *more]), len(table), samples)) == held
+    assert chosen(ValidationSplit(index_of([*table, *more]), len(table), samples)) == held
     other = ((1, 1, 1), *SHAPES)  # a bucket that is sorted before the others
     wider = [[0, *each] for each in table]
-    assert chosen(HeldOut(index_of(wider, other), len(table), samples), other) == held
-    assert chosen(HeldOut(index_of(table), len(table), samples + 3)).items() >= held.items()
+    assert chosen(ValidationSplit(index_of(wider, other), len(table), samples), other) == held
+    assert chosen(ValidationSplit(index_of(table), len(table), samples + 3)).items() >= held.items()
 
 
 def test_large_stores_are_gone_through_a_piece_at_a_time(monkeypatch):
     index = index_of(np.full((50, 2), 4))
-    whole = chosen(HeldOut(index, 50, 40))
-    monkeypatch.setattr("bigdit.loader.held_out._PARTS_AT_ONCE", 7)
-    assert chosen(HeldOut(index, 50, 40)) == whole
+    whole = chosen(ValidationSplit(index, 50, 40))
+    monkeypatch.setattr("bigdit.loader.validation._PARTS_AT_ONCE", 7)
+    assert chosen(ValidationSplit(index, 50, 40)) == whole
     shares = [sum(shape == each for shape, _, _ in whole) for each in SHAPES[:2]]
     assert min(shares) > 10  # of two buckets of as many samples
     assert len({part for _, part, _ in whole}) > 20

@@ -39,12 +39,12 @@ from bigdit.loader.online import open_online
 from bigdit.loader.order import Order
 from bigdit.loader.stream import FeatureStream
 from bigdit.store import FeatureStore
-from bigdit.train.encode import encode
-from bigdit.train.epochs import counted
 from bigdit.train.loop import train
+from bigdit.train.monitor.metrics import read_metrics
 from bigdit.train.prepare import check_stores, prepare_stages
 from bigdit.train.processes.stop import Stop
-from bigdit.train.seen.metrics import read_metrics
+from bigdit.train.resume import counted
+from bigdit.train.step import encode
 
 FLUX = {
     "patch_size": 1,

@@ -18,7 +18,7 @@ from bigdit.profile.cards import Cards
 from bigdit.profile.notices import COMPILED, notices
 from bigdit.profile.request import StepRequest
 from bigdit.spec import LoraSpec, Strategy
-from bigdit.train.beside_plan import PlannedMemory
+from bigdit.train.record import PlannedMemory
 from bigdit.train.step import train_step
 
 CPU = torch.device("cpu")

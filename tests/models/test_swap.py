@@ -28,7 +28,7 @@ from bigdit.memory import pinned_bytes
 from bigdit.models import swap
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.spec import EmaSpec, LoraSpec, ModelSpec, OptimizerSpec, Strategy
-from bigdit.train.seen.metrics import read_metrics
+from bigdit.train.monitor.metrics import read_metrics
 from bigdit.train.step import train_step
 
 CPU = torch.device("cpu")

@@ -16,8 +16,7 @@ from bigdit.errors import UserError
 from bigdit.report import run as report
 from bigdit.report.leave import leaving_a_page
 from bigdit.report.run import MOST_POINTS, charts, page, read_run
-from bigdit.train.beside_plan import PlannedMemory
-from bigdit.train.record import PhaseMemory, RunRecord
+from bigdit.train.record import PhaseMemory, PlannedMemory, RunRecord
 from bigdit.units import GIB, MIB, duration, gib
 
 INSIDE = """

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageSequence
 
-from bigdit.sampling.moving import moving_grid, small, stills_png, webp
+from bigdit.sampling.grid import moving_grid, small, stills_png, webp
 
 
 def read(data):

@@ -11,7 +11,7 @@ from bigdit.catalog.families import objective_of
 from bigdit.config.load import parse_run
 from bigdit.encoders.codecs import load_image_codec, to_bytes
 from bigdit.encoders.load import load_text_encoder
-from bigdit.loader.padded import padded
+from bigdit.loader.buffers import padded
 from bigdit.sampling import Sampler, SamplingOptions, conditions
 from bigdit.sampling.conditions import Given
 from bigdit.spec import ModelSpec

@@ -11,10 +11,10 @@ from tiny_videos import SHADES, video
 
 from bigdit.config.data import DataConfig
 from bigdit.errors import UserError
+from bigdit.sources import videos
 from bigdit.sources.open import open_source
 from bigdit.sources.protocol import Unusable
-from bigdit.sources.videos import video as videos
-from bigdit.sources.videos.resample import Clip, resampled
+from bigdit.sources.videos import Clip, resampled
 
 RATE, LENGTH = 16, 160  # ten seconds
 

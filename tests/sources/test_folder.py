@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tiny_sources import gradient, opened, save
 
 from bigdit.errors import UserError
-from bigdit.sources.names import Names
+from bigdit.sources.folder import Names
 from bigdit.sources.protocol import Caption, Unusable
 
 

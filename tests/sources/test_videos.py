@@ -17,11 +17,11 @@ from tiny_sources import gradient, save, write_tar
 from tiny_videos import SHADES, transparent, video
 
 from bigdit.config.data import DataConfig
-from bigdit.encoders.buckets import bucket_pixels
+from bigdit.encoders.codecs import bucket_pixels
 from bigdit.errors import UserError
 from bigdit.sources.open import open_source
 from bigdit.sources.protocol import Unusable
-from bigdit.sources.videos.resample import Clip, resampled
+from bigdit.sources.videos import Clip, resampled
 
 
 def opened(images, fps=8, frames=5):

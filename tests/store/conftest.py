@@ -7,11 +7,11 @@ from PIL import Image
 from bigdit.config.encoders import IdentityCodec, TextEncoderConfig
 from bigdit.encoders.codecs import load_image_codec
 from bigdit.encoders.t5 import T5TextEncoder
-from bigdit.extract.unit import encode_unit
+from bigdit.extract.worker import encode_unit
 from bigdit.sources.folder import ImageFolder
-from bigdit.store.null_text import write_null_text
 from bigdit.store.part import part_path, write_part
 from bigdit.store.schema import StoreSchema, claim, part_identity, store_identity
+from bigdit.store.store import write_null_text
 
 BUCKETS = [(8, 8), (8, 12)]
 COUNT, PART_SIZE = 11, 4

@@ -6,10 +6,18 @@ from stores import Caption, make_store
 
 from bigdit.errors import UserError
 from bigdit.store import FeatureStore
-from bigdit.store.classes import Classes
 from bigdit.store.part import Encoded, part_path, write_part
 from bigdit.store.reader import Part
-from bigdit.store.schema import FILE, StoreSchema, claim, part_identity, read_schema, schema_text, store_identity
+from bigdit.store.schema import (
+    FILE,
+    Classes,
+    StoreSchema,
+    claim,
+    part_identity,
+    read_schema,
+    schema_text,
+    store_identity,
+)
 from bigdit.store.text import Text
 
 SHAPE = (4, 2, 2)

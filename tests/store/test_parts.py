@@ -14,12 +14,11 @@ from safetensors.torch import load_file
 from stores import Caption, make_store
 
 from bigdit.errors import UserError
+from bigdit.store.files import READERS
 from bigdit.store.header import LONGEST_HEADER, read_header
-from bigdit.store.local import READERS
-from bigdit.store.part import Encoded, part_path, write_part
+from bigdit.store.part import WAITING_PARTS, Encoded, PartWriter, part_path, write_part
 from bigdit.store.reader import Part
 from bigdit.store.text import Text
-from bigdit.store.writer import WAITING_PARTS, PartWriter
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "streams"])
@@ -113,7 +112,7 @@ def test_tables_of_malice_are_refused_though_their_digests_are_right(whole, tmp_
     columns = read_header(source).columns
 
     def forged(name, row, column, value):
-        from bigdit.store.digest import chained_digest
+        from bigdit.store.tensors import chained_digest
 
         forged = bytearray(data)
         at = columns[name].offset + row * columns[name].row_bytes + 8 * column

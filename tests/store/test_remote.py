@@ -16,8 +16,8 @@ from bigdit.config import load_run
 from bigdit.config.data import DataConfig
 from bigdit.errors import UserError
 from bigdit.extract.extract import extract
-from bigdit.store import FeatureStore, remote
-from bigdit.store.remote import RemoteParts, url_of
+from bigdit.store import FeatureStore, files
+from bigdit.store.files import RemoteParts, url_of
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_s3_gives_the_same_batches(local, monkeypatch):
 @pytest.fixture
 def bounded(local, monkeypatch):
     """A store of 15 parts whose cache holds three."""
-    monkeypatch.setattr(remote, "BLOCK", 256)
+    monkeypatch.setattr(files, "BLOCK", 256)
     store = upload(local.root, MemoryStore())
     monkeypatch.setattr("obstore.store.from_url", lambda url: store)
     limit = 3 * max(int(size) for size in local.index.parts[:, 2])
@@ -125,7 +125,7 @@ def test_the_cache_is_bounded_and_what_it_let_go_of_is_fetched_again(local, boun
 
 
 def test_ranges_alone_are_fetched(local, monkeypatch):
-    monkeypatch.setattr(remote, "BLOCK", 64)
+    monkeypatch.setattr(files, "BLOCK", 64)
     store = upload(local.root, MemoryStore())
     monkeypatch.setattr("obstore.store.from_url", lambda url: store)
     found = FeatureStore.open(Path("s3://bucket/features"))

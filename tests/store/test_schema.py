@@ -7,8 +7,8 @@ import pytest
 from bigdit.errors import UserError
 from bigdit.extract.verify import verify
 from bigdit.store import FeatureStore
-from bigdit.store.digest import lines_digest
 from bigdit.store.schema import claim, part_identity, schema_text
+from bigdit.store.tensors import lines_digest
 
 
 @pytest.mark.parametrize(

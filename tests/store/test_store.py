@@ -15,16 +15,15 @@ from bigdit.config.encoders import VaeCodec
 from bigdit.encoders.codecs import load_image_codec, to_bytes, to_unit_range
 from bigdit.errors import UserError
 from bigdit.extract.report import store_report
-from bigdit.extract.unit import encode_unit
 from bigdit.extract.verify import verify
+from bigdit.extract.worker import encode_unit
 from bigdit.sources.folder import ImageFolder
 from bigdit.store import FeatureStore
 from bigdit.store.header import read_header
-from bigdit.store.index import write_index
-from bigdit.store.null_text import write_null_text
 from bigdit.store.part import part_path, write_part
 from bigdit.store.reader import Part
 from bigdit.store.schema import claim, part_identity, store_identity
+from bigdit.store.store import write_index, write_null_text
 
 CAPTIONED = (*range(5), *range(6, 11))  # of the pictures
 

@@ -9,10 +9,10 @@ from stores import DIM, NULL, PART, STREAMS, Caption, make_store, null_of_stream
 from bigdit.errors import UserError
 from bigdit.extract.verify import verify
 from bigdit.store import FeatureStore
-from bigdit.store.null_text import FILE, read_null_text, write_null_text
 from bigdit.store.part import STREAMED, Encoded, part_path, write_part
 from bigdit.store.reader import Part
 from bigdit.store.schema import part_identity, read_schema, store_identity
+from bigdit.store.store import NULL_TEXT, read_null_text, write_null_text
 from bigdit.store.text import Text
 
 SHAPE = (4, 6, 6)
@@ -73,11 +73,11 @@ def test_every_flipped_bit_of_a_stream_is_found(root):
 
 
 def test_every_flipped_bit_of_the_empty_caption_is_found(root):
-    identity, data = store_identity(read_schema(root)), (root / FILE).read_bytes()
+    identity, data = store_identity(read_schema(root)), (root / NULL_TEXT).read_bytes()
     for at in range(len(data)):
         changed = bytearray(data)
         changed[at] ^= 2
-        (root / FILE).write_bytes(changed)
+        (root / NULL_TEXT).write_bytes(changed)
         with pytest.raises(UserError, match="null_text"):
             read_null_text(root, identity)
 
@@ -95,7 +95,7 @@ def test_parts_with_other_streams_than_their_store_are_refused(root):
 
 
 def test_the_empty_caption_has_the_streams_of_its_store(root):
-    (root / FILE).unlink()
+    (root / NULL_TEXT).unlink()
     write_null_text(root, lambda: NULL, store_identity(read_schema(root)))
     with pytest.raises(UserError, match=r"null_text\.safetensors has other streams than its store; delete it"):
         _ = FeatureStore.open(root).null_text

@@ -10,7 +10,7 @@ from cards import benched
 from commands import ONLINE, ROOT, bigdit, run_ranks, with_set
 from PIL import Image
 
-from bigdit.train.seen.metrics import read_metrics
+from bigdit.train.monitor.metrics import read_metrics
 
 CONFIG = ROOT / "launch/recipes/digits-classes.yaml"
 SIZE = (

@@ -6,7 +6,7 @@ from training import run
 
 from bigdit import checkpoint
 from bigdit.cli import main
-from bigdit.train.seen.metrics import read_metrics
+from bigdit.train.monitor.metrics import read_metrics
 
 
 def errors(capfd):

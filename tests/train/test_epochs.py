@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from bigdit.config import load_stages
 from bigdit.errors import UserError
-from bigdit.train.epochs import counted, steps_of
+from bigdit.train.monitor.metrics import read_metrics
 from bigdit.train.prepare import prepare_stages
-from bigdit.train.seen.metrics import read_metrics
+from bigdit.train.resume import counted, steps_of
 
 SAMPLES, BATCH = 240, 16
 EPOCHS = ("train.steps=null", "train.epochs=0.5")

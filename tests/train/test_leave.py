@@ -7,7 +7,7 @@ from commands import run_command
 
 LEAVES = """
 import atexit, threading, time
-from bigdit.train.processes.leave import leave
+from bigdit.train.processes.end import leave
 
 class Late:
     def __del__(self):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bigdit.train.processes import process as leftovers
+from bigdit.train.processes import process
 
 
 @pytest.fixture
@@ -22,17 +22,17 @@ def test_locks_of_compilations_that_were_killed_go(extensions, capsys):
     dead, living = extensions / "shm_comm/lock", extensions / "py311_cpu/other/lock"
     dead.touch()
     with open(living, "w"):
-        leftovers.remove_leftovers()
+        process.remove_leftovers()
         assert living.exists()
     assert not dead.exists()
     assert notices(capsys) == [f"note: removed {dead}, left by a process that was killed while it compiled"]
 
 
 def test_a_lock_that_other_machines_see_is_only_named(extensions, capsys, monkeypatch):
-    monkeypatch.setattr(leftovers, "_SHARED_FILE_SYSTEMS", ("",))
+    monkeypatch.setattr(process, "_SHARED_FILE_SYSTEMS", ("",))
     lock = extensions / "shm_comm/lock"
     lock.touch()
-    leftovers.remove_leftovers()
+    process.remove_leftovers()
     assert lock.exists()
     assert notices(capsys) == [
         f"note: {lock} is held by another machine, or was left by a killed process: then remove it"

@@ -10,8 +10,8 @@ from running import BIGDIT, FSDP2, arguments, running
 
 from bigdit.dist import World
 from bigdit.errors import UserError
-from bigdit.train.processes.lock import held
-from bigdit.train.seen.metrics import read_metrics
+from bigdit.train.monitor.metrics import read_metrics
+from bigdit.train.processes.process import held
 
 
 @pytest.mark.slow
@@ -45,7 +45,7 @@ def test_the_lock_is_free_when_its_holder_was_killed(tmp_path):
     """The holder kills itself; what it had signed stays, and does not count."""
     script = (
         "import os, sys; from pathlib import Path\n"
-        "from bigdit.dist import World; from bigdit.train.processes.lock import held\n"
+        "from bigdit.dist import World; from bigdit.train.processes.process import held\n"
         "with held(Path(sys.argv[1]), World()): os.kill(os.getpid(), 9)"
     )
     assert run_command(BIN / "python", "-c", script, tmp_path, PYTHONPATH=str(ROOT)).returncode == -9
@@ -55,7 +55,7 @@ def test_the_lock_is_free_when_its_holder_was_killed(tmp_path):
 
 
 def test_a_lock_that_nobody_signed(tmp_path, monkeypatch):
-    monkeypatch.setattr("bigdit.train.processes.lock.PATIENCE_S", 0.0)
+    monkeypatch.setattr("bigdit.train.processes.process.PATIENCE_S", 0.0)
     with held(tmp_path, World()):
         for written in ("", "[1]", '{"pid": "x"}', "\0", "[" * 60_000):
             (tmp_path / "lock").write_text(written)

@@ -10,7 +10,7 @@ from disks import mounted
 from bigdit.checkpoint import Peers
 from bigdit.errors import UserError
 from bigdit.train.measure import host_now
-from bigdit.train.seen.metrics import Metrics, read_metrics
+from bigdit.train.monitor.metrics import Metrics, read_metrics
 from bigdit.train.step import StepResult
 
 

@@ -16,7 +16,7 @@ from bigdit.profile.request import StepRequest
 from bigdit.profile.steps import Witness, batch, build, prepare, training
 from bigdit.record.costs import Counting
 from bigdit.spec import ModelSpec, Strategy
-from bigdit.train.seen.mfu import Mfu, mfu_of, peak_flops
+from bigdit.train.monitor.metrics import Mfu, mfu_of, peak_flops
 from bigdit.units import GIB, MIB
 
 CPU = torch.device("cpu")

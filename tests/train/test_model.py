@@ -13,7 +13,7 @@ from bigdit.cli import main
 from bigdit.config import load_stages
 from bigdit.errors import UserError
 from bigdit.recipes.recipe import recipe
-from bigdit.train.model import telling_shapes
+from bigdit.train.state import telling_shapes
 
 ARGUMENTS = yaml.safe_load(DIGITS.read_text())["model"]["kwargs"]
 

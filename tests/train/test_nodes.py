@@ -23,8 +23,8 @@ from bigdit.report.commands import PORT, Command, commands
 from bigdit.spec import Strategy
 from bigdit.speed.seconds import Cluster
 from bigdit.train import main
+from bigdit.train.monitor.metrics import read_metrics
 from bigdit.train.processes.launch import free_port
-from bigdit.train.seen.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
 

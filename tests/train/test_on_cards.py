@@ -22,7 +22,7 @@ from bigdit.emulator.interpreter import cuda_python
 from bigdit.profile.cards import Cards
 from bigdit.profile.request import StepRequest
 from bigdit.spec import BatchShape
-from bigdit.train.seen.metrics import read_metrics
+from bigdit.train.monitor.metrics import read_metrics
 from bigdit.units import gib
 
 STEPS = ("train.steps=3", "train.checkpoint_every=3")

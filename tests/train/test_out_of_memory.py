@@ -24,9 +24,9 @@ from bigdit.errors import UserError
 from bigdit.memory.process import cuda_context, nccl_buffers
 from bigdit.shortage import asked_bytes, told
 from bigdit.spec import StepSize, Strategy
+from bigdit.train.monitor.metrics import read_metrics
+from bigdit.train.oom_fallback import FILE, OomFallback, read_oom_fallback, smaller_strategy, write_oom_fallback
 from bigdit.train.processes.launch import free_port
-from bigdit.train.relief import FILE, Relief, read_relief, relieved, write_relief
-from bigdit.train.seen.metrics import read_metrics
 from bigdit.units import MIB
 
 BUCKETS = "data.buckets=[[8,8],[32,32]]"
@@ -205,10 +205,10 @@ def test_the_plan_s_own_sizes_come_first():
         StepSize(micro_batch_size=6, grad_accum_steps=2, checkpointed_blocks=4),
         StepSize(micro_batch_size=3, grad_accum_steps=4, checkpointed_blocks=9),
     ]
-    first = relieved(STRATEGY, planned, 12)
-    second = relieved(first, planned, 12)
+    first = smaller_strategy(STRATEGY, planned, 12)
+    second = smaller_strategy(first, planned, 12)
     assert [first.step_size, second.step_size] == planned[1:]
-    after = relieved(second, planned, 12)
+    after = smaller_strategy(second, planned, 12)
     assert after.step_size == StepSize(micro_batch_size=1, grad_accum_steps=12, checkpointed_blocks=9)
 
 
@@ -226,7 +226,7 @@ def test_the_samples_stay_and_it_comes_to_an_end(micro_batch_size, grad_accum_st
         assert strategy.global_batch_size == samples
         assert strategy.step_size not in seen
         seen.append(strategy.step_size)
-        strategy = relieved(strategy, (), 12)
+        strategy = smaller_strategy(strategy, (), 12)
     assert seen[-1].micro_batch_size == 1
     assert seen[-1].checkpointed_blocks in ("all", 12)
     assert len(seen) < 10
@@ -235,26 +235,26 @@ def test_the_samples_stay_and_it_comes_to_an_end(micro_batch_size, grad_accum_st
 def test_deepspeed_s_document_follows():
     document = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
     strategy = Strategy(engine="deepspeed", world_size=2, micro_batch_size=4, ds_config=document)
-    smaller = relieved(strategy, (), 12)
+    smaller = smaller_strategy(strategy, (), 12)
     wanted = strategy.ds_document | {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
     assert smaller.ds_document == wanted
 
 
 def test_what_steps_in_the_backward_pass_recomputes_blocks():
     strategy = Strategy(micro_batch_size=8, optimizer_in_backward=True, gradient_clipping=None)
-    assert relieved(strategy, (), 12).step_size.checkpointed_blocks == "all"
+    assert smaller_strategy(strategy, (), 12).step_size.checkpointed_blocks == "all"
 
 
 def test_a_file_of_other_settings_or_a_damaged_one_is_said_and_left_out(tmp_path, capsys):
-    now = relieved(STRATEGY, (), 12)
-    write_relief(tmp_path, Relief(asked=STRATEGY, now=now))
-    assert read_relief(tmp_path, STRATEGY).now == now
+    now = smaller_strategy(STRATEGY, (), 12)
+    write_oom_fallback(tmp_path, OomFallback(asked=STRATEGY, now=now))
+    assert read_oom_fallback(tmp_path, STRATEGY).now == now
     assert "since a step ran out of memory before" in capsys.readouterr().err
     other = STRATEGY.model_copy(update={"world_size": 2, "engine": "fsdp2"})
-    assert read_relief(tmp_path, other).now == other
+    assert read_oom_fallback(tmp_path, other).now == other
     assert "is of other settings than this run's, and is not used" in capsys.readouterr().err
     (tmp_path / FILE).write_text((tmp_path / FILE).read_text().replace('"now"', '"how"'))
-    assert read_relief(tmp_path, STRATEGY).now == STRATEGY
+    assert read_oom_fallback(tmp_path, STRATEGY).now == STRATEGY
     assert "is not used (it is damaged)" in capsys.readouterr().err
 
 

@@ -131,7 +131,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from bigdit.dist import world_from_env
 from bigdit.errors import UserError, guard
-from bigdit.train.processes.peers import ending_together
+from bigdit.train.processes.stop import ending_together
 from bigdit.train.processes.process import process_group
 from bigdit.train.processes.stop import Stop
 
@@ -264,7 +264,7 @@ def test_the_process_that_holds_the_store_does_not_answer():
 
 
 def test_a_process_that_loses_its_parent_before_it_looks(tmp_path):
-    script = "from bigdit.train.processes.orphan import end_with_launcher; end_with_launcher(); print('lives')"
+    script = "from bigdit.train.processes.end import end_with_launcher; end_with_launcher(); print('lives')"
     done = subprocess.run(
         [sys.executable, "-c", script], env=os.environ | {"BIGDIT_LAUNCHER": "1"}, capture_output=True, check=False
     )

@@ -10,8 +10,8 @@ from training import run_to
 
 from bigdit import checkpoint
 from bigdit.sampling import Sampler, SamplingOptions
-from bigdit.train.seen import pictures
-from bigdit.train.seen.metrics import read_metrics
+from bigdit.train.monitor import pictures
+from bigdit.train.monitor.metrics import read_metrics
 
 CAPTIONS = ["a handwritten one", "a handwritten two", "a handwritten seven"]
 ASKED = (

@@ -12,9 +12,9 @@ from commands import BIN, DIGITS, HELPERS, ROOT, SINGLE, TINY, environment_with,
 
 from bigdit.checkpoint import Peers
 from bigdit.train.measure import host_now
-from bigdit.train.seen import sight
-from bigdit.train.seen.metrics import Metrics
-from bigdit.train.seen.sight import Sight, figures
+from bigdit.train.monitor import progress
+from bigdit.train.monitor.metrics import Metrics
+from bigdit.train.monitor.progress import Sight, figures
 from bigdit.train.step import StepResult
 from bigdit.units import GIB
 
@@ -49,7 +49,7 @@ def test_what_is_not_known_is_left_out():
 
 def test_a_pipe_gets_a_line_a_minute_and_the_last_one(capfd, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(sight.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     with Sight(0, 900, shown=True) as shown:
         for step in range(1, 600, 10):
             now[0] += 2.0
@@ -69,7 +69,7 @@ def test_other_processes_show_nothing(capfd):
 
 
 _SHOW = f"""
-from bigdit.train.seen.sight import Sight
+from bigdit.train.monitor.progress import Sight
 with Sight(0, 900, shown=True) as shown:
     for step in (10, 20):
         shown.show({ROW!r} | {{"step": step}})

@@ -10,8 +10,8 @@ import pytest
 from commands import BIN, ROOT, SINGLE
 from running import BIGDIT, FSDP2, ZERO2, ended, running, until
 
+from bigdit.train.monitor.metrics import read_metrics
 from bigdit.train.processes.launch import free_port
-from bigdit.train.seen.metrics import read_metrics
 
 TRAIN = ROOT / "launch/train.py"
 

@@ -12,7 +12,7 @@ from bigdit.engines import ema_of
 from bigdit.loader.read import BatchReader
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.spec import EmaSpec, OptimizerSpec, Strategy
-from bigdit.train.seen.metrics import LossSpikes, read_metrics
+from bigdit.train.monitor.metrics import LossSpikes, read_metrics
 from bigdit.train.step import train_step
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from bigdit import cli
 from bigdit.train import main
-from bigdit.train.seen.metrics import read_metrics
+from bigdit.train.monitor.metrics import read_metrics
 
 ENGINES = {
     "single": SINGLE,

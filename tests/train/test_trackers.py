@@ -12,9 +12,9 @@ from torch.utils.tensorboard import SummaryWriter
 from training import run_to
 
 from bigdit.train import main, prepare
-from bigdit.train.seen import trackers
-from bigdit.train.seen.metrics import read_metrics
-from bigdit.train.seen.trackers import Trackers
+from bigdit.train.monitor import trackers
+from bigdit.train.monitor.metrics import read_metrics
+from bigdit.train.monitor.trackers import Trackers
 
 
 def scalars(output, tag):

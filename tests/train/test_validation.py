@@ -17,14 +17,14 @@ from bigdit.checkpoint import Peers
 from bigdit.config.sight import ValidationConfig
 from bigdit.dist import World
 from bigdit.errors import UserError
-from bigdit.loader.held_out import HeldOut
+from bigdit.loader.validation import ValidationSplit
 from bigdit.memory import ledger
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.record.recorder import Recorder
 from bigdit.spec import EmaSpec, LoraSpec
 from bigdit.store import FeatureStore
-from bigdit.train.seen.metrics import read_metrics
-from bigdit.train.seen.watching import Validation
+from bigdit.train.monitor.metrics import read_metrics
+from bigdit.train.monitor.monitor import Validation
 from bigdit.train.step import train_step
 
 CPU = torch.device("cpu")
@@ -93,7 +93,7 @@ def measured(store, chosen, *, taken_from=None):
     family = models.family(SPEC.class_name)
     model = models.build(SPEC, device="cpu", dtype=engines.compute_dtype(chosen), seed=0)
     engine = engines.create(chosen, models.equip(model, family, chosen), family, device=CPU, world=World())
-    ema, held = engines.ema_of(engine), HeldOut(store.index, len(store.index.parts), 9)
+    ema, held = engines.ema_of(engine), ValidationSplit(store.index, len(store.index.parts), 9)
     assert bool(lora) == (len(engine.masters) < len(list(engine.model.parameters())))
     if taken_from is None:
         batch = stream_of(store, micro=chosen.micro_batch_size).micro_batches(0)

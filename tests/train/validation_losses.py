@@ -21,12 +21,12 @@ from bigdit.config.sight import ValidationConfig
 from bigdit.dist import World, world_from_env
 from bigdit.engines.deepspeed import forget
 from bigdit.engines.state import places
-from bigdit.loader.held_out import HeldOut
 from bigdit.loader.order import Order
 from bigdit.loader.stream import FeatureStream
+from bigdit.loader.validation import ValidationSplit
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.store import FeatureStore
-from bigdit.train.seen.watching import Validation
+from bigdit.train.monitor.monitor import Validation
 from bigdit.train.step import train_step
 
 SPEC = SANA.model_copy(update={"kwargs": SANA.kwargs | {"caption_channels": DIM}})
@@ -45,7 +45,7 @@ def validated(store: FeatureStore, world: World, *, every: int = 1, **said: obje
         chosen, models.equip(model, family, chosen), family, device=torch.device("cpu"), world=world
     )
     ema, peers = engines.ema_of(engine), checkpoint.Peers(world)
-    held = HeldOut(store.index, len(store.index.parts), HELD)
+    held = ValidationSplit(store.index, len(store.index.parts), HELD)
     order = Order(store.index.counts, store.index.shapes, SAMPLES, 0, held=held)
     stream = FeatureStream(store, world, order, micro_batch_size=micro, grad_accum_steps=1, seed=0, caption_dropout=0.1)
     config = ValidationConfig(samples=HELD, every=every, times=(0.2, 0.8))

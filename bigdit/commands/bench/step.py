@@ -41,7 +41,7 @@ def run(
     from bigdit.bench.step import bench_step
     from bigdit.report.comparison import comparison_table, load_line, overhead, print_notes
     from bigdit.store import FeatureStore
-    from bigdit.train.store import largest_batch_shape
+    from bigdit.train.data import largest_batch_shape
 
     shape = largest_batch_shape(FeatureStore.open(run_config.data.store))
     objective = objective_of(spec, run_config.objective)

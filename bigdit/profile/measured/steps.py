@@ -19,8 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from bigdit.dist import world_from_env
 from bigdit.emulator import on_emulated_card
 from bigdit.errors import versions
-from bigdit.loader.batch import Batch
-from bigdit.loader.raw import RawBatch
+from bigdit.loader.batch import Batch, RawBatch
 from bigdit.profile.measured.run import CardPhase, CardRun, Spent, Timing
 from bigdit.profile.request import StepRequest
 from bigdit.profile.steps import STEPS, Witness, Workload, build, group, prepare, take, training

@@ -25,8 +25,7 @@ from bigdit.errors import EXIT_USER, UserError
 from bigdit.lifeline import STOPPED, state_of
 from bigdit.machine import memory_bytes
 from bigdit.numbers import MOST_PROCESSES
-from bigdit.train.processes.orphan import LAUNCHER
-from bigdit.train.processes.signals import heeded
+from bigdit.train.processes.end import LAUNCHER, heeded
 from bigdit.units import gib
 
 if TYPE_CHECKING:

@@ -1,0 +1,213 @@
+"""What the steps of a stage are fed: features of a store, held against model, encoders and plan, or pictures and the
+encoders that make them in each step."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bigdit.catalog.classes import class_misfits, no_class
+from bigdit.catalog.first_frame import first_frame_misfits
+from bigdit.checkpoint import Peers
+from bigdit.config import RunConfig
+from bigdit.config.plan_file import PlanFile
+from bigdit.config.stages import of_each
+from bigdit.dist import World
+from bigdit.encoders.fit import (
+    latent_misfits,
+    plan_misfits,
+    run_misfits,
+    size_misfits,
+    smaller_than_planned,
+    text_misfits,
+)
+from bigdit.errors import UserError
+from bigdit.loader.online import RunEncoders, more_than_planned, open_online
+from bigdit.loader.order import Order
+from bigdit.loader.raw_store import RawStore
+from bigdit.loader.stages import none_left
+from bigdit.loader.stream import FeatureStream
+from bigdit.sampling.encoded import asked_image
+from bigdit.sources.open import check_sources, open_source
+from bigdit.spec import BatchShape, ModelSpec, Strategy
+from bigdit.store import FeatureStore
+from bigdit.store.files import url_of
+from bigdit.store.schema import Classes
+from bigdit.store.text import cut_line, summed
+from bigdit.train.prepare import Prepared, has_store
+from bigdit.train.resume import Start
+from bigdit.train.step import Encode, encode
+
+
+def open_stores(stages: Sequence[Prepared], first: int) -> FeatureStore:
+    """The store of stage `first`; those of the stages after it are opened too, to be held against theirs. Raises
+    UserError as `open_store` does."""
+
+    def one(number: int) -> FeatureStore:
+        each = stages[number]
+        return open_store(each.stage.run, each.spec, each.stage.plan)
+
+    return of_each(range(first, len(stages)), one)[0]
+
+
+def check_those_there(stages: Sequence[Prepared]) -> list[str]:
+    """`open_store` of each stage whose features are on this machine already, and of its pictures what no listing takes;
+    else `open_source`, as extraction or, with features online, each step does. A line for what is not there."""
+
+    def one(number: int) -> list[str]:
+        each = stages[number]
+        data = each.stage.run.data
+        if data.features is None:
+            open_source(data)
+            return []
+        stored = has_store(each.stage.run)
+        if stored:
+            open_store(each.stage.run, each.spec, each.stage.plan)
+        elsewhere = url_of(data.features) is not None
+        missing = check_sources(data, listed=not stored and not elsewhere)
+        if stored or elsewhere or not missing:
+            return []
+        return [f"{', '.join(missing)} is not there, and {data.features} holds no features: neither was looked at"]
+
+    return list(dict.fromkeys(line for lines in of_each(range(len(stages)), one) for line in lines))
+
+
+def open_store(run: RunConfig, spec: ModelSpec, plan: PlanFile | None) -> FeatureStore:
+    """The store. Raises UserError where its features are not what the model takes, the run says or the plan is for,
+    and where it has none to train on beside those held out, no class that samples.captions names, or samples.images
+    cannot be read."""
+    store = FeatureStore.open(run.data.store, run.data.reader, run.data.remote_cache)
+    tokens = 0 if store.text_shape is None else store.text_shape[0]
+    problems = [
+        *(f"its latents have {misfit}" for misfit in latent_misfits(spec, next(iter(store.buckets))[0])),
+        *(f"it has {misfit}" for misfit in size_misfits(spec, store.buckets)),
+        *_condition_misfits(run, spec, store),
+        *_frame_misfits(spec, store),
+        *run_misfits(run, store.schema),
+        *(plan_misfits(plan, store.buckets, tokens) if plan is not None else ()),
+    ]
+    if problems:
+        raise UserError(*(f"data.features: {store.root} does not fit: {problem}" for problem in problems))
+    held_out = none_left(store, run.validation.samples) if run.validation is not None else []
+    if problems := [*held_out, *_unknown_classes(run, store), *_unreadable_images(run)]:
+        raise UserError(*problems)
+    return store
+
+
+def _unknown_classes(run: RunConfig, store: FeatureStore) -> list[str]:
+    """What of samples.captions names no class of the store's."""
+    if run.samples is None or store.schema.classes is None:
+        return []
+    known, problems = Classes(store.schema.classes), []
+    for label in run.samples.captions:
+        try:
+            known.number(label)
+        except UserError as error:
+            problems.append(f"samples.captions: {error}")
+    return problems
+
+
+def _unreadable_images(run: RunConfig) -> list[str]:
+    """Which pictures of samples.images cannot be read, and why."""
+    problems: list[str] = []
+    for path in run.samples.images if run.samples is not None else ():
+        try:
+            asked_image("samples.images:", path, run.data.max_pixels)
+        except UserError as error:
+            problems += error.problems
+    return problems
+
+
+def _condition_misfits(run: RunConfig, spec: ModelSpec, store: FeatureStore) -> list[str]:
+    """What of the store's text or classes the model does not take, or the run does not say."""
+    schema, text = store.schema, run.encoders.text
+    if schema.classes is not None:
+        return [f"it has {misfit}" for misfit in class_misfits(spec, schema.classes)]
+    if text is None:
+        return [f"it has captions, and {spec.class_name} is fed classes"]
+    null, asked = store.null_text, text.tokens_asked
+    pooled_dim = None if null.pooled is None else len(null.pooled)
+    problems = [f"its text has {misfit}" for misfit in text_misfits(spec, store.text_shapes, pooled_dim)]
+    most = schema.text_encoder.get("max_sequence_length") or schema.text_encoder["max_tokens"]
+    if asked not in (None, most):
+        problems.append(f"its text has at most {most} tokens, and encoders.text.max_tokens is {asked}")
+    return problems
+
+
+def _frame_misfits(spec: ModelSpec, store: FeatureStore) -> list[str]:
+    """What of the store's first frames the model does not take."""
+    channels, text = next(iter(store.buckets))[0], store.text_shape
+    found = first_frame_misfits(spec, channels, store.schema.first_frame, None if text is None else text[0])
+    return [f"it has {misfit}" for misfit in found]
+
+
+def largest_batch_shape(store: FeatureStore | RawStore) -> BatchShape:
+    """Shapes of the largest bucket in a feature store, with text of its max_tokens where it has text."""
+    latents = max(store.buckets, key=math.prod)
+    wide = store.has_deviation or store.latents_dtype == torch.float32
+    return BatchShape(latents=latents, latents_dtype="fp32" if wide else "bf16", text=store.text_shape)
+
+
+@dataclass(frozen=True)
+class TrainData:
+    """The samples of a `store` in an `order`; `encoders` where their features are made in each step."""
+
+    store: FeatureStore | RawStore
+    encoders: RunEncoders | None
+    order: Order
+
+    def cut_here(self) -> list[str]:
+        """The captions that tokenizers cut in this process, a line each."""
+        return [] if self.encoders is None else [cut_line(cut, self.encoders.captions) for cut in self.encoders.cuts]
+
+    def cut(self, peers: Peers) -> list[str]:
+        """Those of all processes, which call it alike."""
+        if self.encoders is None:
+            return []
+        found = peers.gather((self.encoders.captions, self.encoders.cuts))
+        captions = sum(count for count, _ in found)
+        return [cut_line(cut, captions) for cut in summed(cut for _, cuts in found for cut in cuts)]
+
+    def encode(self, strategy: Strategy) -> Encode | None:
+        """What makes features of a micro-batch; None where it has some."""
+        return None if self.encoders is None else functools.partial(encode, self.encoders, strategy.encode_chunk)
+
+    def stream(self, reached: Prepared, strategy: Strategy, world: World, device: torch.device) -> FeatureStream:
+        """This process's micro-batches of the stage that was `reached`."""
+        run = reached.stage.run
+        return FeatureStream(
+            self.store,
+            world,
+            self.order,
+            micro_batch_size=strategy.micro_batch_size,
+            grad_accum_steps=strategy.grad_accum_steps,
+            seed=run.train.seed,
+            caption_dropout=run.data.caption_dropout,
+            no_class=no_class(reached.spec),
+            read_ahead_steps=strategy.read_ahead_steps,
+            threads=run.data.read_threads,
+            pin_memory=device.type == "cuda",
+        )
+
+
+def open_data(start: Start, device: torch.device) -> tuple[TrainData, list[str]]:
+    """What the stage that was reached is fed, with encoders on the device; and what a person should know of it. Raises
+    UserError where it does not go with the run, the model, the plan or the checkpoint."""
+    reached = start.reached
+    strategy, stage = reached.strategy, reached.stage
+    store: FeatureStore | RawStore
+    if strategy.features == "cached":
+        store, encoders = open_stores(start.stages, stage.number), None
+    else:
+        store, encoders = open_online(
+            stage.run, reached.spec, stage.plan, device, strategy.encode_chunk or strategy.micro_batch_size
+        )
+    order, notices = start.order(store)
+    if stage.plan is not None:
+        notices += smaller_than_planned(stage.plan, store.buckets)
+        notices += [] if encoders is None else more_than_planned(stage.plan, encoders)
+    return TrainData(store, encoders, order), notices

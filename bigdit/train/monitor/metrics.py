@@ -1,0 +1,324 @@
+"""What each step did: `metrics.jsonl` in the output, what of it is shown, and how much of the card was used.
+
+Model FLOPs utilisation is the FLOPs that a model needs for what it learns from, of those that the card could do.
+Source: Chowdhery et al., arXiv:2204.02311, appendix B: what is recomputed does not count.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import xxhash
+from torch.utils.flop_counter import FlopCounterMode
+
+from bigdit import log, models
+from bigdit.catalog.gpus import named
+from bigdit.checkpoint import Peers
+from bigdit.config.output import METRICS
+from bigdit.errors import UserError
+from bigdit.files import write_text
+from bigdit.loader.batch import Batch
+from bigdit.loader.stream import Micro
+from bigdit.models import Family
+from bigdit.spec import ModelSpec, Precision, Strategy
+from bigdit.train.monitor.progress import VALIDATED, Sight
+from bigdit.train.monitor.trackers import Trackers
+from bigdit.train.record import numbered, read_metrics
+from bigdit.train.step import StepResult
+from bigdit.units import how_many
+
+_META = torch.device("meta")
+
+
+class Mfu:
+    """`peak`: the card's FLOPs a second. Each shape of a micro-batch is counted once, on tensors without data."""
+
+    def __init__(self, spec: ModelSpec, family: Family, peak: float, *, frozen: bool) -> None:
+        """`frozen`: the model's own weights are (LoRA); what adapters add is not counted."""
+        self.peak = peak
+        self._family = family
+        self._model = models.outline(spec).eval()
+        self._passes = 2 if frozen else 3  # gradients of activations take as much as the forward pass; so do weights'
+        self._known: dict[tuple[torch.Size, ...], int | None] = {}
+
+    def flops(self, micro_batches: Sequence[Micro]) -> int | None:
+        """Of a step over them, forward and backward; None of a model that reads its tensors, and so needs data, and
+        where features are online: encoders are no part of the model."""
+        counts = [self._forward(batch) if isinstance(batch, Batch) else None for batch in micro_batches]
+        known = [count for count in counts if count is not None]
+        return self._passes * sum(known) if len(known) == len(counts) else None
+
+    def _forward(self, batch: Batch) -> int | None:
+        shapes = tuple(tensor.shape for tensor in batch.tensors())
+        if shapes not in self._known:
+            self._known[shapes] = self._counted(batch.to(_META, torch.float32))
+        return self._known[shapes]
+
+    @torch.no_grad()
+    def _counted(self, batch: Batch) -> int | None:
+        with FlopCounterMode(display=False) as counter:
+            try:
+                self._family.predict(self._model, batch.latents, torch.zeros(len(batch.latents), device=_META), batch)
+            except NotImplementedError:  # it reads values, such as a mask's lengths: no MFU is shown
+                return None
+        return counter.get_total_flops()
+
+
+def mfu_of(spec: ModelSpec, family: Family, strategy: Strategy, device: torch.device, *, emulated: bool) -> Mfu | None:
+    """None on a CPU, on a card that the catalogue does not have, and on an emulated one, which computes nothing."""
+    if device.type != "cuda" or emulated:
+        return None
+    card = torch.cuda.get_device_properties(device)
+    peak = peak_flops(card.name, card.total_memory, strategy.precision)
+    return None if peak is None else Mfu(spec, family, peak, frozen=strategy.lora is not None)
+
+
+def peak_flops(card: str, nbytes: int, precision: Precision) -> float | None:
+    """FLOPs a second of the card that drivers call `card`, of `nbytes` as torch is told, in the catalogue; None: it is
+    not there."""
+    cards = named(card)
+    if not cards:
+        return None
+    rates = min(cards, key=lambda each: abs(each.usable_bytes - nbytes)).tflops
+    dtype = {"bf16": "bfloat16", "bf16_sr": "bfloat16", "fp16": "float16"}.get(precision, "float32")
+    return rates.of(dtype, tf32=precision == "tf32")
+
+
+FLUSH_EVERY = 10
+
+
+class Metrics:
+    """Collects step results on the device and, every ten steps and after a skipped one, averages, writes, shows them.
+
+    Averaging a loss waits for all processes, and is not done at every step. They meet on the host.
+    """
+
+    def __init__(
+        self,
+        output: Path,
+        peers: Peers,
+        device: torch.device,
+        *,
+        start: int,
+        stop: int,
+        images: int,
+        name_samples: Callable[[int], str],
+        memory: Callable[[], Mapping[str, int]],
+        written: str | None = None,
+        planned_bytes: int | None = None,
+        stage: int | None = None,
+        mfu: Mfu | None = None,
+        trackers: Trackers | None = None,
+    ) -> None:
+        """`name_samples` of a step is what a line about its loss ends with; `memory` what rows have of it, as it is
+        now; `written` the digest that its rows had when the checkpoint of step `start` was saved. `planned_bytes` of
+        memory, and `mfu`, where they are known; `stage`, which rows name, where a run has several. `trackers` get the
+        rows too."""
+        self._peers = peers
+        self._name_samples = name_samples
+        self._spikes = LossSpikes()
+        self._device, self._memory = device, memory
+        self._images = images
+        self._stop = stop
+        self._pending: list[tuple[int, float, StepResult, Mapping[str, Any]]] = []
+        self._validated: dict[str, Any] = {}
+        self.path = output / METRICS
+        self._digest = xxhash.xxh3_128()
+        self._since = time.perf_counter()
+        self._seconds: list[float] = []  # a step, of each flush
+        constants = {"planned_memory_bytes": planned_bytes, "stage": stage}
+        self._constants = {key: value for key, value in constants.items() if value is not None}
+        self._mfu, self._flops = mfu, 0
+        self._trackers = trackers
+        self._sight = Sight(start, stop, shown=peers.world.is_main)
+        if peers.world.is_main:
+            self._keep_before(start, written)
+
+    def __enter__(self) -> Metrics:
+        self._sight.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._sight.__exit__(*error)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is done within counts for no step: neither its seconds, nor those that the device works off before."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        began = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - began
+
+    def add(
+        self,
+        step: int,
+        lr: float,
+        result: StepResult,
+        micro_batches: Sequence[Micro] = (),
+        more: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        """The result of the step with which `step` are finished, what it was taken over, and what its row has `more`.
+        Raises UserError where one was taken that is not finite."""
+        self._pending.append((step, lr, result, more))
+        if self._mfu is not None:
+            self._flops += self._mfu.flops(micro_batches) or 0
+        if len(self._pending) == FLUSH_EVERY or step == self._stop or not result.taken:
+            self.flush()
+
+    def flush(self) -> None:
+        """Average the pending losses over all processes, check, write and show them."""
+        if not self._pending:
+            return
+        numbers = self._numbers()
+        mine = [loss for loss, _ in numbers]
+        losses = [statistics.fmean(each) for each in zip(*self._peers.gather(mine), strict=True)]
+        now = time.perf_counter()
+        self._seconds.append((now - self._since) / len(self._pending))
+        rate = self._images / self._seconds[-1]
+        more = {"samples_per_second": rate} | self._utilisation(now - self._since) | {**self._memory()}
+        self._since = now
+        rows = [
+            _row(step, loss, norm, lr, result.taken) | more | self._constants | {**measured}
+            for (step, lr, result, measured), loss, (_, norm) in zip(self._pending, losses, numbers, strict=True)
+        ]
+        self._pending.clear()
+        if self._peers.world.is_main:
+            self._notice_spikes(rows)
+            self._write(rows)
+            if self._trackers is not None:
+                self._trackers.add(rows)
+            for row in rows:
+                self._validated |= {key: row[key] for key in VALIDATED if key in row}
+            left = (self._stop - rows[-1]["step"]) * self._seconds[-1]
+            self._sight.show(self._validated | rows[-1] | {"seconds_left": left})
+
+    def _numbers(self) -> list[tuple[float, float | None]]:
+        """This process's loss and norm of each pending step. The device is waited for once, and holds no more for it:
+        a full card has no room for a stack of them."""
+        results = [result for _, _, result, _ in self._pending]
+        losses = [result.loss.to("cpu", non_blocking=True) for result in results]
+        norms = [
+            None if (norm := result.grad_norm) is None else norm.to("cpu", non_blocking=True) for result in results
+        ]
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return [(float(loss), None if norm is None else float(norm)) for loss, norm in zip(losses, norms, strict=True)]
+
+    def _utilisation(self, seconds: float) -> dict[str, float]:
+        """`mfu` of the steps that are pending; nothing where it is not known."""
+        flops, self._flops = self._flops, 0
+        return {"mfu": flops / (seconds * self._mfu.peak)} if self._mfu is not None and flops else {}
+
+    @property
+    def digest(self) -> str:
+        """Of all rows up to here, on the main process."""
+        return self._digest.hexdigest()
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """The median over all flushes but the first, which has the start in it; None before there is another."""
+        return statistics.median(self._seconds[1:]) if self._seconds[1:] else None
+
+    def _notice_spikes(self, rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            if "skipped" not in row and (spike := self._spikes.add(row["loss"])):
+                log.notice(f"note: the loss of step {row['step']} {spike}; {self._name_samples(row['step'])}")
+
+    def _write(self, rows: list[dict[str, Any]]) -> None:
+        text = _lines(rows)
+        self._digest.update(text.encode())
+        try:
+            with open(self.path, "a") as file:
+                file.write(text)
+        except OSError as error:
+            raise UserError(
+                f"cannot write {self.path}: {error.strerror}; once it can be written, the same command goes on from "
+                "the last checkpoint"
+            ) from None
+
+    def _keep_before(self, start: int, written: str | None) -> None:
+        """Drop the rows that a resumed run is about to write again; those of a run that begins anew are put aside."""
+        rows = read_metrics(self.path)
+        kept = [row for row in rows if row["step"] <= start]
+        if rows and not start:
+            aside = self.path.with_name(f"before-{time.strftime('%Y%m%dT%H%M%S')}-{METRICS}")
+            self.path.rename(aside)
+            found = how_many(len(rows), "row")
+            log.notice(f"note: training begins at step 0; {aside} holds {found} of an earlier course")
+        lost = start - len({row["step"] for row in kept})
+        if lost:
+            log.notice(f"note: {self.path} has no row that can be read of {lost} of the {start} steps before this one")
+        text = _lines(kept)
+        write_text(self.path, text)
+        self._digest.update(text.encode())
+        # A checkpoint of an earlier bigdit knows the rows as they were numbered then, from 0.
+        from_zero = xxhash.xxh3_128_hexdigest(_lines(numbered(kept, -1)).encode())
+        if not lost and written not in (None, self.digest, from_zero):
+            log.notice(f"note: {self.path} was changed: its rows up to step {start} are not those that were written")
+
+
+def _lines(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as the file has them."""
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def _row(step: int, loss: float, norm: float | None, lr: float, taken: bool) -> dict[str, Any]:
+    """What is written of a step: of a skipped one, null stands for what is not finite."""
+    row = {"step": step, "loss": loss, "grad_norm": norm, "lr": lr}
+    if not taken:
+        return row | {"loss": _finite(loss), "grad_norm": _finite(norm), "skipped": True}
+    if _finite(loss) is None or _finite(norm) is not norm:
+        raise UserError(
+            f"the loss of step {step} is {loss} at learning rate {lr:.2e}, its gradients' norm {norm}, and the step is "
+            "taken; lower strategy.optimizer.lr, lengthen train.warmup_steps, or set strategy.gradient_clipping"
+        )
+    return row
+
+
+def _finite(number: float | None) -> float | None:
+    return number if number is not None and math.isfinite(number) else None
+
+
+WINDOW = 100
+LEAST = 20
+"""Losses that are looked back on, and how many there must be of them."""
+
+DEVIATIONS = 5.0
+# Source: Hampel's identifier and the modified z-score (Iglewicz & Hoaglin, How to Detect and Handle Outliers, 1993):
+# the median of distances from the median, times 1.4826, is the standard deviation of normal numbers. They call 3.5
+# deviations an outlier; losses of random timesteps have a longer tail.
+NORMAL = 1.4826
+
+
+class LossSpikes:
+    """Compares each loss with the median of the last 100, by their own robust deviation."""
+
+    def __init__(self) -> None:
+        self._last: deque[float] = deque(maxlen=WINDOW)
+
+    def add(self, loss: float) -> str | None:
+        """What is to be said of this loss where it is more than 5 deviations above the median; takes it in."""
+        found = self._compare(loss) if len(self._last) >= LEAST else None
+        self._last.append(loss)
+        return found
+
+    def _compare(self, loss: float) -> str | None:
+        median = statistics.median(self._last)
+        deviation = NORMAL * statistics.median(abs(each - median) for each in self._last)
+        if not loss - median > DEVIATIONS * deviation > 0:
+            return None
+        return (
+            f"is {loss:.4f}, {(loss - median) / deviation:.1f} robust deviations above the median of the last "
+            f"{len(self._last)}, {median:.4f}"
+        )

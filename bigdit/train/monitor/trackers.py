@@ -1,0 +1,209 @@
+"""Rows of metrics for TensorBoard, W&B and others, which a process beside training hands over: nothing waits for it.
+
+That process, `python -m` of this module, reads rows as lines of JSON on stdin for accelerate's trackers. It has no card
+and no peers, hears no signal, and ends when stdin does: when training has, however that was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from bigdit import libraries, log
+from bigdit.checkout import own_module
+from bigdit.errors import shown
+from bigdit.lifeline import undisturbed
+
+PATIENCE_S = 60.0
+"""How long the end of a run waits for rows to be handed over, at most."""
+
+_OURS = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "ACCELERATE_")
+
+
+class Trackers:
+    """Hands rows to `names` of accelerate's trackers; without names, or `shown`, to nobody.
+
+    What fails there is said once, and training goes on. The rows of `start` steps are there already; `run` is what the
+    trackers keep as its settings.
+    """
+
+    def __init__(self, names: Sequence[str], output: Path, start: int, run: Mapping[str, Any], *, shown: bool) -> None:
+        self._rows: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        if not names or not shown:
+            return
+        with undisturbed():
+            self._process = subprocess.Popen(
+                [sys.executable, *own_module("bigdit.train.monitor.trackers")],
+                stdin=subprocess.PIPE,
+                stdout=sys.stderr,
+                env={name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
+                | {"CUDA_VISIBLE_DEVICES": ""},  # it computes nothing, and takes nothing of the card
+                text=True,
+            )
+        self._put({"names": list(names), "folder": str(output.resolve()), "start": start, "run": run})
+        self._thread = threading.Thread(target=self._hand_over, name="trackers", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Trackers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._thread is None:
+            return
+        self._rows.put(None)
+        self._thread.join(PATIENCE_S)
+        if self._thread.is_alive():
+            self._process.kill()
+            log.notice(f"note: trackers did not take the last rows within {PATIENCE_S:.0f} s; metrics.jsonl has all")
+
+    def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """These rows, some time."""
+        for row in rows:
+            self._put(row)
+
+    def show(self, step: int, picture: Path) -> None:
+        """A grid of pictures that was drawn after `step` steps."""
+        self._put({"step": step, "picture": str(picture.resolve())})
+
+    def _put(self, value: Mapping[str, Any]) -> None:
+        self._rows.put(json.dumps(value) + "\n")
+
+    def _hand_over(self) -> None:
+        assert self._process.stdin is not None
+        try:
+            with self._process.stdin as pipe:
+                while (line := self._rows.get()) is not None:
+                    pipe.write(line)
+                    pipe.flush()
+        except OSError:
+            log.notice("note: the process of the trackers has ended; training goes on without, metrics.jsonl has all")
+        self._process.wait()
+
+
+PROJECT = "bigdit"
+
+
+def main() -> int:
+    """Hand over what comes until nothing comes any more."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    said = json.loads(sys.stdin.readline())
+    libraries.prepare()
+    from accelerate import PartialState
+
+    PartialState(cpu=True)  # without which no tracker logs
+    trackers = {name: _Guarded(name, said) for name in said["names"]}
+    for line in sys.stdin:
+        row = json.loads(line)
+        for tracker in trackers.values():
+            if "picture" in row:
+                tracker.show(row["step"], Path(row["picture"]))
+            else:
+                tracker.do("log", dict(_numbers(row)), step=row["step"])
+    for tracker in trackers.values():
+        tracker.do("finish")
+    return 0
+
+
+class _Guarded:
+    """One tracker, until it fails: that is said, and what comes later passes it by."""
+
+    def __init__(self, name: str, said: Mapping[str, Any]) -> None:
+        self._name = name
+        self._tracker: Any = None
+        self._guard(lambda: self._start(said))
+
+    def do(self, method: str, *values: object, **options: object) -> None:
+        """Call a method of the tracker, while it works."""
+        if self._tracker is not None:
+            self._guard(lambda: getattr(self._tracker, method)(*values, **options))
+
+    def show(self, step: int, picture: Path) -> None:
+        """Show a picture, where the tracker shows any."""
+        if hasattr(self._tracker, "log_images"):
+            said = {"dataformats": "NHWC"} if self._name == "tensorboard" else {}
+            self.do("log_images", {"samples": _pixels(picture)[None]}, step=step, **said)
+
+    def _start(self, said: Mapping[str, Any]) -> None:
+        kind = _kind(self._name)
+        os.environ.setdefault("WANDB_DIR", said["folder"])  # else it writes where the command was given
+        if self._name == "tensorboard":
+            # What an earlier start wrote of steps that come again is passed over by who reads it.
+            tracker = kind(self._name, said["folder"], purge_step=said["start"] + 1)
+        elif kind.requires_logging_directory:
+            tracker = kind(PROJECT, said["folder"])
+        else:
+            tracker = kind(PROJECT)
+        tracker.start()
+        if self._name != "tensorboard":  # whose table of settings would have a row more for every start
+            tracker.store_init_configuration(said["run"])
+        self._tracker = tracker
+
+    def _guard(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception as error:  # whatever a tracker raises: its network, its disk, its account
+            reason = shown(" ".join(f"{type(error).__name__}: {error}".split())[:200])
+            log.notice(f"note: trackers: {self._name} failed ({reason}); training goes on without it")
+            self._tracker = None
+
+
+def _kind(name: str) -> Any:
+    """accelerate's tracker of this name."""
+    if name == "wandb":
+        return _any_order()
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    return LOGGER_TYPE_TO_CLASS[name]
+
+
+def _any_order() -> Any:
+    """W&B's tracker for rows and pictures in any order: a picture is decoded while later steps are taken."""
+    from accelerate.tracking import WandBTracker
+
+    class AnyOrder(WandBTracker):
+        """W&B drops what comes with a lower step of its own than the last: here `step` is a value beside the others,
+        and the axis that all are drawn over."""
+
+        def start(self) -> None:
+            """Begin a run."""
+            super().start()
+            self.run.define_metric("*", step_metric="step")
+
+        def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
+            """What was there after `step` steps."""
+            super().log({**values, "step": step}, **options)
+
+    return AnyOrder
+
+
+def _pixels(picture: Path) -> npt.NDArray[np.uint8]:
+    """[height, width, 3]."""
+    with Image.open(picture) as opened:
+        return np.asarray(opened.convert("RGB"))
+
+
+def _numbers(row: Mapping[str, Any], under: str = "") -> Iterator[tuple[str, float]]:
+    """The numbers of a row by their names; those of a mapping within as `name/key`."""
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{under}{key}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool) and key != "step":
+            yield f"{under}{key}", value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

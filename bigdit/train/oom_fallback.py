@@ -1,0 +1,279 @@
+"""A step that ran out of a card's memory: all processes save, start anew with less of it, and take the step again.
+
+What to go on with, less memory for the same samples a step, is kept in a file that says it to every later start.
+Whoever runs out tells the others through the run's store, in a thread of theirs: their main ones may wait for it in a
+collective. No weight has changed then, since every engine asks all processes before it steps.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+
+from bigdit import log, shortage
+from bigdit.checkpoint import Peers
+from bigdit.config import RunConfig
+from bigdit.dist import World
+from bigdit.errors import EXIT_USER, UserError
+from bigdit.receipt import OutOfMemory
+from bigdit.sealed import read_sealed, write_sealed
+from bigdit.spec import StepSize, Strategy, Strict
+from bigdit.train.processes.restart import all_may_start, be_ended_by_signals, start_again
+from bigdit.train.processes.stop import Stop, Stopped
+from bigdit.train.saves import Saves
+from bigdit.train.step import Phase
+
+FILE = "out_of_memory.json"
+
+
+class OomFallback(Strict):
+    """`asked`: the strategy as config or plan have it; `now`: what the run goes on with after these events."""
+
+    asked: Strategy
+    now: Strategy
+    events: tuple[OutOfMemory, ...] = ()
+
+
+def read_oom_fallback(output: Path, asked: Strategy) -> OomFallback:
+    """What the run has come to in this output; a file for another strategy, or a damaged one, is said and left out."""
+    path, none = output / FILE, OomFallback(asked=asked, now=asked)
+    try:
+        found = OomFallback.model_validate_json(read_sealed(path))
+    except FileNotFoundError:
+        return none
+    except (OSError, ValidationError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is damaged"
+        log.notice(f"note: {path} is not used ({why}): a step that runs out of memory again is made smaller again")
+        return none
+    if found.asked != asked:
+        log.notice(f"note: {path} is of other settings than this run's, and is not used")
+        return none
+    log.notice(f"note: {said(found.now.step_size)}, since a step ran out of memory before ({path})")
+    return found
+
+
+def write_oom_fallback(output: Path, fallback: OomFallback) -> None:
+    """Let every later start go on so. Raises UserError where it cannot be written."""
+    write_sealed(output / FILE, fallback.model_dump_json(indent=1) + "\n")
+
+
+def smaller_strategy(strategy: Strategy, planned: Sequence[StepSize], blocks: int) -> Strategy | None:
+    """The strategy with less memory: the size that follows among the plan's, else half the micro-batch, else all of
+    the model's `blocks` recomputed; None where there is nothing left to take."""
+    size = strategy.step_size
+    if size in planned[:-1]:
+        return strategy.sized(planned[planned.index(size) + 1])
+    samples = size.micro_batch_size * size.grad_accum_steps
+    for micro_batch_size in range(size.micro_batch_size // 2, 0, -1):
+        if samples % micro_batch_size == 0 and not strategy.optimizer_in_backward:
+            update = {"micro_batch_size": micro_batch_size, "grad_accum_steps": samples // micro_batch_size}
+            return strategy.sized(size.model_copy(update=update))
+    whole = size.model_copy(update={"checkpointed_blocks": "all", "checkpointing": "full"})
+    recomputes_all = size.checkpointed_blocks in ("all", blocks) and size.checkpointing == "full"
+    return None if recomputes_all else strategy.sized(whole)
+
+
+def said(size: StepSize) -> str:
+    """The size by the config's keys."""
+    kind = " (selective)" if size.checkpointing == "selective" else ""
+    return (
+        f"strategy.micro_batch_size {size.micro_batch_size}, grad_accum_steps {size.grad_accum_steps}, "
+        f"checkpointed_blocks {size.checkpointed_blocks}{kind}"
+    )
+
+
+# In these no weight has changed; the optimizer, and the average after it, may have changed some.
+INTACT = ("encode", "forward", "backward")
+
+_LOOK_EVERY_S = 0.5
+_KEY = "out of memory"
+
+
+class Recovery:
+    """Surrounds steps; all processes make one alike.
+
+    `fallback`: what the run has come to; `following`: what to go on with next, None where nothing is left to take.
+    `peers` are asked while the main threads are within a step. All must be ready within train.grace.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        world: World,
+        device: torch.device,
+        fallback: OomFallback,
+        following: Strategy | None,
+        peers: Peers,
+        saves: Saves,
+        stop: Stop,
+    ) -> None:
+        self._output, self._grace = run.output, run.train.grace
+        self._world, self._device, self._peers = world, device, peers
+        self._fallback, self._following = fallback, following
+        self._saves, self._stop = saves, stop
+        self._step, self._phase = -1, ""
+        self._began: torch.cuda.Event | None = None
+        self._restarting, self._over = threading.Lock(), threading.Event()
+        self._store: dist.Store | None = None
+        self._listener: threading.Thread | None = None
+
+    def __enter__(self) -> Recovery:
+        """From here on hear of the others, where there are any; the host's memory is nobody's to share out."""
+        if self._device.type == "cuda":
+            self._began = torch.cuda.Event()
+            if self._world.world_size > 1:
+                # A connection of its own: on the main thread's this one would wait while that one does.
+                own = dist.distributed_c10d._get_default_store().clone()
+                own.set_timeout(timedelta(seconds=self._grace))
+                self._store = dist.PrefixStore("bigdit", own)
+                self._listener = threading.Thread(target=self._listen, args=(self._store,), daemon=True)
+                self._listener.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        if self._listener is not None:  # which may be about to start this process anew
+            self._listener.join()
+
+    @contextmanager
+    def step(self, step: int, phase: Phase) -> Iterator[Phase]:
+        """Surround the step that follows `step` finished ones; yields the phases to run it with."""
+
+        @contextmanager
+        def noted(name: str) -> Iterator[object]:
+            self._phase = name
+            with phase(name) as entered:
+                yield entered
+
+        self._step, self._phase = step, ""
+        if self._began is not None:
+            self._began.record()
+        try:
+            yield noted
+        except RuntimeError as error:
+            if self._device.type != "cuda" or not shortage.ran_out(error):
+                raise
+            self._recover(error)
+
+    def _recover(self, error: RuntimeError) -> NoReturn:
+        """Start anew with less memory. Raises UserError where nothing is left to take."""
+        if self._following is None:
+            raise UserError(
+                f"{_told(self._event(error, self._fallback.now))}, and there is no smaller one: this has "
+                f"{said(self._fallback.now.step_size)}; `bigdit plan` says what fits: an optimizer with less state, "
+                "strategy.lora, offload to the host, more cards"
+            ) from None
+        event = self._event(error, self._following)
+        traceback.clear_frames(error.__traceback__)  # what the step held of the card
+        if self._store is not None:
+            event = OutOfMemory.model_validate_json(self._store.compare_set(_KEY, "", event.model_dump_json()))
+        self._restart(event)
+
+    def _event(self, error: RuntimeError, after: Strategy) -> OutOfMemory:
+        free, total = torch.cuda.mem_get_info(self._device)
+        return OutOfMemory(
+            step=self._step,
+            rank=self._world.rank,
+            device=torch.cuda.get_device_name(self._device),
+            phase=self._phase,
+            asked_bytes=shortage.asked_bytes(str(error)),
+            free_bytes=free,
+            total_bytes=total,
+            allocated_bytes=torch.cuda.memory_allocated(self._device),
+            reserved_bytes=torch.cuda.memory_reserved(self._device),
+            saved=self._phase in INTACT and not self._fallback.now.optimizer_in_backward,
+            before=self._fallback.now.step_size,
+            after=after.step_size,
+        )
+
+    def _listen(self, store: dist.Store) -> None:
+        try:
+            while not self._over.wait(_LOOK_EVERY_S):
+                if store.check([_KEY]):
+                    event = OutOfMemory.model_validate_json(store.get(_KEY))
+                    break
+            else:
+                return
+        except RuntimeError:  # the store has ended, and with it the run
+            return
+        while self._step < event.step:  # the step before is being saved, or its rows written
+            time.sleep(_LOOK_EVERY_S)
+        self._restart(event)
+
+    def _restart(self, event: OutOfMemory) -> NoReturn:
+        """Save what is whole, let later starts know, and begin again; in the first thread that comes here."""
+        if not self._restarting.acquire(blocking=False):
+            threading.Event().wait()
+        limit = threading.Timer(self._grace, self._give_up, [event])
+        limit.daemon = True
+        limit.start()
+        last = self._save_beside(event)
+        self._end_where_asked(max(self._peers.gather(self._stop.signum)), last)
+        if not all_may_start(self._store, self._world, self._world.is_main and self._kept(event)):
+            os._exit(EXIT_USER)
+        be_ended_by_signals()  # a signal that is heard from here on would be forgotten
+        self._end_where_asked(self._stop.signum, last)
+        start_again()
+
+    def _end_where_asked(self, signum: int, last: Path | None) -> None:
+        if signum:
+            if self._world.is_main and last is not None:
+                log.notice(str(Stopped(signum, self._saves.step, last)))
+            os._exit(128 + signum)
+
+    def _save_beside(self, event: OutOfMemory) -> Path | None:
+        """Save while the main thread may wait for a peer: what it has launched on its stream does not end.
+
+        The newest checkpoint, None where there is none: it may be an older one, from which steps are taken again.
+        """
+        torch.cuda.set_device(self._device)
+        assert self._began is not None
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_event(self._began)
+        with torch.cuda.stream(stream):
+            try:
+                return self._saves.save_now(event.step if event.saved else self._saves.step)
+            except UserError as error:
+                if self._world.is_main:
+                    log.notice(f"note: the last steps are not saved, and are taken again: {error}")
+                return self._saves.last
+
+    def _kept(self, event: OutOfMemory) -> bool:
+        """Whether later starts know of it. Without that they would run out of memory again, and again."""
+        asked, now = self._fallback.asked, self._following
+        assert now is not None
+        try:
+            write_oom_fallback(self._output, OomFallback(asked=asked, now=now, events=(*self._fallback.events, event)))
+        except UserError as error:
+            log.notice(f"error: {_told(event)}, and what to go on with is not kept: {error}")
+            return False
+        log.notice(f"note: {_told(event)}; all start again with {said(event.after)}")
+        return True
+
+    def _give_up(self, event: OutOfMemory) -> None:
+        if self._world.rank == event.rank:
+            print(
+                f"error: {_told(event)}, and not all processes were ready to start again within train.grace, "
+                f"{self._grace:g} s: all end; the same command goes on from the last checkpoint",
+                file=sys.stderr,
+                flush=True,
+            )
+        os._exit(EXIT_USER)
+
+
+def _told(event: OutOfMemory) -> str:
+    short = shortage.said(event.asked_bytes, event.free_bytes, event.total_bytes, event.reserved_bytes)
+    where = f"rank {event.rank} ({event.device}) in {event.phase or 'its start'}"
+    return f"step {event.step + 1} ran out of memory on {where}: {short}"

@@ -1,0 +1,192 @@
+"""What a run goes on from: the latest checkpoint of its output, held against the run before anything is loaded; and its
+length by epochs, where its samples can be counted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from bigdit import checkpoint
+from bigdit.catalog.families import objective_of
+from bigdit.catalog.models import repositories
+from bigdit.checkpoint import Checkpoint
+from bigdit.config import RunConfig, check
+from bigdit.config.plan_file import unplanned
+from bigdit.config.stages import in_order, of_each
+from bigdit.errors import UserError
+from bigdit.loader.order import Order
+from bigdit.loader.raw_store import RawStore
+from bigdit.loader.stages import check_border, plan_order
+from bigdit.sources.open import open_source
+from bigdit.store import FeatureStore
+from bigdit.store.files import url_of
+from bigdit.train.prepare import Prepared, check_stores, has_store, stage_at
+from bigdit.units import gib, how_many
+
+
+def counted(stages: Sequence[Prepared], *, needed: bool = True) -> tuple[list[Prepared], list[str]]:
+    """Each stage with its train.steps, also where it says train.epochs; and what these come to, a line each.
+
+    Not `needed`, a stage whose features are not there stays as it is, and a line says so. Raises UserError where a
+    store cannot be read, or the steps that were found do not go with what else is said of the schedule.
+    """
+    lines: list[str] = []
+
+    def one(number: int) -> Prepared:
+        found, line = _counted(stages[number], needed)
+        lines.extend(line)
+        return found
+
+    found = of_each(range(len(stages)), one)
+    placed = in_order([each.stage for each in found])
+    return [replace(each, stage=stage) for each, stage in zip(found, placed, strict=True)], lines
+
+
+def _counted(prepared: Prepared, needed: bool) -> tuple[Prepared, list[str]]:
+    stage, run = prepared.stage, prepared.stage.run
+    epochs = run.train.epochs
+    if epochs is None:
+        return prepared, []
+    said = f"{stage.prefix}train.epochs {epochs:g}"
+    try:
+        check_stores([stage])
+    except UserError:
+        if needed:
+            raise
+        return prepared, [f"{said}: how many steps they come to is known when {run.data.features} holds features"]
+    samples, batch = samples_of(run), prepared.strategy.global_batch_size
+    steps = steps_of(epochs, samples, batch)
+    train = run.train.model_copy(update={"steps": steps, "epochs": None})
+    run = run.model_copy(update={"train": train})
+    check(run, prepared.spec)
+    line = f"{said} of {how_many(samples, 'sample')} in steps of {batch:,}: {how_many(steps, 'step')}"
+    return replace(prepared, stage=replace(stage, run=run, length="train.epochs")), [line]
+
+
+def samples_of(run: RunConfig) -> int:
+    """The samples of the run's store that are trained on, or of its sources. Raises UserError where they cannot be
+    read."""
+    if run.data.features is None:
+        return len(open_source(run.data))
+    store = FeatureStore.open(run.data.store, run.data.reader, run.data.remote_cache)
+    held_out = run.validation.samples if run.validation else 0
+    return max(int(store.index.counts.sum()) - held_out, 1)  # the loader refuses to hold out all
+
+
+def steps_of(epochs: float, samples: int, global_batch_size: int) -> int:
+    """Steps in which so many samples come `epochs` times, the last one full too."""
+    return math.ceil(Fraction(str(epochs)) * samples / global_batch_size)  # as it was written, not as a float has it
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where training begins: of the run's `stages` in the one that was `reached`, after the checkpoint `found`, None
+    before the first; and what a person should know of it (`notices`)."""
+
+    stages: Sequence[Prepared]
+    found: Checkpoint | None
+    reached: Prepared
+    notices: tuple[str, ...]
+
+    @property
+    def step(self) -> int:
+        """How many steps were taken."""
+        return 0 if self.found is None else self.found.step
+
+    @property
+    def ends(self) -> list[int]:
+        """How many steps were taken at the end of each stage."""
+        return [each.stage.end for each in self.stages]
+
+    @property
+    def done(self) -> str | None:
+        """That nothing is left to do, where it is so."""
+        stage = self.reached.stage
+        if self.found is None or self.step < stage.end:
+            return None
+        return f"{self.found.folder} has its {self.step} steps already; raise {stage.prefix}{stage.length} to go on"
+
+    def order(self, store: FeatureStore | RawStore) -> tuple[Order, list[str]]:
+        """As plan_order, of the store of the stage that was reached. Raises UserError as it does."""
+        run, first_step = self.reached.stage.run, self.reached.stage.start
+        saved, where = (None, run.output) if self.found is None else (self.found.state["data"], self.found.folder)
+        held_out = run.validation.samples if run.validation else 0
+        batch = self.reached.strategy.global_batch_size
+        return plan_order(store, batch, run.train.seed, saved, self.step, where, held_out, first_step)
+
+
+def foreseen(stages: Sequence[Prepared]) -> list[str]:
+    """What training would say of where it begins, with nothing written; nothing where its steps are not known yet.
+    Raises UserError as it would, but for what only encoders show of pictures with features online."""
+    if any(each.stage.run.train.steps is None for each in stages):
+        return []
+    start = start_of(stages)
+    if start.done is not None:
+        return [*start.notices, start.done]
+    run = start.reached.stage.run
+    if not has_store(run):
+        return list(start.notices)
+    _, notices = start.order(FeatureStore.open(run.data.store, run.data.reader, run.data.remote_cache))
+    return [*start.notices, *(f"note: {line}" for line in notices)]
+
+
+def _random_weights(first: Prepared) -> list[str]:
+    """A line where the weights are drawn of a model whose weights are published."""
+    known = repositories(first.spec.name)
+    if first.stage.run.model.init_from is not None or not known:
+        return []
+    return [
+        f"note: {first.spec.name} starts from random weights; model.init_from: FOLDER starts from published ones, such "
+        f"as those of {known[0]}"
+    ]
+
+
+def verdict(stages: Sequence[Prepared]) -> str:
+    """`ok: 240 images, 3 buckets, 60 steps of 4, fits as planned: 21.34 GiB of 23.53 GiB`: a run that was checked, and
+    what is known of it without running it."""
+    lines = [(f"{each.stage.name}: " if each.stage.count > 1 else "") + ", ".join(_known(each)) for each in stages]
+    return "; ".join([f"ok: {lines[0]}", *lines[1:], *_taken(stages)])
+
+
+def _taken(stages: Sequence[Prepared]) -> list[str]:
+    """Where a run that was begun goes on, if its steps are known."""
+    start = start_of(stages) if all(each.stage.run.train.steps is not None for each in stages) else None
+    if start is None or not start.step:
+        return []
+    return ["nothing is left to train" if start.done else f"resumes after step {start.step:,}"]
+
+
+def _known(prepared: Prepared) -> Iterator[str]:
+    run, plan, batch = prepared.stage.run, prepared.stage.plan, prepared.strategy.global_batch_size
+    data, train = run.data, run.train
+    if data.features is None or has_store(run):
+        yield f"{samples_of(run):,} {data.samples}"
+    else:
+        yield f"features in {data.features}" if url_of(data.features) else "no features yet (`bigdit extract`)"
+    yield f"{len(data.buckets)} bucket{'' if len(data.buckets) == 1 else 's'}"
+    yield f"{train.steps:,} steps of {batch:,}" if train.steps else f"{train.epochs:g} epochs in steps of {batch:,}"
+    if plan is None or unplanned(prepared.strategy, plan):
+        yield "memory not planned (`bigdit plan --config`)"
+    else:
+        taken, usable = plan.expected.process_bytes[1], plan.expected.usable_bytes
+        yield f"{plan.expected.verdict.lower()} as planned: {gib(taken)} of {gib(usable)}"
+
+
+def start_of(stages: Sequence[Prepared]) -> Start:
+    """Where training begins. Raises UserError where it cannot go on from the checkpoint that is there."""
+    found, notices = checkpoint.latest(stages[0].stage.run.output)
+    if found is None:
+        return Start(stages, None, stages[0], (*notices, *_random_weights(stages[0])))
+    reached, last = stage_at(stages, found.step), stage_at(stages, max(found.step - 1, 0))
+    check_border(found.state["data"], found.folder, last.stage.start, found.step)
+    checkpoint.check_resumable(found, reached.spec, reached.strategy)
+    objective = objective_of(reached.spec, reached.stage.run.objective)
+    checkpoint.check_objective(found, objective)
+    start = Start(stages, found, reached, tuple(notices))
+    if last is not reached or start.done is not None:  # another stage begins, which is another run; or nothing goes on
+        return start
+    run = reached.stage.run.model_copy(update={"objective": objective})
+    changed = [f"note: {line}" for line in checkpoint.changed_since(found, run)]
+    return replace(start, notices=(*notices, *changed))

@@ -1,0 +1,233 @@
+"""The model of a stage on the device, under the engine that steps it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from bigdit import checkpoint, engines, models
+from bigdit.catalog import FAMILIES, batch_shape
+from bigdit.catalog.families import objective_of
+from bigdit.catalog.first_frame import fed_more
+from bigdit.catalog.resolve import read_model_config
+from bigdit.catalog.user import of_arguments
+from bigdit.config import RunConfig, check
+from bigdit.config.output import CHECKPOINTS
+from bigdit.config.stages import of_each
+from bigdit.dist import World
+from bigdit.engines import Ema, Engine
+from bigdit.errors import UserError
+from bigdit.models import Family
+from bigdit.models.arguments import arguments
+from bigdit.models.compiling import compiling_said
+from bigdit.objective_spec import ObjectiveSpec
+from bigdit.spec import ModelSpec, Strategy
+from bigdit.train.data import TrainData
+from bigdit.train.measure import MemoryMeter
+from bigdit.train.oom_fallback import OomFallback, read_oom_fallback, smaller_strategy
+from bigdit.train.prepare import Prepared
+from bigdit.train.record import PlannedMemory, planned_memory
+from bigdit.train.resume import Start
+from bigdit.train.saves import export_missed, snapshots_said
+from bigdit.train.say import say
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """An `engine`, what it trains, and the `meter` of its memory, beside what was `planned` of that.
+
+    `fallback`: what the run has come to where memory ran out; `smaller`: what it would go on with if it does again,
+    None where nothing is left to take. `peers` are asked while main threads are within a step.
+    """
+
+    engine: Engine
+    ema: Ema | None
+    family: Family
+    objective: ObjectiveSpec
+    meter: MemoryMeter
+    planned: PlannedMemory | None
+    fallback: OomFallback
+    smaller: Strategy | None
+    peers: checkpoint.Peers
+
+    @property
+    def strategy(self) -> Strategy:
+        """How it is stepped now."""
+        return self.fallback.now
+
+
+def build_state(start: Start, data: TrainData, world: World, device: torch.device, stack: ExitStack) -> TrainState:
+    """The model of the stage that was reached, as the checkpoint has it where there is one.
+
+    Raises UserError where its weights, or that checkpoint, cannot be read.
+    """
+    found, spec, run, plan = start.found, start.reached.spec, start.reached.stage.run, start.reached.stage.plan
+    family, peers = models.family(spec.class_name), checkpoint.Peers(world)
+    (fallback, *_) = peers.gather(read_oom_fallback(run.output, start.reached.strategy) if world.is_main else None)
+    assert fallback is not None
+    strategy = fallback.now
+    if found is not None:
+        checkpoint.verify(found, peers)
+        if world.is_main:
+            export_missed(run, start.ends, found)
+    model = models.equip(_weights(start, strategy), family, strategy, seed=run.train.seed)
+    sizes = () if plan is None else (plan.strategy.step_size, *plan.smaller)
+    smaller = smaller_strategy(strategy, sizes, len(family.blocks(model)))
+    say(world, snapshots_said(run, model), notes=True)
+    if found is not None:
+        checkpoint.load_weights(found, model)
+    meter = MemoryMeter(device)
+    if strategy.compile_blocks:
+        say(world, [compiling_said(emulated=meter.emulated)], notes=True)
+    engine = engines.create(strategy, model, family, device=device, world=world)
+    ema = engines.ema_of(engine)
+    if found is not None:
+        say(world, checkpoint.restore(found, engine, peers, ema), notes=True)
+        say(world, [f"going on from {found.folder}, step {start.step}"])
+    objective, planned = objective_of(spec, run.objective), planned_memory(plan, strategy, device.type)
+    return TrainState(engine, ema, family, objective, meter, planned, fallback, smaller, peers)
+
+
+def _weights(start: Start, strategy: Strategy) -> nn.Module:
+    """The plain model on the host: empty where a checkpoint fills all of it, else from init_from, or drawn."""
+    spec, run = start.reached.spec, start.reached.stage.run
+    dtype, source = engines.compute_dtype(strategy), run.model.init_from
+    if start.found is not None and strategy.lora is None:
+        return models.skeleton(spec, dtype=dtype)
+    if source is not None:
+        return checkpoint.load_model(spec, source, dtype=dtype)
+    return models.build(spec, device="cpu", dtype=dtype, seed=run.train.seed)
+
+
+def check_models(stages: Sequence[Prepared]) -> list[nn.Module]:
+    """`check_model` of each stage. Raises UserError with what is wrong of all."""
+
+    def one(number: int) -> nn.Module:
+        return check_model(stages[number].stage.run, stages[number].spec, stages[number].strategy)
+
+    found = of_each(range(len(stages)), one)
+    _check_start(stages[0].stage.run, stages[0].spec)
+    return found
+
+
+def _check_start(run: RunConfig, spec: ModelSpec) -> None:
+    """Raise UserError where model.init_from is no folder of weights; what bigdit wrote has checksums, which loading
+    reads. A run that goes on reads it for adapters alone."""
+    source = run.model.init_from
+    if source is None or (run.strategy.lora is None and _goes_on(run)):
+        return
+    try:
+        checkpoint.check_whole(source)
+        if not checkpoint.written_here(source):
+            models.check_folder(spec, source)
+    except UserError as error:
+        raise UserError(f"model.init_from: {error}") from None
+
+
+def _goes_on(run: RunConfig) -> bool:
+    return any((run.output / CHECKPOINTS).glob("step-*"))
+
+
+def check_model(run: RunConfig, spec: ModelSpec, strategy: Strategy) -> nn.Module:
+    """The model as it is trained, on the meta device. Raises UserError where the class refuses the arguments, or what
+    it makes of them does not go with the run.
+
+    What the config leaves out is what the class takes for it: its own channels and widths.
+    """
+    engines.check(strategy)
+    family = models.family(spec.class_name)
+    model = models.outline(spec)
+    made = spec.model_copy(update={"kwargs": dict(arguments(model))})
+    check(run, made)
+    _check_left_out(run, made)
+    channels, predicted = (made.kwargs.get(key) for key in ("in_channels", "out_channels"))
+    fed = channels // _packed(made) ** 2 if isinstance(channels, int) else None
+    if fed is not None and not fed_more(made) and predicted not in (None, fed, 2 * fed):  # 2: and the variance
+        raise UserError(
+            f"model.kwargs.out_channels is {predicted}, and in_channels is {channels}: what is predicted has the "
+            f"channels of what is fed; set out_channels to {fed}"
+        )
+    if run.model.name is None:
+        _check_shapes(run, made)
+    return models.equip(model, family, strategy)
+
+
+def _check_shapes(run: RunConfig, made: ModelSpec) -> None:
+    """Raise UserError where the arguments of a user's own model, such as widths, do not go together: the first step
+    would end so. A sample is of the size that they say, or else of the catalogue's sibling. What else fails with it, as
+    where values are read, which it has none of, is left to that step."""
+    said = {key: value for key, value in made.kwargs.items() if not key.startswith("_")}
+    said |= {key: _LIKE for key in FAMILIES[made.class_name].depths.values() if said.get(key)}
+    shallow = ModelSpec.model_validate_json(made.model_copy(update={"kwargs": said}).model_dump_json())
+    try:
+        sample = batch_shape(of_arguments(shallow))
+    except UserError:
+        return
+    model = models.outline(shallow)
+    try:
+        models.take_through(model, models.family(made.class_name), sample)
+    except Exception as error:  # whatever a class raises
+        if (told := _of_shapes(run, error)) is not None:
+            raise told from error
+
+
+_LIKE = 2
+"""Blocks of a list that a sample is taken through: all are alike; HunyuanDiT's come in halves."""
+
+
+def _check_left_out(run: RunConfig, made: ModelSpec) -> None:
+    """Raise UserError where the weights to start from have another value for what model.kwargs leaves to the class:
+    they load, and checkpoints and exports would say another model. A run that goes on has what it began with."""
+    source = run.model.init_from
+    if run.model.class_name is None or source is None or _goes_on(run) or not (source / "config.json").is_file():
+        return
+    had, taken = read_model_config(source / "config.json").kwargs, made.model_dump(mode="json")["kwargs"]
+    others = [key for key in had if key not in run.model.kwargs and key in taken and had[key] != taken[key]]
+    if others:
+        key = others[0]
+        more = f", and {len(others) - 1} more of its arguments differ" if len(others) > 1 else ""
+        raise UserError(
+            f"model.init_from: {source} has {key} {had[key]}, and model.kwargs leaves it to {made.class_name}, which "
+            f"has {taken[key]}{more}; set model.path to {source} in the place of model.class_name and model.kwargs"
+        )
+
+
+def _packed(spec: ModelSpec) -> int:
+    """The side of the patches that are fed as channels, where what is predicted has the channels of one pixel alone:
+    Qwen-Image's patch_size. Flux's is 1, its out_channels are those of a patch."""
+    side = spec.kwargs.get("patch_size", 1)
+    return side if FAMILIES[spec.class_name].packs and isinstance(side, int) else 1
+
+
+_OF_SHAPES = re.compile(
+    "shapes cannot be multiplied|same reduction dim|Sizes of tensors must match|must match the size of tensor"
+    "|Attempting to broadcast a dimension|expected input|is invalid for input of size"
+)
+"""What torch says of tensors that do not go together."""
+
+
+@contextmanager
+def telling_shapes(run: RunConfig) -> Iterator[None]:
+    """Make a step that fails by shapes, of a model whose arguments are the user's own, a UserError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if run.model.name is not None or (told := _of_shapes(run, error)) is None:
+            raise
+        raise told from error
+
+
+def _of_shapes(run: RunConfig, error: Exception) -> UserError | None:
+    """What is told of an error of shapes; None for any other."""
+    if not _OF_SHAPES.search(str(error)):
+        return None
+    key, reason = "model.path" if run.model.path else "model.kwargs", " ".join(str(error).split())
+    return UserError(
+        f"{key}: a step ends with {reason[:300].rstrip('.')}; "
+        "the model's arguments, such as widths, may not go together; where they do, this is a bug in bigdit"
+    )
