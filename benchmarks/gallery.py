@@ -97,7 +97,7 @@ def strategy(way: str, gpus: int) -> str:
 
 
 def cells(kept: Sequence[Cell]) -> Iterator[Cell]:
-    """All cells, by GPU: those of one kind share a process. What `kept` has does not run again."""
+    """All cells, by GPU: those of one kind share a process. What `cache` has does not run again."""
     known = {cell.asked: cell for cell in kept}
     for name, gpus in CARDS:
         asked = [Cell.of(model, name, gpus, way) for model in MODELS for way in WAYS]

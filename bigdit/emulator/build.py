@@ -14,11 +14,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from bigdit.cache import cache_root
 from bigdit.emulator.stubs import MANNERS, sources
 from bigdit.emulator.symbols import Library, wanted
 from bigdit.errors import UserError
 from bigdit.files import TEMPORARY
-from bigdit.kept import cache_root
 
 C = Path(__file__).parent / "c"
 

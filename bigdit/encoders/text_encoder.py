@@ -40,7 +40,7 @@ class TextEncoder(Protocol):
         ...
 
     def encode(self, captions: Sequence[str], kept: Keep = as_it_is) -> list[Text]:
-        """Captions to their texts, each `kept`: else they are on the encoder's device, as many as there are."""
+        """Captions to their texts, each `cache`: else they are on the encoder's device, as many as there are."""
         ...
 
     def null(self) -> Text:

@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 
 from bigdit.config.encoders import EncodersConfig
+from bigdit.die_with_parent import end_with_parent
 from bigdit.encoders.load import Encoders, load_encoders
 from bigdit.errors import UserError
 from bigdit.extract.speed import Stopwatch, UnitSpeed, append
 from bigdit.extract.unit import encode_unit
-from bigdit.lifeline import end_with_parent
 from bigdit.sources.protocol import Item
 from bigdit.store.classes import Classes
 from bigdit.store.in_hand import own_folder

@@ -14,8 +14,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from bigdit import libraries
+from bigdit.die_with_parent import end_with
 from bigdit.errors import guard
-from bigdit.lifeline import end_with
 from bigdit.profile.attempt import Question
 from bigdit.profile.forks import serve
 from bigdit.profile.request import StepRequest

@@ -12,12 +12,12 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
 
+from bigdit.cache import Cache, digest_of
 from bigdit.catalog import Gpu
 from bigdit.checkout import ROOT, in_checkout, own_module
 from bigdit.emulator import emulated_environment
 from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.errors import UserError
-from bigdit.kept import Kept, digest_of
 from bigdit.machine import memory_bytes
 from bigdit.profile.attempt import UNLIMITED, Attempt, Profile, Question, TookTooLong
 from bigdit.profile.lanes import Lanes, WorkerError, environment
@@ -32,8 +32,8 @@ WORKER_BYTES = 2 * GIB
 LARGEST_MICRO_BATCH = 512
 """Where the search for the largest micro-batch ends."""
 
-_ATTEMPTS = Kept("attempts", Attempt, "the attempt", "the step is run")
-_PROFILES = Kept("profiles", Profile, "the profile", "the step is recorded")
+_ATTEMPTS = Cache("attempts", Attempt, "the attempt", "the step is run")
+_PROFILES = Cache("profiles", Profile, "the profile", "the step is recorded")
 
 SOURCES = (
     "spec",

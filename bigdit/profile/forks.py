@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
+from bigdit.die_with_parent import end_with
 from bigdit.errors import EXIT_BUG, guard
-from bigdit.lifeline import end_with
 
 Answer = Callable[[str], str]
 """The answer to a question."""

@@ -20,9 +20,9 @@ from PIL import Image
 
 from bigdit import log
 from bigdit.config.data import MAX_PIXELS
+from bigdit.die_with_parent import end_with_parent
 from bigdit.errors import UserError
 from bigdit.files import replacing, write_text
-from bigdit.lifeline import end_with_parent
 from bigdit.sources import parquet_file
 from bigdit.sources.captions import json_captions, text_captions
 from bigdit.sources.disk import CAPTION_BYTES, PICTURE_BYTES, check_size, opened_range, read_range, sampled_digest
@@ -98,7 +98,7 @@ class TarItem(Readable):
 
 
 class WebDataset:
-    """The samples of tars, in the order of the tars given; indices are kept in the folder `kept`."""
+    """The samples of tars, in the order of the tars given; indices are kept in the folder `cache`."""
 
     class_names: Collection[str] = ()
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from bigdit import log
+from bigdit.cache import read_sealed, write_sealed
 from bigdit.receipt import OutOfMemory
-from bigdit.sealed import read_sealed, write_sealed
 from bigdit.spec import StepSize, Strategy, Strict
 
 FILE = "out_of_memory.json"

@@ -8,7 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
-from bigdit.lifeline import end_with
+from bigdit.die_with_parent import end_with
 
 LAUNCHER = "BIGDIT_LAUNCHER"
 """The process id of `bigdit train`, in the environment of what it starts."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from bigdit.die_with_parent import ENDED, STOPPED, state_of
 from bigdit.dist import World
 from bigdit.errors import EXIT_USER, UserError, refused
-from bigdit.lifeline import ENDED, STOPPED, state_of
 from bigdit.train.processes.stop import Stop
 
 # How long a process may take to end, or to say that it lost a peer too, after another's connections broke.

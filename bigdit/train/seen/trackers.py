@@ -14,7 +14,7 @@ from typing import Any
 
 from bigdit import log
 from bigdit.checkout import own_module
-from bigdit.lifeline import undisturbed
+from bigdit.die_with_parent import undisturbed
 
 PATIENCE_S = 60.0
 """How long the end of a run waits for rows to be handed over, at most."""
