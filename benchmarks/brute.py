@@ -28,7 +28,7 @@ from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.files import write_text
 from bigdit.profile.attempt import UNLIMITED, Attempt
 from bigdit.profile.cards import Cards, Row
-from bigdit.profile.request import StepRequest, request_for
+from bigdit.profile.attempt import StepRequest, request_for
 from bigdit.search.answer import make_plan
 from bigdit.search.ask import question_for
 from bigdit.search.calibration import UNPROVED

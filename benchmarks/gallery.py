@@ -24,7 +24,7 @@ from bigdit.errors import UserError, guard
 from bigdit.files import write_json, write_text
 from bigdit.profile.attempt import Attempt
 from bigdit.profile.cards import Cards, Row
-from bigdit.profile.request import StepRequest, request_for
+from bigdit.profile.attempt import StepRequest, request_for
 from bigdit.spec import Strict
 
 HERE = Path(__file__).parent

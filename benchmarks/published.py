@@ -24,8 +24,8 @@ from bigdit.catalog.encoders import online_encoders
 from bigdit.config.strategy import parse_strategy
 from bigdit.errors import UserError
 from bigdit.profile.cards import Cards
-from bigdit.profile.lanes import WorkerError
-from bigdit.profile.request import StepRequest
+from bigdit.profile.pool import WorkerError
+from bigdit.profile.attempt import StepRequest
 from bigdit.units import GIB, MIB
 
 HERE = Path(__file__).parent

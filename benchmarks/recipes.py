@@ -28,7 +28,7 @@ from tried.saved import saved
 
 from bigdit import catalog
 from bigdit.catalog import batch_shape
-from bigdit.catalog.classes import class_count
+from bigdit.catalog.conditions import class_count
 from bigdit.checkpoint import latest
 from bigdit.config import load_run
 from bigdit.config.output import RECEIPT, receipt_of
@@ -40,7 +40,7 @@ from bigdit.errors import guard
 from bigdit.files import write_json
 from bigdit.profile.attempt import Attempt
 from bigdit.profile.cards import Cards
-from bigdit.profile.request import StepRequest, request_for
+from bigdit.profile.attempt import StepRequest, request_for
 from bigdit.receipt import Receipt
 from bigdit.recipes.recipe import MEASURED, Extraction, Recipe, Saved, Took, names, recipe
 from bigdit.search.answer import make_plan

@@ -12,7 +12,7 @@ from bigdit.commands.options import Frames, Gpu, Json, Model, Resolution
 if TYPE_CHECKING:
     from bigdit.memory.process import ByteRange
     from bigdit.profile.attempt import Profile
-    from bigdit.profile.request import StepRequest
+    from bigdit.profile.attempt import StepRequest
 
 EXIT_DOES_NOT_FIT = 2
 
@@ -42,7 +42,7 @@ def run(
     from bigdit.files import check_writable
     from bigdit.memory.process import beside_training
     from bigdit.profile.cards import Cards
-    from bigdit.profile.request import parse_resolution, request_for
+    from bigdit.profile.attempt import parse_resolution, request_for
 
     for option, file in (("--plot", plot), ("--snapshot", snapshot)):
         if file is not None:

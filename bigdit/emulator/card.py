@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bigdit.catalog import Gpu
-from bigdit.catalog.capability import capability
+from bigdit.catalog.gpus import capability
 from bigdit.errors import UserError
 from bigdit.memory.process import cuda_context, nccl_buffers
 from bigdit.units import KIB, MIB

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from bigdit.catalog.first_frame import IMAGE_EMBEDS, IMAGE_ENCODER
+from bigdit.catalog.conditions import IMAGE_EMBEDS, IMAGE_ENCODER
 from bigdit.config.encoders import FirstFrameConfig
 from bigdit.encoders.codecs import ImageCodec, to_unit_range
 from bigdit.encoders.folder import DTYPES, read_config, weights_sample

@@ -23,7 +23,7 @@ def as_it_is(text: Text) -> Text:
 
 class TextEncoder(Protocol):
     """`dim` of the states and `pooled_dim` of the vector, None where there is none; the most states of a caption.
-    `streams`: of each further text of a caption, by name, the most states and their width."""
+    `errors`: of each further text of a caption, by name, the most states and their width."""
 
     dim: int
     pooled_dim: int | None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from bigdit.catalog.first_frame import IMAGE_CONDITION
+from bigdit.catalog.conditions import IMAGE_CONDITION
 from bigdit.store.part import FIRST_FRAME
 
 

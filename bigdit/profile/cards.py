@@ -20,8 +20,8 @@ from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
 from bigdit.profile.attempt import UNLIMITED, Attempt, Profile, Question, TookTooLong
-from bigdit.profile.lanes import Lanes, WorkerError, environment
-from bigdit.profile.request import StepRequest, check
+from bigdit.profile.pool import Pool, WorkerError, environment
+from bigdit.profile.attempt import StepRequest, check
 from bigdit.spec import OptimizerSpec
 from bigdit.units import GIB
 
@@ -116,7 +116,7 @@ class Cards:
             self._free.put(card)
         self._threads = ThreadPoolExecutor(self.count)
         self._lock = Lock()
-        self._lanes = Lanes(partial(_worker, gpu, expandable_segments), self.count)
+        self._lanes = Pool(partial(_worker, gpu, expandable_segments), self.count)
 
     def __enter__(self) -> Cards:
         self._threads.submit(self._lanes.start)  # libraries are imported by the time of the first question

@@ -24,7 +24,7 @@ from bigdit.loader.ahead import read_ahead
 from bigdit.loader.batch import Batch
 from bigdit.loader.raw import RawBatch
 from bigdit.models import Family
-from bigdit.profile.request import StepRequest
+from bigdit.profile.attempt import StepRequest
 from bigdit.record.watch import Watch
 from bigdit.spec import BatchShape, Strategy
 from bigdit.train.encode import Encode, encode

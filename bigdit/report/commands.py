@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bigdit.catalog.first_frame import takes_first_frame
+from bigdit.catalog.conditions import takes_first_frame
 from bigdit.checkout import entry
 from bigdit.report.skeleton import RUN, skeleton
 from bigdit.report.words import samples

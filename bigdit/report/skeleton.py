@@ -11,8 +11,8 @@ import yaml
 from bigdit.catalog import CatalogModel
 from bigdit.catalog.encoders import caption_tokens, online_encoders
 from bigdit.catalog.families import PUBLISHED, objective_of
-from bigdit.catalog.first_frame import takes_first_frame
-from bigdit.catalog.gated import before_download
+from bigdit.catalog.conditions import takes_first_frame
+from bigdit.catalog.models import before_download
 from bigdit.catalog.models import TextInput, models, repositories
 from bigdit.catalog.pipeline import CONFIG
 from bigdit.catalog.resolve import TRANSFORMER

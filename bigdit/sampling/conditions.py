@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bigdit.catalog.classes import CLASS_LABEL, no_class
+from bigdit.catalog.conditions import CLASS_LABEL, no_class
 from bigdit.config import RunConfig
 from bigdit.config.encoders import TextEncoderConfig
 from bigdit.encoders.load import load_text_encoder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from bigdit.cache import Cache, digest_of, installed
-from bigdit.catalog.revision import revision
+from bigdit.catalog.names import revision
 from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.profile.cards import SOURCES, Cards
 from bigdit.search.plan import Plan

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from bigdit.config.strategy import parse_strategy
 from bigdit.errors import UserError
-from bigdit.profile.request import precision_problems
+from bigdit.profile.attempt import precision_problems
 from bigdit.search.plan import Rejected
 from bigdit.search.question import Pins, Question
 from bigdit.spec import FACTORED, LoraBase, OptimizerName, Precision, Strategy

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bigdit.catalog.classes import no_class
+from bigdit.catalog.conditions import no_class
 from bigdit.checkpoint import Peers
 from bigdit.dist import World
 from bigdit.encoders.fit import smaller_than_planned

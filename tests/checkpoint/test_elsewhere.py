@@ -21,7 +21,7 @@ from bigdit.dist import World
 from bigdit.engines.state import checkpoint_bytes
 from bigdit.errors import UserError
 from bigdit.profile.cards import Cards
-from bigdit.profile.request import StepRequest
+from bigdit.profile.attempt import StepRequest
 from bigdit.spec import OptimizerSpec
 
 _ELSEWHERE = """

@@ -3,13 +3,14 @@
 import pytest
 from commands import DIGITS
 
-from bigdit.catalog import model, models
+from bigdit.catalog import models
+from bigdit.catalog import model
 from bigdit.catalog.families import FAMILIES, PUBLISHED, objective_of
 from bigdit.catalog.resolve import model_spec
 from bigdit.config import check, load_run
 from bigdit.errors import UserError
 from bigdit.objective_spec import DdpmSpec, ExponentialShift, FlowMatchingSpec
-from bigdit.profile.request import StepRequest
+from bigdit.profile.attempt import StepRequest
 from bigdit.spec import BatchShape, Strategy
 
 

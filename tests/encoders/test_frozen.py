@@ -16,8 +16,8 @@ from bigdit.catalog.encoders import OnlineEncoders, TextEncoderSpec, VaeSpec, on
 from bigdit.encoders.frozen import FrozenEncoders
 from bigdit.errors import UserError
 from bigdit.profile.cards import Cards
-from bigdit.profile.request import PICTURES as OF_PICTURES
-from bigdit.profile.request import TEXTS, StepRequest
+from bigdit.profile.attempt import PICTURES as OF_PICTURES
+from bigdit.profile.attempt import TEXTS, StepRequest
 from bigdit.profile.run_attempt import weights_of
 from bigdit.profile.steps import raw_batch
 from bigdit.spec import BatchShape, Strategy

@@ -23,7 +23,7 @@ from bigdit.emulator import build, emulated_environment, shared_state
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.profile.attempt import Profile
 from bigdit.profile.cards import Cards
-from bigdit.profile.request import StepRequest, request_for
+from bigdit.profile.attempt import StepRequest, request_for
 
 TIME_LIMIT_S = 240
 

@@ -13,7 +13,7 @@ from bigdit.errors import versions
 from bigdit.memory import Ledger
 from bigdit.memory.process import ByteRange, beside_training
 from bigdit.profile.cards import Cards
-from bigdit.profile.request import request_for
+from bigdit.profile.attempt import request_for
 from bigdit.report.plan import show
 from bigdit.search import candidates as verdict
 from bigdit.search.plan import (

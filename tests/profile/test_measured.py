@@ -14,7 +14,7 @@ from bigdit.emulator import emulated_environment, shared_state
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.profile.cards import Cards, worker_environment
 from bigdit.profile.measured.run import CardRun
-from bigdit.profile.request import StepRequest
+from bigdit.profile.attempt import StepRequest
 
 
 def run_all(asked: StepRequest, folder: Path) -> CardRun:

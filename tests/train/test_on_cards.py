@@ -20,7 +20,7 @@ from bigdit.config import load_run
 from bigdit.emulator import emulated_environment, shared_state
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.profile.cards import Cards
-from bigdit.profile.request import StepRequest
+from bigdit.profile.attempt import StepRequest
 from bigdit.spec import BatchShape
 from bigdit.train.seen.metrics import read_metrics
 from bigdit.units import gib
