@@ -22,9 +22,8 @@ from bigdit import catalog
 from bigdit.config.strategy import parse_strategy
 from bigdit.errors import UserError, guard
 from bigdit.files import write_json, write_text
-from bigdit.profile.attempt import Attempt
+from bigdit.profile.attempt import Attempt, StepRequest, request_for
 from bigdit.profile.cards import Cards, Row
-from bigdit.profile.attempt import StepRequest, request_for
 from bigdit.spec import Strict
 
 HERE = Path(__file__).parent
@@ -97,7 +96,7 @@ def strategy(way: str, gpus: int) -> str:
 
 
 def cells(kept: Sequence[Cell]) -> Iterator[Cell]:
-    """All cells, by GPU: those of one kind share a process. What `cache` has does not run again."""
+    """All cells, by GPU: those of one kind share a process. What `kept` has does not run again."""
     known = {cell.asked: cell for cell in kept}
     for name, gpus in CARDS:
         asked = [Cell.of(model, name, gpus, way) for model in MODELS for way in WAYS]

@@ -23,9 +23,9 @@ from bigdit import catalog
 from bigdit.catalog.encoders import online_encoders
 from bigdit.config.strategy import parse_strategy
 from bigdit.errors import UserError
+from bigdit.profile.attempt import StepRequest
 from bigdit.profile.cards import Cards
 from bigdit.profile.pool import WorkerError
-from bigdit.profile.attempt import StepRequest
 from bigdit.units import GIB, MIB
 
 HERE = Path(__file__).parent

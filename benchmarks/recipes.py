@@ -38,9 +38,8 @@ from bigdit.emulator.fake_weights import lay_out
 from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.errors import guard
 from bigdit.files import write_json
-from bigdit.profile.attempt import Attempt
+from bigdit.profile.attempt import Attempt, StepRequest, request_for
 from bigdit.profile.cards import Cards
-from bigdit.profile.attempt import StepRequest, request_for
 from bigdit.receipt import Receipt
 from bigdit.recipes.recipe import MEASURED, Extraction, Recipe, Saved, Took, names, recipe
 from bigdit.search.answer import make_plan

@@ -31,8 +31,8 @@ from bigdit.dist import World
 from bigdit.engines.state import places
 from bigdit.files import write_text
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.profile.cards import Cards
 from bigdit.profile.attempt import request_for
+from bigdit.profile.cards import Cards
 from bigdit.profile.steps import batch
 from bigdit.profile.unwritten import unwritten_weights
 from bigdit.train.step import train_step

@@ -19,8 +19,8 @@ from pages import kept
 
 from bigdit import catalog
 from bigdit.config.strategy import parse_strategy
-from bigdit.profile.cards import Cards
 from bigdit.profile.attempt import request_for
+from bigdit.profile.cards import Cards
 from bigdit.spec import Strict
 from bigdit.speed.seconds import NO_TIME, Interval, StepTime
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import errno
 import functools
@@ -12,12 +13,11 @@ import re
 import signal
 import sys
 import traceback
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from bigdit import machine
-import codecs
-import unicodedata
 
+from bigdit import machine
 
 EXIT_USER, EXIT_BUG, EXIT_INTERRUPTED = 1, 3, 130
 

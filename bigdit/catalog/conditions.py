@@ -1,16 +1,16 @@
 """What models are conditioned on beside captions, a class or a first frame, and whether a run has what they take.
 
-Models of videos that begin with a picture: which are trained so, and what a run and a store must have for them."""
+Models of videos that begin with a picture: which are trained so, and what a run and a store must have for them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
 from bigdit.catalog.families import FAMILIES, begins_with_an_image
 from bigdit.config.run import RunConfig
 from bigdit.spec import ModelSpec
-from bigdit.catalog.families import FAMILIES
-
 
 IMAGE_CONDITION = "image_condition"
 """Among a batch's extras: a mask, 1 where a latent frame is given, over the latents of the first frame."""

@@ -29,7 +29,7 @@ class Inputs(Strict):
     `text_dim`: the constructor argument with the width of the text embeddings (a list says it first), None without
     text; `text_tokens`: the one with their number, where no other will do; `text_layers`: the one with the number of
     layers that are joined in them; `joined` layers of the text encoder make up one such width. `pooled_dim`: the width
-    of the pooled vector. `extras`: the further inputs, as its adapter names them, and `errors` those of them that are
+    of the pooled vector. `extras`: the further inputs, as its adapter names them, and `streams` those of them that are
     texts: each has a mask beside it, `…_mask`. `classes`: the argument with the
     number of classes, of a family that is fed one of them. `packs`: latents go in as 2 × 2 patches in the channels.
     `video`: latents have frames; `first_frame`: those of its models that begin with a picture are trained; `blank`:

@@ -1,22 +1,20 @@
 """Cards to train on, and slices of them: the memory that drivers really give, peak rates, links, each with its source.
 
-A slice is one of Multi-Instance GPU: `a100-80g-sxm:3g.40gb` is a card of its own to a process."""
+A slice is one of Multi-Instance GPU: `a100-80g-sxm:3g.40gb` is a card of its own to a process.
+"""
 
 from __future__ import annotations
 
 import re
 from functools import cache
 from typing import Annotated, Any
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
-from bigdit.catalog.names import aliases_of, instead, load_json, meant, normalise, resolve
-from bigdit.spec import Strict
-from bigdit.units import GIB, MIB
-from pydantic import PositiveFloat, PositiveInt
-from bigdit.catalog.names import load_json
-from bigdit.errors import UserError
-from pydantic import PositiveInt
-from bigdit.units import KIB
 
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from bigdit.catalog.names import aliases_of, instead, load_json, meant, normalise, resolve
+from bigdit.errors import UserError
+from bigdit.spec import Strict
+from bigdit.units import GIB, KIB, MIB
 
 PCIE_LANE_GBS = {
     "3.0": 8 * 128 / 130 / 8,

@@ -1,26 +1,23 @@
 """The card that `--gpu` and `--gpu-memory` ask for: of the catalogue, a slice of one, or this machine's own.
 
-This machine's cards are as its driver tells of them through nvidia-smi; torch is not asked, for it is slow."""
+This machine's cards are as its driver tells of them through nvidia-smi; torch is not asked, for it is slow.
+"""
 
 from __future__ import annotations
 
 import csv
 import difflib
 import os
+import re
 import shutil
 import subprocess
 from typing import NamedTuple
-from bigdit import log
-from bigdit.catalog.gpus import Gpu, gpus, named
-from bigdit.catalog.gpus import mig_profiles
-from bigdit.errors import UserError
-from bigdit.units import MIB
-import re
-from bigdit.catalog.gpus import Gpu, gpu, gpus
-from bigdit.catalog.gpus import mig_slice
-from bigdit.catalog.names import refusal
-from bigdit.units import MIB, gib, parse_bytes
 
+from bigdit import log
+from bigdit.catalog.gpus import Gpu, gpu, gpus, mig_profiles, mig_slice, named
+from bigdit.catalog.names import refusal
+from bigdit.errors import UserError
+from bigdit.units import MIB, gib, parse_bytes
 
 FIELDS = ("index", "uuid", "name", "memory.total", "memory.used", "memory.free", "mig.mode.current")
 TIMEOUT_S = 60

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import datetime
 from functools import cache
 from typing import Any
+
 from pydantic import NonNegativeInt, PositiveInt
+
 from bigdit.catalog.families import FAMILIES, no_adapter, pipeline_of, training_obstacle
 from bigdit.catalog.names import Aliases, aliases_of, instead, load_json, normalise, resolve
 from bigdit.errors import UserError
 from bigdit.spec import BatchShape, ModelSpec, Strict
-import datetime
-from bigdit.catalog.names import load_json
-from bigdit.spec import Strict
 
 
 class TextInput(Strict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import math
 import re
@@ -10,10 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from typing import Any
+
 from bigdit.errors import UserError
 from bigdit.spec import Strict
-import hashlib
-
 
 SUGGESTED = 4
 """Names that are suggested, at most."""

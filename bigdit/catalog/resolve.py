@@ -1,24 +1,22 @@
 """The model that is asked for: by catalogue name, by a diffusers config.json, or written out.
 
-What a user's own config.json does not say, its sibling in the catalogue lends."""
+What a user's own config.json does not say, its sibling in the catalogue lends.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 from typing import Any
-from bigdit.catalog.families import argument_problems
-from bigdit.catalog.models import model
-from bigdit.config.run import ModelConfig
-from bigdit.documents import parse_json, read_file
-from bigdit.errors import UserError
-from bigdit.spec import ModelSpec
-from bigdit.catalog.families import FAMILIES, Inputs
+
+from bigdit.catalog.families import FAMILIES, Inputs, argument_problems
 from bigdit.catalog.models import CatalogModel, TextInput, Vae, model, models
 from bigdit.catalog.names import refusal
 from bigdit.catalog.pipeline import CONFIG, config_of, folder_vae, index_of, pipeline_folder, text_widths
+from bigdit.config.run import ModelConfig
+from bigdit.documents import parse_json, read_file
 from bigdit.errors import UserError, nearest
-
+from bigdit.spec import ModelSpec
 
 INDEX = "model_index.json"
 TRANSFORMER = "transformer"

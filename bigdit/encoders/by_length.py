@@ -17,7 +17,7 @@ def encode_by_length(
     kept: Keep = as_it_is,
 ) -> list[Text]:
     """The texts of `captions` in their order; `encode` is given places of captions that have about as many `tokens`,
-    and what it gives is `cache` before the next are encoded.
+    and what it gives is `kept` before the next are encoded.
 
     The longest come first: where memory does not do, it is found out at once.
     """

@@ -23,7 +23,7 @@ def as_it_is(text: Text) -> Text:
 
 class TextEncoder(Protocol):
     """`dim` of the states and `pooled_dim` of the vector, None where there is none; the most states of a caption.
-    `errors`: of each further text of a caption, by name, the most states and their width."""
+    `streams`: of each further text of a caption, by name, the most states and their width."""
 
     dim: int
     pooled_dim: int | None
@@ -40,7 +40,7 @@ class TextEncoder(Protocol):
         ...
 
     def encode(self, captions: Sequence[str], kept: Keep = as_it_is) -> list[Text]:
-        """Captions to their texts, each `cache`: else they are on the encoder's device, as many as there are."""
+        """Captions to their texts, each `kept`: else they are on the encoder's device, as many as there are."""
         ...
 
     def null(self) -> Text:

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 from bigdit import libraries
 from bigdit.die_with_parent import end_with
 from bigdit.errors import guard
-from bigdit.profile.attempt import Question
+from bigdit.profile.attempt import Question, StepRequest
 from bigdit.profile.pool import serve
-from bigdit.profile.attempt import StepRequest
 
 if TYPE_CHECKING:
     from bigdit.profile.steps import Built

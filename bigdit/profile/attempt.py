@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import Literal
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
-from bigdit.errors import UserError
-from bigdit.memory import HostMemory, Ledger, Timeline
-from bigdit.spec import Strict
-import re
-from pydantic import Field
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+
 from bigdit.catalog import FAMILIES, CatalogModel, Gpu, batch_shape
 from bigdit.catalog.encoders import OnlineEncoders, online_encoders
 from bigdit.catalog.families import family_objective
+from bigdit.errors import UserError
+from bigdit.memory import HostMemory, Ledger, Timeline
 from bigdit.numbers import LARGEST_SIDE
 from bigdit.objective_spec import ObjectiveSpec
-from bigdit.spec import BatchShape, ModelSpec, Precision, Strategy, Strict
-from bigdit.spec import FACTORED, Strategy
-
+from bigdit.spec import FACTORED, BatchShape, ModelSpec, Precision, Strategy, Strict
 
 UNLIMITED = 1 << 50
 """Bytes of a GPU on which every step runs to its end."""

@@ -19,9 +19,8 @@ from bigdit.emulator import emulated_environment
 from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
-from bigdit.profile.attempt import UNLIMITED, Attempt, Profile, Question, TookTooLong
+from bigdit.profile.attempt import UNLIMITED, Attempt, Profile, Question, StepRequest, TookTooLong, check
 from bigdit.profile.pool import Pool, WorkerError, environment
-from bigdit.profile.attempt import StepRequest, check
 from bigdit.spec import OptimizerSpec
 from bigdit.units import GIB
 

@@ -10,28 +10,26 @@ fork has ended.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import select
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from typing import IO
-from bigdit.errors import EXIT_USER, Killed, UserError
-from bigdit.spec import Strict
-import gc
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from bigdit.die_with_parent import end_with
-from bigdit.errors import EXIT_BUG, guard
+from typing import IO
 
+from bigdit.die_with_parent import end_with
+from bigdit.errors import EXIT_BUG, EXIT_USER, Killed, UserError, guard
+from bigdit.spec import Strict
 
 _CHUNK = 1 << 20
 _LAST_LINES = 12
@@ -251,6 +249,7 @@ def failure(what: str, status: int, said: list[str]) -> Exception:
 
 Answer = Callable[[str], str]
 """The answer to a question."""
+
 
 class Lane:
     """One lane as this process was given it: `SOCKET:FILE`, by their descriptors."""

@@ -7,34 +7,40 @@ writes into their first operand are written there, so that the steps take what t
 from __future__ import annotations
 
 import importlib
+import itertools
+import pickle
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import torch
+from torch import nn
+
 from bigdit.engines import Ema, Engine
 from bigdit.engines.state import checkpoint_bytes
-from bigdit.memory import HostMemory, Span, Timeline
-from bigdit.profile.attempt import Attempt, Launched, PhaseBytes, Question, launched
-from bigdit.profile.attempt import PICTURES, TEXTS, weights_of
+from bigdit.errors import versions
+from bigdit.files import replacing
+from bigdit.memory import HostMemory, Ledger, Span, Timeline, ledger
+from bigdit.profile.attempt import (
+    PICTURES,
+    TEXTS,
+    UNLIMITED,
+    Attempt,
+    Launched,
+    PhaseBytes,
+    Profile,
+    Question,
+    StepRequest,
+    launched,
+    notices,
+    weights_of,
+)
 from bigdit.profile.steps import STEPS, Built, Witness, group, prepare, raw_batch, take, training
 from bigdit.profile.unwritten import large_uncomputed, unwritten, unwritten_weights
 from bigdit.record.costs import Counting
-import itertools
-import pickle
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
-from typing import TYPE_CHECKING
-from torch import nn
-from bigdit.errors import versions
-from bigdit.files import replacing
-from bigdit.memory import Ledger, Timeline, ledger
-from bigdit.profile.attempt import UNLIMITED, Profile
-from bigdit.profile.attempt import notices
-from bigdit.profile.attempt import StepRequest
-from bigdit.profile.steps import STEPS, Built, Witness, group, prepare, training
-from bigdit.profile.unwritten import large_uncomputed, unwritten_weights
 from bigdit.record.recorder import History, Recorder
 from bigdit.record.watch import Watch, watching_fsdp2
 

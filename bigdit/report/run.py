@@ -24,9 +24,8 @@ from bigdit.files import read_bytes, write_text
 from bigdit.memory import CATEGORIES
 from bigdit.receipt import Receipt
 from bigdit.report import words
-from bigdit.report.render import render
-from bigdit.report.svg import DARK, inline, variable
-from bigdit.report.timeline import COLOURS
+from bigdit.report.figures import COLOURS
+from bigdit.report.html import DARK, inline, render, variable
 from bigdit.train.beside_plan import off
 from bigdit.train.record import RunRecord, read_rows
 

@@ -44,7 +44,7 @@ class Line(NamedTuple):
 class Policy:
     """Steps with nothing recomputed, or with all blocks.
 
-    Bytes: `peaks` of each phase; `cache` from the forward to the backward pass; `within`, for each sample, what the
+    Bytes: `peaks` of each phase; `kept` from the forward to the backward pass; `within`, for each sample, what the
     start of the backward pass takes beside that; `left` where it ends. `idle` is what torch reserves beyond what is
     allocated, `host` what host tensors take at the most, saving included, `reserved` torch's of the sizes that ran.
     `work` and `growth`: of a step at FIRST, and of each further sample.

@@ -98,7 +98,7 @@ class TarItem(Readable):
 
 
 class WebDataset:
-    """The samples of tars, in the order of the tars given; indices are kept in the folder `cache`."""
+    """The samples of tars, in the order of the tars given; indices are kept in the folder `kept`."""
 
     class_names: Collection[str] = ()
 

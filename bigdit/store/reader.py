@@ -34,7 +34,7 @@ class Part:
     """An open part. `content`: uint64 [range, 2], `rows`: int64 [n, 4] of each shape, `captions`: int64 [m, 4 or 5], as
     in part.py; `weights`: [m]; `labels`: int64 [n] of each shape where pictures have classes, else of none; `frames`:
     the digests [n] of what is kept of first frames, of each shape where it is. Sequences of a caption go by their
-    names: TEXT, and those of `errors`."""
+    names: TEXT, and those of `streams`."""
 
     def __init__(self, header: Header, file: File, identity: str | None = None) -> None:
         """Read and check the tables of a file with this header. Raises UserError where they are damaged."""

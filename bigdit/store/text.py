@@ -60,7 +60,7 @@ class Text:
     vector `pooled` [pooled_dim] of families that are given one.
 
     `seen`: how many states, from the first on, the mask shows, where it does not show all; the others are kept for a
-    model that reads them all the same. `errors`: the caption as further encoders have it, by name, states alone.
+    model that reads them all the same. `streams`: the caption as further encoders have it, by name, states alone.
     `cuts`: by which tokenizers it was cut.
     """
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bigdit.catalog.conditions import class_misfits
-from bigdit.catalog.conditions import first_frame_misfits
+from bigdit.catalog.conditions import class_misfits, first_frame_misfits
 from bigdit.config import RunConfig
 from bigdit.config.plan_file import PlanFile
 from bigdit.config.stages import of_each

@@ -20,8 +20,8 @@ from bigdit.checkpoint.verify import verify
 from bigdit.dist import World
 from bigdit.engines.state import checkpoint_bytes
 from bigdit.errors import UserError
-from bigdit.profile.cards import Cards
 from bigdit.profile.attempt import StepRequest
+from bigdit.profile.cards import Cards
 from bigdit.spec import OptimizerSpec
 
 _ELSEWHERE = """

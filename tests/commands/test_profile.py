@@ -12,8 +12,7 @@ from bigdit import catalog
 from bigdit.config.strategy import parse_strategy
 from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.errors import UserError
-from bigdit.profile.attempt import TESTED_WITH, notices
-from bigdit.profile.attempt import parse_resolution
+from bigdit.profile.attempt import TESTED_WITH, notices, parse_resolution
 
 READ_BY_THE_PAGE = """
     PROTO FRAME STOP MARK MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET EMPTY_DICT EMPTY_LIST EMPTY_TUPLE LIST DICT

@@ -3,8 +3,7 @@
 import pytest
 from commands import DIGITS
 
-from bigdit.catalog import models
-from bigdit.catalog import model
+from bigdit.catalog import model, models
 from bigdit.catalog.families import FAMILIES, PUBLISHED, objective_of
 from bigdit.catalog.resolve import model_spec
 from bigdit.config import check, load_run

@@ -15,9 +15,9 @@ from bigdit.catalog import batch_shape, model
 from bigdit.catalog.encoders import OnlineEncoders, TextEncoderSpec, VaeSpec, online_encoders
 from bigdit.encoders.frozen import FrozenEncoders
 from bigdit.errors import UserError
-from bigdit.profile.cards import Cards
 from bigdit.profile.attempt import PICTURES as OF_PICTURES
 from bigdit.profile.attempt import TEXTS, StepRequest
+from bigdit.profile.cards import Cards
 from bigdit.profile.run_attempt import weights_of
 from bigdit.profile.steps import raw_batch
 from bigdit.spec import BatchShape, Strategy

@@ -12,8 +12,8 @@ from bigdit.config.plan_file import LargestMicroBatch
 from bigdit.errors import versions
 from bigdit.memory import Ledger
 from bigdit.memory.process import ByteRange, beside_training
-from bigdit.profile.cards import Cards
 from bigdit.profile.attempt import request_for
+from bigdit.profile.cards import Cards
 from bigdit.report.plan import show
 from bigdit.search import candidates as verdict
 from bigdit.search.plan import (

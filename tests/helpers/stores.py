@@ -39,7 +39,7 @@ def make_store(
     streams=False,
 ):
     """Random features; sample i's second caption weighs three times its first. With `classes` there are no captions,
-    and sample i is of class i modulo their number. With `errors` a text has two more beside it, one of which may be
+    and sample i is of class i modulo their number. With `streams` a text has two more beside it, one of which may be
     empty, and its mask shows the first half of its states."""
     schema = StoreSchema(
         codec={},

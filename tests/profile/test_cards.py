@@ -18,10 +18,9 @@ from tiny_models import SANA, SHAPE
 
 from bigdit.errors import UserError, guard
 from bigdit.profile import cards as module
-from bigdit.profile.attempt import TookTooLong
+from bigdit.profile.attempt import StepRequest, TookTooLong
 from bigdit.profile.cards import Cards, worker_environment
 from bigdit.profile.pool import WorkerError, WorkerKilled
-from bigdit.profile.attempt import StepRequest
 from bigdit.spec import BatchShape, Strategy
 
 

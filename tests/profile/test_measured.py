@@ -12,9 +12,9 @@ from tiny_models import SHAPE, THREE_BLOCKS
 from bigdit.config.strategy import parse_strategy
 from bigdit.emulator import emulated_environment, shared_state
 from bigdit.emulator.interpreter import cuda_python
+from bigdit.profile.attempt import StepRequest
 from bigdit.profile.cards import Cards, worker_environment
 from bigdit.profile.measured.run import CardRun
-from bigdit.profile.attempt import StepRequest
 
 
 def run_all(asked: StepRequest, folder: Path) -> CardRun:

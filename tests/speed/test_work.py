@@ -6,8 +6,8 @@ from tiny_models import SANA, SHAPE
 from bigdit import catalog
 from bigdit.config.strategy import parse_strategy
 from bigdit.memory import Timeline
-from bigdit.profile.cards import Cards
 from bigdit.profile.attempt import StepRequest
+from bigdit.profile.cards import Cards
 from bigdit.spec import Strategy
 from bigdit.speed.seconds import Cluster, Interval
 from bigdit.speed.step import step_time
