@@ -13,9 +13,9 @@ from two_processes import run_two
 from whole import whole_state
 
 from bigdit import checkpoint
+from bigdit.checkpoint.folder import snapshots_of
 from bigdit.checkpoint.restore import load_tensors
 from bigdit.checkpoint.resumable import layout
-from bigdit.checkpoint.snapshot import snapshots_of
 from bigdit.checkpoint.verify import verify
 from bigdit.dist import World
 from bigdit.engines.state import checkpoint_bytes
