@@ -31,7 +31,7 @@ from bigdit.catalog import batch_shape
 from bigdit.catalog.conditions import class_count
 from bigdit.checkpoint import latest
 from bigdit.config import load_run
-from bigdit.config.output import RECEIPT, receipt_of
+from bigdit.config.run import RECEIPT, receipt_of
 from bigdit.config.stages import load_stages
 from bigdit.emulator import emulated_environment, shared_state
 from bigdit.emulator.fake_weights import lay_out

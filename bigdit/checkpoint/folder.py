@@ -28,7 +28,7 @@ import xxhash
 from pydantic import StringConstraints, ValidationError
 from pydantic_core import PydanticUndefined
 
-from bigdit.config.output import AVERAGES, CHECKPOINTS
+from bigdit.config.run import AVERAGES, CHECKPOINTS
 from bigdit.documents import read_json
 from bigdit.errors import UserError
 from bigdit.files import open_file, read_bytes, write_json

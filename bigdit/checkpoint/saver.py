@@ -25,7 +25,7 @@ from bigdit.checkpoint.folder import (
 )
 from bigdit.checkpoint.peers import Peers
 from bigdit.checkpoint.write import Writer
-from bigdit.config.output import AVERAGES, CHECKPOINTS
+from bigdit.config.run import AVERAGES, CHECKPOINTS
 from bigdit.engines import Ema, Engine
 from bigdit.engines.state import AVERAGE, Place, places
 from bigdit.errors import UserError

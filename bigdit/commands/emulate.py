@@ -45,7 +45,7 @@ def run(
 
     check_machine()  # first, so that what is missing is said at once
     from bigdit import catalog, log
-    from bigdit.emulator.card import CARDS_MOST
+    from bigdit.emulator.launch import CARDS_MOST
     from bigdit.errors import UserError
     from bigdit.report.emulation import document, show
 

@@ -37,7 +37,7 @@ def run(
 
     cuda_python()  # first, so that a missing one is said at once
     from bigdit import catalog, log
-    from bigdit.config.strategy import parse_strategy
+    from bigdit.config.load import parse_strategy
     from bigdit.files import check_writable
     from bigdit.memory.process import beside_training
     from bigdit.profile.attempt import parse_resolution, request_for

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bigdit.config.encoders import IdentityCodec, VaeCodec
+from bigdit.config.data import IdentityCodec, VaeCodec
 from bigdit.encoders.batch_size import CPU_BATCH
 from bigdit.encoders.buckets import Color, check_divides
 from bigdit.encoders.latents import first_alone

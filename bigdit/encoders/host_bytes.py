@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bigdit.catalog.conditions import IMAGE_ENCODER
-from bigdit.config.encoders import EncodersConfig, TextEncoderConfig, VaeCodec
+from bigdit.config.data import EncodersConfig, TextEncoderConfig, VaeCodec
 from bigdit.documents import read_json
 from bigdit.encoders.weights import weights_bytes
 from bigdit.numbers import Natural

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bigdit import log
-from bigdit.config.data import DataConfig
-from bigdit.config.encoders import EncodersConfig
+from bigdit.config.data import DataConfig, EncodersConfig
 from bigdit.errors import UserError
 from bigdit.extract.pool import encode_in_workers
 from bigdit.extract.ranges import missing, pull, split

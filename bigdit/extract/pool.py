@@ -10,7 +10,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from bigdit import log
-from bigdit.config.encoders import EncodersConfig
+from bigdit.config.data import EncodersConfig
 from bigdit.errors import UserError
 from bigdit.extract.server import server
 from bigdit.extract.speed import UnitSpeed

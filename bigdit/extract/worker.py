@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from bigdit.config.encoders import EncodersConfig
+from bigdit.config.data import EncodersConfig
 from bigdit.die_with_parent import end_with_parent
 from bigdit.encoders.load import Encoders, load_encoders
 from bigdit.errors import UserError

@@ -14,8 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from bigdit import log
-from bigdit.emulator.account import Account, CardAccount, Line, Live, OutOfMemory
-from bigdit.emulator.emulation import Emulation, Run, times
+from bigdit.emulator.emulation import Account, CardAccount, Emulation, Line, Live, OutOfMemory, Run, times
 from bigdit.files import check_writable, write_json, write_text
 from bigdit.memory import CATEGORIES
 from bigdit.memory.process import ByteRange

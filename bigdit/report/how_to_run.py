@@ -18,8 +18,7 @@ from bigdit.catalog.models import TextInput, before_download, models, repositori
 from bigdit.catalog.pipeline import CONFIG
 from bigdit.catalog.resolve import TRANSFORMER
 from bigdit.checkout import entry
-from bigdit.config.data import PART_SIZE, part_size
-from bigdit.config.encoders import VaeCodec
+from bigdit.config.data import PART_SIZE, VaeCodec, part_size
 from bigdit.config.plan_file import FILE
 from bigdit.documents import parse_yaml
 from bigdit.errors import UserError

@@ -17,7 +17,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from bigdit import units
-from bigdit.config.output import CHECKPOINTS, EXPORTS, METRICS, PAGE, RECEIPT, RECORD, SAMPLES
+from bigdit.config.run import CHECKPOINTS, EXPORTS, METRICS, PAGE, RECEIPT, RECORD, SAMPLES
 from bigdit.documents import read_json
 from bigdit.errors import UserError
 from bigdit.files import read_bytes, write_text

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from bigdit.catalog import CatalogModel, Gpu, batch_shape, find_model
 from bigdit.catalog.encoders import online_encoders
 from bigdit.catalog.machine import resolve_gpu
-from bigdit.config.strategy import PRESETS
+from bigdit.config.load import PRESETS
 from bigdit.config.wrong import expected, shown
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes

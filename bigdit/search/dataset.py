@@ -11,8 +11,7 @@ from bigdit.catalog import CatalogModel, Gpu, batch_shape, find_model, found_gpu
 from bigdit.catalog.conditions import CLIP_TOKENS, takes_first_frame
 from bigdit.catalog.encoders import OnlineEncoders, online_encoders
 from bigdit.catalog.families import stream_shapes
-from bigdit.config.data import PART_SIZE, frames_of, part_size
-from bigdit.config.encoders import VaeCodec
+from bigdit.config.data import PART_SIZE, VaeCodec, frames_of, part_size
 from bigdit.config.run import RunConfig
 from bigdit.encoders.host_bytes import text_bytes
 from bigdit.encoders.recipes import RECIPES

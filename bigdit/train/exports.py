@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from bigdit import checkpoint, log
 from bigdit.config import RunConfig
-from bigdit.config.output import EXPORTS
+from bigdit.config.run import EXPORTS
 
 
 def export_due(run: RunConfig, ends: Collection[int], saved: checkpoint.Checkpoint) -> None:

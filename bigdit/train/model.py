@@ -13,7 +13,7 @@ from bigdit.catalog import FAMILIES, batch_shape
 from bigdit.catalog.conditions import fed_more
 from bigdit.catalog.resolve import of_arguments, read_model_config
 from bigdit.config import RunConfig, check
-from bigdit.config.output import CHECKPOINTS
+from bigdit.config.run import CHECKPOINTS
 from bigdit.config.stages import of_each
 from bigdit.errors import UserError
 from bigdit.models.arguments import arguments

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import Field, NonNegativeInt
 
 from bigdit.config import RunConfig
-from bigdit.config.output import RECORD
+from bigdit.config.run import RECORD
 from bigdit.documents import parse_json
 from bigdit.errors import versions
 from bigdit.files import write_json

@@ -11,7 +11,7 @@ from commands import BIN, ROOT, bigdit
 
 from bigdit import catalog
 from bigdit.bench.memory import MemoryBench
-from bigdit.config.strategy import parse_strategy
+from bigdit.config.load import parse_strategy
 from bigdit.emulator import emulated_environment
 from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.report.bench import markdown, write_memory

@@ -9,7 +9,7 @@ from commands import bigdit
 from torch.cuda import _memory_viz
 
 from bigdit import catalog
-from bigdit.config.strategy import parse_strategy
+from bigdit.config.load import parse_strategy
 from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.errors import UserError
 from bigdit.profile.attempt import TESTED_WITH, notices, parse_resolution

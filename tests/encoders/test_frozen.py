@@ -173,7 +173,7 @@ def test_chunks_change_no_feature() -> None:
 
 
 def test_latents_are_those_of_the_extracting_codec(tmp_path: Path) -> None:
-    from bigdit.config.encoders import VaeCodec
+    from bigdit.config.data import VaeCodec
     from bigdit.encoders.codecs import load_image_codec, to_unit_range
 
     frozen = FrozenEncoders(OnlineEncoders(pixels=(3, 16, 16), vae=KL))

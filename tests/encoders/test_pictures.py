@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from bigdit.config.encoders import IdentityCodec
+from bigdit.config.data import IdentityCodec
 from bigdit.encoders.buckets import bucket_pixels, nearest_bucket
 from bigdit.encoders.codecs import load_image_codec, to_bytes, to_unit_range
 

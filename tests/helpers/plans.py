@@ -266,7 +266,7 @@ def unfitting_plan() -> Plan:
 
 def sharded_plan(world_size: int = 32) -> Plan:
     """The same by ZeRO-2 with an average on the host, on four machines; the ledger stays that of one card."""
-    from bigdit.config.strategy import parse_strategy
+    from bigdit.config.load import parse_strategy
 
     plan = made_plan()
     asked = [f"zero2,world_size={world_size},micro_batch_size=8,checkpointed_blocks=12"]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from bigdit.objective_spec import DdpmSpec, ExponentialShift, FlowMatchingSpec, SqrtShift
-from bigdit.objectives import samplers as scheduler_config
+from bigdit.objectives import scheduler_config
 from bigdit.objectives.schedule import alphas_cumprod
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 import bigdit
 from bigdit import catalog
 from bigdit.catalog.models import models
-from bigdit.config.strategy import MOST_RANK
+from bigdit.config.load import MOST_RANK
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
 from bigdit.search.ask import ASPECTS, aspect_sizes, parse_sizes, question_for, written

@@ -54,7 +54,7 @@ def run(
     cuda_python()  # first, so that a missing one is said at once
     from bigdit import catalog, log
     from bigdit.bench.memory import MemoryBenchmark
-    from bigdit.config.strategy import parse_strategy
+    from bigdit.config.load import parse_strategy
     from bigdit.files import check_writable
     from bigdit.profile.attempt import COMPILED, parse_resolution
     from bigdit.report.bench import note, retried, subtitle, tables, title, write_memory

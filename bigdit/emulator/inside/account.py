@@ -1,4 +1,4 @@
-"""What a process did of a card, as a document: see bigdit/emulator/account.py, which reads it."""
+"""What a process did of a card, as a document: see bigdit/emulator/emulation.py, which reads it."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 LIMIT_BYTES = 64 << 10
-"""Tensors up to this size are computed; as in bigdit.emulator.card."""
+"""Tensors up to this size are computed; as in bigdit.emulator.launch."""
 
 
 class Known:

@@ -18,7 +18,7 @@ import xxhash
 
 from bigdit import log
 from bigdit.checkpoint import Peers
-from bigdit.config.output import METRICS
+from bigdit.config.run import METRICS
 from bigdit.errors import UserError
 from bigdit.files import write_text
 from bigdit.loader.stream import Micro
