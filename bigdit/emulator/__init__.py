@@ -9,7 +9,7 @@
    none. `c/nccl.c` exchanges small payloads. `c/host.c` lets large host tensors share pages.
 4. `inside/values.py` wraps the dispatcher's CUDA kernels: results of at most 64 KiB are computed by the CPU. No
    dispatch mode is active, since one would change what autograd allocates. `known.py` knows which values were computed,
-   and `reads.py` reports a read of one that was not.
+   and reports a read of one that was not.
 5. `run.py` runs a command so, with `smi.py` as its `nvidia-smi`. The observers of `inside/` write an account a process,
    `emulation.py` reads it and says what it means. `fake_weights.py` makes a hub cache whose weights are holes in files.
 """

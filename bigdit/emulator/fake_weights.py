@@ -2,8 +2,8 @@
 nothing and takes no disk.
 
 Tokenizers are of the right class, size and special tokens, their pieces runs of letters instead of learnt ones. A
-caption becomes at most about twice as many ids as with the published tokenizer: a piece is three letters at most, theirs
-are longer. Which ids they are decides no bytes.
+caption becomes at most about twice as many ids as with the published tokenizer: a piece is three letters at most,
+theirs are longer. Which ids they are decides no bytes.
 """
 
 from __future__ import annotations
