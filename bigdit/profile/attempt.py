@@ -16,7 +16,7 @@ from bigdit.errors import UserError
 from bigdit.memory import HostMemory, Ledger, Timeline
 from bigdit.numbers import LARGEST_SIDE
 from bigdit.objective_spec import ObjectiveSpec
-from bigdit.spec import FACTORED, BatchShape, ModelSpec, Precision, Strategy, Strict
+from bigdit.spec import BatchShape, ModelSpec, Precision, Strategy, Strict
 
 UNLIMITED = 1 << 50
 """Bytes of a GPU on which every step runs to its end."""
@@ -234,41 +234,3 @@ def parse_resolution(text: str, option: str = "--resolution") -> int | tuple[int
             f"{option} expects pixels such as 1024 or 480x832 (height x width){most}, and {text[:40]!r} was found"
         )
     return (int(match[1]), int(match[2])) if match[2] else int(match[1])
-
-
-TESTED_WITH: Mapping[str, tuple[str, str]] = {
-    "torch": ("2.11.0", "2.15.0"),
-    "deepspeed": ("0.19.8", "0.19.8"),
-    "diffusers": ("0.42.1", "0.42.1"),
-    "bitsandbytes": ("0.50.2", "0.50.2"),
-    "torchao": ("0.18.0", "0.18.0"),
-}
-"""The first and the last version with which tests run steps on emulated GPUs. Torch 2.13 runs in all of them."""
-
-COMPILED = (
-    "compile_blocks: these figures are of blocks as they are written; compiled ones keep other tensors, as a rule less "
-    "and at times more"
-)
-
-
-def notices(strategy: Strategy, versions: Mapping[str, str]) -> tuple[str, ...]:
-    """Versions outside the tested range, and what an engine makes impossible."""
-    found = [
-        f"{name} {versions[name]} is outside the versions that bigdit was tested with "
-        f"({first if first == last else f'{first} to {last}'})"
-        for name, (first, last) in TESTED_WITH.items()
-        if not _numbers(first) <= _numbers(versions.get(name, "")) <= _numbers(last)
-    ]
-    if strategy.zero_stage and strategy.optimizer.name in FACTORED:
-        found.append(
-            f"ZeRO-{strategy.zero_stage} hands {strategy.optimizer.name} flat partitions, which cannot be factored: "
-            "its second moment is whole here, and priced so; engine fsdp2 keeps the factors"
-        )
-    if strategy.compile_blocks:
-        found.append(COMPILED)
-    return tuple(found)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """`2.13.0+cpu` as (2, 13, 0)."""
-    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])

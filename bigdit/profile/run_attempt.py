@@ -35,9 +35,9 @@ from bigdit.profile.attempt import (
     Question,
     StepRequest,
     launched,
-    notices,
     weights_of,
 )
+from bigdit.profile.notices import notices
 from bigdit.profile.steps import STEPS, Built, Witness, group, prepare, raw_batch, take, training
 from bigdit.profile.unwritten import large_uncomputed, unwritten, unwritten_weights
 from bigdit.record.costs import Counting

@@ -27,7 +27,7 @@ EngineChoice = Literal[
     "fsdp2",
     "fsdp2-offload",
 ]
-"""Engines by the names of config/strategy.py's presets."""
+"""Engines by the names of config/load.py's presets."""
 
 
 class Pins(Strict):

@@ -12,7 +12,8 @@ from bigdit import catalog
 from bigdit.config.load import parse_strategy
 from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.errors import UserError
-from bigdit.profile.attempt import TESTED_WITH, notices, parse_resolution
+from bigdit.profile.attempt import parse_resolution
+from bigdit.profile.notices import TESTED_WITH, notices
 
 READ_BY_THE_PAGE = """
     PROTO FRAME STOP MARK MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET EMPTY_DICT EMPTY_LIST EMPTY_TUPLE LIST DICT

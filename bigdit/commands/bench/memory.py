@@ -56,7 +56,8 @@ def run(
     from bigdit.bench.memory import MemoryBenchmark
     from bigdit.config.load import parse_strategy
     from bigdit.files import check_writable
-    from bigdit.profile.attempt import COMPILED, parse_resolution
+    from bigdit.profile.attempt import parse_resolution
+    from bigdit.profile.notices import COMPILED
     from bigdit.report.bench import note, retried, subtitle, tables, title, write_memory
 
     sizes = listed("--micro-batch", micro_batch, "sizes such as 1,2,4,8", LARGEST)
