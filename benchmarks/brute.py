@@ -26,9 +26,8 @@ from emulated import non_torch, step_of
 
 from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.files import write_text
-from bigdit.profile.attempt import UNLIMITED, Attempt
+from bigdit.profile.attempt import UNLIMITED, Attempt, StepRequest, request_for
 from bigdit.profile.cards import Cards, Row
-from bigdit.profile.request import StepRequest, request_for
 from bigdit.search.answer import make_plan
 from bigdit.search.ask import question_for
 from bigdit.search.calibration import UNPROVED

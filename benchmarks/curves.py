@@ -10,7 +10,7 @@ from PIL import Image
 from pydantic import PositiveInt
 
 from bigdit.files import replacing
-from bigdit.report.timeline import COLOURS
+from bigdit.report.figures import COLOURS
 from bigdit.spec import Strict
 from bigdit.units import GIB
 

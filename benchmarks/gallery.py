@@ -19,12 +19,11 @@ from emulated import non_torch
 from pydantic import NonNegativeInt
 
 from bigdit import catalog
-from bigdit.config.strategy import parse_strategy
+from bigdit.config.load import parse_strategy
 from bigdit.errors import UserError, guard
 from bigdit.files import write_json, write_text
-from bigdit.profile.attempt import Attempt
+from bigdit.profile.attempt import Attempt, StepRequest, request_for
 from bigdit.profile.cards import Cards, Row
-from bigdit.profile.request import StepRequest, request_for
 from bigdit.spec import Strict
 
 HERE = Path(__file__).parent

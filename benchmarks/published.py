@@ -21,11 +21,11 @@ from pages import kept
 
 from bigdit import catalog
 from bigdit.catalog.encoders import online_encoders
-from bigdit.config.strategy import parse_strategy
+from bigdit.config.load import parse_strategy
 from bigdit.errors import UserError
+from bigdit.profile.attempt import StepRequest
 from bigdit.profile.cards import Cards
-from bigdit.profile.lanes import WorkerError
-from bigdit.profile.request import StepRequest
+from bigdit.profile.pool import WorkerError
 from bigdit.units import GIB, MIB
 
 HERE = Path(__file__).parent

@@ -28,19 +28,18 @@ from tried.saved import saved
 
 from bigdit import catalog
 from bigdit.catalog import batch_shape
-from bigdit.catalog.classes import class_count
+from bigdit.catalog.conditions import class_count
 from bigdit.checkpoint import latest
 from bigdit.config import load_run
-from bigdit.config.output import RECEIPT, receipt_of
+from bigdit.config.run import RECEIPT, receipt_of
 from bigdit.config.stages import load_stages
 from bigdit.emulator import emulated_environment, shared_state
 from bigdit.emulator.fake_weights import lay_out
 from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.errors import guard
 from bigdit.files import write_json
-from bigdit.profile.attempt import Attempt
+from bigdit.profile.attempt import Attempt, StepRequest, request_for
 from bigdit.profile.cards import Cards
-from bigdit.profile.request import StepRequest, request_for
 from bigdit.receipt import Receipt
 from bigdit.recipes.recipe import MEASURED, Extraction, Recipe, Saved, Took, names, recipe
 from bigdit.search.answer import make_plan

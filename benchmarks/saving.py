@@ -26,13 +26,13 @@ import torch
 from on_gpu.points import few_blocks
 
 from bigdit import catalog, checkpoint, engines, libraries, models
-from bigdit.config.strategy import parse_strategy
+from bigdit.config.load import parse_strategy
 from bigdit.dist import World
 from bigdit.engines.state import places
 from bigdit.files import write_text
 from bigdit.objective_spec import FlowMatchingSpec
+from bigdit.profile.attempt import request_for
 from bigdit.profile.cards import Cards
-from bigdit.profile.request import request_for
 from bigdit.profile.steps import batch
 from bigdit.profile.unwritten import unwritten_weights
 from bigdit.train.step import train_step

@@ -18,9 +18,9 @@ from emulated import step_of
 from pages import kept
 
 from bigdit import catalog
-from bigdit.config.strategy import parse_strategy
+from bigdit.config.load import parse_strategy
+from bigdit.profile.attempt import request_for
 from bigdit.profile.cards import Cards
-from bigdit.profile.request import request_for
 from bigdit.spec import Strict
 from bigdit.speed.seconds import NO_TIME, Interval, StepTime
 

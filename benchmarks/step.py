@@ -18,7 +18,7 @@ from pathlib import Path
 
 from bigdit import log
 from bigdit.bench.interleaved import Comparison
-from bigdit.report.comparison import comparison_table, load_line, overhead, print_notes
+from bigdit.report.bench import comparison_table, load_line, overhead, print_notes
 
 ROOT = Path(__file__).parents[1]
 BIGDIT = Path(sys.executable).parent / "bigdit"

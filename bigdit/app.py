@@ -132,7 +132,7 @@ def _say_by_its_option(error: Any) -> None:
 
 def _say_by_meaning(error: Any) -> None:
     """Name what the command has for an option of other trainers, in the place of options that are spelt like it."""
-    from bigdit.config.other_trainers import key_meant, suggested
+    from bigdit.config.wrong import key_meant, suggested
 
     option = getattr(error, "option_name", None)
     meant = key_meant(option) if option else None

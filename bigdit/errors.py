@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import errno
 import functools
@@ -12,10 +13,11 @@ import re
 import signal
 import sys
 import traceback
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
-from bigdit import machine, streams
+from bigdit import machine
 
 EXIT_USER, EXIT_BUG, EXIT_INTERRUPTED = 1, 3, 130
 
@@ -120,10 +122,10 @@ def guard(main: Callable[[], int | None]) -> int:
     """Run `main` and return the exit status: a user's error, a process that was killed, and what the system refuses are
     a line each and 1, a bug a traceback with versions and 3, Ctrl-C 130. In a launched group only rank 0 prints a
     user's error, or Ctrl-C, which all ranks hit. A report that cannot be written is an error too; notices are not."""
-    streams.prepare()
+    prepare_streams()
     status = _guarded(main)
-    streams.lost("stderr")
-    if lost := streams.lost("stdout"):
+    lost_stream("stderr")
+    if lost := lost_stream("stdout"):
         _tell(f"error: output: {lost}")
         return status or EXIT_USER
     return status
@@ -167,7 +169,7 @@ def _unforeseen(error: Exception) -> int:
         _tell(f"error: {str(error.filename)[:200]}: {error.strerror}")
         return EXIT_USER
     if isinstance(error, OSError) and error.filename is None:
-        lost = streams.lost("stdout", "\n") or streams.lost("stderr", "\n")
+        lost = lost_stream("stdout", "\n") or lost_stream("stderr", "\n")
         if lost:
             _tell(f"error: output: {lost}")
             return EXIT_USER
@@ -175,3 +177,43 @@ def _unforeseen(error: Exception) -> int:
     found = " ".join(f"{name}={version}" for name, version in versions().items())
     _tell(f"this is a bug in bigdit, or in what it drives; versions: {found}")
     return EXIT_BUG
+
+
+_PLAIN = {"×": "x", "·": ".", "–": "-", "—": "-", "−": "-", "→": "->", "≤": "<=", "≥": ">=", "≈": "~", "µ": "u"}
+
+
+def prepare_streams() -> None:
+    """Open closed streams on /dev/null, or files would get their numbers; replace what streams cannot write."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    for name, at in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(at, "w" if at else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
+    codecs.register_error("bigdit.plain", _plain)
+    for stream in (sys.stdout, sys.stderr):
+        if not (getattr(stream, "encoding", None) or "utf").lower().startswith("utf") and hasattr(
+            stream, "reconfigure"
+        ):
+            stream.reconfigure(errors="bigdit.plain")
+
+
+def lost_stream(name: str, written: str = "") -> str | None:
+    """Why stdout or stderr takes no more, told by what it holds back and by `written`; None where it does."""
+    try:
+        print(written, end="", file=getattr(sys, name), flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), ("stdin", "stdout", "stderr").index(name))  # or the last flush fails
+        return error.strerror
+    return None
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    """ASCII for what an encoding lacks."""
+    assert isinstance(error, UnicodeEncodeError)
+    found = error.object[error.start : error.end]
+    return "".join(_PLAIN.get(each) or _letters(each) or "?" for each in found), error.end
+
+
+def _letters(character: str) -> str:
+    return unicodedata.normalize("NFKD", character).encode("ascii", "ignore").decode()

@@ -24,8 +24,8 @@ from bigdit import catalog, libraries, log
 from bigdit.checkpoint import latest
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.files import write_json, write_text
+from bigdit.profile.attempt import StepRequest
 from bigdit.profile.cards import Cards
-from bigdit.profile.request import StepRequest
 from bigdit.report.tables import table
 from bigdit.spec import ModelSpec, Strategy
 from bigdit.store import FeatureStore

@@ -36,7 +36,7 @@ from hypothesis.stateful import rule
 
 from bigdit.checkpoint.saver import kept_steps
 from bigdit.store.lease import FOLDER as WORKERS
-from bigdit.store.lease import WorkerName, all_held, remove_left
+from bigdit.store.lease import WorkerName, all_leases, remove_left
 
 ROUNDS, SEED = (int(os.environ.get(f"BIGDIT_{name}", usual)) for name, usual in (("ROUNDS", 4), ("SEED", 0)))
 LANES, ROOM = 2, "size=1g"
@@ -166,7 +166,7 @@ class Disturbed(stateful.RuleBasedStateMachine):
         assert (report["pictures"], report["encoded"], len(report["skipped"])) == (PICTURES, PICTURES - 1, 1)
         assert self.parts == self.world.parts.keys()
         assert (self.store / "null_text.safetensors").read_bytes() == self.world.caption
-        held = {(each.folder.name, each.fate) for each in all_held(self.store)}
+        held = {(each.folder.name, each.fate) for each in all_leases(self.store)}
         assert held == {(name, "unknown") for name in self.vanished}
         remove_left(self.store, other_machines=True)
         assert not [*(self.store / WORKERS).glob("*"), *self.store.rglob(".tmp-*")]

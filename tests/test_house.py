@@ -70,7 +70,7 @@ def test_no_two_files_import_each_other():
     graph = grimp.build_graph("bigdit")
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     assert "bigdit.emulator.inside.known" in imports["bigdit.emulator.inside.values"]  # relative ones are seen, too
-    assert len(imports) > 370
+    assert len(imports) > 300
     assert circles(imports) == []
 
 
@@ -119,7 +119,7 @@ def unsafe(source):
 
 def test_nothing_is_unpickled_and_no_code_of_a_folder_is_run():
     sources = [file for each in ("bigdit", "launch", "benchmarks", "docs") for file in (ROOT / each).rglob("*.py")]
-    assert len(sources) > 400
+    assert len(sources) > 300
     assert {str(file): calls for file in sources if (calls := unsafe(file.read_text()))} == {}
 
 

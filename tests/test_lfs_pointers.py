@@ -10,7 +10,7 @@ from tiny_sources import opened, save
 
 from bigdit import models
 from bigdit.checkpoint.pipeline import part_problem
-from bigdit.config.encoders import TextEncoderConfig, VaeCodec
+from bigdit.config.data import TextEncoderConfig, VaeCodec
 from bigdit.encoders.codecs import load_image_codec
 from bigdit.encoders.load import load_text_encoder
 from bigdit.errors import UserError

@@ -13,8 +13,8 @@ from bigdit.checkpoint import latest
 from bigdit.config import load_run, load_stages
 from bigdit.emulator import emulated_environment
 from bigdit.emulator.interpreter import cuda_python
+from bigdit.profile.attempt import StepRequest
 from bigdit.profile.cards import Cards
-from bigdit.profile.request import StepRequest
 from bigdit.spec import BatchShape
 
 SAVING = ("train.checkpoint_every=2", "train.keep_checkpoints=2", "train.keep_every=4", "train.export_every=4")

@@ -13,7 +13,7 @@ from commands import ROOT
 from emulated import non_torch, step_of
 
 from bigdit import catalog
-from bigdit.config.strategy import parse_strategy
+from bigdit.config.load import parse_strategy
 from bigdit.profile.attempt import UNLIMITED, Attempt
 from bigdit.profile.cards import LARGEST_MICRO_BATCH, Cards
 from bigdit.search.ask import question_for

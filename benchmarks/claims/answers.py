@@ -13,11 +13,10 @@ from emulated import non_torch, step_of
 from bigdit import catalog
 from bigdit.catalog import Gpu
 from bigdit.catalog.encoders import online_encoders
-from bigdit.config.strategy import parse_strategy
+from bigdit.config.load import parse_strategy
 from bigdit.errors import UserError
-from bigdit.profile.attempt import Attempt, Profile
+from bigdit.profile.attempt import Attempt, Profile, StepRequest, request_for
 from bigdit.profile.cards import LARGEST_MICRO_BATCH, Cards, Row
-from bigdit.profile.request import StepRequest, request_for
 from bigdit.search.answer import make_plan
 from bigdit.search.ask import question_for
 from bigdit.search.calibration import UNPROVED

@@ -9,8 +9,8 @@ from pathlib import Path
 from bigdit import libraries
 from bigdit.errors import guard
 from bigdit.files import write_text
+from bigdit.profile.attempt import StepRequest
 from bigdit.profile.measured.steps import run
-from bigdit.profile.request import StepRequest
 
 
 def main(asked: Path, answered: Path, steps: int) -> None:

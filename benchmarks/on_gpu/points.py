@@ -12,9 +12,9 @@ from pathlib import Path
 
 from bigdit import catalog
 from bigdit.catalog import FAMILIES, CatalogModel, Gpu
-from bigdit.config.strategy import parse_strategy
+from bigdit.config.load import parse_strategy
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.profile.request import StepRequest, request_for
+from bigdit.profile.attempt import StepRequest, request_for
 
 GPU = "h100-sxm"
 

@@ -14,7 +14,7 @@ from bigdit.errors import UserError
 from bigdit.files import write_json
 from bigdit.profile.attempt import Attempt
 from bigdit.profile.cards import Cards
-from bigdit.profile.lanes import WorkerError
+from bigdit.profile.pool import WorkerError
 from bigdit.spec import Strict
 from bigdit.speed.seconds import Cluster, StepTime
 from on_gpu.points import GPU, Point

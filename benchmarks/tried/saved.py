@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bigdit.checkpoint.folder import Saved as Folder
 from bigdit.checkpoint.saver import kept_steps
-from bigdit.config.output import EXPORTS
+from bigdit.config.run import EXPORTS
 from bigdit.config.stages import Stage
 from bigdit.engines.state import AVERAGE
 from bigdit.recipes.recipe import Saved

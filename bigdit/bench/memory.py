@@ -14,10 +14,9 @@ from bigdit.emulator import on_emulated_card
 from bigdit.errors import UserError, versions
 from bigdit.memory import Category
 from bigdit.memory.process import ByteRange, beside_training
-from bigdit.profile.attempt import Attempt
+from bigdit.profile.attempt import Attempt, StepRequest, request_for
 from bigdit.profile.cards import Cards
 from bigdit.profile.measured.run import CardRun, RanOut, run_on_card
-from bigdit.profile.request import StepRequest, request_for
 from bigdit.spec import BatchShape, Strategy, Strict
 
 

@@ -19,10 +19,9 @@ from bigdit.engines.ema import shares_of_new
 from bigdit.errors import UserError
 from bigdit.loader.batch import Batch
 from bigdit.objective_spec import ObjectiveSpec
-from bigdit.profile.attempt import Attempt
+from bigdit.profile.attempt import Attempt, StepRequest
 from bigdit.profile.cards import Cards
-from bigdit.profile.lanes import WorkerError
-from bigdit.profile.request import StepRequest
+from bigdit.profile.pool import WorkerError
 from bigdit.profile.steps import Workload, build, feed, prepare
 from bigdit.receipt import Receipt
 from bigdit.shortage import room

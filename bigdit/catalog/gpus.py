@@ -1,4 +1,7 @@
-"""Cards to train on: the memory that drivers really give, peak rates, links, each with its source."""
+"""Cards to train on, and slices of them: the memory that drivers really give, peak rates, links, each with its source.
+
+A slice is one of Multi-Instance GPU: `a100-80g-sxm:3g.40gb` is a card of its own to a process.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ from typing import Annotated, Any
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from bigdit.catalog.names import aliases_of, instead, load_json, meant, normalise, resolve
+from bigdit.errors import UserError
 from bigdit.spec import Strict
-from bigdit.units import GIB, MIB
+from bigdit.units import GIB, KIB, MIB
 
 PCIE_LANE_GBS = {
     "3.0": 8 * 128 / 130 / 8,
@@ -200,3 +204,146 @@ def no_gpu(name: str) -> str:
 def gpu_aliases(name: str) -> tuple[str, ...]:
     """The further names that mean this card alone."""
     return aliases_of(name, _document()["aliases"])
+
+
+MEDIA_ENGINES = r"[+-](me\.all|me|gfx)"
+"""What a profile's name says of engines for video and graphics: nothing of memory and multiprocessors."""
+
+
+class Profile(Strict):
+    """An instance's memory in GiB, multiprocessors and memory slices; `sighted` unless derived from the guide."""
+
+    gib: PositiveFloat
+    sms: PositiveInt
+    slices: PositiveInt
+    sighted: bool = True
+
+
+class Layout(Strict):
+    """How `cards` of `sms` multiprocessors and so many memory slices are divided; `source` is of the listing."""
+
+    cards: tuple[str, ...]
+    sms: PositiveInt
+    slices: PositiveInt
+    source: str
+    profiles: dict[str, Profile]
+
+
+@cache
+def _layouts() -> dict[str, Layout]:
+    layouts = [Layout.model_validate(entry) for entry in load_json("mig.json")["layouts"]]
+    return {card: layout for layout in layouts for card in layout.cards}
+
+
+def mig_profiles(card: Gpu) -> tuple[str, ...]:
+    """The names of the slices that a card can be divided into; none for a card without MIG."""
+    layout = _layouts().get(card.name)
+    return () if layout is None else tuple(layout.profiles)
+
+
+def mig_slice(card: Gpu, profile: str) -> Gpu:
+    """The slice as a card of its own: compute by its share of the multiprocessors, bandwidth by its share of the
+    memory slices, and no NVLink, since MIG lets instances reach no other GPU; PCIe is shared with the others.
+
+    Raises UserError for a card without MIG and for a profile that it does not have.
+    """
+    layout = _layouts().get(card.name)
+    if layout is None:
+        raise UserError(f"{card.name} has no MIG slices here; cards that have: {', '.join(_layouts())}")
+    name = re.sub(rf"{MEDIA_ENGINES}$", "", profile.casefold())
+    found = layout.profiles.get(name)
+    if found is None:
+        raise UserError(f"{card.name} has no MIG profile {profile!r}; it has {', '.join(layout.profiles)}")
+    guide = load_json("mig.json")["guide"]
+    usable_mib = min(int(found.gib * 1024), card.usable_mib)
+    origin = layout.source if found.sighted else f"derived: multiples of a smaller profile of {layout.source}"
+    compute, bandwidth = found.sms / layout.sms, found.slices / layout.slices
+    return card.model_copy(
+        update={
+            "name": f"{card.name}:{name}",
+            "title": f"{card.title} MIG {name}",
+            "multiprocessors": found.sms,
+            "l2_mib": None,
+            "total_mib": usable_mib,
+            "total_verified": found.sighted,
+            "usable_mib": usable_mib,
+            "usable_verified": found.sighted,
+            "tflops": _scaled(card.tflops, compute),
+            "bandwidth_gbs": round(card.bandwidth_gbs * bandwidth, 1),
+            "nvlink_gbs": None,
+            "sources": Sources(
+                total=origin,
+                usable=origin,
+                multiprocessors=origin,
+                compute=f"{found.sms} of {layout.sms} multiprocessors ({origin}); the card: {card.sources.compute}",
+                bandwidth=f"{found.slices} of {layout.slices} memory slices ({guide}); the card: "
+                f"{card.sources.bandwidth}",
+                link=f"no peer-to-peer under MIG, PCIe shared with the other instances ({guide}); the card: "
+                f"{card.sources.link}",
+            ),
+        }
+    )
+
+
+def _scaled(rates: Tflops, share: float) -> Tflops:
+    return Tflops.model_validate(
+        {name: None if rate is None else round(rate * share, 2) for name, rate in rates.model_dump().items()}
+    )
+
+
+WARP_SIZE = 32
+"""Threads that execute together, at every compute capability. Source: as of CAPABILITIES."""
+
+THREADS_PER_BLOCK = 1024
+"""The most threads of a block, at every compute capability. Source: as of CAPABILITIES."""
+
+REGISTERS = 65536
+"""Registers of 32 bits of a multiprocessor, and the most of a block, at every one here. Source: as of CAPABILITIES."""
+
+SHARED_PER_BLOCK_BYTES = 48 * KIB
+"""Shared memory that a block has without asking for more, at every one here. Source: as of CAPABILITIES."""
+
+
+class Capability(Strict):
+    """The most that one multiprocessor holds at a time: `threads` and `blocks`; its shared memory in bytes, and how
+    much of that a single block may ask for (`shared_optin_bytes`). `cores` are its fp32 units."""
+
+    threads: PositiveInt
+    blocks: PositiveInt
+    shared_bytes: PositiveInt
+    shared_optin_bytes: PositiveInt
+    cores: PositiveInt
+
+
+def _of(threads: int, blocks: int, shared_kib: int, optin_kib: int, cores: int) -> Capability:
+    shared, optin = shared_kib * KIB, optin_kib * KIB
+    return Capability(threads=threads, blocks=blocks, shared_bytes=shared, shared_optin_bytes=optin, cores=cores)
+
+
+CAPABILITIES = {
+    (7, 0): _of(threads=2048, blocks=32, shared_kib=96, optin_kib=96, cores=64),
+    (7, 5): _of(threads=1024, blocks=16, shared_kib=64, optin_kib=64, cores=64),
+    (8, 0): _of(threads=2048, blocks=32, shared_kib=164, optin_kib=163, cores=64),
+    (8, 6): _of(threads=1536, blocks=16, shared_kib=100, optin_kib=99, cores=128),
+    (8, 9): _of(threads=1536, blocks=24, shared_kib=100, optin_kib=99, cores=128),
+    (9, 0): _of(threads=2048, blocks=32, shared_kib=228, optin_kib=227, cores=128),
+    (10, 0): _of(threads=2048, blocks=32, shared_kib=228, optin_kib=227, cores=128),
+    (10, 3): _of(threads=2048, blocks=32, shared_kib=228, optin_kib=227, cores=128),
+    (12, 0): _of(threads=1536, blocks=24, shared_kib=100, optin_kib=99, cores=128),
+}
+"""By compute capability.
+
+Source: table "Technical Specifications per Compute Capability" of the CUDA C++ Programming Guide, with blocks and
+shared memory as cuda_occupancy.h of CUDA 13.5 has them; cores: "Throughput of Native Arithmetic Instructions" there,
+32-bit floating-point add a clock cycle and multiprocessor.
+"""
+
+
+def capability(compute_capability: tuple[int, int]) -> Capability:
+    """Raises UserError for a compute capability that no card of the catalogue has."""
+    found = CAPABILITIES.get(compute_capability)
+    if found is None:
+        known = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)
+        asked = ".".join(map(str, compute_capability))
+        raise UserError(f"compute capability {asked} is not in the catalogue, which has {known}")
+    return found

@@ -4,7 +4,14 @@
     state.json    step, lineage, model and its parameters' shapes, strategy, versions, and checksums: of each other file
                   and of itself
 
-`latest` names the checkpoint that the run goes on from; it moves last. `snapshot.py` has what lies in the same way.
+`latest` names the checkpoint that the run goes on from; it moves last.
+
+Snapshots of a run's averages: `OUTPUT/averages/step-00000800`, as checkpoints lie, but of the averages alone.
+
+    engine/          rank-00000-of-00002.safetensors: the runs of averages that a process had
+    snapshot.json    step, how many steps the averages have taken in, model, strategy, shapes, checksums
+
+A checkpoint names those of its own course, each by the checksum of its snapshot.json.
 """
 
 from __future__ import annotations
@@ -21,9 +28,10 @@ import xxhash
 from pydantic import StringConstraints, ValidationError
 from pydantic_core import PydanticUndefined
 
+from bigdit.config.run import AVERAGES, CHECKPOINTS
 from bigdit.documents import read_json
 from bigdit.errors import UserError
-from bigdit.files import open_file, write_json
+from bigdit.files import open_file, read_bytes, write_json
 from bigdit.numbers import Natural, Switch
 from bigdit.spec import ModelSpec, Strategy, Strict
 
@@ -173,3 +181,112 @@ def _next_data(file: int, at: int, size: int) -> int:
 
 def _digest(state: dict[str, Any]) -> str:
     return xxhash.xxh3_128(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+SNAPSHOT = "snapshot.json"
+
+
+@dataclass(frozen=True)
+class Snapshot(Saved):
+    """A whole snapshot on disk; `digest` is the checksum of what its snapshot.json says."""
+
+    digest: str
+
+
+def write_snapshot(folder: Path, state: dict[str, Any]) -> Path:
+    """Write snapshot.json, with a checksum of what it says."""
+    return write_state(folder, {key: state[key] for key in SavedState.model_fields}, SNAPSHOT)
+
+
+def open_snapshot(folder: Path) -> Snapshot:
+    """A snapshot's folder. Raises UserError where its snapshot.json is missing or is not what was written."""
+    return Snapshot(folder, *read_state(folder, SNAPSHOT, "a snapshot of averages", SavedState))
+
+
+def snapshots_of(checkpoint: Checkpoint) -> list[Snapshot]:
+    """Those that the checkpoint's run made before it and that are there still, the oldest first.
+
+    Raises UserError where another run's lies in the place of one.
+    """
+    root, found = checkpoint.folder.absolute().parents[1] / AVERAGES, []
+    for name, digest in sorted(checkpoint.state["snapshots"].items()):
+        if not (root / name).is_dir():
+            continue
+        found.append(open_snapshot(root / name))
+        if found[-1].digest != digest:
+            raise UserError(
+                f"{root / name} is not the snapshot that {checkpoint.folder} was trained with, but another run's, or "
+                "of another course of this one; take it away, and averages are made without it"
+            )
+    return sorted(found, key=lambda each: each.step)
+
+
+def latest(output: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint that a run goes on from, or None before the first; and what a person should know of the choice.
+
+    It is the one that `latest` names, or, where that is missing or not readable, the whole one that was saved last.
+    Raises UserError where `latest` names one that is not whole.
+    """
+    root = output / CHECKPOINTS
+    name, why = _named(root / LATEST)
+    if name is not None:
+        try:
+            return open_checkpoint(root / name), []
+        except UserError as error:
+            raise UserError(f"{error}; {advice(root, name)}") from None
+    others = whole(root)
+    if not others:
+        return None, [f"{why}, and no checkpoint in {root} is whole"] if any(root.glob("step-*")) else []
+    found = newest(others)
+    return found, [f"{why}; {found.folder.name} was saved last"]
+
+
+def find_checkpoint(path: Path) -> tuple[Checkpoint, list[str]]:
+    """A checkpoint's folder, or the latest of a run's output, with notices. Raises UserError where there is none."""
+    if (path / STATE).is_file():
+        return open_checkpoint(path), []
+    found, notices = latest(path)
+    if found is None:
+        raise UserError(*notices, f"--checkpoint {path}: neither a checkpoint nor the output of a run that saved one")
+    return found, notices
+
+
+def whole(root: Path) -> list[Checkpoint]:
+    """The checkpoints in `root` whose state.json is as it was written and whose files are there."""
+    found = []
+    for folder in sorted(root.iterdir()) if root.is_dir() else ():
+        if not NAME.fullmatch(folder.name):
+            continue
+        try:
+            each = open_checkpoint(folder)
+        except UserError:
+            continue
+        if all(file.is_file() for file in each.files()):
+            found.append(each)
+    return found
+
+
+def newest(found: list[Checkpoint]) -> Checkpoint:
+    """The one that was saved last."""
+    return max(found, key=lambda each: (each.state["saved"], each.step))
+
+
+def advice(root: Path, damaged: str) -> str:
+    """What a person can do where the checkpoint of the name `damaged` is not whole."""
+    others = [found for found in whole(root) if found.folder.name != damaged]
+    if not others:
+        return "there is no other; choose another output to start anew"
+    return f"to go on from the one before, write {newest(others).folder.name} into {root / LATEST}"
+
+
+def _named(pointer: Path) -> tuple[str | None, str]:
+    """What `latest` names, or None and why."""
+    try:
+        text = read_bytes(pointer).decode().strip()
+    except FileNotFoundError:
+        return None, f"{pointer} is missing"
+    except (OSError, UnicodeDecodeError) as error:
+        return None, f"{pointer} cannot be read ({error})"
+    if NAME.fullmatch(text):
+        return text, ""
+    return None, f"{pointer} holds {text[:40]!r}, which is no checkpoint's name"

@@ -18,7 +18,7 @@ from bigdit.catalog.families import objective_of
 from bigdit.catalog.pipeline import INDEX, config_of, index_of
 from bigdit.checkpoint.folder import Checkpoint
 from bigdit.config import RunConfig
-from bigdit.config.encoders import VaeCodec
+from bigdit.config.data import VaeCodec
 from bigdit.config.load import parse_run
 from bigdit.errors import UserError
 from bigdit.files import check_regular, leads_out, lfs_pointer, read_bytes

@@ -12,12 +12,10 @@ from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorage
 
 from bigdit import models
 from bigdit.catalog.resolve import read_model_config
-from bigdit.checkpoint.exported import FILE as CHECKSUMS
-from bigdit.checkpoint.exported import check_exported
 from bigdit.checkpoint.folder import STATE, Checkpoint, Saved, open_checkpoint
 from bigdit.checkpoint.peers import Peers
-from bigdit.checkpoint.plan import LoadPlanner
-from bigdit.checkpoint.verify import verify
+from bigdit.checkpoint.verify import CHECKSUMS, check_exported, verify
+from bigdit.checkpoint.write import LoadPlanner
 from bigdit.engines import Ema, Engine
 from bigdit.engines.state import AVERAGE, Place, adopt, make_state, places
 from bigdit.errors import UserError

@@ -14,11 +14,18 @@ from typing import Any
 import torch
 
 from bigdit import log
-from bigdit.checkpoint.folder import LATEST, Checkpoint, name_of, open_checkpoint, write_state
+from bigdit.checkpoint.folder import (
+    LATEST,
+    Checkpoint,
+    name_of,
+    open_checkpoint,
+    open_snapshot,
+    write_snapshot,
+    write_state,
+)
 from bigdit.checkpoint.peers import Peers
-from bigdit.checkpoint.snapshot import open_snapshot, write_snapshot
 from bigdit.checkpoint.write import Writer
-from bigdit.config.output import AVERAGES, CHECKPOINTS
+from bigdit.config.run import AVERAGES, CHECKPOINTS
 from bigdit.engines import Ema, Engine
 from bigdit.engines.state import AVERAGE, Place, places
 from bigdit.errors import UserError

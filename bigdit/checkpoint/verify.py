@@ -1,13 +1,17 @@
-"""Every byte of a checkpoint, or of a snapshot, that is read was written as it is."""
+"""Every byte of a checkpoint, of a snapshot, or of an exported folder that is read was written as it is.
+
+The checksums of an exported folder lie beside its files, where diffusers passes over them.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from bigdit.checkpoint.find import advice
-from bigdit.checkpoint.folder import STATE, Checkpoint, Saved, checksum
+from bigdit.checkpoint.folder import SNAPSHOT, STATE, Checkpoint, Saved, advice, checksum
 from bigdit.checkpoint.peers import Peers
-from bigdit.checkpoint.snapshot import FILE
+from bigdit.documents import read_json
+from bigdit.errors import UserError
+from bigdit.files import write_json
 
 
 def verify(found: Saved, peers: Peers | None = None) -> None:
@@ -40,10 +44,42 @@ def _problem(found: Saved, file: Path) -> list[str]:
 
 def _named(found: Saved) -> tuple[str, str]:
     """What it is called, and its JSON."""
-    return ("checkpoint", STATE) if isinstance(found, Checkpoint) else ("snapshot", FILE)
+    return ("checkpoint", STATE) if isinstance(found, Checkpoint) else ("snapshot", SNAPSHOT)
 
 
 def _advice(found: Saved) -> str:
     if isinstance(found, Checkpoint):
         return advice(found.folder.parent, found.folder.name)
     return "take the snapshot away, and averages are made without it"
+
+
+CHECKSUMS = "checksums.json"
+_AGAIN = "copy it again, or `bigdit export` it anew"
+
+
+def write_checksums(folder: Path) -> None:
+    """Write down the xxh3-128 of each file that is in the folder. Raises UserError where it cannot be written."""
+    write_json(folder / CHECKSUMS, {file.name: checksum(file) for file in sorted(folder.iterdir())})
+
+
+def check_exported(folder: Path) -> None:
+    """Raise UserError where a file of an exported folder is missing, too many or not what was written.
+
+    A folder without checksums, as others write it, is not judged.
+    """
+    file = folder / CHECKSUMS
+    try:
+        sums: dict[str, str] = read_json(file)
+        more = {each.name for each in folder.glob("*.safetensors")} - sums.keys()
+        lacking = [name for name in sums if not (folder / name).is_file()]
+        changed = [name for name, known in sums.items() if name not in lacking and checksum(folder / name) != known]
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{file} is damaged or cannot be read ({error}); {_AGAIN}") from None
+    if lacking:
+        raise UserError(f"{folder} lacks {lacking[0]}, which its {CHECKSUMS} names; {_AGAIN}")
+    if changed:
+        raise UserError(f"{folder / changed[0]} is damaged: its checksum is not the one in {CHECKSUMS}; {_AGAIN}")
+    if more:
+        raise UserError(f"{folder / min(more)} is no part of its export: {CHECKSUMS} does not name it; take it away")

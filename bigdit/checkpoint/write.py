@@ -1,25 +1,147 @@
-"""What all processes hold of a state, written to one folder that appears when it is whole."""
+"""What all processes hold of a state, written to one folder that appears when it is whole.
+
+Torch's distributed checkpoint sees our state as one-dimensional runs by name, which each process has some of. A process
+writes a file of safetensors in one pass, in the layout that torch's HuggingFaceStorageReader reads. Torch's own writer
+of that layout makes the bytes of a whole file first; its metadata file, of the other layouts, is a pickle, which we
+neither write nor read.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
-from torch.distributed.checkpoint import CheckpointException
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, DefaultSavePlanner, StorageWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from bigdit.checkpoint.folder import ENGINE, checksum
 from bigdit.checkpoint.peers import Peers
-from bigdit.checkpoint.plan import SavePlanner
-from bigdit.checkpoint.shard_file import ShardFileWriter
 from bigdit.engines.state import LOCAL, Place
 from bigdit.errors import UserError, versions
 from bigdit.files import TEMPORARY, commit_folder
 from bigdit.units import gib
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Writes each run once, where several processes have it (HSDP's replicas, numbers) by the one with least to do."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([_written(name, place) for name, place in self.state_dict.items()])
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        found: torch.Tensor = self.state_dict[index.fqn].tensor
+        return found
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Fills each run from those that were saved of the same name, however those were cut."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        items = []
+        for name, place in self.state_dict.items():
+            saved = self.metadata.state_dict_metadata.get(name)
+            found = saved.size[0] if isinstance(saved, TensorStorageMetadata) else 0
+            if found != place.numel:
+                raise UserError(f"it holds {found} elements of {name}, and this run has {place.numel}")
+            wanted = ChunkStorageMetadata(torch.Size([place.offset]), torch.Size([place.tensor.numel()]))
+            parts = create_read_items_for_chunk_list(name, saved, [wanted])  # type: ignore[arg-type]  # has elements
+            if sum(part.lengths[0] for part in parts) != place.tensor.numel():
+                raise UserError(f"some of the {found} elements of {name} are in none of its files")
+            items += parts
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        found: torch.Tensor = self.state_dict[index.fqn].tensor
+        return found
+
+
+def _written(name: str, place: Place) -> WriteItem:
+    offset = torch.Size([place.offset])
+    return WriteItem(
+        MetadataIndex(name, offset),
+        WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            ChunkStorageMetadata(offset, torch.Size([place.tensor.numel()])),
+            TensorProperties.create_from_tensor(place.tensor),
+            torch.Size([place.numel]),
+        ),
+    )
+
+
+OFFSETS = "DCP_SHARDING_INFO"
+"""Where the reader looks for the place of each run. Source: torch/distributed/checkpoint/_hf_utils.py."""
+
+
+class ShardFileWriter(StorageWriter):
+    """Writes this process's runs to `file`; none where it has nothing to write."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
+        tensors = {item.index.fqn: planner.resolve_data(item) for item in plan.items}
+        if tensors:
+            offsets = {item.index.fqn: {"saved_offsets": list(item.index.offset or ())} for item in plan.items}
+            save_file(tensors, self._file, metadata={"format": "pt", OFFSETS: json.dumps(offsets)})
+        written: Future[list[WriteResult]] = Future()
+        written.set_result([WriteResult(item.index, tensors[item.index.fqn].nbytes, None) for item in plan.items])
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Nothing: each file says by itself what it holds."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
 
 T = TypeVar("T")
 

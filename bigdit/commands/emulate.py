@@ -45,7 +45,7 @@ def run(
 
     check_machine()  # first, so that what is missing is said at once
     from bigdit import catalog, log
-    from bigdit.emulator.card import CARDS_MOST
+    from bigdit.emulator.launch import CARDS_MOST
     from bigdit.errors import UserError
     from bigdit.report.emulation import document, show
 
@@ -53,12 +53,12 @@ def run(
     if processes > CARDS_MOST:
         raise UserError(f"--processes is {processes}, and one machine is emulated with 1 to {CARDS_MOST} cards")
     if out is not None:
-        from bigdit.report.emulation_page import clear_folder
+        from bigdit.report.emulation import clear_folder
 
         clear_folder(out)
     found = _emulate(command, card, processes, steps, fake_weights, out, as_json)
     if out is not None:
-        from bigdit.report.emulation_page import write_emulation
+        from bigdit.report.emulation import write_emulation
 
         for file in write_emulation(found, out):
             log.notice(f"wrote {file}")

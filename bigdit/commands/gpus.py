@@ -67,8 +67,7 @@ def _least(min_memory: str) -> int:
 
 
 def _fields(card: Gpu) -> dict[str, Any]:
-    from bigdit.catalog.gpus import gpu_aliases
-    from bigdit.catalog.mig import mig_profiles
+    from bigdit.catalog.gpus import gpu_aliases, mig_profiles
 
     return card.model_dump(mode="json") | {
         "total_bytes": card.total_bytes,

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bigdit.commands.listed import listed
-from bigdit.commands.options import Json, Set, of_plans
+from bigdit.commands.options import Json, Set, listed, of_plans
 
 if TYPE_CHECKING:
     from bigdit.search.question import Question
@@ -149,7 +148,7 @@ def _plan_stages(config: Path, overrides: list[str], asked: dict[str, Any], out:
     )
     if out is not None:
         from bigdit.report.folder import check_folder, write_stages
-        from bigdit.report.skeleton import RUN
+        from bigdit.report.how_to_run import RUN
 
         for each in folders:
             check_folder(each)

@@ -11,8 +11,7 @@ from bigdit.commands.options import Frames, Gpu, Json, Model, Resolution
 
 if TYPE_CHECKING:
     from bigdit.memory.process import ByteRange
-    from bigdit.profile.attempt import Profile
-    from bigdit.profile.request import StepRequest
+    from bigdit.profile.attempt import Profile, StepRequest
 
 EXIT_DOES_NOT_FIT = 2
 
@@ -38,11 +37,11 @@ def run(
 
     cuda_python()  # first, so that a missing one is said at once
     from bigdit import catalog, log
-    from bigdit.config.strategy import parse_strategy
+    from bigdit.config.load import parse_strategy
     from bigdit.files import check_writable
     from bigdit.memory.process import beside_training
+    from bigdit.profile.attempt import parse_resolution, request_for
     from bigdit.profile.cards import Cards
-    from bigdit.profile.request import parse_resolution, request_for
 
     for option, file in (("--plot", plot), ("--snapshot", snapshot)):
         if file is not None:
@@ -68,7 +67,7 @@ def run(
         _show(request, found, card.usable_bytes, non_torch)
         log.out.print("fits" if fits else "does not fit", style="bold")
     if plot is not None:
-        from bigdit.report.timeline import plot_timeline
+        from bigdit.report.figures import plot_timeline
 
         plot_timeline(found.timeline, plot, title=title, card_bytes=card.usable_bytes)
     for written in filter(None, (plot, snapshot)):

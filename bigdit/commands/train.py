@@ -25,7 +25,7 @@ def run(
     """Train as the run's config says, with as many processes; the same command resumes."""
     from bigdit import libraries, log
     from bigdit.catalog.families import objective_of
-    from bigdit.catalog.revision import revision
+    from bigdit.catalog.names import revision
     from bigdit.config import load_stages
     from bigdit.files import check_writable
     from bigdit.objective_spec import counting

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from bigdit.config.data import fitting_bucket, written_bucket
-from bigdit.config.encoders import IdentityCodec, VaeCodec
+from bigdit.config.data import IdentityCodec, VaeCodec, fitting_bucket, written_bucket
 from bigdit.config.run import RunConfig
 from bigdit.errors import UserError
 from bigdit.objective_spec import DdpmSpec, meaningless

@@ -1,5 +1,5 @@
-"""A run's YAML: its sections, each key with its meaning. Those of what is read are in data.py and encoders.py, those
-of what is monitored in sight.py, and how a step is run in spec.Strategy."""
+"""A run's YAML: its sections, each key with its meaning. Those of what is read and encoded are in data.py, those of
+what is monitored in monitor.py, and how a step is run in spec.Strategy."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from bigdit.config.data import DataConfig
-from bigdit.config.encoders import EncodersConfig
-from bigdit.config.sight import SamplesConfig, TrackerName, ValidationConfig
+from bigdit.config.data import DataConfig, EncodersConfig
+from bigdit.config.monitor import SamplesConfig, TrackerName, ValidationConfig
 from bigdit.numbers import Count, Natural, NotNegative, Positive
 from bigdit.objective_spec import ObjectiveSpec
 from bigdit.spec import Section, Strategy
@@ -124,3 +123,24 @@ class RunConfig(Section):
         if features == "online" and folder is not None:
             raise ValueError(f"data.features is {folder}, and strategy.features is online; leave data.features out")
         return self
+
+
+METRICS = "metrics.jsonl"
+"""A row a step."""
+
+RECORD = "run.json"
+"""The run as its last start has it, and what its first steps took."""
+
+RECEIPT = "receipt.json"
+"""Of a run that came to its end."""
+
+
+def receipt_of(stage: int) -> str:
+    """Of a stage that another one follows."""
+    return f"receipt-stage-{stage}.json"
+
+
+PAGE = "report.html"
+
+CHECKPOINTS, AVERAGES, EXPORTS, SAMPLES = "checkpoints", "averages", "exports", "samples"
+"""Folders; in each a name a step, such as step-00000800."""

@@ -1,18 +1,226 @@
-"""What is wrong with a document's values: a line for each key, in the words of who wrote it and not of pydantic."""
+"""What is wrong with a document's values: a line for each key, in the words of who wrote it and not of pydantic.
+
+What other trainers call the keys, options and values of a run is from the documentation of diffusers' scripts, kohya's
+sd-scripts, SimpleTuner, ai-toolkit, OneTrainer, accelerate, transformers' Trainer.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any, get_args
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from bigdit.config.other_trainers import key_meant, suggested, value_meant
 from bigdit.errors import nearest
 from bigdit.objective_spec import NUMBER
 from bigdit.spec import Contradictory
+
+
+class Meant(NamedTuple):
+    """The `key` of a run, how its value maps, and the `options` of commands that say the same."""
+
+    key: str
+    note: str = ""
+    options: tuple[str, ...] = ()
+
+
+_NAMES: dict[Meant, str] = {
+    Meant("model.name", "of `bigdit models`; model.init_from is the folder of its weights", ("--model",)): (
+        "pretrained_model_name_or_path model_name_or_path name_or_path base_model_name base_model model_name model_id "
+        "pretrained_model model_path checkpoint_path"
+    ),
+    Meant("data.images", "a folder, a file or a list of them"): (
+        "data.image instance_data_dir instance_data_root train_data_dir data_dir data_root data_path dataset_path "
+        "dataset_name dataset_dir folder_path image_dir image_folder image_path image_file concepts"
+    ),
+    Meant("data.images", "list a source as often as it is repeated"): (
+        "repeats num_repeats n_repeats dataset_repeats repeat"
+    ),
+    Meant("data.images.image", "the column of pictures"): "image_column",
+    Meant("data.images.captions", "columns of a table; .txt and .json beside pictures are found without it"): (
+        "caption_column text_column caption_ext caption_extension caption_strategy"
+    ),
+    Meant("data", "its images, features and buckets"): "datasets dataset dataset_config data_backend_config",
+    Meant("data.features", "the folder of latents and embeddings; `bigdit extract` fills it", ("--features",)): (
+        "cache_dir cache_latents cache_latents_to_disk latent_cache latent_caching latents_dir cache_text_embeddings "
+        "cache_text_encoder_outputs vae_cache text_embed_cache"
+    ),
+    Meant("data.buckets", "[[height, width]] in pixels", ("--resolution", "--size")): (
+        "resolution resolutions image_size img_size base_resolution target_size width height enable_bucket "
+        "min_bucket_reso max_bucket_reso bucket_reso_steps bucket_no_upscale aspect_ratio_bucketing aspect_bucketing"
+    ),
+    Meant("data.buckets", "[[frames, height, width]]", ("--frames",)): "num_frames n_frames video_length",
+    Meant("data.fps", "frames a second"): "video_fps target_fps sample_fps",
+    Meant("data.caption_dropout", "a share, such as 0.1"): (
+        "caption_dropout_rate caption_dropout_probability caption_drop_rate proportion_empty_prompts class_dropout_prob"
+    ),
+    Meant("data.read_threads", "data.workers are those of `bigdit extract`", ("--workers",)): (
+        "num_workers dataloader_num_workers max_data_loader_n_workers dataloader_threads"
+    ),
+    Meant("strategy.read_ahead_steps", "steps"): "prefetch_factor dataloader_prefetch_factor",
+    Meant("encoders.image.path", "the VAE's folder"): "pretrained_vae_model_name_or_path vae_path vae vae_model",
+    Meant(
+        "encoders.text", "pipeline: the folder of a pipeline with its text encoders"
+    ): "text_encoder text_encoder_path",
+    Meant("encoders.text.max_tokens", "tokens"): "max_sequence_length tokenizer_max_length max_token_length",
+    Meant("objective.name", "flow_matching or ddpm"): "noise_scheduler",
+    Meant("objective.prediction", "epsilon, v or x0"): "prediction_type parameterization",
+    Meant("objective.t_distribution", "logit_normal, uniform or mode"): (
+        "weighting_scheme timestep_sampling timestep_type timestep_distribution"
+    ),
+    Meant("objective.shift", "a number"): "discrete_flow_shift flow_shift timestep_shift flow_schedule_shift",
+    Meant("objective.min_snr_gamma", "of ddpm"): "snr_gamma",
+    Meant("strategy.optimizer.lr"): "learning_rate lr base_lr init_lr unet_lr transformer_lr",
+    Meant(
+        "strategy.optimizer.name", "adamw_8bit, adafactor, came, …", ("--optimizer",)
+    ): "optimizer_type optimizer_name optim",
+    Meant(
+        "strategy.optimizer.name", "adamw_8bit in the place of true", ("--optimizer",)
+    ): "use_8bit_adam use_8bit_optimizer",
+    Meant("strategy.optimizer.betas", "[0.9, 0.999]"): "adam_beta1 adam_beta2 beta1 beta2",
+    Meant("strategy.optimizer.weight_decay"): "adam_weight_decay wd",
+    Meant("strategy.optimizer.eps"): "adam_epsilon epsilon",
+    Meant("strategy.micro_batch_size", "samples that a GPU takes at once", ("--micro-batch",)): (
+        "batch_size train_batch_size per_device_train_batch_size micro_batch local_batch_size batch_size_per_gpu "
+        "train_micro_batch_size_per_gpu"
+    ),
+    Meant("strategy.global_batch_size", "samples of a step over all GPUs", ("--global-batch",)): (
+        "effective_batch_size total_batch_size global_batch"
+    ),
+    Meant("strategy.grad_accum_steps", "micro-batches of a step"): (
+        "gradient_accumulation_steps gradient_accumulation grad_accumulation accumulation_steps grad_accum "
+        "accumulate_grad_batches"
+    ),
+    Meant("train.steps", "of the optimizer"): (
+        "max_train_steps max_steps num_steps total_steps train_steps num_train_steps iterations max_iterations"
+    ),
+    Meant("train.epochs", options=("--epochs",)): "num_train_epochs max_train_epochs num_epochs max_epochs epoch",
+    Meant("strategy.precision", "bf16, bf16_sr, fp16, tf32 or fp32", ("--precision",)): (
+        "mixed_precision dtype train_dtype weight_dtype full_bf16 full_fp16 bf16 fp16 allow_tf32"
+    ),
+    Meant("strategy.gradient_clipping", "the most that the norm may be"): (
+        "max_grad_norm clip_grad_norm grad_clip gradient_clip_val max_norm grad_clip_norm"
+    ),
+    Meant("strategy.checkpointed_blocks", "all in the place of true, or how many blocks", ("--checkpointed-blocks",)): (
+        "gradient_checkpointing activation_checkpointing enable_gradient_checkpointing use_gradient_checkpointing "
+        "grad_checkpoint"
+    ),
+    Meant("strategy.offload_activations", "true"): (
+        "activation_offloading enable_activation_offload cpu_offload_checkpointing gradient_checkpointing_offload"
+    ),
+    Meant("strategy.blocks_to_swap", "how many blocks"): (
+        "block_swap num_blocks_to_swap layer_offload_fraction layer_offloading_transformer_percent block_offload"
+    ),
+    Meant("strategy.optimizer_in_backward", "true"): "fused_backward_pass fused_back_pass",
+    Meant("strategy.compile_blocks", "true"): "torch_compile compile use_compile dynamo_backend",
+    Meant("strategy.ema", "{decay: 0.9999}; --ema takes auto, gpu or cpu", ("--ema",)): "use_ema enable_ema ema_config",
+    Meant("strategy.ema.decay"): "ema_decay ema_rate",
+    Meant("strategy.lora", "{rank: 16, alpha: 16}", ("--lora",)): (
+        "network network_module adapter lora_config peft_config training_method"
+    ),
+    Meant("strategy.lora.rank", options=("--lora",)): "network_dim lora_rank rank network_rank lora_r linear",
+    Meant("strategy.lora.alpha"): "network_alpha lora_alpha linear_alpha alpha",
+    Meant("strategy.lora.targets", "names of linear layers"): "lora_target_modules target_modules lora_layers",
+    Meant("strategy.lora.dora", "true"): "use_dora lora_decompose",
+    Meant("strategy.lora.base", "bf16, int8 or nf4"): (
+        "quantize quantization base_model_precision load_in_4bit load_in_8bit fp8_base"
+    ),
+    Meant("train.warmup_steps"): "lr_warmup_steps num_warmup_steps learning_rate_warmup_steps lr_warmup warmup",
+    Meant("train.lr_schedule", "constant, cosine or wsd"): ("lr_scheduler lr_scheduler_type learning_rate_scheduler"),
+    Meant("train.checkpoint_every", "steps"): (
+        "checkpointing_steps checkpoint_interval checkpoint_step_interval save_every save_every_n_steps save_steps "
+        "save_interval"
+    ),
+    Meant("train.keep_checkpoints", "how many"): (
+        "checkpoints_total_limit save_total_limit max_step_saves_to_keep save_last_n_steps"
+    ),
+    Meant("strategy.world_size", "one a GPU", ("--gpus",)): (
+        "num_processes nproc_per_node num_gpus n_gpus gpus world_size num_devices"
+    ),
+    Meant("strategy.engine", "single, deepspeed or fsdp2", ("--engine",)): ("distributed_type distributed_backend"),
+    Meant("strategy.engine", "fsdp2", ("--engine",)): "use_fsdp fsdp",
+    Meant("strategy.engine", "deepspeed, with strategy.ds_config; zero_optimization.stage 0 is ddp", ("--engine",)): (
+        "ddp use_ddp"
+    ),
+    Meant("strategy.ds_config", "DeepSpeed's JSON, with zero_optimization.stage", ("--ds-config", "--engine")): (
+        "deepspeed_config deepspeed_config_file deepspeed zero_stage"
+    ),
+    Meant("samples.captions", options=("--caption",)): (
+        "validation_prompt validation_prompts sample_prompts prompts prompt"
+    ),
+    Meant("samples.every", "steps"): (
+        "validation_steps validation_epochs sample_every sample_every_n_steps sample_every_n_epochs"
+    ),
+    Meant("samples.steps", options=("--steps",)): (
+        "num_inference_steps sample_steps validation_num_inference_steps num_sampling_steps"
+    ),
+    Meant("samples.guidance", options=("--guidance",)): "guidance_scale cfg_scale cfg validation_guidance",
+    Meant("trackers", "a list, such as [wandb]"): "report_to log_with logger use_wandb",
+    Meant("output", "the folder of a run", ("--out",)): (
+        "output_dir out_dir output_path save_dir save_root training_folder workspace_dir results_dir"
+    ),
+    Meant("output", "the same command resumes from what lies in it"): "resume_from_checkpoint resume",
+}
+
+_VALUES: dict[Meant, str] = {
+    Meant("zero0"): "ddp multi_gpu data_parallel distributed_data_parallel",
+    Meant("deepspeed", "zero_optimization.stage 0 keeps the whole model on each GPU"): (
+        "ddp multi_gpu data_parallel distributed_data_parallel"
+    ),
+    Meant("fsdp2"): "fsdp",
+    Meant("cosine", "to train.min_lr"): "linear polynomial cosine_with_min_lr cosine_annealing",
+    Meant("cosine", "without restarts"): "cosine_with_restarts cosine_with_hard_restarts",
+    Meant("constant", "with train.warmup_steps"): "constant_with_warmup",
+    Meant("wsd"): "warmup_stable_decay",
+    Meant("adamw"): "adam adamw_fused adamw_torch adamw_torch_fused",
+    Meant("adamw", "with precision bf16_sr"): "adamw_bf16",
+    Meant("adamw_8bit"): "adam_8bit bnb_adamw_8bit adamw_bnb_8bit",
+    Meant("paged_adamw_8bit"): "paged_adamw paged_adam_8bit",
+    Meant("adamw_8bit_ao"): "ao_adamw_8bit torchao_adamw_8bit",
+    Meant("adamw_4bit_ao"): "ao_adamw_4bit torchao_adamw_4bit adamw_4bit",
+    Meant("lion_8bit"): "lion paged_lion_8bit bnb_lion_8bit",
+    Meant("bf16"): "bfloat16",
+    Meant("fp16"): "float16 half",
+    Meant("fp32"): "no float32 float",
+    Meant("squaredcos_cap_v2"): "cosine",
+    Meant("v"): "v_prediction velocity",
+    Meant("x0"): "sample",
+    Meant("epsilon"): "noise eps",
+    Meant("logit_normal"): "sigmoid",
+    Meant("flow_matching"): "flowmatch flow rectified_flow",
+}
+
+KEYS = {name: meant for meant, names in _NAMES.items() for name in names.split()}
+"""By what others call them; with the section before it where the name alone says too little."""
+
+
+def key_meant(*names: str) -> Meant | None:
+    """What is meant by the first of these names that other trainers have, however it is written."""
+    plain = (name.lstrip("-").casefold().replace("-", "_") for name in names)
+    return next((KEYS[name] for name in plain if name in KEYS), None)
+
+
+def value_meant(value: str, known: Collection[str]) -> Meant | None:
+    """Which of the `known` values is meant: the same one in other letters, or what others call so."""
+    found = [Meant(each) for each in known if _letters(each) == _letters(value)]
+    found += [
+        meant
+        for meant, names in _VALUES.items()
+        if meant.key in known and _letters(value) in map(_letters, names.split())
+    ]
+    return found[0] if found else None
+
+
+def suggested(meant: Meant, key: str | None = None) -> str:
+    """`did you mean train.lr_schedule? (constant, cosine or wsd)`, the `key` in the words of who asks."""
+    return f"did you mean {key or meant.key}?" + (f" ({meant.note})" if meant.note else "")
+
+
+def _letters(name: str) -> str:
+    return name.casefold().replace("_", "").replace("-", "")
+
 
 Key = tuple[str | int, ...]
 

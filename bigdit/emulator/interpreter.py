@@ -11,10 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from bigdit.cache import cache_root
 from bigdit.checkout import ROOT
 from bigdit.emulator.build import compiler
 from bigdit.errors import UserError, versions
-from bigdit.kept import cache_root
 
 CUDA = "13"
 """The major version of CUDA whose functions the stub libraries have."""

@@ -18,8 +18,7 @@ from types import FrameType
 
 from bigdit import log
 from bigdit.emulator import janitor, smi
-from bigdit.emulator.account import Account, read_account
-from bigdit.emulator.emulation import Run
+from bigdit.emulator.emulation import Account, Run, read_account
 from bigdit.errors import UserError
 
 

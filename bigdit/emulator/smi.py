@@ -125,7 +125,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def machine(settings: str) -> list[Card]:
-    """The cards that BIGDIT_EMULATED_CARD describes (card.py), with what is on them now."""
+    """The cards that BIGDIT_EMULATED_CARD describes (launch.py), with what is on them now."""
     figures, name = f" {settings}".split(" name=", 1)
     has = dict(figure.split("=", 1) for figure in figures.split())
     rows = _rows(has.get("state"))

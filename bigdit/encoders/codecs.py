@@ -16,8 +16,7 @@ from PIL import Image, ImageOps
 from torch import nn
 from torch.nn import functional as F
 
-from bigdit.config.data import fitting_bucket, frames_of, written_bucket
-from bigdit.config.encoders import IdentityCodec, VaeCodec
+from bigdit.config.data import IdentityCodec, VaeCodec, fitting_bucket, frames_of, written_bucket
 from bigdit.encoders.batch_size import CPU_BATCH
 from bigdit.errors import UserError
 from bigdit.sources.protocol import Unusable

@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 from torch import nn
 
-from bigdit.catalog.first_frame import IMAGE_EMBEDS, IMAGE_ENCODER
-from bigdit.config.encoders import FirstFrameConfig
+from bigdit.catalog.conditions import IMAGE_EMBEDS, IMAGE_ENCODER
+from bigdit.config.data import FirstFrameConfig
 from bigdit.encoders.codecs import ImageCodec, to_unit_range
 from bigdit.encoders.folder import DTYPES, read_config, weights_sample
 from bigdit.errors import UserError

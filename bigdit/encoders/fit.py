@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from bigdit.catalog import FAMILIES
+from bigdit.catalog.conditions import IMAGE_ENCODER, fed_more
 from bigdit.catalog.families import stream_shapes, streams_of
-from bigdit.catalog.first_frame import IMAGE_ENCODER, fed_more
-from bigdit.config.data import written_bucket
-from bigdit.config.encoders import IdentityCodec, TextEncoderConfig, VaeCodec
+from bigdit.config.data import IdentityCodec, TextEncoderConfig, VaeCodec, written_bucket
 from bigdit.config.plan_file import PlanFile
 from bigdit.config.run import RunConfig
 from bigdit.documents import read_json

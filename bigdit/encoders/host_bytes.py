@@ -8,8 +8,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from bigdit.catalog.first_frame import IMAGE_ENCODER
-from bigdit.config.encoders import EncodersConfig, TextEncoderConfig, VaeCodec
+from bigdit.catalog.conditions import IMAGE_ENCODER
+from bigdit.config.data import EncodersConfig, TextEncoderConfig, VaeCodec
 from bigdit.documents import indexed_files, read_json
 from bigdit.numbers import Natural
 from bigdit.spec import Strict

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from bigdit import log
-from bigdit.config.encoders import EncodersConfig, TextEncoderConfig
+from bigdit.config.data import EncodersConfig, TextEncoderConfig
 from bigdit.encoders.batch_size import CPU_BATCH, OneIsTooMuch
 from bigdit.encoders.codecs import ImageCodec, load_image_codec
 from bigdit.encoders.first_frame import FirstFrames, load_first_frames

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from bigdit.catalog.families import mask_of
-from bigdit.config.encoders import TextEncoderConfig
+from bigdit.config.data import TextEncoderConfig
 from bigdit.encoders.batch_size import BatchSize
 from bigdit.encoders.components import KEY, TokenizerCalls, Words, describe, load_text_pipeline
 from bigdit.encoders.folder import DTYPES

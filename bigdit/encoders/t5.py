@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, T5Config, T5EncoderModel
 
 from bigdit.catalog.families import too_large
-from bigdit.config.encoders import T5_TOKENS, TextEncoderConfig
+from bigdit.config.data import T5_TOKENS, TextEncoderConfig
 from bigdit.encoders.batch_size import CPU_BATCH, BatchSize
 from bigdit.encoders.components import full_length, tokenizer_digest
 from bigdit.encoders.folder import DTYPES, check_complete, check_files, read_config, weights_sample

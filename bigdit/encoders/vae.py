@@ -11,8 +11,7 @@ import diffusers
 import torch
 from torch import nn
 
-from bigdit.config.data import frames_of, written_bucket
-from bigdit.config.encoders import VaeCodec
+from bigdit.config.data import VaeCodec, frames_of, written_bucket
 from bigdit.encoders.batch_size import BatchSize
 from bigdit.encoders.codecs import (
     VIDEO_VAES,

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from bigdit.engines.finite import are_finite, is_finite
 from bigdit.engines.protocol import Stepped
-from bigdit.engines.scaling import LossScaler
+from bigdit.engines.scaling import LossScaler, are_finite, is_finite
 from bigdit.spec import Strategy
 
 

@@ -20,10 +20,8 @@ from torch import nn
 
 from bigdit import libraries, optim
 from bigdit.config.wrong import shown
-from bigdit.engines.finite import are_finite
-from bigdit.engines.protocol import Engine, Stepped, compute_dtype
-from bigdit.engines.scaling import LossScaler
-from bigdit.engines.shards import Shard, whole
+from bigdit.engines.protocol import Engine, Shard, Stepped, compute_dtype, whole
+from bigdit.engines.scaling import LossScaler, are_finite
 from bigdit.errors import UserError
 from bigdit.spec import Strategy
 

@@ -14,10 +14,9 @@ from torch.distributed.tensor import DTensor
 from bigdit import optim
 from bigdit.dist import World
 from bigdit.engines.backward import Backward
-from bigdit.engines.protocol import Engine, Stepped, compute_dtype
-from bigdit.engines.shards import Shard
+from bigdit.engines.protocol import Engine, Shard, Stepped, compute_dtype
 from bigdit.models import Family
-from bigdit.optim.shards import sum_over_shards
+from bigdit.optim.factored import sum_over_shards
 from bigdit.spec import FACTORED, Strategy
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from bigdit.engines.scaling import LossScaler
-from bigdit.engines.shards import Shard
 from bigdit.spec import Strategy
 
 
@@ -115,3 +115,28 @@ def use_matmul_precision(strategy: Strategy) -> None:
     precision = "tf32" if strategy.precision == "tf32" else "ieee"
     torch.backends.cuda.matmul.fp32_precision = precision
     torch.backends.cudnn.conv.fp32_precision = precision
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A run of a parameter's elements, as they follow each other in memory, within a master of this process.
+
+    Elements `offset` to `offset + length` of the parameter `name`, which has `shape` as a whole, are elements `start`
+    to `start + length` of master number `master`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    master: int
+    start: int
+    length: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def whole(named: Iterable[tuple[str, torch.Tensor]]) -> list[Shard]:
+    """Parameters that are each a master of their own, in the masters' order."""
+    return [Shard(name, tuple(param.shape), 0, i, 0, param.numel()) for i, (name, param) in enumerate(named)]

@@ -11,8 +11,7 @@ from torch import nn
 
 from bigdit import optim
 from bigdit.engines.backward import Backward
-from bigdit.engines.protocol import Engine, Stepped
-from bigdit.engines.shards import Shard, whole
+from bigdit.engines.protocol import Engine, Shard, Stepped, whole
 from bigdit.models.swap import moved, swap_of, with_data
 from bigdit.spec import Strategy
 from bigdit.units import MIB

@@ -24,8 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from bigdit import optim
 from bigdit.engines.ema import Ema
-from bigdit.engines.protocol import Engine
-from bigdit.engines.shards import Shard
+from bigdit.engines.protocol import Engine, Shard
 
 LOCAL = "local."
 AVERAGE = "ema"

@@ -24,8 +24,7 @@ import torch
 from pydantic import TypeAdapter
 
 from bigdit import log
-from bigdit.catalog.classes import class_count, class_misfits, condition_problems, takes_classes
-from bigdit.catalog.first_frame import first_frame_misfits
+from bigdit.catalog.conditions import class_count, class_misfits, condition_problems, first_frame_misfits, takes_classes
 from bigdit.config.run import RunConfig
 from bigdit.encoders.codecs import ImageCodec, load_image_codec
 from bigdit.encoders.first_frame import load_first_frames

@@ -13,8 +13,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from bigdit import log
-from bigdit.config.data import DataConfig
-from bigdit.config.encoders import EncodersConfig
+from bigdit.config.data import DataConfig, EncodersConfig
 from bigdit.errors import UserError
 from bigdit.extract.ranges import missing, pull, split
 from bigdit.extract.report import UnitSpeed, shares_of

@@ -10,8 +10,8 @@ from multiprocessing.context import ForkServerContext
 
 import torch
 
+from bigdit.die_with_parent import undisturbed
 from bigdit.libraries import switched_on
-from bigdit.lifeline import undisturbed
 
 _LONGEST = 107 - len("/pymp-12345678/listener-12345678")
 """Of the path of a folder in which multiprocessing makes sockets, in bytes. Source: unix(7); arbitrary_address in

@@ -9,10 +9,10 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 from bigdit import log
+from bigdit.die_with_parent import end_with_parent
 from bigdit.errors import UserError
 from bigdit.extract.ranges import missing
 from bigdit.extract.server import server
-from bigdit.lifeline import end_with_parent
 from bigdit.spec import Strict
 from bigdit.store.files import LocalParts
 from bigdit.store.part import Shape, part_name, part_path

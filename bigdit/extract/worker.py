@@ -16,15 +16,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bigdit.config.data import frames_of
-from bigdit.config.encoders import EncodersConfig
+from bigdit.config.data import EncodersConfig, frames_of
+from bigdit.die_with_parent import end_with_parent
 from bigdit.encoders.codecs import ImageCodec, bucket_pixels, to_unit_range
 from bigdit.encoders.first_frame import FirstFrames
 from bigdit.encoders.load import Encoders, Turn, at_once, load_encoders
 from bigdit.encoders.text_encoder import TextEncoder
 from bigdit.errors import UserError
 from bigdit.extract.report import Stopwatch, UnitSpeed, append
-from bigdit.lifeline import end_with_parent
 from bigdit.sources.protocol import Caption, Item, Sample, Unusable
 from bigdit.store.lease import own_folder
 from bigdit.store.part import Encoded, PartWriter, Shape, Skipped, part_path

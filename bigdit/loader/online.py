@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from bigdit.catalog.classes import class_count, takes_classes
+from bigdit.catalog.conditions import class_count, takes_classes
 from bigdit.config import RunConfig
 from bigdit.config.plan_file import PlanFile
 from bigdit.encoders.codecs import load_image_codec, to_unit_range

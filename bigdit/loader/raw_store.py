@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bigdit.catalog.classes import CLASS_LABEL
+from bigdit.catalog.conditions import CLASS_LABEL
 from bigdit.encoders.codecs import Color, bucket_pixels
 from bigdit.errors import UserError
 from bigdit.loader.batch import CaptionedBatch

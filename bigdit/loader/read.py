@@ -9,10 +9,9 @@ import numpy as np
 import torch
 import xxhash
 
-from bigdit.catalog.classes import CLASS_LABEL
+from bigdit.catalog.conditions import CLASS_LABEL, IMAGE_CONDITION
 from bigdit.catalog.encoders import POOLED_TEXT
 from bigdit.catalog.families import mask_of
-from bigdit.catalog.first_frame import IMAGE_CONDITION
 from bigdit.loader.batch import Batch
 from bigdit.loader.buffers import Buffers, Padded, mark_first
 from bigdit.loader.order import Ints

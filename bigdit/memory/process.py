@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from pydantic import NonNegativeInt, model_validator
 
-from bigdit.catalog.capability import capability
-from bigdit.catalog.gpus import gpus
+from bigdit.catalog.gpus import capability, gpus
 from bigdit.spec import Strategy, Strict
 from bigdit.units import KIB, MIB
 

@@ -11,10 +11,8 @@ import torch
 
 from bigdit.objective_spec import DdpmSpec, ObjectiveSpec
 from bigdit.objectives import ddpm, flow_matching
-from bigdit.objectives.noise import draw_noise
-from bigdit.objectives.output import Predict, of_latents
-from bigdit.objectives.samplers import check_sampler, default_sampler, sample
-from bigdit.objectives.scheduler_config import scheduler_config
+from bigdit.objectives.prediction import Predict, draw_noise, of_latents
+from bigdit.objectives.samplers import check_sampler, default_sampler, sample, scheduler_config
 
 __all__ = [
     "Predict",

@@ -14,10 +14,16 @@ import torch
 
 from bigdit.errors import UserError
 from bigdit.objective_spec import DdpmSpec
-from bigdit.objectives.noise import draw_noise, per_sample
-from bigdit.objectives.output import Predict, has_variance, of_latents
+from bigdit.objectives.prediction import (
+    Predict,
+    ddpm_weights,
+    draw_noise,
+    has_variance,
+    of_latents,
+    per_sample,
+    weighted_mse,
+)
 from bigdit.objectives.schedule import alphas_cumprod
-from bigdit.objectives.weights import ddpm_weights, weighted_mse
 
 
 def loss(

@@ -10,10 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.objectives.noise import draw_noise, per_sample
-from bigdit.objectives.output import Predict, of_latents
-from bigdit.objectives.times import draw_t
-from bigdit.objectives.weights import flow_weights, weighted_mse
+from bigdit.objectives.prediction import Predict, draw_noise, flow_weights, of_latents, per_sample, weighted_mse
+from bigdit.objectives.schedule import draw_t
 
 
 def loss(

@@ -13,9 +13,8 @@ import torch
 from torch.optim import Optimizer
 
 from bigdit.optim import factored
+from bigdit.optim.factored import descend, local, rms
 from bigdit.optim.groups import Groups
-from bigdit.optim.rounding import descend
-from bigdit.optim.shards import local, rms
 
 # Source: §9 of the paper: ε1, ε2, d, and the exponent of the decay β̂2 = 1 − t^−0.8.
 EPS_SQUARE = 1e-30

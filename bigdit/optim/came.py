@@ -10,9 +10,8 @@ from torch.optim import Optimizer
 
 from bigdit import libraries
 from bigdit.optim import factored
-from bigdit.optim.factored import State
+from bigdit.optim.factored import State, descend
 from bigdit.optim.groups import Groups
-from bigdit.optim.rounding import descend
 
 # Source: the paper's released code (github.com/yangluo7/CAME); Algorithm 2 calls them ε1, ε2 and d.
 EPS_SQUARE = 1e-30

@@ -1,7 +1,8 @@
 """Second moments kept as the means of rows and columns (Shazeer & Stern, arXiv:1804.04235, §3).
 
 A weight [O, ...] is seen as the matrix [O, rest]: a 1×1 convolution is factored as the linear layer that it is.
-Its rows may be sharded (shards.py). The statistics take O + rest numbers where the moments take O × rest.
+Its rows may be sharded (a DTensor of FSDP2). The statistics take O + rest numbers where the moments take O × rest.
+The last line of an optimizer step is here too: into fp32 weights, or into bf16 ones that have no fp32 masters.
 """
 
 from __future__ import annotations
@@ -9,8 +10,54 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
-from bigdit.optim.shards import local, rms, sum_over_shards
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's part of a tensor, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def sum_over_shards(part: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+    """`part`, computed of this process's rows of `of`, summed in place over the processes that hold the others."""
+    if isinstance(of, DTensor):
+        for dim, placement in enumerate(of.placements):
+            if placement.is_shard() and of.device_mesh.size(dim) > 1:  # alone it would make a communicator for nothing
+                dist.all_reduce(part, group=of.device_mesh.get_group(dim))
+    return part
+
+
+def rms(values: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+    """The root of the mean square over the whole of `of`; `values` are of this process's part. A scalar."""
+    squares = torch.linalg.vector_norm(values, dtype=torch.float32).square_()
+    return sum_over_shards(squares, of).div_(of.numel()).sqrt_()
+
+
+def descend(param: torch.Tensor, update: torch.Tensor, lr: float, decay: float, stochastic: bool) -> None:
+    """param ← decay · param − lr · update, in place; fp32 `update` is used up.
+
+    `stochastic`: bf16 weights are rounded up with the probability that makes the expectation exact, so that
+    updates below half a bf16 step are not lost.
+    """
+    param = local(param)
+    update = update.view(param.shape)
+    if stochastic and param.dtype == torch.bfloat16:
+        param.copy_(round_to_bf16_(update.mul_(-lr).add_(param, alpha=decay)))
+        return
+    if decay != 1:
+        param.mul_(decay)
+    param.add_(update, alpha=-lr)
+
+
+def round_to_bf16_(values: torch.Tensor) -> torch.Tensor:
+    """Each fp32 value to one of its two neighbours in bf16, in place, as likely as it is close to it."""
+    # bf16 is the upper half of the bits. Added to the lower ones, uniform 16 bits carry with that probability.
+    bits = values.view(torch.int32)
+    noise = torch.randint(-(2**15), 2**15, bits.shape, dtype=torch.int16, device=bits.device)
+    bits.add_(noise).add_(2**15).bitwise_and_(-(2**16))
+    return values
+
 
 State = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""The process that answers: `python -m bigdit.profile LANE…`, on an emulated GPU (cards.py), by its forks (forks.py).
+"""The process that answers: `python -m bigdit.profile LANE…`, on an emulated GPU (cards.py), by its forks (pool.py).
 
 A model is built once for all questions that have it. Each question has a fork of its own, which begins with that model
 and a GPU that has nothing.
@@ -14,11 +14,10 @@ import sys
 from typing import TYPE_CHECKING
 
 from bigdit import libraries
+from bigdit.die_with_parent import end_with
 from bigdit.errors import guard
-from bigdit.lifeline import end_with
-from bigdit.profile.attempt import Question
-from bigdit.profile.forks import serve
-from bigdit.profile.request import StepRequest
+from bigdit.profile.attempt import Question, StepRequest
+from bigdit.profile.pool import serve
 
 if TYPE_CHECKING:
     from bigdit.profile.steps import Built
@@ -42,7 +41,7 @@ def _prepare(line: str) -> None:
         key = _alike(request)
         if key not in _built:
             _built.clear()
-            gc.unfreeze()  # forks.py froze it
+            gc.unfreeze()  # pool.py froze it
             gc.collect()  # two may be more mappings than a process may have
             _built[key] = _build(request)
 
@@ -77,7 +76,7 @@ def _answer(line: str) -> str:
         return encode(question).model_dump_json()
     built, host_bytes = _built[_alike(question.request)]
     if question.what == "recorded":
-        from bigdit.profile.recorded import recorded
+        from bigdit.profile.run_attempt import recorded
 
         return recorded(question.request, built, question.snapshot).model_dump_json()
     return attempt(question, built, host_bytes).model_dump_json()

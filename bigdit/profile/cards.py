@@ -12,16 +12,15 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
 
+from bigdit.cache import Cache, digest_of
 from bigdit.catalog import Gpu
 from bigdit.checkout import ROOT, in_checkout, own_module
 from bigdit.emulator import emulated_environment
 from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.errors import UserError
-from bigdit.kept import Kept, digest_of
 from bigdit.machine import memory_bytes
-from bigdit.profile.attempt import UNLIMITED, Attempt, Profile, Question, TookTooLong
-from bigdit.profile.lanes import Lanes, WorkerError, environment
-from bigdit.profile.request import StepRequest, check
+from bigdit.profile.attempt import UNLIMITED, Attempt, Profile, Question, StepRequest, TookTooLong, check
+from bigdit.profile.pool import Pool, WorkerError, environment
 from bigdit.spec import OptimizerSpec
 from bigdit.units import GIB
 
@@ -32,8 +31,8 @@ WORKER_BYTES = 2 * GIB
 LARGEST_MICRO_BATCH = 512
 """Where the search for the largest micro-batch ends."""
 
-_ATTEMPTS = Kept("attempts", Attempt, "the attempt", "the step is run")
-_PROFILES = Kept("profiles", Profile, "the profile", "the step is recorded")
+_ATTEMPTS = Cache("attempts", Attempt, "the attempt", "the step is run")
+_PROFILES = Cache("profiles", Profile, "the profile", "the step is recorded")
 
 SOURCES = (
     "spec",
@@ -115,7 +114,7 @@ class Cards:
             self._free.put(card)
         self._threads = ThreadPoolExecutor(self.count)
         self._lock = Lock()
-        self._lanes = Lanes(partial(_worker, gpu, expandable_segments), self.count)
+        self._lanes = Pool(partial(_worker, gpu, expandable_segments), self.count)
 
     def __enter__(self) -> Cards:
         self._threads.submit(self._lanes.start)  # libraries are imported by the time of the first question

@@ -22,7 +22,7 @@ from bigdit.dist import World, world_from_env
 from bigdit.engines import Ema, Engine
 from bigdit.loader.batch import Batch, RawBatch, read_ahead
 from bigdit.models import Family
-from bigdit.profile.request import StepRequest
+from bigdit.profile.attempt import StepRequest
 from bigdit.record.watch import Watch
 from bigdit.spec import BatchShape, Strategy
 from bigdit.train.step import Encode, encode, train_step

@@ -12,10 +12,9 @@ from bigdit.config.plan_file import DS_CONFIG, FILE, read_plan_file, text_digest
 from bigdit.errors import UserError
 from bigdit.files import TEMPORARY, check_writable, commit_folder, read_bytes, write_json, write_text
 from bigdit.memory import Timeline
-from bigdit.report.curve import plot_curves
+from bigdit.report.figures import plot_curves, plot_timeline
+from bigdit.report.how_to_run import RUN, as_yaml, renewed, skeleton
 from bigdit.report.page import page
-from bigdit.report.skeleton import RUN, as_yaml, renewed, skeleton
-from bigdit.report.timeline import plot_timeline
 from bigdit.report.words import subject
 from bigdit.search.of_run import planned_run
 from bigdit.search.plan import Plan, record

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bigdit import log
-from bigdit.config.output import METRICS, PAGE
+from bigdit.config.run import METRICS, PAGE
 
 
 @contextmanager

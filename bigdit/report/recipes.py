@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bigdit.catalog import resolve_gpu
-from bigdit.catalog.gated import before_download
+from bigdit.catalog.models import before_download
 from bigdit.recipes.recipe import Recipe
 from bigdit.report.tables import DASH, table
 from bigdit.report.words import gibs

@@ -17,16 +17,15 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from bigdit import units
-from bigdit.config.output import CHECKPOINTS, EXPORTS, METRICS, PAGE, RECEIPT, RECORD, SAMPLES
+from bigdit.config.run import CHECKPOINTS, EXPORTS, METRICS, PAGE, RECEIPT, RECORD, SAMPLES
 from bigdit.documents import read_json
 from bigdit.errors import UserError
 from bigdit.files import read_bytes, write_text
 from bigdit.memory import CATEGORIES
 from bigdit.receipt import Receipt
 from bigdit.report import words
-from bigdit.report.render import render
-from bigdit.report.svg import DARK, inline, variable
-from bigdit.report.timeline import COLOURS
+from bigdit.report.figures import COLOURS
+from bigdit.report.html import DARK, inline, render, variable
 from bigdit.train.record import RunRecord, off, read_rows
 
 LOSSES = {"loss": "training", "validation_loss": "validation", "ema_validation_loss": "validation of EMA"}

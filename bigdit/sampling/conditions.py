@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from bigdit.catalog.classes import CLASS_LABEL, no_class
+from bigdit.catalog.conditions import CLASS_LABEL, no_class
 from bigdit.config import RunConfig
-from bigdit.config.encoders import TextEncoderConfig
+from bigdit.config.data import TextEncoderConfig
 from bigdit.encoders.load import load_text_encoder
 from bigdit.encoders.text_encoder import shapes_of
 from bigdit.errors import UserError

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bigdit.catalog.revision import revision
+from bigdit.cache import Cache, digest_of, installed
+from bigdit.catalog.names import revision
 from bigdit.emulator.interpreter import cuda_build, cuda_python
-from bigdit.kept import Kept, digest_of, installed
 from bigdit.profile.cards import SOURCES, Cards
 from bigdit.search.plan import Plan
 from bigdit.search.question import Question
 from bigdit.search.receipts import own_receipts
 
-PLANS = Kept("plans", Plan, "the plan", "the plan is made")
+PLANS = Cache("plans", Plan, "the plan", "the plan is made")
 
 _SOURCES = ("search", "speed", "catalog", "config", *SOURCES)
 """Whose sources decide a plan."""

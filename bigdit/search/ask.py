@@ -14,13 +14,13 @@ from typing import Annotated, Any, TypeVar, get_args
 from pydantic import TypeAdapter, ValidationError
 
 from bigdit.catalog import CatalogModel, Gpu, batch_shape, find_model
-from bigdit.catalog.asked import resolve_gpu
 from bigdit.catalog.encoders import online_encoders
-from bigdit.config.strategy import PRESETS
+from bigdit.catalog.machine import resolve_gpu
+from bigdit.config.load import PRESETS
 from bigdit.config.wrong import expected, shown
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
-from bigdit.profile.request import model_problems, parse_resolution, precision_problems
+from bigdit.profile.attempt import model_problems, parse_resolution, precision_problems
 from bigdit.search.question import EngineChoice, Pins, Question
 from bigdit.search.request import Asked, PlanRequest, Size, option
 from bigdit.spec import MOST_GPUS, BatchShape, EmaSpec, LoraBase, LoraSpec, OptimizerSpec, Precision, Strategy, Strict

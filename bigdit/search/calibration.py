@@ -11,9 +11,9 @@ from pydantic import NonNegativeFloat, PositiveInt
 
 from bigdit.catalog import Gpu
 from bigdit.errors import UserError
+from bigdit.profile.attempt import StepRequest
 from bigdit.profile.cards import Cards
-from bigdit.profile.lanes import WorkerError
-from bigdit.profile.request import StepRequest
+from bigdit.profile.pool import WorkerError
 from bigdit.receipt import Receipt
 from bigdit.search.plan import Band
 from bigdit.spec import Strategy, Strict

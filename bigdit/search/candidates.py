@@ -10,9 +10,8 @@ from functools import cached_property
 
 from bigdit.catalog import Gpu
 from bigdit.memory.process import ByteRange, beside_training
-from bigdit.profile.attempt import Attempt
+from bigdit.profile.attempt import Attempt, StepRequest, request_for
 from bigdit.profile.cards import LARGEST_MICRO_BATCH, Cards
-from bigdit.profile.request import StepRequest, request_for
 from bigdit.search.calibration import UNPROVED, Evidence
 from bigdit.search.plan import Band, Verdict, node_bytes
 from bigdit.search.predict import Arrangement

@@ -8,21 +8,19 @@ from typing import Literal, NamedTuple
 
 from bigdit import log
 from bigdit.catalog import CatalogModel, Gpu, batch_shape, find_model, found_gpus
+from bigdit.catalog.conditions import CLIP_TOKENS, takes_first_frame
 from bigdit.catalog.encoders import OnlineEncoders, online_encoders
 from bigdit.catalog.families import stream_shapes
-from bigdit.catalog.first_frame import CLIP_TOKENS, takes_first_frame
-from bigdit.config.data import PART_SIZE, frames_of, part_size
-from bigdit.config.encoders import VaeCodec
+from bigdit.config.data import PART_SIZE, VaeCodec, frames_of, part_size
 from bigdit.config.run import RunConfig
 from bigdit.encoders.host_bytes import text_bytes
 from bigdit.encoders.recipes import RECIPES
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
 from bigdit.memory.process import cuda_context
-from bigdit.profile.attempt import Attempt
+from bigdit.profile.attempt import PICTURES, TEXTS, Attempt, StepRequest, precision_problems, request_for, weights_of
 from bigdit.profile.cards import Cards
-from bigdit.profile.lanes import WorkerError
-from bigdit.profile.request import PICTURES, TEXTS, StepRequest, precision_problems, request_for, weights_of
+from bigdit.profile.pool import WorkerError
 from bigdit.search.plan import DatasetNeed
 from bigdit.search.question import Question
 from bigdit.spec import BatchShape, Precision, Strategy

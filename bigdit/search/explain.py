@@ -10,7 +10,7 @@ from bigdit.catalog import gpus
 from bigdit.errors import UserError
 from bigdit.profile.attempt import UNLIMITED, Attempt
 from bigdit.profile.cards import Cards
-from bigdit.profile.lanes import WorkerError
+from bigdit.profile.pool import WorkerError
 from bigdit.search.candidates import Candidate, Option, Planner, fitting, preferred, process, safe_bytes, verdict_of
 from bigdit.search.dataset import encoding_requests
 from bigdit.search.explore import hopeful

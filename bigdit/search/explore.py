@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from bigdit.config.plan_file import LargestMicroBatch
-from bigdit.profile.attempt import UNLIMITED, Attempt
+from bigdit.profile.attempt import UNLIMITED, Attempt, StepRequest
 from bigdit.profile.cards import Row
-from bigdit.profile.request import StepRequest
 from bigdit.search.candidates import Candidate, Option, Planner, largest_micro_batch, micro_batch_sizes, quarters
 from bigdit.search.plan import Rejected, node_bytes
 from bigdit.search.predict import (

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from bigdit.catalog import FAMILIES, batch_shape
-from bigdit.catalog.revision import revision
+from bigdit.catalog.names import revision
 from bigdit.profile.attempt import UNLIMITED, Attempt
 from bigdit.profile.cards import Cards
 from bigdit.receipt import Receipt

@@ -10,12 +10,10 @@ from typing import Any
 
 from bigdit.config import RunConfig
 from bigdit.config.check import online_problems
-from bigdit.config.data import frames_of
-from bigdit.config.encoders import IdentityCodec
-from bigdit.config.load import parse_run, read_run
+from bigdit.config.data import IdentityCodec, frames_of
+from bigdit.config.load import PRESETS, parse_run, read_run
 from bigdit.config.plan_file import COMPILED
 from bigdit.config.stages import of_each, read_stages, with_set
-from bigdit.config.strategy import PRESETS
 from bigdit.documents import at, differences, written
 from bigdit.encoders.host_bytes import host_weights
 from bigdit.errors import UserError

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from bigdit.catalog import CatalogModel, Gpu
-from bigdit.config.strategy import MOST_MICRO_BATCH, MOST_RANK
+from bigdit.config.load import MOST_MICRO_BATCH, MOST_RANK
 from bigdit.encoders.host_bytes import HostWeights
 from bigdit.numbers import Count, Natural, Positive, Side, Switch
 from bigdit.spec import OptimizerName, Precision, Strict, Widths
@@ -27,7 +27,7 @@ EngineChoice = Literal[
     "fsdp2",
     "fsdp2-offload",
 ]
-"""Engines by the names of config/strategy.py's presets."""
+"""Engines by the names of config/load.py's presets."""
 
 
 class Pins(Strict):

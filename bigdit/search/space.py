@@ -9,9 +9,9 @@ from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 
-from bigdit.config.strategy import parse_strategy
+from bigdit.config.load import parse_strategy
 from bigdit.errors import UserError
-from bigdit.profile.request import precision_problems
+from bigdit.profile.attempt import precision_problems
 from bigdit.search.plan import Rejected
 from bigdit.search.question import Pins, Question
 from bigdit.spec import FACTORED, LoraBase, OptimizerName, Precision, Strategy

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bigdit.catalog.classes import class_misfits, no_class
-from bigdit.catalog.first_frame import first_frame_misfits
+from bigdit.catalog.conditions import class_misfits, first_frame_misfits, no_class
 from bigdit.checkpoint import Peers
 from bigdit.config import RunConfig
 from bigdit.config.plan_file import PlanFile

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from bigdit import checkpoint, log, receipt
 from bigdit.config import RunConfig
-from bigdit.config.output import AVERAGES, CHECKPOINTS, EXPORTS, RECEIPT, receipt_of
+from bigdit.config.run import AVERAGES, CHECKPOINTS, EXPORTS, RECEIPT, receipt_of
 from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.loader.order import step_seed

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from bigdit import libraries, log
-from bigdit.catalog.revision import revision
+from bigdit.catalog.names import revision
 from bigdit.config import load_stages
 from bigdit.config.load import set_once
 from bigdit.dist import World, world_from_env

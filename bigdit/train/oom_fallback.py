@@ -23,12 +23,12 @@ import torch.distributed as dist
 from pydantic import ValidationError
 
 from bigdit import log, shortage
+from bigdit.cache import read_sealed, write_sealed
 from bigdit.checkpoint import Peers
 from bigdit.config import RunConfig
 from bigdit.dist import World
 from bigdit.errors import EXIT_USER, UserError
 from bigdit.receipt import OutOfMemory
-from bigdit.sealed import read_sealed, write_sealed
 from bigdit.spec import StepSize, Strategy, Strict
 from bigdit.train.processes.restart import all_may_start, be_ended_by_signals, start_again
 from bigdit.train.processes.stop import Stop, Stopped

@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from bigdit.config import RunConfig
-from bigdit.config.output import RECORD
 from bigdit.config.plan_file import PlanFile, unplanned
+from bigdit.config.run import RECORD
 from bigdit.documents import parse_json
 from bigdit.emulator import on_emulated_card
 from bigdit.errors import versions

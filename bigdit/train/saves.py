@@ -11,7 +11,7 @@ from torch import nn
 from bigdit import checkpoint, log
 from bigdit.checkpoint import Saver
 from bigdit.config import RunConfig
-from bigdit.config.output import EXPORTS
+from bigdit.config.run import EXPORTS
 from bigdit.engines import Ema, Engine
 from bigdit.train.monitor.metrics import Metrics
 from bigdit.units import gib

@@ -12,12 +12,11 @@ from torch import nn
 
 from bigdit import checkpoint, engines, models
 from bigdit.catalog import FAMILIES, batch_shape
+from bigdit.catalog.conditions import fed_more
 from bigdit.catalog.families import objective_of
-from bigdit.catalog.first_frame import fed_more
-from bigdit.catalog.resolve import read_model_config
-from bigdit.catalog.user import of_arguments
+from bigdit.catalog.resolve import of_arguments, read_model_config
 from bigdit.config import RunConfig, check
-from bigdit.config.output import CHECKPOINTS
+from bigdit.config.run import CHECKPOINTS
 from bigdit.config.stages import of_each
 from bigdit.dist import World
 from bigdit.engines import Ema, Engine

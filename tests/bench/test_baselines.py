@@ -11,7 +11,7 @@ from bigdit.bench.step import bench_step, plain_steps
 from bigdit.config import load_run
 from bigdit.dist import World
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.profile.request import StepRequest
+from bigdit.profile.attempt import StepRequest
 from bigdit.profile.steps import batch, build
 from bigdit.profile.steps import prepare as prepared
 from bigdit.spec import BatchShape, EmaSpec, OptimizerSpec

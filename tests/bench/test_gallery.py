@@ -11,7 +11,7 @@ from PIL import Image, ImageColor
 
 from bigdit import catalog
 from bigdit.bench.memory import Curve
-from bigdit.config.strategy import parse_strategy
+from bigdit.config.load import parse_strategy
 from bigdit.memory.process import beside_torch
 from bigdit.profile.cards import LARGEST_MICRO_BATCH
 

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigdit.catalog import found_gpus, gpu, resolve_gpu
-from bigdit.catalog.gpus import gpus
-from bigdit.catalog.mig import mig_profiles, mig_slice
+from bigdit.catalog.gpus import gpus, mig_profiles, mig_slice
 from bigdit.errors import UserError
 from bigdit.units import GIB, MIB
 

@@ -5,9 +5,7 @@ from collections import Counter
 import pytest
 
 from bigdit.catalog import gpu
-from bigdit.catalog.capability import CAPABILITIES, capability
-from bigdit.catalog.gpus import gpus
-from bigdit.catalog.mig import mig_profiles, mig_slice
+from bigdit.catalog.gpus import CAPABILITIES, capability, gpus, mig_profiles, mig_slice
 from bigdit.errors import UserError
 from bigdit.units import MIB
 

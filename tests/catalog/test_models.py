@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 import bigdit.catalog
 from bigdit.catalog import FAMILIES, batch_shape, latent_shape, model
-from bigdit.catalog.classes import class_count, class_misfits, no_class, takes_classes
+from bigdit.catalog.conditions import class_count, class_misfits, no_class, takes_classes, takes_first_frame
 from bigdit.catalog.families import training_obstacle
-from bigdit.catalog.first_frame import takes_first_frame
 from bigdit.catalog.gpus import gpus
 from bigdit.catalog.models import models
 from bigdit.catalog.names import load_json

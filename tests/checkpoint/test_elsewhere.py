@@ -13,15 +13,15 @@ from two_processes import run_two
 from whole import whole_state
 
 from bigdit import checkpoint
+from bigdit.checkpoint.folder import snapshots_of
 from bigdit.checkpoint.restore import load_tensors
 from bigdit.checkpoint.resumable import layout
-from bigdit.checkpoint.snapshot import snapshots_of
 from bigdit.checkpoint.verify import verify
 from bigdit.dist import World
 from bigdit.engines.state import checkpoint_bytes
 from bigdit.errors import UserError
+from bigdit.profile.attempt import StepRequest
 from bigdit.profile.cards import Cards
-from bigdit.profile.request import StepRequest
 from bigdit.spec import OptimizerSpec
 
 _ELSEWHERE = """

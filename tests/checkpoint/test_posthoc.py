@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from training import exported, run, run_to
 
 from bigdit import checkpoint
-from bigdit.checkpoint import shard_file
-from bigdit.checkpoint.posthoc import PostHoc, coefficients
+from bigdit.checkpoint import write
+from bigdit.checkpoint.export import PostHoc, coefficients
+from bigdit.checkpoint.folder import open_snapshot
 from bigdit.checkpoint.restore import load_kind
-from bigdit.checkpoint.snapshot import open_snapshot
 from bigdit.commands import export as export_command
 from bigdit.errors import UserError
 from bigdit.sampling import Sampler
@@ -244,7 +244,7 @@ def test_what_snapshots_take_of_the_disk_is_said_and_a_full_one_is_a_line(featur
         with open("/dev/full", "wb", buffering=0) as full:
             full.write(b"x")
 
-    monkeypatch.setattr(shard_file, "save_file", to_a_full_disk)
+    monkeypatch.setattr(write, "save_file", to_a_full_disk)
     assert run(features, tmp_path, *WIDTHS, "train.snapshot_every=2", "train.checkpoint_every=99") == 1
     said = capfd.readouterr().err
     assert "note: snapshots of 2 averages take " in said

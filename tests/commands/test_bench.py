@@ -11,10 +11,10 @@ from commands import BIN, ROOT, bigdit
 
 from bigdit import catalog
 from bigdit.bench.memory import MemoryBench
-from bigdit.config.strategy import parse_strategy
+from bigdit.config.load import parse_strategy
 from bigdit.emulator import emulated_environment
 from bigdit.emulator.interpreter import cuda_build, cuda_python
-from bigdit.report.memory import markdown, write_memory
+from bigdit.report.bench import markdown, write_memory
 
 ASKED = ("bench", "memory", "--model", "dit-s-2-paper", "--micro-batch", "64,2,1,128", "--limit", "3GiB")
 STRATEGIES = ("--strategy", "single", "--strategy", "single,checkpointed_blocks=all")

@@ -9,11 +9,11 @@ from commands import bigdit
 from torch.cuda import _memory_viz
 
 from bigdit import catalog
-from bigdit.config.strategy import parse_strategy
+from bigdit.config.load import parse_strategy
 from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.errors import UserError
+from bigdit.profile.attempt import parse_resolution
 from bigdit.profile.notices import TESTED_WITH, notices
-from bigdit.profile.request import parse_resolution
 
 READ_BY_THE_PAGE = """
     PROTO FRAME STOP MARK MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET EMPTY_DICT EMPTY_LIST EMPTY_TUPLE LIST DICT

@@ -7,8 +7,8 @@ import pytest
 from commands import ROOT, bigdit
 
 from bigdit import catalog
-from bigdit.catalog.classes import takes_classes
-from bigdit.catalog.gated import gates
+from bigdit.catalog.conditions import takes_classes
+from bigdit.catalog.models import gates
 from bigdit.config import load_stages
 from bigdit.recipes.recipe import MEASURED, names, recipe
 from bigdit.train.prepare import prepare_stages

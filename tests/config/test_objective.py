@@ -9,7 +9,7 @@ from bigdit.catalog.resolve import model_spec
 from bigdit.config import check, load_run
 from bigdit.errors import UserError
 from bigdit.objective_spec import DdpmSpec, ExponentialShift, FlowMatchingSpec
-from bigdit.profile.request import StepRequest
+from bigdit.profile.attempt import StepRequest
 from bigdit.spec import BatchShape, Strategy
 
 

@@ -5,8 +5,8 @@ from commands import DIGITS
 
 from bigdit.app import app, run
 from bigdit.config import load_run
-from bigdit.config.other_trainers import _NAMES, KEYS, suggested
-from bigdit.config.strategy import parse_strategy
+from bigdit.config.load import parse_strategy
+from bigdit.config.wrong import _NAMES, KEYS, suggested
 from bigdit.errors import UserError
 
 

@@ -162,7 +162,7 @@ def asked(command, tmp_path):
     """Parsed, and its model, card, strategy and sizes are checked as when it runs; of the first plan the page has what
     another test has seen printed."""
     from bigdit import catalog
-    from bigdit.config.strategy import parse_strategy
+    from bigdit.config.load import parse_strategy
     from bigdit.search.ask import question_for
 
     pipeline_folder(tmp_path / "models/mine", "Efficient-Large-Model/Sana_1600M_1024px_diffusers")

@@ -9,7 +9,7 @@ import pytest
 from cards import answers, on_card
 
 from bigdit import catalog
-from bigdit.catalog.capability import capability
+from bigdit.catalog.gpus import capability
 from bigdit.emulator import emulated_environment, shared_state
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.errors import UserError

@@ -12,8 +12,7 @@ from bigdit.catalog.models import models
 from bigdit.catalog.names import load_json
 from bigdit.emulator import repositories
 from bigdit.emulator.fake_models import write_weights
-from bigdit.emulator.fake_tokenizers import write_tokenizer
-from bigdit.emulator.fake_weights import lay_out
+from bigdit.emulator.fake_weights import lay_out, write_tokenizer
 from bigdit.errors import UserError
 
 PIPELINES = {

@@ -10,7 +10,7 @@ import pytest
 from accounts import ACCOUNT, CARD, LINE
 from cards import answers
 
-from bigdit.emulator.account import Account, read_account
+from bigdit.emulator.emulation import Account, read_account
 from bigdit.emulator.inside import history, phases
 from bigdit.emulator.inside.replay import POINTS, Mark, Replay, thin
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bigdit.config.encoders import EncodersConfig
+from bigdit.config.data import EncodersConfig
 from bigdit.encoders.batch_size import CPU_BATCH, BatchSize
 from bigdit.encoders.load import TextCache, encoding_device, load_encoders
 from bigdit.encoders.text_encoder import encode_by_length

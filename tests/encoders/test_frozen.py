@@ -15,9 +15,9 @@ from bigdit.catalog import batch_shape, model
 from bigdit.catalog.encoders import OnlineEncoders, TextEncoderSpec, VaeSpec, online_encoders
 from bigdit.encoders.frozen import FrozenEncoders
 from bigdit.errors import UserError
+from bigdit.profile.attempt import PICTURES as OF_PICTURES
+from bigdit.profile.attempt import TEXTS, StepRequest
 from bigdit.profile.cards import Cards
-from bigdit.profile.request import PICTURES as OF_PICTURES
-from bigdit.profile.request import TEXTS, StepRequest
 from bigdit.profile.run_attempt import weights_of
 from bigdit.profile.steps import raw_batch
 from bigdit.spec import BatchShape, Strategy
@@ -173,7 +173,7 @@ def test_chunks_change_no_feature() -> None:
 
 
 def test_latents_are_those_of_the_extracting_codec(tmp_path: Path) -> None:
-    from bigdit.config.encoders import VaeCodec
+    from bigdit.config.data import VaeCodec
     from bigdit.encoders.codecs import load_image_codec, to_unit_range
 
     frozen = FrozenEncoders(OnlineEncoders(pixels=(3, 16, 16), vae=KL))

@@ -6,7 +6,7 @@ import torch
 from tiny_vaes import kl
 from torch import nn
 
-from bigdit.config.encoders import EncodersConfig, FirstFrameConfig, TextEncoderConfig, VaeCodec
+from bigdit.config.data import EncodersConfig, FirstFrameConfig, TextEncoderConfig, VaeCodec
 from bigdit.encoders.components import load_text_pipeline
 from bigdit.encoders.folder import DTYPES
 from bigdit.encoders.host_bytes import HostWeights, host_weights

@@ -14,7 +14,7 @@ import torch
 from pipeline_folders import changed
 from transformers import ByT5Tokenizer, T5Config, T5EncoderModel
 
-from bigdit.config.encoders import TextEncoderConfig, VaeCodec
+from bigdit.config.data import TextEncoderConfig, VaeCodec
 from bigdit.encoders.load import load_text_encoder
 from bigdit.encoders.vae import DiffusersVae
 from bigdit.errors import UserError

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from bigdit.config.encoders import IdentityCodec
+from bigdit.config.data import IdentityCodec
 from bigdit.encoders.codecs import bucket_pixels, load_image_codec, nearest_bucket, to_bytes, to_unit_range
 
 SQUARE_WIDE_TALL = ((8, 8), (8, 12), (12, 8))

@@ -11,7 +11,7 @@ from tiny_pipelines import CAPTIONS, PARTS, pipeline_of
 
 from bigdit.catalog.families import PIPELINES
 from bigdit.catalog.models import models
-from bigdit.config.encoders import TextEncoderConfig
+from bigdit.config.data import TextEncoderConfig
 from bigdit.encoders.components import Words
 from bigdit.encoders.load import load_text_encoder
 from bigdit.encoders.recipes import RECIPES

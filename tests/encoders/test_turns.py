@@ -79,7 +79,7 @@ lone = Side("encoders.text", "a smaller one takes less")
 found["not loaded"] = error(lambda: Turns(CARD, (lone,), notes.append).load(lone, lambda: Encoder(13)))
 
 from bigdit.encoders.load import load_encoders
-from bigdit.config.encoders import EncodersConfig
+from bigdit.config.data import EncodersConfig
 config = EncodersConfig.model_validate(json.loads('CONFIG'))
 pixels = torch.linspace(-1, 1, 3 * 32 * 32).reshape(1, 3, 32, 32)
 def features(encoders):

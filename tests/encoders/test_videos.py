@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 from tiny_vaes import VIDEO_VAES, kl, ltx
 
-from bigdit.config.encoders import IdentityCodec, VaeCodec
+from bigdit.config.data import IdentityCodec, VaeCodec
 from bigdit.encoders.codecs import bucket_pixels, load_image_codec
 from bigdit.encoders.fit import size_misfits
 from bigdit.errors import UserError

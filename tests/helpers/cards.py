@@ -18,12 +18,11 @@ from commands import BIN, ROOT, bigdit
 
 from bigdit import catalog
 from bigdit.catalog import CatalogModel
-from bigdit.config.strategy import parse_strategy
+from bigdit.config.load import parse_strategy
 from bigdit.emulator import build, emulated_environment, shared_state
 from bigdit.emulator.interpreter import cuda_python
-from bigdit.profile.attempt import Profile
+from bigdit.profile.attempt import Profile, StepRequest, request_for
 from bigdit.profile.cards import Cards
-from bigdit.profile.request import StepRequest, request_for
 
 TIME_LIMIT_S = 240
 

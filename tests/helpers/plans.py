@@ -12,8 +12,8 @@ from bigdit.config.plan_file import LargestMicroBatch
 from bigdit.errors import versions
 from bigdit.memory import Ledger
 from bigdit.memory.process import ByteRange, beside_training
+from bigdit.profile.attempt import request_for
 from bigdit.profile.cards import Cards
-from bigdit.profile.request import request_for
 from bigdit.report.plan import show
 from bigdit.search import candidates as verdict
 from bigdit.search.plan import (
@@ -266,7 +266,7 @@ def unfitting_plan() -> Plan:
 
 def sharded_plan(world_size: int = 32) -> Plan:
     """The same by ZeRO-2 with an average on the host, on four machines; the ledger stays that of one card."""
-    from bigdit.config.strategy import parse_strategy
+    from bigdit.config.load import parse_strategy
 
     plan = made_plan()
     asked = [f"zero2,world_size={world_size},micro_batch_size=8,checkpointed_blocks=12"]

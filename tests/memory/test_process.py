@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigdit.catalog.gpus import gpus
-from bigdit.config.strategy import parse_strategy
+from bigdit.config.load import parse_strategy
 from bigdit.errors import UserError
 from bigdit.memory.process import CHANNELS, ByteRange, beside_torch, beside_training, cuda_context, nccl_buffers
 

@@ -14,9 +14,9 @@ from bigdit.dist import World
 from bigdit.errors import UserError, versions
 from bigdit.models.compiling import compile_blocks
 from bigdit.objective_spec import FlowMatchingSpec
+from bigdit.profile.attempt import StepRequest
 from bigdit.profile.cards import Cards
 from bigdit.profile.notices import COMPILED, notices
-from bigdit.profile.request import StepRequest
 from bigdit.spec import LoraSpec, Strategy
 from bigdit.train.record import PlannedMemory
 from bigdit.train.step import train_step

@@ -17,7 +17,7 @@ from bigdit.loader.batch import Batch
 from bigdit.models.equip import apply_checkpointing
 from bigdit.models.packing import diagonal, grid, pack, unpack
 from bigdit.objectives import of_latents
-from bigdit.profile.request import StepRequest
+from bigdit.profile.attempt import StepRequest
 from bigdit.spec import BatchShape, ModelSpec, Strategy
 
 SHAPE = BatchShape(latents=(4, 8, 8), text=(6, 12))

@@ -16,7 +16,7 @@ from bigdit.catalog import batch_shape, latent_shape, model
 from bigdit.catalog.models import models as catalogue
 from bigdit.errors import UserError
 from bigdit.loader.batch import Batch
-from bigdit.profile.request import StepRequest
+from bigdit.profile.attempt import StepRequest
 from bigdit.profile.steps import batch
 from bigdit.spec import BatchShape, ModelSpec, Strategy
 

@@ -11,7 +11,7 @@ from two_processes import answer_of_two
 
 from bigdit import optim
 from bigdit.errors import UserError
-from bigdit.optim.rounding import round_to_bf16_
+from bigdit.optim.factored import round_to_bf16_
 from bigdit.spec import OptimizerSpec
 
 ON_CPU = (

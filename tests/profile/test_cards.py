@@ -18,10 +18,9 @@ from tiny_models import SANA, SHAPE
 
 from bigdit.errors import UserError, guard
 from bigdit.profile import cards as module
-from bigdit.profile.attempt import TookTooLong
+from bigdit.profile.attempt import StepRequest, TookTooLong
 from bigdit.profile.cards import Cards, worker_environment
-from bigdit.profile.lanes import WorkerError, WorkerKilled
-from bigdit.profile.request import StepRequest
+from bigdit.profile.pool import WorkerError, WorkerKilled
 from bigdit.spec import BatchShape, Strategy
 
 
@@ -128,7 +127,7 @@ def test_a_worker_that_is_killed_gives_its_status_and_no_number(
 ASK = """
 from bigdit import catalog
 from bigdit.profile.cards import Cards
-from bigdit.profile.request import request_for
+from bigdit.profile.attempt import request_for
 from bigdit.spec import Strategy
 gpu, model = catalog.gpu("a40"), catalog.model("dit-xl-2")
 with Cards(gpu) as cards:

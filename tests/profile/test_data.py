@@ -20,8 +20,8 @@ from bigdit.loader.batch import Batch
 from bigdit.loader.order import Order
 from bigdit.loader.stream import FeatureStream
 from bigdit.memory import Block, HostMemory, Span, Timeline, host_memory, pinned_bytes
+from bigdit.profile.attempt import StepRequest
 from bigdit.profile.cards import Cards
-from bigdit.profile.request import StepRequest
 from bigdit.profile.steps import batch, feed
 from bigdit.profile.unwritten import unwritten_weights
 from bigdit.spec import BatchShape, Strategy

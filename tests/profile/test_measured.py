@@ -9,12 +9,12 @@ import pytest
 from cards import A40
 from tiny_models import SHAPE, THREE_BLOCKS
 
-from bigdit.config.strategy import parse_strategy
+from bigdit.config.load import parse_strategy
 from bigdit.emulator import emulated_environment, shared_state
 from bigdit.emulator.interpreter import cuda_python
+from bigdit.profile.attempt import StepRequest
 from bigdit.profile.cards import Cards, worker_environment
 from bigdit.profile.measured.run import CardRun
-from bigdit.profile.request import StepRequest
 
 
 def run_all(asked: StepRequest, folder: Path) -> CardRun:

@@ -12,9 +12,8 @@ from tiny_models import THREE_BLOCKS as TINY
 
 from bigdit.engines.single import LIST_BYTES
 from bigdit.memory import Ledger, PhasePeak, Timeline
-from bigdit.profile.attempt import Profile
+from bigdit.profile.attempt import Profile, StepRequest
 from bigdit.profile.cards import Cards
-from bigdit.profile.request import StepRequest
 from bigdit.spec import EmaSpec, LoraSpec, Strategy
 
 BLOCKS = 3  # of TINY

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from bigdit.catalog import model
 from bigdit.checkout import entry
-from bigdit.report.commands import PORT, Command, commands, obstacle
-from bigdit.report.skeleton import skeleton
+from bigdit.report.how_to_run import PORT, Command, commands, obstacle, skeleton
 from bigdit.spec import Strategy
 from bigdit.speed.seconds import Cluster
 

@@ -12,10 +12,8 @@ from accounts import ACCOUNT, CARD, LINE
 
 from bigdit import log
 from bigdit.catalog import gpu
-from bigdit.emulator.account import Account
-from bigdit.emulator.emulation import EXIT_DOES_NOT_FIT, Emulation, Run
-from bigdit.report.emulation import document, own_lines, place, show, verdict, work
-from bigdit.report.emulation_page import page, write_emulation
+from bigdit.emulator.emulation import EXIT_DOES_NOT_FIT, Account, Emulation, Run
+from bigdit.report.emulation import document, own_lines, page, place, show, verdict, work, write_emulation
 from bigdit.units import GIB
 
 HOSTILE = LINE | {"code": "<script>alert(1)</script> [bold red]x[/]", "name": "[link=x]<b>"}

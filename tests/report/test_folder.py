@@ -16,9 +16,8 @@ from bigdit.config.stages import load_stages
 from bigdit.errors import UserError
 from bigdit.objective_spec import learned
 from bigdit.recipes.recipe import MEASURED, names, recipe
-from bigdit.report.commands import commands
 from bigdit.report.folder import OURS, write_plan
-from bigdit.report.skeleton import skeleton
+from bigdit.report.how_to_run import commands, skeleton
 from bigdit.search.answer import PLANS
 from bigdit.search.plan import Plan, record
 from bigdit.spec import LoraSpec, Strategy

@@ -8,7 +8,7 @@ import plans
 import pytest
 from quantities import leaves, quantities, reads, visible
 
-from bigdit.report.commands import PORT
+from bigdit.report.how_to_run import PORT
 from bigdit.report.page import page
 from bigdit.report.plan import MOST_ROWS
 from bigdit.search.plan import Plan

@@ -14,10 +14,9 @@ from commands import ROOT
 from PIL import Image
 
 from bigdit.memory import CATEGORIES
-from bigdit.report.curve import plot_curves
+from bigdit.report.figures import COLOURS, plot_curves
+from bigdit.report.html import DARK
 from bigdit.report.page import page
-from bigdit.report.svg import DARK
-from bigdit.report.timeline import COLOURS
 from bigdit.units import gib
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plan")]  # but for the recorded run, none takes long

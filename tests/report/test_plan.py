@@ -14,9 +14,9 @@ from bigdit import catalog
 from bigdit.cli import main
 from bigdit.profile.cards import LARGEST_MICRO_BATCH
 from bigdit.report import words
-from bigdit.report.needs import needs, speed
 from bigdit.report.notebook import Answer
 from bigdit.report.page import page
+from bigdit.report.plan import needs, speed
 from bigdit.search.rows import recommended
 from bigdit.spec import Strategy
 from bigdit.speed.seconds import Handed, Interval

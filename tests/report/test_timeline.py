@@ -20,7 +20,7 @@ from bigdit.errors import UserError
 from bigdit.memory import CATEGORIES, Block, Span, Timeline, ledger
 from bigdit.memory.process import beside_torch
 from bigdit.report import ledger as tables
-from bigdit.report.timeline import COLOURS, MOST_COLUMNS, columns, live_bytes, plot_timeline
+from bigdit.report.figures import COLOURS, MOST_COLUMNS, columns, live_bytes, plot_timeline
 
 STEP = Timeline(
     (

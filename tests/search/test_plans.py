@@ -13,7 +13,7 @@ from cards import A40, SMALL, request
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.profile.attempt import Attempt
 from bigdit.profile.cards import LARGEST_MICRO_BATCH, Cards, Row
-from bigdit.profile.lanes import WorkerError
+from bigdit.profile.pool import WorkerError
 from bigdit.report import words
 from bigdit.search.answer import make_plan
 from bigdit.search.calibration import Evidence

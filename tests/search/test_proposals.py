@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bigdit import catalog
 from bigdit.catalog import CatalogModel
-from bigdit.config.strategy import parse_strategy
+from bigdit.config.load import parse_strategy
 from bigdit.memory.process import ByteRange
 from bigdit.profile.cards import LARGEST_MICRO_BATCH
 from bigdit.search.calibration import UNPROVED

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 import bigdit
 from bigdit import catalog
 from bigdit.catalog.models import models
-from bigdit.config.strategy import MOST_RANK
+from bigdit.config.load import MOST_RANK
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
 from bigdit.search.ask import ASPECTS, aspect_sizes, parse_sizes, question_for, written
@@ -75,7 +75,7 @@ def test_the_host_is_this_machine_s_or_the_usual_one(monkeypatch):
     more = question_for("sana-1600m", "a40").over(Cluster(gpus=4))
     assert (more.cluster.gpus, more.host_memory_bytes) == (4, 256 * GIB)
     assert question_for("sana-1600m", "a40", host_memory="96GiB").over(Cluster(gpus=4)).host_memory_bytes == 96 * GIB
-    monkeypatch.setattr("bigdit.catalog.asked.found_gpus", lambda: [catalog.gpu("a40")])
+    monkeypatch.setattr("bigdit.catalog.machine.found_gpus", lambda: [catalog.gpu("a40")])
     own = memory_bytes()
     found = question_for("sana-1600m", "auto")
     assert (found.host_memory_bytes, found.host_assumed) == (own, False)

@@ -11,8 +11,8 @@ from made_receipts import receipt_of
 from tiny_models import SANA, SHAPE
 
 from bigdit import catalog, receipt
+from bigdit.profile.attempt import StepRequest
 from bigdit.profile.cards import Cards
-from bigdit.profile.request import StepRequest
 from bigdit.receipt import Receipt
 from bigdit.search import receipts
 from bigdit.search.ask import question_for

@@ -4,10 +4,10 @@ import pytest
 from tiny_models import SANA, SHAPE
 
 from bigdit import catalog
-from bigdit.config.strategy import parse_strategy
+from bigdit.config.load import parse_strategy
 from bigdit.memory import Timeline
+from bigdit.profile.attempt import StepRequest
 from bigdit.profile.cards import Cards
-from bigdit.profile.request import StepRequest
 from bigdit.spec import Strategy
 from bigdit.speed.seconds import Cluster, Interval
 from bigdit.speed.step import step_time

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bigdit.config.encoders import IdentityCodec, TextEncoderConfig
+from bigdit.config.data import IdentityCodec, TextEncoderConfig
 from bigdit.encoders.codecs import load_image_codec
 from bigdit.encoders.t5 import T5TextEncoder
 from bigdit.extract.worker import encode_unit

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from bigdit.config.encoders import VaeCodec
+from bigdit.config.data import VaeCodec
 from bigdit.encoders.codecs import load_image_codec, to_bytes, to_unit_range
 from bigdit.errors import UserError
 from bigdit.extract.report import store_report

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from bigdit.checkpoint import latest
 from bigdit.checkpoint.folder import checksum, write_state
-from bigdit.checkpoint.shard_file import OFFSETS
+from bigdit.checkpoint.write import OFFSETS
 from bigdit.train.monitor.metrics import read_metrics
 
 TRAIN = ROOT / "launch/train.py"

@@ -12,7 +12,7 @@ from bigdit import models
 from bigdit.catalog.gpus import gpu
 from bigdit.dist import World
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.profile.request import StepRequest
+from bigdit.profile.attempt import StepRequest
 from bigdit.profile.steps import Witness, batch, build, prepare, training
 from bigdit.record.costs import Counting
 from bigdit.spec import ModelSpec, Strategy

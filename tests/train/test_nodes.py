@@ -18,8 +18,8 @@ import pytest
 from commands import BIN, ROOT
 from plan_files import TINY_KWARGS, plan_of, run_yaml, write
 
-from bigdit.config.strategy import parse_strategy
-from bigdit.report.commands import PORT, Command, commands
+from bigdit.config.load import parse_strategy
+from bigdit.report.how_to_run import PORT, Command, commands
 from bigdit.spec import Strategy
 from bigdit.speed.seconds import Cluster
 from bigdit.train import main

@@ -19,8 +19,8 @@ from bigdit.catalog.resolve import model_spec
 from bigdit.config import load_run
 from bigdit.emulator import emulated_environment, shared_state
 from bigdit.emulator.interpreter import cuda_python
+from bigdit.profile.attempt import StepRequest
 from bigdit.profile.cards import Cards
-from bigdit.profile.request import StepRequest
 from bigdit.spec import BatchShape
 from bigdit.train.monitor.metrics import read_metrics
 from bigdit.units import gib

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bigdit.commands.listed import listed
-from bigdit.commands.options import Frames, Gpu, Json, Model, Resolution
+from bigdit.commands.options import Frames, Gpu, Json, Model, Resolution, listed
 
 if TYPE_CHECKING:
     from bigdit import catalog
@@ -55,11 +54,11 @@ def run(
     cuda_python()  # first, so that a missing one is said at once
     from bigdit import catalog, log
     from bigdit.bench.memory import MemoryBenchmark
-    from bigdit.config.strategy import parse_strategy
+    from bigdit.config.load import parse_strategy
     from bigdit.files import check_writable
+    from bigdit.profile.attempt import parse_resolution
     from bigdit.profile.notices import COMPILED
-    from bigdit.profile.request import parse_resolution
-    from bigdit.report.memory import note, retried, subtitle, tables, title, write_memory
+    from bigdit.report.bench import note, retried, subtitle, tables, title, write_memory
 
     sizes = listed("--micro-batch", micro_batch, "sizes such as 1,2,4,8", LARGEST)
     strategies = [(text, parse_strategy([text])) for text in strategy]

@@ -39,7 +39,7 @@ def run(
     spec, strategy = prepare(run_config), run_config.strategy
     check_store(run_config)
     from bigdit.bench.step import bench_step
-    from bigdit.report.comparison import comparison_table, load_line, overhead, print_notes
+    from bigdit.report.bench import comparison_table, load_line, overhead, print_notes
     from bigdit.store import FeatureStore
     from bigdit.train.data import largest_batch_shape
 

@@ -1,4 +1,4 @@
-"""What a process did of a card, as a document: see bigdit/emulator/account.py, which reads it."""
+"""What a process did of a card, as a document: see bigdit/emulator/emulation.py, which reads it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Iterable
 from typing import Any
 
-from . import counts, ending, files, frames, history, loss_scaler, notices, ooms, replay, steps
+from . import counts, ending, files, history, loss_scaler, notices, ooms, replay, steps
 
 _ORDER = ("start", "forward", "backward", "step")
 _LARGEST = 40
@@ -120,7 +120,7 @@ def _groups(tensors: Iterable[replay.Tensor], replayed: replay.Replay) -> list[d
     groups: dict[Any, dict[str, Any]] = {}
     for tensor in tensors:
         phase = replayed.marks[tensor.mark].phase if tensor.mark >= 0 else "start"
-        script, library = frames.places(frames.of_snapshot(tensor.frames))
+        script, library = notices.places(notices.of_snapshot(tensor.frames))
         if script is None and tensor.mark >= 0:  # made by a thread of autograd, whose stack is C++
             script = replayed.marks[tensor.mark].place
         key = (_key(script), _key(library), phase)
@@ -135,7 +135,7 @@ def _groups(tensors: Iterable[replay.Tensor], replayed: replay.Replay) -> list[d
     return largest
 
 
-def _key(line: frames.Line | None) -> tuple[Any, ...] | None:
+def _key(line: notices.Line | None) -> tuple[Any, ...] | None:
     return None if line is None else (line["file"], line["line"])
 
 
@@ -151,7 +151,7 @@ def _uncaught() -> dict[str, Any] | None:
         "type": type(chain[0]).__name__,
         "text": str(chain[0])[:2000],
         "out_of_memory": any(isinstance(each, torch.OutOfMemoryError) for each in chain),
-        "frames": frames.shown(stack[::-1]),
+        "frames": notices.shown(stack[::-1]),
     }
 
 

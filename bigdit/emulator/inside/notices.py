@@ -1,11 +1,85 @@
-"""What a reader of the figures must know: each text once, with how often it happened and the script's line."""
+"""What a reader of the figures must know: each text once, with how often it happened and the script's line.
+
+Lines of python code: which is the script's, and how it is named.
+"""
 
 from __future__ import annotations
 
+import linecache
+import os
 import sys
+import sysconfig
+from collections.abc import Iterable, Sequence
+from functools import cache
+from types import FrameType
 from typing import Any
 
-from . import frames
+Line = dict[str, Any]
+"""`file`, `line`, `name` of the function, `code` as it stands in the file, `own`: the script's, not a library's."""
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_COMPUTING = tuple(os.path.join(_HERE, name) for name in ("values.py", "host.py"))
+_STDLIB = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib"))
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_TORCH = f"{os.sep}site-packages{os.sep}torch{os.sep}"
+_LONGEST = 120
+_INNERMOST = 40
+
+
+@cache
+def owner(file: str) -> str:
+    """`script`, `library` or `none`: of python itself, generated, or of the emulation."""
+    if file.startswith("<") or file.startswith(_HERE):
+        return "none"
+    if any(part in file for part in _INSTALLED):
+        return "library"
+    return "none" if os.path.realpath(file).startswith(_STDLIB) else "script"
+
+
+@cache
+def line(file: str, number: int, name: str) -> Line:
+    code = linecache.getline(file, number).strip()[:_LONGEST]
+    return {"file": file, "line": number, "name": name, "code": code, "own": owner(file) == "script"}
+
+
+def places(frames: Iterable[tuple[str, int, str]]) -> tuple[Line | None, Line | None]:
+    """Of frames, innermost first: the script's innermost line, and the innermost of a library within it.
+
+    Of a library: torch's own frames say less than those of who called it.
+    """
+    library: Line | None = None
+    torch: Line | None = None
+    for file, number, name in frames:
+        whose = owner(file)
+        if file in _COMPUTING:  # within it torch is asked by the emulation, not by the library
+            library = torch = None
+        if whose == "script":
+            return line(file, number, name), library or torch
+        if whose == "library" and _TORCH not in file:
+            library = library or line(file, number, name)
+        elif whose == "library":
+            torch = torch or line(file, number, name)
+    return None, library or torch
+
+
+def of_snapshot(frames: Sequence[dict[str, Any]]) -> list[tuple[str, int, str]]:
+    """A stack as the allocator's history has it, innermost first."""
+    return [(frame["filename"], frame["line"], frame["name"]) for frame in frames]
+
+
+def of_stack(frame: FrameType | None) -> list[tuple[str, int, str]]:
+    """The stack of a running thread, innermost first."""
+    found = []
+    while frame is not None:
+        found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return found
+
+
+def shown(frames: Sequence[tuple[str, int, str]]) -> list[Line]:
+    """A stack for a report: innermost first, without what belongs to nobody."""
+    return [line(*frame) for frame in frames if owner(frame[0]) != "none"][:_INNERMOST]
+
 
 _MOST = 100
 _found: dict[str, dict[str, Any]] = {}
@@ -13,7 +87,7 @@ _found: dict[str, dict[str, Any]] = {}
 
 def add(text: str) -> None:
     """Note `text`; again and again at one line of the script counts as one notice."""
-    place, _ = frames.places(frames.of_stack(sys._getframe(1)))
+    place, _ = places(of_stack(sys._getframe(1)))
     key = text if place is None else f"{text} {place['file']}:{place['line']}"
     known = _found.get(key)
     if known is not None:

@@ -6,7 +6,7 @@ import sys
 import threading
 from typing import Any
 
-from . import counts, frames, history, phases, steps
+from . import counts, history, notices, phases, steps
 
 _MOST = 20
 found: list[dict[str, Any]] = []
@@ -26,9 +26,9 @@ def observe(card: int, asked: int, total: int, free: int) -> None:
     steps.stepped_after_oom = False
     if len(found) >= _MOST:
         return
-    here = frames.of_stack(sys._getframe().f_back)
-    main = frames.of_stack(sys._current_frames().get(threading.main_thread().ident or 0))
-    if frames.places(here)[0] is None:  # a thread of autograd: the script waits for it
+    here = notices.of_stack(sys._getframe().f_back)
+    main = notices.of_stack(sys._current_frames().get(threading.main_thread().ident or 0))
+    if notices.places(here)[0] is None:  # a thread of autograd: the script waits for it
         here += main
     found.append(
         {
@@ -38,7 +38,7 @@ def observe(card: int, asked: int, total: int, free: int) -> None:
             "total_bytes": total,
             "phase": phases.now(),
             "steps": steps.done,
-            "frames": frames.shown(here),
+            "frames": notices.shown(here),
         }
     )
 

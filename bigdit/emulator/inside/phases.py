@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from . import ending, frames, history
+from . import ending, history, notices
 
 START, FORWARD, BACKWARD, STEP = "start", "forward", "backward", "step"
 
@@ -61,7 +61,7 @@ def outside(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def mark() -> None:
-    place, _ = frames.places(frames.of_stack(sys._getframe(1)))
+    place, _ = notices.places(notices.of_stack(sys._getframe(1)))
     history.mark(now(), place)
 
 

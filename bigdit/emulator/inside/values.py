@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from . import exchanged
-from .known import Known, tensors
+from .known import Known, Reads, tensors
 from .libraries import library
-from .reads import Reads
 
 _LEFT = (
     "record_stream",

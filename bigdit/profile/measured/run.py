@@ -12,8 +12,8 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from bigdit.checkout import ROOT, own_module
 from bigdit.errors import UserError
-from bigdit.profile.lanes import environment, failure
-from bigdit.profile.request import StepRequest
+from bigdit.profile.attempt import StepRequest
+from bigdit.profile.pool import environment, failure
 from bigdit.spec import Strict
 
 RAN_OUT = "two steps ran out of the card's memory"

@@ -20,8 +20,8 @@ from bigdit.dist import world_from_env
 from bigdit.emulator import on_emulated_card
 from bigdit.errors import versions
 from bigdit.loader.batch import Batch, RawBatch
+from bigdit.profile.attempt import StepRequest
 from bigdit.profile.measured.run import CardPhase, CardRun, Spent, Timing
-from bigdit.profile.request import StepRequest
 from bigdit.profile.steps import STEPS, Witness, Workload, build, group, prepare, take, training
 from bigdit.profile.unwritten import fill, fill_noise, unwritten_weights
 from bigdit.train.measure import CardPeaks

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bigdit import log, models
 from bigdit.catalog.gpus import named
 from bigdit.checkpoint import Peers
-from bigdit.config.output import METRICS
+from bigdit.config.run import METRICS
 from bigdit.errors import UserError
 from bigdit.files import write_text
 from bigdit.loader.batch import Batch

@@ -23,8 +23,8 @@ from PIL import Image
 
 from bigdit import libraries, log
 from bigdit.checkout import own_module
+from bigdit.die_with_parent import undisturbed
 from bigdit.errors import shown
-from bigdit.lifeline import undisturbed
 
 PATIENCE_S = 60.0
 """How long the end of a run waits for rows to be handed over, at most."""

@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 from typing import NoReturn
 
-from bigdit.lifeline import end_with
+from bigdit.die_with_parent import end_with
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 # A shell has what it starts in the background pass over the first, nohup over the other: so it stays.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bigdit.catalog.first_frame import CLIP_TOKENS, IMAGE_CONDITION, IMAGE_EMBEDS
+from bigdit.catalog.conditions import CLIP_TOKENS, IMAGE_CONDITION, IMAGE_EMBEDS
 from bigdit.models.arguments import arguments
 from bigdit.models.conditions import Conditions, Extra
 from bigdit.models.family import Family

@@ -16,7 +16,21 @@ from pydantic import BaseModel
 import bigdit
 from bigdit import log
 from bigdit.errors import UserError, versions
-from bigdit.sealed import read_sealed, write_sealed
+from bigdit.files import read_bytes, write_text
+
+
+def write_sealed(path: Path, text: str) -> None:
+    """Write a text under its SHA-256, as a whole or not at all. Raises UserError where it cannot be written."""
+    write_text(path, f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
+
+
+def read_sealed(path: Path) -> bytes:
+    """The text that was written. Raises ValueError where the file is not as it was written; OSError."""
+    seal, _, text = read_bytes(path).partition(b"\n")
+    if seal != hashlib.sha256(text).hexdigest().encode():
+        raise ValueError(f"{path} is not as it was written")
+    return text
+
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
@@ -32,7 +46,7 @@ _NOTICED: set[Path] = set()
 
 
 @dataclass(frozen=True)
-class Kept(Generic[Answer]):
+class Cache(Generic[Answer]):
     """One kind of answer, in `folder` of the cache; `what` it is, and what is done `anew`, as notices say it."""
 
     folder: str

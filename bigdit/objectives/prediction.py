@@ -1,15 +1,46 @@
-"""How much each sample's squared error counts, by its t or its signal-to-noise ratio."""
+"""Noise of a sample, what a model predicts of it, and how much each sample's squared error counts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
 
 from bigdit.objective_spec import DdpmSpec, FlowMatchingSpec
-from bigdit.objectives.noise import per_sample
+
+
+def draw_noise(like: torch.Tensor, seeds: Sequence[int]) -> torch.Tensor:
+    """Gaussian noise of the shape, dtype and device of `like` [B, …]; row i depends on seeds[i] alone."""
+    noise = torch.empty_like(like)
+    generator = torch.Generator(like.device)
+    for row, seed in zip(noise, seeds, strict=True):
+        row.normal_(generator=generator.manual_seed(seed))
+    return noise
+
+
+def per_sample(numbers: Iterable[float], like: torch.Tensor) -> torch.Tensor:
+    """A number a sample, fp32 [B, 1, …] on the device of `like` [B, …].
+
+    The host does not wait for the copy, or it would stand until the micro-batch before is done.
+    """
+    made = torch.tensor([*numbers], dtype=torch.float32).to(like.device, non_blocking=True)
+    return made.view(-1, *(1,) * (like.dim() - 1))
+
+
+Predict = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(latents [B, C, (F,) H, W] in the compute dtype, t [B] in [0, 1], 1 = noise) -> the output [B, C or 2 C, …]."""
+
+
+def of_latents(output: torch.Tensor, channels: int) -> torch.Tensor:
+    """The prediction [B, channels, …]: the first half of an output that has a variance beside it."""
+    return output if output.shape[1] == channels else output[:, :channels]
+
+
+def has_variance(output: torch.Tensor, channels: int) -> bool:
+    """Whether there is a second half."""
+    return output.shape[1] == 2 * channels
 
 
 def weighted_mse(prediction: torch.Tensor, target: torch.Tensor, weights: Sequence[float] | None) -> torch.Tensor:

@@ -15,13 +15,13 @@ import pytest
 from commands import ROOT
 
 from bigdit.errors import UserError
-from bigdit.profile.lanes import Lanes, WorkerError
+from bigdit.profile.pool import Pool, WorkerError
 from bigdit.spec import Strict
 
 SERVER = """
 import json, os, signal, sys, time
 from bigdit.errors import UserError
-from bigdit.profile.forks import serve
+from bigdit.profile.pool import serve
 
 def prepare(line):
     if json.loads(line)["what"] == "cannot be prepared":
@@ -51,19 +51,19 @@ class Asked(Strict):
     what: str
 
 
-def forks(lanes: Lanes) -> list[int | None]:
+def forks(lanes: Pool) -> list[int | None]:
     """The process that answers in each lane, None where there is none."""
     return [lane.fork for lane in lanes._lanes] or [None] * 2
 
 
 @pytest.fixture
-def lanes() -> Iterator[Lanes]:
+def lanes() -> Iterator[Pool]:
     server = [sys.executable, "-c", SERVER], os.environ | {"PYTHONPATH": str(ROOT)}
-    with closing(Lanes(lambda: server, 2)) as found:
+    with closing(Pool(lambda: server, 2)) as found:
         yield found
 
 
-def ask(lanes: Lanes, lane: int, what: str, timeout_s: float = 20.0) -> tuple[str, int]:
+def ask(lanes: Pool, lane: int, what: str, timeout_s: float = 20.0) -> tuple[str, int]:
     """The answer, and the process that gave it."""
     text, _, pid = lanes.ask(lane, "the question", Asked(what=what), timeout_s).decode().partition(" by ")
     return text, int(pid)
@@ -84,7 +84,7 @@ def gone(pid: int) -> bool:
         return True
 
 
-def test_each_question_has_a_fork_of_its_own(lanes: Lanes) -> None:
+def test_each_question_has_a_fork_of_its_own(lanes: Pool) -> None:
     texts, forks = zip(
         *(ask(lanes, lane, what) for lane, what in ((0, "one"), (1, "two"), (0, "x" * 300_000))), strict=True
     )
@@ -106,7 +106,7 @@ def test_each_question_has_a_fork_of_its_own(lanes: Lanes) -> None:
     ],
 )
 def test_what_ends_one_fork_disturbs_no_other_and_the_next_question_has_another(
-    lanes: Lanes, what: str, error: type[Exception], said: str
+    lanes: Pool, what: str, error: type[Exception], said: str
 ) -> None:
     for _ in range(2):
         with pytest.raises(error, match=said):
@@ -114,7 +114,7 @@ def test_what_ends_one_fork_disturbs_no_other_and_the_next_question_has_another(
     assert [ask(lanes, lane, "one")[0] for lane in (0, 1)] == ["one", "one"]
 
 
-def test_one_that_takes_too_long_is_stopped_alone(lanes: Lanes) -> None:
+def test_one_that_takes_too_long_is_stopped_alone(lanes: Pool) -> None:
     with ThreadPoolExecutor(1) as aside:
         slow = aside.submit(ask, lanes, 0, "sleep", 1.0)
         until(lambda: forks(lanes)[:1] != [None])
@@ -126,7 +126,7 @@ def test_one_that_takes_too_long_is_stopped_alone(lanes: Lanes) -> None:
     assert (ask(lanes, 0, "one")[0], lanes.start()) == ("one", process)
 
 
-def test_a_process_that_is_killed_takes_its_forks_along_and_the_next_question_starts_another(lanes: Lanes) -> None:
+def test_a_process_that_is_killed_takes_its_forks_along_and_the_next_question_starts_another(lanes: Pool) -> None:
     with ThreadPoolExecutor(2) as aside:
         waiting = [aside.submit(ask, lanes, lane, "sleep") for lane in (0, 1)]
         until(lambda: None not in forks(lanes))
@@ -139,7 +139,7 @@ def test_a_process_that_is_killed_takes_its_forks_along_and_the_next_question_st
     assert ask(lanes, 1, "two")[0] == "two"
 
 
-def test_a_process_that_is_killed_is_told_to_all_that_wait_for_it(lanes: Lanes) -> None:
+def test_a_process_that_is_killed_is_told_to_all_that_wait_for_it(lanes: Pool) -> None:
     with ThreadPoolExecutor(2) as aside:
         for _ in range(10):
             waiting = [aside.submit(ask, lanes, lane, "sleep") for lane in (0, 1)]
@@ -151,7 +151,7 @@ def test_a_process_that_is_killed_is_told_to_all_that_wait_for_it(lanes: Lanes) 
     assert ask(lanes, 1, "two")[0] == "two"
 
 
-def test_nothing_is_left_when_it_ends(lanes: Lanes) -> None:
+def test_nothing_is_left_when_it_ends(lanes: Pool) -> None:
     processes = [ask(lanes, 0, "one")[1], lanes.start()]
     with ThreadPoolExecutor(1) as aside:
         asked = aside.submit(ask, lanes, 1, "sleep")
@@ -167,7 +167,7 @@ def test_nothing_is_left_when_it_ends(lanes: Lanes) -> None:
 
 @pytest.mark.timeout(60, method="thread")  # who waits for a lock hears nothing else
 def test_a_process_that_ends_before_all_have_asked_is_told_to_those_that_ask_late() -> None:
-    with closing(Lanes(lambda: (["false"], dict(os.environ)), 8)) as lanes, ThreadPoolExecutor(8) as aside:
+    with closing(Pool(lambda: (["false"], dict(os.environ)), 8)) as lanes, ThreadPoolExecutor(8) as aside:
         for _ in range(100):
             for each in [aside.submit(ask, lanes, lane, "one") for lane in range(8)]:
                 with pytest.raises(WorkerError, match=r"^the question ended with status 1 and no"):

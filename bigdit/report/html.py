@@ -1,18 +1,31 @@
-"""A matplotlib figure as inline SVG that takes the page's colours and font, in light and in dark."""
+"""Pages of HTML: templates whose values are escaped and there, and figures as inline SVG that take the page's looks."""
 
 from __future__ import annotations
 
 import re
 from io import StringIO
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from bigdit.memory import Category
-from bigdit.report.timeline import COLOURS
+from bigdit.report.figures import COLOURS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+def render(template: str, filters: dict[str, Any], shown: dict[str, Any]) -> str:
+    """The page that the template of this name makes of what is `shown`."""
+    environment = Environment(
+        loader=PackageLoader("bigdit.report"), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters |= filters
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}  # in the order in which it is given
+    return environment.get_template(template).render(shown)
+
 
 DARK: dict[Category, str] = COLOURS | {"parameter": "#7466D9", "workspace": "#FFFFFF"}
 """COLOURS on a dark page: the two that would sink into it are lighter."""

@@ -1,4 +1,8 @@
-"""Memory against the micro-batch size, for people: a table, two pictures, Markdown, and a page that holds all of it."""
+"""Benchmarks for people: memory against the micro-batch size, and contenders side by side.
+
+Memory is a table, two pictures, Markdown, and a page that holds all of it. Contenders are what a step of each takes,
+and how they compare with the baseline.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +13,20 @@ from typing import TYPE_CHECKING, Any, Literal
 from markupsafe import Markup
 from rich.table import Table
 
+from bigdit import log
+from bigdit.bench.interleaved import Comparison, Load, Spread
 from bigdit.bench.memory import Curve, MemoryBench, Point
 from bigdit.files import replacing, write_json, write_text
 from bigdit.memory import CATEGORIES
-from bigdit.report.curve import LINES
-from bigdit.report.render import render
-from bigdit.report.svg import DARK, inline, variable
+from bigdit.report.figures import BEHIND, COLOURS, LINES
+from bigdit.report.html import DARK, inline, render, variable
 from bigdit.report.tables import DASH, table
-from bigdit.report.timeline import BEHIND, COLOURS
 from bigdit.units import GIB, count, gib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
 
 JSON, MARKDOWN, PICTURE, PAGE = "memory.json", "memory.md", "memory.png", "memory.html"
 
@@ -318,3 +323,41 @@ def _finish(axes: Axes, columns: int, legend_at: float, scale: Literal["x", "y"]
     axes.spines[["top", "right"]].set_visible(False)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(alignment="left", loc="upper left", bbox_to_anchor=(0.0, legend_at), ncols=columns, frameon=False)
+
+
+def print_notes(found: Comparison) -> None:
+    """What else must be known, a line each."""
+    for line in found.notes:
+        log.out.print(line, highlight=False, markup=False)
+
+
+def load_line(load: Load) -> str:
+    """`load 0.05 on 2 cores`, and what it means where the machine is busy."""
+    said = f"load {load.mean:.2f} on {load.cores} cores before it began"
+    return f"{said}: this machine is busy, and seconds are of what it had left" if load.busy else said
+
+
+def comparison_table(found: Comparison) -> Table:
+    """A row a contender, the baseline first: milliseconds of steps."""
+    columns = ["", "ms a step", "quartiles", "× as long", " quartiles"]
+    made = table(found.what, columns, numeric=columns[1:])
+    for each in found.contenders:
+        ratio = [DASH, DASH] if each.of_baseline is None else _spread(each.of_baseline)
+        made.add_row(each.name, *_spread(each.seconds, 1000), *ratio)
+    return made
+
+
+def overhead(ratio: Spread) -> str:
+    """`+3.1 % (quartiles -0.4 to +5.0 %)` of a ratio of 1.031."""
+    low, median, high = (f"{100 * (value - 1):+.1f}" for value in (ratio.low, ratio.median, ratio.high))
+    return f"{median} % (quartiles {low} to {high} %)"
+
+
+def _spread(spread: Spread, factor: float = 1) -> list[str]:
+    low, median, high = (number(factor * value) for value in (spread.low, spread.median, spread.high))
+    return [median, f"{low} to {high}"]
+
+
+def number(value: float) -> str:
+    """Three digits, and all of those before the point."""
+    return f"{value:.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")
