@@ -16,7 +16,7 @@ from tiny_vaes import wan
 from tiny_videos import moving_square
 
 from bigdit.checkpoint import latest
-from bigdit.encoders.codecs import bucket_pixels
+from bigdit.encoders.latents import bucket_pixels
 from bigdit.errors import UserError
 from bigdit.loader.read import BatchReader
 from bigdit.sampling import Sampler

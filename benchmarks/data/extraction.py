@@ -28,7 +28,8 @@ from PIL import Image
 from bigdit import libraries
 from bigdit.catalog.resolve import model_spec
 from bigdit.config import RunConfig, load_run
-from bigdit.encoders.codecs import bucket_pixels, load_image_codec, to_unit_range
+from bigdit.encoders.codecs import load_image_codec, to_unit_range
+from bigdit.encoders.latents import bucket_pixels
 from bigdit.encoders.load import load_text_encoder
 from bigdit.extract.extract import extract
 from bigdit.extract.job import encode_in_workers

@@ -13,7 +13,8 @@ from torch import nn
 
 from bigdit.config.data import VaeCodec, frames_of, written_bucket
 from bigdit.encoders.batch_size import BatchSize
-from bigdit.encoders.codecs import (
+from bigdit.encoders.folder import DTYPES, check_complete, check_files, read_config, weights_sample
+from bigdit.encoders.latents import (
     VIDEO_VAES,
     Color,
     check_divides,
@@ -26,7 +27,6 @@ from bigdit.encoders.codecs import (
     normalisation,
     one_by_one,
 )
-from bigdit.encoders.folder import DTYPES, check_complete, check_files, read_config, weights_sample
 from bigdit.errors import UserError
 from bigdit.store.part import Shape
 from bigdit.store.tensors import config_digest, weights_digest

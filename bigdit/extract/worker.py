@@ -18,8 +18,9 @@ import torch
 
 from bigdit.config.data import EncodersConfig, frames_of
 from bigdit.die_with_parent import end_with_parent
-from bigdit.encoders.codecs import ImageCodec, bucket_pixels, to_unit_range
+from bigdit.encoders.codecs import ImageCodec, to_unit_range
 from bigdit.encoders.first_frame import FirstFrames
+from bigdit.encoders.latents import bucket_pixels
 from bigdit.encoders.load import Encoders, Turn, at_once, load_encoders
 from bigdit.encoders.text_encoder import TextEncoder
 from bigdit.errors import UserError

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from bigdit.catalog.conditions import CLASS_LABEL
-from bigdit.encoders.codecs import Color, bucket_pixels
+from bigdit.encoders.latents import Color, bucket_pixels
 from bigdit.errors import UserError
 from bigdit.loader.batch import CaptionedBatch
 from bigdit.loader.order import Ints

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from bigdit.config.data import IdentityCodec
-from bigdit.encoders.codecs import bucket_pixels, load_image_codec, nearest_bucket, to_bytes, to_unit_range
+from bigdit.encoders.codecs import load_image_codec, to_bytes, to_unit_range
+from bigdit.encoders.latents import bucket_pixels, nearest_bucket
 
 SQUARE_WIDE_TALL = ((8, 8), (8, 12), (12, 8))
 

@@ -7,8 +7,9 @@ from PIL import Image
 from tiny_vaes import VIDEO_VAES, kl, ltx
 
 from bigdit.config.data import IdentityCodec, VaeCodec
-from bigdit.encoders.codecs import bucket_pixels, load_image_codec
+from bigdit.encoders.codecs import load_image_codec
 from bigdit.encoders.fit import size_misfits
+from bigdit.encoders.latents import bucket_pixels
 from bigdit.errors import UserError
 from bigdit.sources.protocol import Unusable
 from bigdit.spec import ModelSpec

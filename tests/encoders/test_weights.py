@@ -8,7 +8,8 @@ from tiny_vaes import STATISTICS, VAES, dc, flux2, kl, ltx
 from transformers import T5Config, T5EncoderModel
 
 from bigdit.config.data import TextEncoderConfig, VaeCodec
-from bigdit.encoders.codecs import VIDEO_VAES, load_image_codec
+from bigdit.encoders.codecs import load_image_codec
+from bigdit.encoders.latents import VIDEO_VAES
 from bigdit.encoders.t5 import T5TextEncoder
 from bigdit.errors import UserError
 

@@ -17,7 +17,7 @@ from tiny_sources import gradient, save, write_tar
 from tiny_videos import SHADES, transparent, video
 
 from bigdit.config.data import DataConfig
-from bigdit.encoders.codecs import bucket_pixels
+from bigdit.encoders.latents import bucket_pixels
 from bigdit.errors import UserError
 from bigdit.sources.open import open_source
 from bigdit.sources.protocol import Unusable

@@ -1,0 +1,246 @@
+"""Pictures to the pixels of their buckets, and a VAE's encoding as the latents that transformers are trained on."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image, ImageOps
+from torch.nn import functional as F
+
+from bigdit.config.data import fitting_bucket, frames_of, written_bucket
+from bigdit.errors import UserError
+from bigdit.sources.protocol import Unusable
+
+Color = Literal["rgb", "gray"]
+
+
+def nearest_bucket(height: int, width: int, buckets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The bucket [(frames,) height, width] of the nearest aspect ratio on a log scale; of equals, of the area."""
+
+    def distance(bucket: tuple[int, ...]) -> tuple[float, float]:
+        high, wide = bucket[-2:]
+        aspect = math.log(high / wide) - math.log(height / width)
+        area = math.log(high * wide) - math.log(height * width)
+        return abs(aspect), abs(area)
+
+    return min(buckets, key=distance)
+
+
+def check_divides(bucket: tuple[int, ...], side: int, frames: int) -> None:
+    """Raise UserError where sides are no multiples of `side`, or frames not one and then multiples of `frames`."""
+    *count, height, width = bucket
+    if height % side or width % side:
+        nearest = written_bucket(fitting_bucket(bucket, side))
+        raise UserError(
+            f"data.buckets: {written_bucket(bucket)} does not divide by {side}, the pixels a side of one latent; "
+            f"nearest: {nearest}"
+        )
+    if count and (count[0] - 1) % frames:
+        below = (count[0] - 1) // frames * frames + 1
+        raise UserError(
+            f"data.buckets: {written_bucket(bucket)} has {count[0]} frames, and the VAE takes one and then multiples "
+            f"of {frames}; nearest: {below} or {below + frames}"
+        )
+
+
+def bucket_pixels(
+    image: Image.Image | Iterable[Image.Image], buckets: Sequence[tuple[int, ...]], color: Color
+) -> tuple[tuple[int, ...], npt.NDArray[np.uint8]]:
+    """The bucket [height, width] of a decoded picture (RGB or L, upright), or [frames, height, width] of a video, and
+    its pixels there: uint8 [C, H, W], or [C, F, H, W].
+
+    The longer side is cropped about the centre; a picture of the bucket's size keeps its pixels as they are. A video
+    goes to the buckets of the most frames that it has, a picture to those of one, and of these to the nearest aspect
+    ratio. Frames are brought to size one by one. Raises Unusable where there are no buckets of so few frames.
+    """
+    frames = iter([image] if isinstance(image, Image.Image) else image)
+    first = next(frames, None)
+    if first is None:
+        raise Unusable("video without frames")
+    nearest = {  # by frames
+        count: nearest_bucket(first.height, first.width, [each for each in buckets if frames_of(each) == count])
+        for count in sorted({frames_of(each) for each in buckets})
+    }
+    fitted: dict[tuple[int, ...], list[npt.NDArray[np.uint8]]] = {bucket[-2:]: [] for bucket in nearest.values()}
+    found = 0
+    for frame in itertools.islice(itertools.chain([first], frames), max(nearest)):
+        found += 1
+        for size, pixels in fitted.items():
+            pixels.append(_fitted(frame, size, color))
+    count = max((count for count in nearest if count <= found), default=None)
+    if count is None:
+        raise Unusable(f"{found} of the {min(nearest)} frames of the shortest bucket, at data.fps")
+    bucket = nearest[count]
+    pixels = fitted[bucket[-2:]][:count]
+    return bucket, pixels[0] if len(bucket) == 2 else np.stack(pixels, axis=1)
+
+
+def _fitted(image: Image.Image, size: tuple[int, ...], color: Color) -> npt.NDArray[np.uint8]:
+    """[C, H, W]."""
+    mode = "L" if color == "gray" else "RGB"
+    fitted = ImageOps.fit(image.convert(mode), (size[1], size[0]), Image.Resampling.LANCZOS)
+    pixels = np.asarray(fitted)
+    return np.ascontiguousarray(pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1))
+
+
+# Whose encoders take frames; of a picture, one.
+VIDEO_VAES = (
+    "AutoencoderKLCogVideoX",
+    "AutoencoderKLHunyuanVideo",
+    "AutoencoderKLHunyuanVideo15",
+    "AutoencoderKLLTXVideo",
+    "AutoencoderKLMochi",
+    "AutoencoderKLQwenImage",
+    "AutoencoderKLWan",
+)
+
+# Whose attention broadcasts its mask to one sample alone.
+_ONE_BY_ONE = ("AutoencoderKLHunyuanVideo15",)
+
+
+def one_by_one(vae: Any) -> Any:
+    """The VAE, which takes the samples of a batch one after another where its class cannot take them together."""
+    if type(vae).__name__ in _ONE_BY_ONE:
+        vae.enable_slicing()
+    return vae
+
+
+def frames_a_latent(vae: Any) -> int:
+    """Frames that become one latent frame, after the first, which has one of its own. Source: each VAE's class in
+    diffusers 0.42.1; what Wan's and Qwen-Image's configs say beside it is not read there."""
+    halved = vae.config.get("temperal_downsample")
+    if halved is not None:
+        return int(2 ** sum(halved))
+    return int(vae.config.get("temporal_compression_ratio") or getattr(vae, "temporal_compression_ratio", 1))
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """latents = (z − mean) × scale / deviation, over the channels of z, or of its patches of `patch` a side."""
+
+    mean: float | torch.Tensor
+    scale: float = 1.0
+    deviation: torch.Tensor | None = None
+    patch: int = 1
+
+    def apply(self, z: torch.Tensor) -> torch.Tensor:
+        """Latents of the VAE's z [B, C, (F,) h, w]."""
+        channels = self._patches(z)
+        return self._whole(self._scaled(channels - _like(self.mean, channels)))
+
+    def spread(self, deviation: torch.Tensor) -> torch.Tensor:
+        """The standard deviation of latents of that of z."""
+        return self._whole(self._scaled(self._patches(deviation)))
+
+    def undo(self, latents: torch.Tensor) -> torch.Tensor:
+        """The z of latents."""
+        channels = self._patches(latents)
+        if self.deviation is not None:
+            channels = channels * _like(self.deviation, channels)
+        return self._whole(channels / self.scale + _like(self.mean, channels))
+
+    def as_condition(self, z: torch.Tensor) -> torch.Tensor:
+        """Latents of z as pipelines have them that begin with a picture: by the inverse of the deviation, which rounds
+        otherwise."""
+        if self.deviation is None:
+            return self.apply(z)
+        return (z - _like(self.mean, z)) * _like(1.0 / self.deviation, z)
+
+    def described(self) -> dict[str, Any]:
+        """What it does, in numbers; channels in the VAE's order."""
+        mean = self.mean.tolist() if isinstance(self.mean, torch.Tensor) else self.mean
+        deviation = {} if self.deviation is None else {"latents_std": self.deviation.tolist()}
+        return {"scaling_factor": self.scale, "shift_factor" if isinstance(mean, float) else "latents_mean": mean} | (
+            deviation
+        )
+
+    def _scaled(self, channels: torch.Tensor) -> torch.Tensor:
+        if self.deviation is None:
+            return channels * self.scale
+        scaled = channels if self.scale == 1 else channels * self.scale
+        return scaled / _like(self.deviation, channels)
+
+    def _patches(self, z: torch.Tensor) -> torch.Tensor:
+        return z if self.patch == 1 else F.pixel_unshuffle(z, self.patch)
+
+    def _whole(self, channels: torch.Tensor) -> torch.Tensor:
+        return channels if self.patch == 1 else F.pixel_shuffle(channels, self.patch)
+
+
+def normalisation(vae: Any) -> Normalisation:
+    """As the VAE's config says. Source: the family's pipeline in diffusers 0.42.1."""
+    name, config = type(vae).__name__, vae.config
+    if name == "AutoencoderKLFlux2":  # by a batch norm's statistics, over 2 × 2 patches as channels
+        deviation = torch.sqrt(vae.bn.running_var + config.batch_norm_eps)
+        return Normalisation(vae.bn.running_mean, deviation=deviation, patch=2)
+    if name == "AutoencoderKLLTXVideo":
+        return Normalisation(vae.latents_mean, config.scaling_factor, vae.latents_std)
+    scale = float(config.get("scaling_factor") or 1.0)
+    if config.get("latents_mean") is not None and config.get("latents_std") is not None:
+        return Normalisation(torch.tensor(config.latents_mean), scale, torch.tensor(config.latents_std))
+    return Normalisation(float(config.get("shift_factor") or 0.0), scale)
+
+
+def encode_latents(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+    """Latents [B, C, (F,) h, w] of pixels [B, 3, (F,) H, W] in [-1, 1] and the VAE's dtype, normalised.
+
+    A distribution gives its mode: features are the same whenever they are encoded.
+    """
+    encoded, picture = _encoded(vae, pixels)
+    z = encoded.latent if hasattr(encoded, "latent") else encoded.latent_dist.mode()
+    return normalisation(vae).apply(z.squeeze(2) if picture else z)
+
+
+def encode_condition(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+    """Latents fp32 of pixels [B, 3, F, H, W], as `encode_latents`, of what a video is conditioned on.
+
+    Source: diffusers 0.42.1, WanImageToVideoPipeline.prepare_latents.
+    """
+    return normalisation(vae).as_condition(vae.encode(pixels).latent_dist.mode().float())
+
+
+def first_alone(pixels: torch.Tensor) -> torch.Tensor:
+    """Videos [B, C, F, H, W] of which the first frame is left, and zeros."""
+    alone = torch.zeros_like(pixels)
+    alone[:, :, 0] = pixels[:, :, 0]
+    return alone
+
+
+def encode_moments(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+    """The mean and the standard deviation [B, 2, C, (F,) h, w] of the latents' distribution, as `encode_latents`."""
+    encoded, picture = _encoded(vae, pixels)
+    mean, deviation = encoded.latent_dist.mean, encoded.latent_dist.std
+    if picture:
+        mean, deviation = mean.squeeze(2), deviation.squeeze(2)
+    found = normalisation(vae)
+    return torch.stack([found.apply(mean), found.spread(deviation)], dim=1)
+
+
+def decode_latents(vae: Any, latents: torch.Tensor) -> torch.Tensor:
+    """Pixels [B, 3, (F,) H, W] of latents [B, C, (F,) h, w] in the VAE's dtype."""
+    z = normalisation(vae).undo(latents)
+    picture = z.dim() == 4 and type(vae).__name__ in VIDEO_VAES
+    if picture:
+        z = z.unsqueeze(2)
+    # LTX decoders from 0.9.1 on are told how noisy the latents are: not at all, as LTXPipeline's default says.
+    noise = (z.new_zeros(len(z)),) if vae.config.get("timestep_conditioning") else ()
+    pixels: torch.Tensor = vae.decode(z, *noise).sample
+    return pixels.squeeze(2) if picture else pixels
+
+
+def _encoded(vae: Any, pixels: torch.Tensor) -> tuple[Any, bool]:
+    """What the VAE answers, and whether it took the pixels as a video of one frame."""
+    picture = pixels.dim() == 4 and type(vae).__name__ in VIDEO_VAES
+    return vae.encode(pixels.unsqueeze(2) if picture else pixels), picture
+
+
+def _like(values: float | torch.Tensor, z: torch.Tensor) -> float | torch.Tensor:
+    """A number, or one value a channel in the shape, dtype and place of z."""
+    return values.view(1, -1, *(1 for _ in z.shape[2:])).to(z) if isinstance(values, torch.Tensor) else values
