@@ -14,7 +14,7 @@ DIT_CLAIMS = (
     ("dit-s-2-paper", "rtx-3060-12g", None),
 )
 DIT_OURS = "optimizer.name=adamw"
-DIT_THEIRS = "precision=tf32,ema.device=gpu,features=online,optimizer.implementation=foreach"
+DIT_THEIRS = "precision=tf32,ema.device=gpu,features=online,encode_chunk=null,optimizer.implementation=foreach"
 
 DIT_SIZES = ("dit-s-2-paper", "dit-b-2-paper", "dit-l-2-paper", "dit-xl-2-paper")
 BATCHES = (1, 8, 32, 64, 128)

@@ -15,7 +15,8 @@ from bigdit.units import gib
 from claims.answers import Case, Say, between, case, largest, plan, profiles
 
 MODEL, GPU = "sana-1600m", "a40"
-WHOLE = "features=online,micro_batch_size=64,optimizer.name=came"
+CAME = "features=online,micro_batch_size=64,optimizer.name=came"
+WHOLE = f"{CAME},encode_chunk=null"
 ONE = "checkpointed_blocks=all,optimizer.name"
 YAML = "checkpointed_blocks=all,features=online,precision=fp32,optimizer.name"
 
@@ -30,7 +31,7 @@ def came_on_sana(say: Say) -> Case:
     texts = [
         WHOLE,
         f"{WHOLE},checkpointed_blocks=all",
-        f"{WHOLE},checkpointed_blocks=all,encode_chunk=4",
+        f"{CAME},checkpointed_blocks=all,encode_chunk=4",
         *(f"{base}={name}" for base in (ONE, YAML) for name in ("adamw", "came")),
     ]
     plain, recomputed, chunked, adamw, came, yaml_adamw, yaml_came = profiles(MODEL, GPU, texts)
