@@ -35,8 +35,8 @@ from bigdit.search.candidates import SAME_ROOM, SAME_SPEED, safe_bytes
 from bigdit.search.plan import Plan, node_bytes
 from bigdit.search.question import Question
 from bigdit.search.space import lossy_by, proposals
-from bigdit.spec import StepSize, Strategy
 from bigdit.speed.seconds import Interval
+from bigdit.strategy import StepSize, Strategy
 from bigdit.units import gib
 
 PAGE = Path(__file__).with_suffix(".md")

@@ -11,7 +11,7 @@ from pydantic import PositiveInt
 
 from bigdit.files import replacing
 from bigdit.report.figures import COLOURS
-from bigdit.spec import Strict
+from bigdit.strategy import Strict
 from bigdit.units import GIB
 
 LOOKS = (

@@ -5,10 +5,10 @@ from __future__ import annotations
 from bigdit.catalog import Gpu
 from bigdit.memory.process import ByteRange, beside_training
 from bigdit.profile.attempt import Attempt
-from bigdit.spec import Strategy
 from bigdit.speed.seconds import Cluster, StepTime, launches_of
 from bigdit.speed.step import step_time
 from bigdit.speed.work import work_of
+from bigdit.strategy import Strategy
 
 
 def step_of(

@@ -24,7 +24,7 @@ from bigdit.errors import UserError, guard
 from bigdit.files import write_json, write_text
 from bigdit.profile.attempt import Attempt, StepRequest, request_for
 from bigdit.profile.cards import Cards, Row
-from bigdit.spec import Strict
+from bigdit.strategy import Strict
 
 HERE = Path(__file__).parent
 FOUND, PAGE, PICTURES = HERE / "gallery.json", HERE / "gallery.md", HERE / "gallery"

@@ -21,7 +21,7 @@ from bigdit.bench.interleaved import take_turns
 from bigdit.engines.state import parts
 from bigdit.errors import UserError
 from bigdit.report.tables import DASH, table
-from bigdit.spec import OptimizerName, OptimizerSpec
+from bigdit.strategy import OptimizerName, OptimizerSpec
 
 MODEL, BLOCKS = "sana-600m", 2
 NAMES: tuple[OptimizerName, ...] = get_args(OptimizerName)

@@ -21,8 +21,8 @@ from bigdit import catalog
 from bigdit.config.load import parse_strategy
 from bigdit.profile.attempt import request_for
 from bigdit.profile.cards import Cards
-from bigdit.spec import Strict
 from bigdit.speed.seconds import NO_TIME, Interval, StepTime
+from bigdit.strategy import Strict
 
 HERE = Path(__file__).parent
 PAGE = HERE / "speed.md"

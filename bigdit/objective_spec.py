@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from bigdit.numbers import Count, Number, Positive, Switch
-from bigdit.spec import Strict
+from bigdit.strategy import Strict
 
 SamplerName = Literal["euler", "heun", "dpmsolver++", "unipc", "ddim"]
 """How samples are drawn: `euler` and `heun` of flow matching, `ddim` of a DDPM, the others of both."""

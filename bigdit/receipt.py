@@ -14,7 +14,7 @@ from bigdit import log
 from bigdit.errors import UserError, versions
 from bigdit.files import write_json
 from bigdit.objective_spec import ObjectiveSpec
-from bigdit.spec import BatchShape, ModelSpec, StepSize, Strategy, Strict
+from bigdit.strategy import BatchShape, ModelSpec, StepSize, Strategy, Strict
 
 
 class OutOfMemory(Strict):

@@ -27,8 +27,8 @@ from bigdit.files import write_json, write_text
 from bigdit.profile.attempt import StepRequest
 from bigdit.profile.cards import Cards
 from bigdit.report.tables import table
-from bigdit.spec import ModelSpec, Strategy
 from bigdit.store import FeatureStore
+from bigdit.strategy import ModelSpec, Strategy
 from bigdit.train.data import largest_batch_shape
 from bigdit.train.processes.launch import free_port
 from bigdit.units import duration, gib

@@ -16,7 +16,7 @@ from bigdit.encoders.load import load_text_encoder
 from bigdit.errors import UserError
 from bigdit.models.exchange import import_published
 from bigdit.sources.protocol import Unusable
-from bigdit.spec import ModelSpec
+from bigdit.strategy import ModelSpec
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 132\n"
 SAID = "is a Git LFS pointer, not the file: run `git lfs pull`"

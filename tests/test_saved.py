@@ -15,7 +15,7 @@ from bigdit.emulator import emulated_environment
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.profile.attempt import StepRequest
 from bigdit.profile.cards import Cards
-from bigdit.spec import BatchShape
+from bigdit.strategy import BatchShape
 
 SAVING = ("train.checkpoint_every=2", "train.keep_checkpoints=2", "train.keep_every=4", "train.export_every=4")
 SETTINGS = (*TINY, *SINGLE, *SAVING, "train.steps=7", "strategy.ema.decay=0.5")

@@ -24,8 +24,8 @@ from bigdit.search.making import run
 from bigdit.search.predict import Arrangement
 from bigdit.search.solve import Confirmed, Ran
 from bigdit.search.space import Proposal
-from bigdit.spec import EmaSpec, Strategy
 from bigdit.speed.seconds import Cluster, StepTime
+from bigdit.strategy import EmaSpec, Strategy
 from bigdit.units import GIB, gib
 
 pytestmark = pytest.mark.xdist_group("scenarios")

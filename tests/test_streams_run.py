@@ -17,10 +17,10 @@ from tiny_pipelines import HI_DREAM, HUNYUAN_DIT, HUNYUAN_IMAGE, HUNYUAN_VIDEO_1
 from bigdit import checkpoint, models
 from bigdit.extract.verify import verify
 from bigdit.profile.steps import batch as profiled_batch
-from bigdit.spec import ModelSpec, Strategy
 from bigdit.store import FeatureStore
 from bigdit.store.header import read_header
 from bigdit.store.part import part_path
+from bigdit.strategy import ModelSpec, Strategy
 from bigdit.train.data import largest_batch_shape
 
 

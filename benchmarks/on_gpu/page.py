@@ -12,7 +12,7 @@ from pydantic import NonNegativeInt
 
 from bigdit.files import write_json, write_text
 from bigdit.profile.measured.run import CardRun, Timing
-from bigdit.spec import Strict
+from bigdit.strategy import Strict
 from bigdit.units import MIB
 from on_gpu.points import POINTS, Point
 from on_gpu.predicted import PREDICTED, REPLAYED, Peaks, Predicted, Predictions

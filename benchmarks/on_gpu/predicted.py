@@ -15,8 +15,8 @@ from bigdit.files import write_json
 from bigdit.profile.attempt import Attempt
 from bigdit.profile.cards import Cards
 from bigdit.profile.pool import WorkerError
-from bigdit.spec import Strict
 from bigdit.speed.seconds import Cluster, StepTime
+from bigdit.strategy import Strict
 from on_gpu.points import GPU, Point
 
 PREDICTED = Path(__file__).with_suffix(".json")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from bigdit.errors import versions
-from bigdit.spec import Strict
+from bigdit.strategy import Strict
 
 BUSY = 0.25
 """Of the cores: a machine whose load is above has other work, which its times show."""

@@ -17,7 +17,7 @@ from bigdit.memory.process import ByteRange, beside_training
 from bigdit.profile.attempt import Attempt, StepRequest, request_for
 from bigdit.profile.cards import Cards
 from bigdit.profile.measured.run import CardRun, RanOut, run_on_card
-from bigdit.spec import BatchShape, Strategy, Strict
+from bigdit.strategy import BatchShape, Strategy, Strict
 
 
 class Peaks(Strict):

@@ -25,7 +25,7 @@ from bigdit.profile.pool import WorkerError
 from bigdit.profile.steps import Workload, build, feed, prepare
 from bigdit.receipt import Receipt
 from bigdit.shortage import room
-from bigdit.spec import BatchShape, ModelSpec, Strategy
+from bigdit.strategy import BatchShape, ModelSpec, Strategy
 from bigdit.train.measure import STEPS, MemoryMeter
 from bigdit.train.processes.process import process_group
 from bigdit.train.step import train_step

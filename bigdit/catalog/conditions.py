@@ -10,7 +10,7 @@ from typing import Any
 
 from bigdit.catalog.families import FAMILIES, begins_with_an_image
 from bigdit.config.run import RunConfig
-from bigdit.spec import ModelSpec
+from bigdit.strategy import ModelSpec
 
 IMAGE_CONDITION = "image_condition"
 """Among a batch's extras: a mask, 1 where a latent frame is given, over the latents of the first frame."""

@@ -10,7 +10,7 @@ from bigdit.catalog.families import mask_of, stream_shapes
 from bigdit.catalog.models import CatalogModel, TextInput
 from bigdit.catalog.names import load_json
 from bigdit.errors import UserError
-from bigdit.spec import BatchShape, Strict
+from bigdit.strategy import BatchShape, Strict
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 Gives = Literal["states", "pooled", "both"]

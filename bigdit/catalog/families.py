@@ -9,7 +9,7 @@ from typing import Any
 
 from bigdit.errors import nearest
 from bigdit.objective_spec import DdpmSpec, ExponentialShift, FlowMatchingSpec, ObjectiveSpec
-from bigdit.spec import ModelSpec, Strict
+from bigdit.strategy import ModelSpec, Strict
 
 
 class Stream(Strict):

@@ -13,7 +13,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 
 from bigdit.catalog.names import aliases_of, instead, load_json, meant, normalise, resolve
 from bigdit.errors import UserError
-from bigdit.spec import Strict
+from bigdit.strategy import Strict
 from bigdit.units import GIB, KIB, MIB
 
 PCIE_LANE_GBS = {

@@ -11,7 +11,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from bigdit.catalog.families import FAMILIES, no_adapter, pipeline_of, training_obstacle
 from bigdit.catalog.names import Aliases, aliases_of, instead, load_json, normalise, resolve
 from bigdit.errors import UserError
-from bigdit.spec import BatchShape, ModelSpec, Strict
+from bigdit.strategy import BatchShape, ModelSpec, Strict
 
 
 class TextInput(Strict):

@@ -13,7 +13,7 @@ from importlib import resources
 from typing import Any
 
 from bigdit.errors import UserError
-from bigdit.spec import Strict
+from bigdit.strategy import Strict
 
 SUGGESTED = 4
 """Names that are suggested, at most."""

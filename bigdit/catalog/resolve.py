@@ -16,7 +16,7 @@ from bigdit.catalog.pipeline import CONFIG, config_of, folder_vae, index_of, pip
 from bigdit.config.run import ModelConfig
 from bigdit.documents import parse_json, read_file
 from bigdit.errors import UserError, nearest
-from bigdit.spec import ModelSpec
+from bigdit.strategy import ModelSpec
 
 INDEX = "model_index.json"
 TRANSFORMER = "transformer"

@@ -28,7 +28,7 @@ from bigdit.engines.ema import exponent
 from bigdit.engines.state import AVERAGE, average_kind
 from bigdit.errors import UserError
 from bigdit.files import commit_folder, filling
-from bigdit.spec import EmaSpec, LoraSpec, ModelSpec, Strategy
+from bigdit.strategy import EmaSpec, LoraSpec, ModelSpec, Strategy
 from bigdit.units import MIB
 
 MOST_ERROR = 0.05

@@ -33,7 +33,7 @@ from bigdit.documents import read_json
 from bigdit.errors import UserError
 from bigdit.files import open_file, read_bytes, write_json
 from bigdit.numbers import Natural, Switch
-from bigdit.spec import ModelSpec, Strategy, Strict
+from bigdit.strategy import ModelSpec, Strategy, Strict
 
 LATEST = "latest"
 STATE = "state.json"

@@ -23,7 +23,7 @@ from bigdit.config.load import parse_run
 from bigdit.errors import UserError
 from bigdit.files import check_regular, leads_out, lfs_pointer, read_bytes
 from bigdit.objective_spec import ObjectiveSpec
-from bigdit.spec import ModelSpec
+from bigdit.strategy import ModelSpec
 
 _TRANSFORMER, _SCHEDULER, _VAE = "transformer", "scheduler", "vae"
 _KEYS = "encoders.text.pipeline, and beside encoders.image.path and model.init_from,"

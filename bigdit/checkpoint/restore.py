@@ -20,7 +20,7 @@ from bigdit.engines import Ema, Engine
 from bigdit.engines.state import AVERAGE, Place, adopt, make_state, places
 from bigdit.errors import UserError
 from bigdit.models.adapters import FILE as ADAPTERS
-from bigdit.spec import ModelSpec
+from bigdit.strategy import ModelSpec
 
 _RANDOM = "rng."
 """How the states of generators began that checkpoints of bf16_sr had, a process each."""

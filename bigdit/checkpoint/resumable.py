@@ -12,7 +12,7 @@ from bigdit.config.run import RunConfig
 from bigdit.documents import differences, written
 from bigdit.errors import UserError
 from bigdit.objective_spec import ObjectiveSpec, learned
-from bigdit.spec import ModelSpec, Strategy
+from bigdit.strategy import ModelSpec, Strategy
 from bigdit.units import how_many
 
 BESIDE = (

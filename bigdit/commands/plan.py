@@ -82,7 +82,7 @@ _with_options(run)
 def _others(also_gpus: str | None, own: int, out: Path | None) -> list[int]:
     """Cards in all of the plans that the page has beside its `own`."""
     from bigdit.errors import UserError
-    from bigdit.spec import MOST_GPUS
+    from bigdit.strategy import MOST_GPUS
 
     if also_gpus is None:
         return []

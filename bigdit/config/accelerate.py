@@ -17,7 +17,7 @@ from bigdit.config.wrong import wrong
 from bigdit.dist import ACCELERATE, asked_of_accelerate
 from bigdit.documents import differences, written
 from bigdit.errors import UserError
-from bigdit.spec import Strategy
+from bigdit.strategy import Strategy
 
 _ENGINES = {"use_deepspeed": "deepspeed", "use_fsdp": "fsdp2", "use_megatron_lm": "megatron"}
 _STARTED = {

@@ -9,7 +9,7 @@ from bigdit.config.data import IdentityCodec, VaeCodec, fitting_bucket, written_
 from bigdit.config.run import RunConfig
 from bigdit.errors import UserError
 from bigdit.objective_spec import DdpmSpec, meaningless
-from bigdit.spec import ModelSpec
+from bigdit.strategy import ModelSpec
 
 
 def check(run: RunConfig, model: ModelSpec) -> None:

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from bigdit.errors import UserError
 from bigdit.numbers import Count, Natural, Positive, Processes, Share, Side, Switch
-from bigdit.spec import Section
+from bigdit.strategy import Section
 from bigdit.units import GIB, parse_bytes
 
 

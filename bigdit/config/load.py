@@ -15,7 +15,7 @@ from bigdit.config.run import RunConfig
 from bigdit.config.wrong import wrong
 from bigdit.documents import parse_json, parse_yaml, read_mapping
 from bigdit.errors import UserError, nearest
-from bigdit.spec import Strategy
+from bigdit.strategy import Strategy
 from bigdit.units import how_many
 
 
@@ -142,7 +142,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 def parse_strategy(texts: Sequence[str]) -> Strategy:
     """The Strategy of presets, `key=value` pairs (dots descend) and YAML files, later ones over earlier ones. Keys are
-    those of `spec.Strategy`; `ds_config` is a file or a document. Raises UserError with all problems."""
+    those of `Strategy`; `ds_config` is a file or a document. Raises UserError with all problems."""
     document: dict[str, Any] = {}
     for text in texts:
         parts = _split(text)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator
 
 from bigdit.numbers import Count, Natural, NotNegative, Number
-from bigdit.spec import Section
+from bigdit.strategy import Section
 
 TrackerName = Literal["tensorboard", "wandb", "trackio", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab"]
 """As accelerate calls them, and as their packages are called."""

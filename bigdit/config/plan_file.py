@@ -17,7 +17,7 @@ from bigdit.config.run import RunConfig
 from bigdit.documents import differences, parse_yaml, read_file, written
 from bigdit.errors import UserError, versions
 from bigdit.files import write_text
-from bigdit.spec import BatchShape, ModelSpec, StepSize, Strategy, Strict
+from bigdit.strategy import BatchShape, ModelSpec, StepSize, Strategy, Strict
 from bigdit.units import gib, how_many
 
 FORMAT = 1

@@ -1,5 +1,5 @@
 """A run's YAML: its sections, each key with its meaning. Those of what is read and encoded are in data.py, those of
-what is monitored in monitor.py, and how a step is run in spec.Strategy."""
+what is monitored in monitor.py, and how a step is run in Strategy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bigdit.config.data import DataConfig, EncodersConfig
 from bigdit.config.monitor import SamplesConfig, TrackerName, ValidationConfig
 from bigdit.numbers import Count, Natural, NotNegative, Positive
 from bigdit.objective_spec import ObjectiveSpec
-from bigdit.spec import Section, Strategy
+from bigdit.strategy import Section, Strategy
 
 
 class ModelConfig(Section):

@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from bigdit.errors import nearest
 from bigdit.objective_spec import NUMBER
-from bigdit.spec import Contradictory
+from bigdit.strategy import Contradictory
 
 
 class Meant(NamedTuple):

@@ -16,7 +16,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, Valid
 from bigdit.catalog import Gpu
 from bigdit.emulator.repositories import option_for
 from bigdit.memory.process import ByteRange, beside_torch
-from bigdit.spec import Strict
+from bigdit.strategy import Strict
 
 MOST_BYTES = 64 * 2**20
 """Of an account: one of 2,000 points and 40 groups has less than a megabyte."""

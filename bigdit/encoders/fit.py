@@ -16,11 +16,11 @@ from bigdit.config.run import RunConfig
 from bigdit.documents import read_json
 from bigdit.encoders.folder import weights_sample
 from bigdit.encoders.recipes import RECIPES
-from bigdit.spec import ModelSpec
 from bigdit.store.part import Shape, shape_name
 from bigdit.store.schema import StoreSchema
 from bigdit.store.tensors import config_digest
 from bigdit.store.text import TEXT
+from bigdit.strategy import ModelSpec
 
 
 def latent_misfits(model: ModelSpec, channels: int) -> list[str]:

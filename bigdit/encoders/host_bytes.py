@@ -12,7 +12,7 @@ from bigdit.catalog.conditions import IMAGE_ENCODER
 from bigdit.config.data import EncodersConfig, TextEncoderConfig, VaeCodec
 from bigdit.documents import indexed_files, read_json
 from bigdit.numbers import Natural
-from bigdit.spec import Strict
+from bigdit.strategy import Strict
 from bigdit.units import gib
 
 _WEIGHTS = ("model.safetensors", "diffusion_pytorch_model.safetensors")  # of transformers, of diffusers

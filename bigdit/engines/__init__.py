@@ -12,7 +12,7 @@ from bigdit.dist import World
 from bigdit.engines.ema import Ema, ema_of
 from bigdit.engines.protocol import Engine, compute_dtype, use_matmul_precision
 from bigdit.models import Family
-from bigdit.spec import Strategy
+from bigdit.strategy import Strategy
 
 __all__ = ["Ema", "Engine", "check", "compute_dtype", "create", "ema_of"]
 

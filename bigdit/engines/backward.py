@@ -8,7 +8,7 @@ import torch
 
 from bigdit.engines.protocol import Stepped
 from bigdit.engines.scaling import LossScaler, are_finite, is_finite
-from bigdit.spec import Strategy
+from bigdit.strategy import Strategy
 
 
 class Backward:

@@ -23,7 +23,7 @@ from bigdit.config.wrong import shown
 from bigdit.engines.protocol import Engine, Shard, Stepped, compute_dtype, whole
 from bigdit.engines.scaling import LossScaler, are_finite
 from bigdit.errors import UserError
-from bigdit.spec import Strategy
+from bigdit.strategy import Strategy
 
 with libraries.uncompiled():  # DeepSpeed imports its Muon to know whether an optimizer is one
     importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from bigdit.engines.protocol import Engine
-from bigdit.spec import EmaSpec
+from bigdit.strategy import EmaSpec
 from bigdit.units import MIB
 
 # What is copied at once where weights and average are apart; on the host it is pinned, and stays.

@@ -17,7 +17,7 @@ from bigdit.engines.backward import Backward
 from bigdit.engines.protocol import Engine, Shard, Stepped, compute_dtype
 from bigdit.models import Family
 from bigdit.optim.factored import sum_over_shards
-from bigdit.spec import FACTORED, Strategy
+from bigdit.strategy import FACTORED, Strategy
 
 
 class Fsdp2Engine(Engine):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from bigdit.engines.scaling import LossScaler
-from bigdit.spec import Strategy
+from bigdit.strategy import Strategy
 
 
 @dataclass(frozen=True)

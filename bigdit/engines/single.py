@@ -13,7 +13,7 @@ from bigdit import optim
 from bigdit.engines.backward import Backward
 from bigdit.engines.protocol import Engine, Shard, Stepped, whole
 from bigdit.models.swap import moved, swap_of, with_data
-from bigdit.spec import Strategy
+from bigdit.strategy import Strategy
 from bigdit.units import MIB
 
 # The fp32 gradients that exist at once. All of them would cost 4 bytes a parameter and decide the peak.

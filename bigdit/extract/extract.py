@@ -39,13 +39,13 @@ from bigdit.extract.report import ExtractReport, StoreReport, extract_report, st
 from bigdit.files import replacing, write_text
 from bigdit.sources.open import INDEX, SourceList, open_source
 from bigdit.sources.protocol import Entry, Item, Source, Unusable
-from bigdit.spec import ModelSpec
 from bigdit.store.files import url_of
 from bigdit.store.lease import own_folder, remove_left
 from bigdit.store.part import Shape, part_path
 from bigdit.store.reader import Part
 from bigdit.store.schema import EXTRACT, Range, StoreSchema, claim, part_identity, read_schema, store_identity
 from bigdit.store.store import write_null_text
+from bigdit.strategy import ModelSpec
 
 Engine = Callable[[Job, Source], None]
 """Completes a job, by processes of this machine or of others. Raises UserError where it cannot."""

@@ -18,12 +18,12 @@ from pydantic import ValidationError
 
 from bigdit.extract.ranges import missing
 from bigdit.files import read_bytes
-from bigdit.spec import Strict
 from bigdit.store.header import check_part, read_header
 from bigdit.store.lease import Fate, WorkerName, all_leases
 from bigdit.store.part import Skipped, part_path, shape_name
 from bigdit.store.schema import Known, Range, StoreSchema, part_identity
 from bigdit.store.text import Cut, summed
+from bigdit.strategy import Strict
 
 FOLDER = "speed"
 

@@ -13,12 +13,12 @@ from bigdit.die_with_parent import end_with_parent
 from bigdit.errors import UserError
 from bigdit.extract.ranges import missing
 from bigdit.extract.server import server
-from bigdit.spec import Strict
 from bigdit.store.files import LocalParts
 from bigdit.store.part import Shape, part_name, part_path
 from bigdit.store.reader import Part
 from bigdit.store.schema import EXTRACT, Range, StoreSchema, part_identity, read_schema, store_identity
 from bigdit.store.store import INDEX, NULL_TEXT, listed, misfit, read_index, read_null_text
+from bigdit.strategy import Strict
 from bigdit.units import gib
 
 _AT_ONCE = 64  # parts that are queued a process: what is queued is held in memory

@@ -21,9 +21,9 @@ from bigdit.loader.batch import Captions
 from bigdit.loader.buffers import padded
 from bigdit.loader.raw_store import RawStore
 from bigdit.sources.open import SourceList, open_source
-from bigdit.spec import ModelSpec
 from bigdit.store.schema import StoreSchema
 from bigdit.store.text import Cut, Text, summed
+from bigdit.strategy import ModelSpec
 from bigdit.units import gib
 
 _ROUNDED = 1.01

@@ -13,10 +13,10 @@ from bigdit.errors import UserError
 from bigdit.loader.order import WINDOW_PARTS, Order, Stage
 from bigdit.loader.raw_store import RawStore
 from bigdit.loader.validation import ValidationSplit
-from bigdit.spec import Strict
 from bigdit.store import FeatureStore
 from bigdit.store.part import shape_name
 from bigdit.store.schema import Known
+from bigdit.strategy import Strict
 from bigdit.units import how_many
 
 

@@ -16,7 +16,7 @@ from typing import Literal, get_args
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from bigdit.spec import Strict
+from bigdit.strategy import Strict
 
 Category = Literal[
     "parameter",

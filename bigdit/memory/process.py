@@ -10,7 +10,7 @@ from __future__ import annotations
 from pydantic import NonNegativeInt, model_validator
 
 from bigdit.catalog.gpus import capability, gpus
-from bigdit.spec import Strategy, Strict
+from bigdit.strategy import Strategy, Strict
 from bigdit.units import KIB, MIB
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from bigdit.models import comfyui
 from bigdit.models.build import outline
-from bigdit.spec import LoraSpec, ModelSpec
+from bigdit.strategy import LoraSpec, ModelSpec
 
 FILE = "pytorch_lora_weights.safetensors"
 PREFIX = "transformer."  # pipelines tell a transformer's adapters from a text encoder's by it

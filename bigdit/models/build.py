@@ -24,7 +24,7 @@ from bigdit.files import check_regular, leads_out, lfs_pointer
 from bigdit.models.families import family
 from bigdit.models.paper_dit import PaperDiT
 from bigdit.shortage import ran_out
-from bigdit.spec import ModelSpec
+from bigdit.strategy import ModelSpec
 from bigdit.units import how_many
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}

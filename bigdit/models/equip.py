@@ -16,7 +16,7 @@ from bigdit.errors import UserError
 from bigdit.models.compiling import compile_blocks
 from bigdit.models.family import Family
 from bigdit.models.swap import swap_blocks
-from bigdit.spec import Strategy
+from bigdit.strategy import Strategy
 from bigdit.units import how_many
 
 

@@ -15,7 +15,7 @@ from bigdit.errors import UserError
 from bigdit.files import check_regular, lfs_pointer, replacing
 from bigdit.models.build import build
 from bigdit.models.paper_dit import PaperDiT
-from bigdit.spec import ModelSpec
+from bigdit.strategy import ModelSpec
 from bigdit.units import how_many
 
 

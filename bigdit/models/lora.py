@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from bigdit.errors import UserError, nearest
 from bigdit.models.adapters import ADAPTER
 from bigdit.models.family import Family
-from bigdit.spec import LoraSpec
+from bigdit.strategy import LoraSpec
 
 
 def apply_lora(model: nn.Module, family: Family, spec: LoraSpec, *, seed: int) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from bigdit.models.family import Family
-from bigdit.spec import BatchShape
+from bigdit.strategy import BatchShape
 
 
 def take_through(model: nn.Module, family: Family, sample: BatchShape) -> None:

@@ -18,7 +18,7 @@ from bigdit import optim, shortage
 from bigdit.errors import UserError
 from bigdit.memory import CUDA_GRANULARITY, pinned_bytes, rounded
 from bigdit.models.family import Family
-from bigdit.spec import swap_misfit
+from bigdit.strategy import swap_misfit
 from bigdit.units import GIB, gib
 
 ROOMS = 2

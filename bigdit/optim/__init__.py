@@ -13,7 +13,7 @@ from bigdit.optim.adafactor import Adafactor
 from bigdit.optim.came import Came
 from bigdit.optim.groups import Groups, groups
 from bigdit.optim.in_backward import step_alone, step_in_backward
-from bigdit.spec import BITSANDBYTES, TORCHAO, OptimizerSpec
+from bigdit.strategy import BITSANDBYTES, TORCHAO, OptimizerSpec
 
 __all__ = ["build", "groups", "set_lr", "step_alone", "step_in_backward"]
 

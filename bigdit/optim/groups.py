@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from bigdit.spec import OptimizerSpec
+from bigdit.strategy import OptimizerSpec
 
 Groups = list[torch.Tensor] | list[dict[str, Any]]
 """As torch's optimizers take them."""

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from bigdit import libraries
 from bigdit.errors import UserError
 from bigdit.optim.groups import Groups
-from bigdit.spec import TORCHAO, OptimizerSpec
+from bigdit.strategy import TORCHAO, OptimizerSpec
 
 
 def bitsandbytes(spec: OptimizerSpec, params: Groups) -> Optimizer:

@@ -16,7 +16,7 @@ from bigdit.errors import UserError
 from bigdit.memory import HostMemory, Ledger, Timeline
 from bigdit.numbers import LARGEST_SIDE
 from bigdit.objective_spec import ObjectiveSpec
-from bigdit.spec import BatchShape, ModelSpec, Precision, Strategy, Strict
+from bigdit.strategy import BatchShape, ModelSpec, Precision, Strategy, Strict
 
 UNLIMITED = 1 << 50
 """Bytes of a GPU on which every step runs to its end."""

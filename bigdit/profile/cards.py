@@ -21,7 +21,7 @@ from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
 from bigdit.profile.attempt import UNLIMITED, Attempt, Profile, Question, StepRequest, TookTooLong, check
 from bigdit.profile.pool import Pool, WorkerError, environment
-from bigdit.spec import OptimizerSpec
+from bigdit.strategy import OptimizerSpec
 from bigdit.units import GIB
 
 MOST_WORKERS = 4
@@ -35,7 +35,7 @@ _ATTEMPTS = Cache("attempts", Attempt, "the attempt", "the step is run")
 _PROFILES = Cache("profiles", Profile, "the profile", "the step is recorded")
 
 SOURCES = (
-    "spec",
+    "strategy",
     "emulator",
     "engines",
     "encoders",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from bigdit.spec import FACTORED, Strategy
+from bigdit.strategy import FACTORED, Strategy
 
 TESTED_WITH: Mapping[str, tuple[str, str]] = {
     "torch": ("2.11.0", "2.15.0"),

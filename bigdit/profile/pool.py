@@ -29,7 +29,7 @@ from typing import IO
 
 from bigdit.die_with_parent import end_with
 from bigdit.errors import EXIT_BUG, EXIT_USER, Killed, UserError, guard
-from bigdit.spec import Strict
+from bigdit.strategy import Strict
 
 _CHUNK = 1 << 20
 _LAST_LINES = 12

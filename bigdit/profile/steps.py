@@ -24,7 +24,7 @@ from bigdit.loader.batch import Batch, RawBatch, read_ahead
 from bigdit.models import Family
 from bigdit.profile.attempt import StepRequest
 from bigdit.record.watch import Watch
-from bigdit.spec import BatchShape, Strategy
+from bigdit.strategy import BatchShape, Strategy
 from bigdit.train.step import Encode, encode, train_step
 
 if TYPE_CHECKING:

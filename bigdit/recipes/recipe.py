@@ -13,7 +13,7 @@ import yaml
 from pydantic import NonNegativeInt, PositiveInt
 
 from bigdit.errors import UserError, nearest
-from bigdit.spec import Strict
+from bigdit.strategy import Strict
 
 _FOLDER = Path(__file__).parent
 _HEAD = "# recipe: "

@@ -27,7 +27,7 @@ from bigdit.recipes.recipe import Beginning, beginning, download, weights_folder
 from bigdit.report.words import samples
 from bigdit.search.of_run import carried, section
 from bigdit.search.plan import Plan, record
-from bigdit.spec import Strategy
+from bigdit.strategy import Strategy
 
 _HEAD = """\
 # A run as `bigdit plan` found it: the strategy is the plan's, whose predictions lie in plan.yaml beside this file.

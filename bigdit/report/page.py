@@ -17,7 +17,7 @@ from bigdit.report.plan import needs, speed
 from bigdit.search.plan import Plan, Point, Setting, alike
 from bigdit.search.question import Question
 from bigdit.search.space import OPTIMIZER_TITLES
-from bigdit.spec import Strategy
+from bigdit.strategy import Strategy
 from bigdit.units import count, gib, how_many
 
 COLUMNS = 400

@@ -5,8 +5,8 @@ from __future__ import annotations
 from bigdit.profile.cards import LARGEST_MICRO_BATCH
 from bigdit.search.plan import Choice, Plan
 from bigdit.search.space import lossy_by
-from bigdit.spec import EmaSpec, Strategy
 from bigdit.speed.seconds import Interval
+from bigdit.strategy import EmaSpec, Strategy
 from bigdit.units import GIB, count, gib, how_many, unit_of
 
 OPTIMIZERS = {

@@ -16,8 +16,8 @@ from bigdit.errors import UserError
 from bigdit.loader.batch import condition
 from bigdit.loader.buffers import padded
 from bigdit.objective_spec import SamplerName
-from bigdit.spec import ModelSpec
 from bigdit.store.schema import Classes, Known
+from bigdit.strategy import ModelSpec
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from bigdit.sources.disk import PICTURE_BYTES, read_file
 from bigdit.sources.picture import decode
 from bigdit.sources.protocol import Unusable
 from bigdit.sources.videos import Clip, is_video, video_frames
-from bigdit.spec import ModelSpec
 from bigdit.store.schema import Known
+from bigdit.strategy import ModelSpec
 
 
 def give_back(device: torch.device) -> None:

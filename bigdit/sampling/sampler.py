@@ -28,8 +28,8 @@ from bigdit.models.swap import moved
 from bigdit.sampling.conditions import Given, Labels, SamplingOptions, Words
 from bigdit.sampling.encoded import Encoded, encoded, give_back
 from bigdit.shortage import ran_out, room, told
-from bigdit.spec import ModelSpec, Strategy
 from bigdit.store.part import Shape
+from bigdit.strategy import ModelSpec, Strategy
 from bigdit.units import gib
 
 Shown = Callable[[str, Iterator[torch.Tensor], int], Iterator[torch.Tensor]]

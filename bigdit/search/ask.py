@@ -23,8 +23,18 @@ from bigdit.machine import memory_bytes
 from bigdit.profile.attempt import model_problems, parse_resolution, precision_problems
 from bigdit.search.question import EngineChoice, Pins, Question
 from bigdit.search.request import Asked, PlanRequest, Size, option
-from bigdit.spec import MOST_GPUS, BatchShape, EmaSpec, LoraBase, LoraSpec, OptimizerSpec, Precision, Strategy, Strict
 from bigdit.speed.seconds import Cluster
+from bigdit.strategy import (
+    MOST_GPUS,
+    BatchShape,
+    EmaSpec,
+    LoraBase,
+    LoraSpec,
+    OptimizerSpec,
+    Precision,
+    Strategy,
+    Strict,
+)
 from bigdit.units import A_SIZE, gib, parse_bytes, parse_memory
 
 _ASKED = {

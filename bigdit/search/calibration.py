@@ -16,11 +16,11 @@ from bigdit.profile.cards import Cards
 from bigdit.profile.pool import WorkerError
 from bigdit.receipt import Receipt
 from bigdit.search.plan import Band
-from bigdit.spec import Strategy, Strict
 from bigdit.speed.calibration import Calibration
 from bigdit.speed.seconds import Cluster, StepTime
 from bigdit.speed.step import step_time
 from bigdit.speed.work import work_of
+from bigdit.strategy import Strategy, Strict
 
 UNPROVED = Band(share=0.003, source="emulated GPUs have been this far below real ones, at most")
 """Where no receipt of the GPU says more. Emulated GPUs are below an A100 by 0.02 % at most in seventeen configurations

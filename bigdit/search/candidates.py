@@ -17,9 +17,9 @@ from bigdit.search.plan import Band, Verdict, node_bytes
 from bigdit.search.predict import Arrangement
 from bigdit.search.question import Question
 from bigdit.search.space import Proposal
-from bigdit.spec import Strategy
 from bigdit.speed.seconds import Interval, StepTime
 from bigdit.speed.step import step_time
+from bigdit.strategy import Strategy
 
 SAME_SPEED = 0.05
 """Strategies within this share of the fastest one's speed, at both ends of their intervals, are as fast as it: bounds

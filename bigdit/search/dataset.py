@@ -23,10 +23,10 @@ from bigdit.profile.cards import Cards
 from bigdit.profile.pool import WorkerError
 from bigdit.search.plan import DatasetNeed
 from bigdit.search.question import Question
-from bigdit.spec import BatchShape, Precision, Strategy
 from bigdit.speed.seconds import Cluster, Interval
 from bigdit.speed.step import step_time
 from bigdit.speed.work import NOTHING, Work, load_of
+from bigdit.strategy import BatchShape, Precision, Strategy
 from bigdit.units import gib
 
 STORED_BYTES = 2

@@ -19,7 +19,7 @@ from bigdit.search.question import Pins, Question
 from bigdit.search.rows import as_ran, step_on
 from bigdit.search.solve import Confirmed, explored, run
 from bigdit.search.space import OPTIMIZER_TITLES, proposals
-from bigdit.spec import BITSANDBYTES, EmaSpec, OptimizerSpec, Precision, Strategy
+from bigdit.strategy import BITSANDBYTES, EmaSpec, OptimizerSpec, Precision, Strategy
 from bigdit.units import gib
 
 WORTH_SAYING = 0.005

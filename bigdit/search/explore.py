@@ -28,8 +28,8 @@ from bigdit.search.predict import (
     varied,
 )
 from bigdit.search.space import Proposal
-from bigdit.spec import LEAST_SWAPPED, Strategy
 from bigdit.speed.work import work_of
+from bigdit.strategy import LEAST_SWAPPED, Strategy
 from bigdit.units import gib
 
 Failure = Exception

@@ -20,8 +20,8 @@ from bigdit.search.plan import DatasetNeed, Plan, Run, uncounted
 from bigdit.search.question import Question
 from bigdit.search.rows import Runs, as_ran, curves, front, runs, settings, smaller, title
 from bigdit.search.solve import search
-from bigdit.spec import BatchShape, Strategy
 from bigdit.speed.seconds import StepTime
+from bigdit.strategy import BatchShape, Strategy
 from bigdit.units import how_many
 
 

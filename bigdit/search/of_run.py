@@ -20,7 +20,7 @@ from bigdit.errors import UserError
 from bigdit.search.ask import question_for
 from bigdit.search.question import Question
 from bigdit.search.request import OPTIONS, option
-from bigdit.spec import LoraSpec, Strategy
+from bigdit.strategy import LoraSpec, Strategy
 
 # Keys of a strategy that a plan takes from the run, and constants that no plan depends on.
 _TAKEN = (

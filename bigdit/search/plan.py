@@ -12,8 +12,8 @@ from bigdit.encoders.host_bytes import HostWeights
 from bigdit.memory import Category, Ledger, Timeline, host_memory
 from bigdit.memory.process import ByteRange
 from bigdit.search.question import Question
-from bigdit.spec import BatchShape, StepSize, Strategy, Strict
 from bigdit.speed.seconds import Cluster, Interval, StepTime
+from bigdit.strategy import BatchShape, StepSize, Strategy, Strict
 from bigdit.units import MIB, gib
 
 Verdict = Literal["FITS", "TIGHT", "DOES NOT FIT"]

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from bigdit.profile.attempt import Attempt
-from bigdit.spec import Strategy
 from bigdit.speed.work import Work, work_of
+from bigdit.strategy import Strategy
 
 FIRST = 2
 """The micro-batch size that attempts begin with. At 1, torch takes some tensors as contiguous that are not so else."""

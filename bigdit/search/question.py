@@ -11,8 +11,8 @@ from bigdit.catalog import CatalogModel, Gpu
 from bigdit.config.load import MOST_MICRO_BATCH, MOST_RANK
 from bigdit.encoders.host_bytes import HostWeights
 from bigdit.numbers import Count, Natural, Positive, Side, Switch
-from bigdit.spec import OptimizerName, Precision, Strict, Widths
 from bigdit.speed.seconds import Cluster
+from bigdit.strategy import OptimizerName, Precision, Strict, Widths
 from bigdit.units import GIB
 
 EngineChoice = Literal[

@@ -25,10 +25,10 @@ from bigdit.search.candidates import (
 from bigdit.search.plan import Choice, Curve, Point, Room, Setting, alike
 from bigdit.search.solve import Confirmed, Ran, run
 from bigdit.search.space import lossy_by
-from bigdit.spec import StepSize
 from bigdit.speed.seconds import Interval, StepTime, launches_of
 from bigdit.speed.step import step_time
 from bigdit.speed.work import work_of
+from bigdit.strategy import StepSize
 from bigdit.units import gib
 
 MOST_ROWS = 6

@@ -14,7 +14,7 @@ from bigdit.errors import UserError
 from bigdit.profile.attempt import precision_problems
 from bigdit.search.plan import Rejected
 from bigdit.search.question import Pins, Question
-from bigdit.spec import FACTORED, LoraBase, OptimizerName, Precision, Strategy
+from bigdit.strategy import FACTORED, LoraBase, OptimizerName, Precision, Strategy
 from bigdit.units import gib
 
 ENGINE_TITLES = {

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
-from bigdit.spec import Strict
 from bigdit.speed.seconds import Interval
+from bigdit.strategy import Strict
 
 
 class Calibration(Strict):

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from bigdit.catalog import Gpu
-from bigdit.spec import Precision
 from bigdit.speed.seconds import Interval
 from bigdit.speed.work import Keys, Load, Operation, Rows, rows_at
+from bigdit.strategy import Precision
 
 Numbers = npt.NDArray[np.float64]
 

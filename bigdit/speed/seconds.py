@@ -11,7 +11,7 @@ from pydantic import NonNegativeFloat, model_validator
 
 from bigdit.numbers import Count, Positive
 from bigdit.profile.attempt import Launched
-from bigdit.spec import Strict
+from bigdit.strategy import Strict
 
 
 class Cluster(Strict):

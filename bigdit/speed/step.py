@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 from bigdit.catalog import Gpu
-from bigdit.spec import Strategy
 from bigdit.speed.calibration import Calibration
 from bigdit.speed.roofline import LAUNCH_SECONDS, kernel_seconds
 from bigdit.speed.seconds import LAUNCHED_SECONDS, NO_TIME, PARTS, Cluster, Handed, Interval, Launches, StepTime, bound
 from bigdit.speed.work import Amount, Exchange, Load, Work
+from bigdit.strategy import Strategy
 
 
 def step_time(

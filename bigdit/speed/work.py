@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bigdit.memory import Place, Span, Timeline
-from bigdit.spec import Strategy
+from bigdit.strategy import Strategy
 
 Key = TypeVar("Key")
 Rows = npt.NDArray[np.intp]

@@ -13,9 +13,9 @@ from pydantic import PositiveInt, ValidationError, model_validator
 from bigdit.documents import read_json
 from bigdit.errors import UserError, nearest
 from bigdit.files import create_text, write_text
-from bigdit.spec import Strict
 from bigdit.store.lease import own_folder
 from bigdit.store.tensors import lines_digest
+from bigdit.strategy import Strict
 
 Known = list[str] | int
 """The names of classes 0, 1, …; or how many there are, where labels are the numbers themselves."""

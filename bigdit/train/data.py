@@ -32,11 +32,11 @@ from bigdit.loader.stages import none_left
 from bigdit.loader.stream import FeatureStream
 from bigdit.sampling.encoded import asked_image
 from bigdit.sources.open import check_sources, open_source
-from bigdit.spec import BatchShape, ModelSpec, Strategy
 from bigdit.store import FeatureStore
 from bigdit.store.files import url_of
 from bigdit.store.schema import Classes
 from bigdit.store.text import cut_line, summed
+from bigdit.strategy import BatchShape, ModelSpec, Strategy
 from bigdit.train.prepare import Prepared, has_store
 from bigdit.train.resume import Start
 from bigdit.train.step import Encode, encode

@@ -29,7 +29,7 @@ from bigdit.config import RunConfig
 from bigdit.dist import World
 from bigdit.errors import EXIT_USER, UserError
 from bigdit.receipt import OutOfMemory
-from bigdit.spec import StepSize, Strategy, Strict
+from bigdit.strategy import StepSize, Strategy, Strict
 from bigdit.train.processes.restart import all_may_start, be_ended_by_signals, start_again
 from bigdit.train.processes.stop import Stop, Stopped
 from bigdit.train.saves import Saves

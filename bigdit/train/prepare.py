@@ -18,7 +18,7 @@ from bigdit.config.plan_file import PlanFile, check_plan
 from bigdit.config.stages import not_shared, of_each
 from bigdit.errors import UserError
 from bigdit.objective_spec import learned
-from bigdit.spec import ModelSpec, Strategy, swap_misfit
+from bigdit.strategy import ModelSpec, Strategy, swap_misfit
 
 SCHEMA = "schema.json"
 """What every store has, as store/schema.py, which imports torch, calls it."""

@@ -18,7 +18,7 @@ from bigdit.emulator import on_emulated_card
 from bigdit.errors import versions
 from bigdit.files import write_json
 from bigdit.receipt import OutOfMemory
-from bigdit.spec import ModelSpec, Strategy, Strict
+from bigdit.strategy import ModelSpec, Strategy, Strict
 from bigdit.units import gib
 
 

@@ -25,7 +25,7 @@ from bigdit.models import Family
 from bigdit.models.arguments import arguments
 from bigdit.models.compiling import compiling_said
 from bigdit.objective_spec import ObjectiveSpec
-from bigdit.spec import ModelSpec, Strategy
+from bigdit.strategy import ModelSpec, Strategy
 from bigdit.train.data import TrainData
 from bigdit.train.measure import MemoryMeter
 from bigdit.train.oom_fallback import OomFallback, read_oom_fallback, smaller_strategy

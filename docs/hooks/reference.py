@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from bigdit.app import app
 from bigdit.config.run import RunConfig
-from bigdit.spec import Strategy
+from bigdit.strategy import Strategy
 from bigdit.units import LARGEST
 
 RUN = """# A run's keys

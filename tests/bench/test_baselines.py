@@ -14,7 +14,7 @@ from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.profile.attempt import StepRequest
 from bigdit.profile.steps import batch, build
 from bigdit.profile.steps import prepare as prepared
-from bigdit.spec import BatchShape, EmaSpec, OptimizerSpec
+from bigdit.strategy import BatchShape, EmaSpec, OptimizerSpec
 from bigdit.train.prepare import prepare
 from bigdit.train.step import train_step
 

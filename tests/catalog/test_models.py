@@ -17,7 +17,7 @@ from bigdit.catalog.models import models
 from bigdit.catalog.names import load_json
 from bigdit.errors import UserError
 from bigdit.models import build, families, outline
-from bigdit.spec import BatchShape, ModelSpec
+from bigdit.strategy import BatchShape, ModelSpec
 
 NAMES = [m.name for m in models()]
 

@@ -9,7 +9,7 @@ from bigdit.catalog import batch_shape, find_model, model, user_model
 from bigdit.catalog.families import FAMILIES
 from bigdit.emulator.repositories import document
 from bigdit.errors import UserError
-from bigdit.spec import BatchShape
+from bigdit.strategy import BatchShape
 
 PIPELINES = {name: entry["model"] for name, entry in document()["repositories"].items() if "model" in entry}
 

@@ -8,7 +8,7 @@ import pytest
 from bigdit.catalog import batch_shape, find_model, model, user_model
 from bigdit.catalog.models import models
 from bigdit.errors import UserError
-from bigdit.spec import BatchShape
+from bigdit.strategy import BatchShape
 
 
 def written(folder, class_name, kwargs):

@@ -22,7 +22,7 @@ from bigdit.engines.state import checkpoint_bytes
 from bigdit.errors import UserError
 from bigdit.profile.attempt import StepRequest
 from bigdit.profile.cards import Cards
-from bigdit.spec import OptimizerSpec
+from bigdit.strategy import OptimizerSpec
 
 _ELSEWHERE = """
 import json, sys

@@ -9,7 +9,7 @@ from bigdit.config import load_run
 from bigdit.documents import at
 from bigdit.errors import UserError
 from bigdit.objective_spec import DdpmSpec, FlowMatchingSpec
-from bigdit.spec import EmaSpec
+from bigdit.strategy import EmaSpec
 
 
 def trained_by(folder, objective, *without, run=None):

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from tiny_models import SANA
 
 from bigdit.search.plan import LIBRARIES_BYTES
-from bigdit.spec import StepSize
+from bigdit.strategy import StepSize
 
 TINY = ("--model", "dit-s-8")
 SMALL_SANA = SANA.kwargs | {"in_channels": 32, "out_channels": 32}

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from bigdit.config.wrong import wrong
 from bigdit.errors import UserError
-from bigdit.spec import Strategy, deepspeed
+from bigdit.strategy import Strategy, deepspeed
 
 HOST = {"device": "cpu"}
 

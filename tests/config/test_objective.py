@@ -10,7 +10,7 @@ from bigdit.config import check, load_run
 from bigdit.errors import UserError
 from bigdit.objective_spec import DdpmSpec, ExponentialShift, FlowMatchingSpec
 from bigdit.profile.attempt import StepRequest
-from bigdit.spec import BatchShape, Strategy
+from bigdit.strategy import BatchShape, Strategy
 
 
 def problem(*overrides):

@@ -9,7 +9,7 @@ from plan_files import STRATEGIES, plan_of, problems, write, zero2
 from bigdit.config.plan_file import (
     read_plan_file,
 )
-from bigdit.spec import Strategy
+from bigdit.strategy import Strategy
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.engine)

@@ -5,7 +5,7 @@ from plan_files import SINGLE, STRATEGIES, plan_of, problems, run_yaml, write, z
 
 from bigdit.config.plan_file import LargestMicroBatch, plan_notices, unplanned
 from bigdit.config.stages import load_stages
-from bigdit.spec import EmaSpec, Strategy
+from bigdit.strategy import EmaSpec, Strategy
 from bigdit.train.prepare import prepare_stages
 
 

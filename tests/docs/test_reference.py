@@ -11,7 +11,7 @@ from bigdit.catalog.gpus import gpus
 from bigdit.catalog.models import models
 from bigdit.config.run import RunConfig
 from bigdit.encoders.recipes import RECIPES
-from bigdit.spec import Section, Strategy
+from bigdit.strategy import Section, Strategy
 
 SECTIONS = {name: model for name, (_, model) in sections(RunConfig).items()} | {"Strategy": Strategy}
 

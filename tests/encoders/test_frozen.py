@@ -20,8 +20,8 @@ from bigdit.profile.attempt import TEXTS, StepRequest
 from bigdit.profile.cards import Cards
 from bigdit.profile.run_attempt import weights_of
 from bigdit.profile.steps import raw_batch
-from bigdit.spec import BatchShape, Strategy
 from bigdit.speed.work import load_of
+from bigdit.strategy import BatchShape, Strategy
 from bigdit.train.step import encode
 
 MICRO_BATCH_SIZE = 3
@@ -240,7 +240,7 @@ from bigdit.catalog.encoders import OnlineEncoders
 from bigdit.encoders.frozen import FrozenEncoders
 from bigdit.profile.steps import raw_batch
 from bigdit.profile.unwritten import unwritten_weights
-from bigdit.spec import BatchShape, Strategy
+from bigdit.strategy import BatchShape, Strategy
 from bigdit.speed.work import load_of
 from bigdit.train.step import encode
 answers, device = {{}}, torch.device("cuda")

@@ -12,7 +12,7 @@ from bigdit.encoders.fit import size_misfits
 from bigdit.encoders.latents import bucket_pixels
 from bigdit.errors import UserError
 from bigdit.sources.protocol import Unusable
-from bigdit.spec import ModelSpec
+from bigdit.strategy import ModelSpec
 
 LENGTHS = [(1, 8, 8), (5, 8, 8), (9, 8, 8), (9, 8, 16), (5, 4, 8)]
 

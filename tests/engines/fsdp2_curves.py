@@ -15,7 +15,7 @@ from bigdit import engines, models
 from bigdit.dist import World, world_from_env
 from bigdit.loader.batch import Batch
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.spec import ModelSpec, OptimizerSpec, Strategy
+from bigdit.strategy import ModelSpec, OptimizerSpec, Strategy
 from bigdit.train.step import train_step
 
 STEPS, SAMPLES = 4, 4

@@ -15,7 +15,7 @@ from tiny_models import SANA
 from bigdit.dist import World, world_from_env
 from bigdit.loader.order import step_seed
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.spec import OptimizerSpec, Strategy
+from bigdit.strategy import OptimizerSpec, Strategy
 from bigdit.train.step import train_step
 
 STEPS = 2

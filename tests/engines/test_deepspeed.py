@@ -8,7 +8,7 @@ from two_processes import run_two
 from zero import TINY, strategy_of
 
 from bigdit.errors import UserError
-from bigdit.spec import Strategy
+from bigdit.strategy import Strategy
 
 # One launch trains the tiny model in every way that is asked.
 _TRAIN = """
@@ -19,7 +19,7 @@ from bigdit.dist import world_from_env
 from bigdit.engines.deepspeed import forget
 from bigdit.loader.batch import Batch
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.spec import ModelSpec, Strategy
+from bigdit.strategy import ModelSpec, Strategy
 from bigdit.train.step import train_step
 
 def batches(strategy, rank, step):

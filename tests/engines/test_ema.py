@@ -18,7 +18,7 @@ from bigdit.errors import UserError
 from bigdit.loader.batch import Batch
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.sampling import Sampler
-from bigdit.spec import EmaSpec, OptimizerSpec, Strategy
+from bigdit.strategy import EmaSpec, OptimizerSpec, Strategy
 from bigdit.train.step import train_step
 
 DECAY = 0.9
@@ -153,7 +153,7 @@ from bigdit import engines, models
 from bigdit.dist import world_from_env
 from bigdit.profile.steps import batch
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.spec import EmaSpec, Strategy
+from bigdit.strategy import EmaSpec, Strategy
 from bigdit.train.step import train_step
 
 torch.set_num_threads(1)

@@ -9,7 +9,7 @@ import torch, torch.distributed as dist
 from resuming import started, strategy
 from whole import full_weights
 from bigdit.dist import World, world_from_env
-from bigdit.spec import OptimizerSpec
+from bigdit.strategy import OptimizerSpec
 
 LR, DECAY = 1e-3, 5.0
 

@@ -13,7 +13,7 @@ from bigdit.engines.scaling import LossScaler
 from bigdit.engines.state import places
 from bigdit.errors import UserError
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.spec import LoraSpec, OptimizerSpec, Strategy
+from bigdit.strategy import LoraSpec, OptimizerSpec, Strategy
 from bigdit.train.step import train_step
 
 

@@ -8,7 +8,7 @@ from bigdit.config.load import parse_strategy
 from bigdit.config.plan_file import Asked, Expected, Phase, PlanFile, RecordedLedger, write_plan_file
 from bigdit.errors import UserError, versions
 from bigdit.search.of_run import section
-from bigdit.spec import BatchShape, ModelSpec, OptimizerSpec, Strategy
+from bigdit.strategy import BatchShape, ModelSpec, OptimizerSpec, Strategy
 
 DIGITS_MODEL = yaml.safe_load(DIGITS.read_text())["model"]
 TINY_KWARGS = DIGITS_MODEL["kwargs"] | {

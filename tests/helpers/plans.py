@@ -32,8 +32,8 @@ from bigdit.search.plan import (
     host_need,
 )
 from bigdit.search.question import Pins, Question
-from bigdit.spec import EmaSpec, OptimizerSpec, StepSize, Strategy
 from bigdit.speed.seconds import Cluster, Interval, StepTime
+from bigdit.strategy import EmaSpec, OptimizerSpec, StepSize, Strategy
 from bigdit.units import GIB, KIB
 
 IMAGES = 30_000_000

@@ -10,7 +10,7 @@ from tiny_models import SANA
 from bigdit import checkpoint, engines, models
 from bigdit.loader.batch import Batch
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.spec import EmaSpec, OptimizerSpec, Strategy
+from bigdit.strategy import EmaSpec, OptimizerSpec, Strategy
 from bigdit.train.step import train_step
 
 CPU = torch.device("cpu")

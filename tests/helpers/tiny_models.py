@@ -1,6 +1,6 @@
 """Small transformers for tests, and the shape of their samples."""
 
-from bigdit.spec import BatchShape, ModelSpec
+from bigdit.strategy import BatchShape, ModelSpec
 
 SANA = ModelSpec(
     name="tiny-sana",

@@ -5,7 +5,7 @@ import json
 from commands import ROOT
 from tiny_models import THREE_BLOCKS
 
-from bigdit.spec import OptimizerSpec, Strategy
+from bigdit.strategy import OptimizerSpec, Strategy
 
 MICRO_BATCH_SIZE = 2
 TINY = THREE_BLOCKS.model_copy(update={"kwargs": THREE_BLOCKS.kwargs | {"num_layers": 2}})

@@ -18,10 +18,10 @@ from bigdit.loader.read import BatchReader, draw
 from bigdit.loader.stages import data_state, plan_order
 from bigdit.profile.steps import batch as profiled_batch
 from bigdit.profile.steps import feed
-from bigdit.spec import BatchShape, Strategy
 from bigdit.store import FeatureStore
 from bigdit.store.part import part_path
 from bigdit.store.text import Text, dequantise, quantise
+from bigdit.strategy import BatchShape, Strategy
 
 
 def indices_of(store, stream, step):

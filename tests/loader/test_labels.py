@@ -9,10 +9,10 @@ from bigdit.loader.read import draw
 from bigdit.loader.stages import data_state, plan_order
 from bigdit.models import Extra
 from bigdit.profile.steps import batch
-from bigdit.spec import BatchShape, Strategy
 from bigdit.store import FeatureStore
 from bigdit.store.part import Encoded, part_path, write_part
 from bigdit.store.schema import StoreSchema, claim, part_identity
+from bigdit.strategy import BatchShape, Strategy
 
 SHAPE, COUNT, PART = (4, 2, 2), 24, 8
 

@@ -10,7 +10,7 @@ from bigdit import models
 from bigdit.catalog import FAMILIES
 from bigdit.loader.batch import Batch
 from bigdit.models.packing import unpack
-from bigdit.spec import ModelSpec
+from bigdit.strategy import ModelSpec
 
 LATENTS = (8, 12)  # of 64 × 96 pixels
 # By pipeline: the transformer and its arguments, what a t of 1 is to it, and what else the pipeline's call is told.

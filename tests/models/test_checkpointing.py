@@ -15,7 +15,7 @@ from bigdit import models
 from bigdit.errors import UserError
 from bigdit.loader.batch import Batch
 from bigdit.models.equip import offload_activations
-from bigdit.spec import Strategy
+from bigdit.strategy import Strategy
 
 
 def gradients(policy):

@@ -16,7 +16,7 @@ from torch import nn
 from bigdit import models
 from bigdit.errors import UserError
 from bigdit.models import comfyui
-from bigdit.spec import LoraSpec, ModelSpec
+from bigdit.strategy import LoraSpec, ModelSpec
 
 TINY = json.loads((Path(__file__).parent / "tiny_video.json").read_text())
 TINY |= {

@@ -17,7 +17,7 @@ from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.profile.attempt import StepRequest
 from bigdit.profile.cards import Cards
 from bigdit.profile.notices import COMPILED, notices
-from bigdit.spec import LoraSpec, Strategy
+from bigdit.strategy import LoraSpec, Strategy
 from bigdit.train.record import PlannedMemory
 from bigdit.train.step import train_step
 

@@ -18,7 +18,7 @@ from bigdit.models.equip import apply_checkpointing
 from bigdit.models.packing import diagonal, grid, pack, unpack
 from bigdit.objectives import of_latents
 from bigdit.profile.attempt import StepRequest
-from bigdit.spec import BatchShape, ModelSpec, Strategy
+from bigdit.strategy import BatchShape, ModelSpec, Strategy
 
 SHAPE = BatchShape(latents=(4, 8, 8), text=(6, 12))
 NARROW = {"num_attention_heads": 2, "attention_head_dim": 8}

@@ -21,7 +21,7 @@ from bigdit.models.adapters import FILE as ADAPTERS
 from bigdit.models.lora import dequantised, quantised
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.sampling import Sampler
-from bigdit.spec import LoraSpec, OptimizerSpec, Strategy
+from bigdit.strategy import LoraSpec, OptimizerSpec, Strategy
 from bigdit.train.prepare import prepare
 from bigdit.train.step import train_step
 
@@ -217,7 +217,7 @@ from bigdit import engines, models
 from bigdit.dist import world_from_env
 from bigdit.loader.batch import Batch
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.spec import LoraSpec, OptimizerSpec, Strategy
+from bigdit.strategy import LoraSpec, OptimizerSpec, Strategy
 from bigdit.train.step import train_step
 
 torch.set_num_threads(1)

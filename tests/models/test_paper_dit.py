@@ -19,7 +19,7 @@ from bigdit.loader.batch import Batch
 from bigdit.models.exchange import export_published, import_published
 from bigdit.models.paper_dit import PaperDiT
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.spec import ModelSpec, Strategy
+from bigdit.strategy import ModelSpec, Strategy
 from bigdit.train.step import train_step
 
 TINY = ModelSpec(

@@ -12,7 +12,7 @@ from torch import nn
 from bigdit import models
 from bigdit.loader.batch import Batch
 from bigdit.models.equip import join_gradients
-from bigdit.spec import ModelSpec, Strategy
+from bigdit.strategy import ModelSpec, Strategy
 
 aten = torch.ops.aten
 FLUX = ModelSpec(

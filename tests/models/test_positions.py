@@ -5,7 +5,7 @@ import torch
 
 from bigdit import models
 from bigdit.models.arguments import arguments
-from bigdit.spec import ModelSpec
+from bigdit.strategy import ModelSpec
 
 PIXART = {"in_channels": 4, "out_channels": 8, "num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1}
 PIXART |= {"cross_attention_dim": 16, "caption_channels": 12, "patch_size": 2, "use_additional_conditions": False}

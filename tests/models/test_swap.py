@@ -27,7 +27,7 @@ from bigdit.loader.batch import Batch
 from bigdit.memory import pinned_bytes
 from bigdit.models import swap
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.spec import EmaSpec, LoraSpec, ModelSpec, OptimizerSpec, Strategy
+from bigdit.strategy import EmaSpec, LoraSpec, ModelSpec, OptimizerSpec, Strategy
 from bigdit.train.monitor.metrics import read_metrics
 from bigdit.train.step import train_step
 
@@ -311,7 +311,7 @@ sys.path[:0] = os.environ["HELPERS"].split(":")
 from stepping import equipped, one_batch
 from bigdit import engines
 from bigdit.dist import World
-from bigdit.spec import LoraSpec, ModelSpec, Strategy
+from bigdit.strategy import LoraSpec, ModelSpec, Strategy
 
 for kernels in ("flash", "mem_efficient", "cudnn"):  # of whose results an emulated card computes none
     getattr(torch.backends.cuda, f"enable_{kernels}_sdp")(False)

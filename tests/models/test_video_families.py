@@ -18,7 +18,7 @@ from bigdit.errors import UserError
 from bigdit.loader.batch import Batch
 from bigdit.profile.attempt import StepRequest
 from bigdit.profile.steps import batch
-from bigdit.spec import BatchShape, ModelSpec, Strategy
+from bigdit.strategy import BatchShape, ModelSpec, Strategy
 
 CPU = torch.device("cpu")
 MICRO_BATCH_SIZE = 2

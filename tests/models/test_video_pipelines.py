@@ -12,7 +12,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 from bigdit import models
 from bigdit.loader.batch import Batch
-from bigdit.spec import ModelSpec
+from bigdit.strategy import ModelSpec
 
 TINY = json.loads((Path(__file__).parent / "tiny_video.json").read_text())
 STEPS = 2

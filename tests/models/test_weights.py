@@ -12,7 +12,7 @@ from bigdit import models
 from bigdit.errors import UserError
 from bigdit.memory import ledger
 from bigdit.record.recorder import Recorder
-from bigdit.spec import ModelSpec
+from bigdit.strategy import ModelSpec
 
 # Its table of positions is a buffer that is saved, and its buffers are computed when it is made.
 SPEC = ModelSpec(

@@ -11,7 +11,7 @@ from training import exported, run_to
 
 from bigdit import models
 from bigdit.config import load_run
-from bigdit.spec import ModelSpec
+from bigdit.strategy import ModelSpec
 from bigdit.train.record import read_metrics
 
 # Two blocks twice as wide as TINY's: weights of at least 4096 elements, whose state is kept in 8 bits.

@@ -11,7 +11,7 @@ from whole import full_weights
 
 from bigdit import models, optim
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.spec import LoraSpec, ModelSpec, OptimizerSpec, Strategy
+from bigdit.strategy import LoraSpec, ModelSpec, OptimizerSpec, Strategy
 from bigdit.train.step import train_step
 
 MATRICES = {"weight_decay": 0.3, "decayed": "matrices"}

@@ -12,7 +12,7 @@ from two_processes import answer_of_two
 from bigdit import optim
 from bigdit.errors import UserError
 from bigdit.optim.factored import round_to_bf16_
-from bigdit.spec import OptimizerSpec
+from bigdit.strategy import OptimizerSpec
 
 ON_CPU = (
     *("adamw", "adamw_8bit", "lion_8bit", "adamw_8bit_ao", "adamw_4bit_ao"),
@@ -240,7 +240,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, Replicate, distribute_tensor
 from bigdit import optim
-from bigdit.spec import OptimizerSpec
+from bigdit.strategy import OptimizerSpec
 
 def draw(shape, seed):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

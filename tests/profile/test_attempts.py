@@ -18,8 +18,8 @@ from bigdit.errors import UserError
 from bigdit.memory import host_memory
 from bigdit.profile.attempt import Attempt
 from bigdit.profile.cards import Cards, Row
-from bigdit.spec import OptimizerName
 from bigdit.speed.work import Load, work_of
+from bigdit.strategy import OptimizerName
 from bigdit.units import GIB, MIB
 
 pytestmark = pytest.mark.slow

@@ -21,7 +21,7 @@ from bigdit.profile import cards as module
 from bigdit.profile.attempt import StepRequest, TookTooLong
 from bigdit.profile.cards import Cards, worker_environment
 from bigdit.profile.pool import WorkerError, WorkerKilled
-from bigdit.spec import BatchShape, Strategy
+from bigdit.strategy import BatchShape, Strategy
 
 
 def asked(micro_batch_size: int = 1, **changes: object) -> StepRequest:
@@ -128,7 +128,7 @@ ASK = """
 from bigdit import catalog
 from bigdit.profile.cards import Cards
 from bigdit.profile.attempt import request_for
-from bigdit.spec import Strategy
+from bigdit.strategy import Strategy
 gpu, model = catalog.gpu("a40"), catalog.model("dit-xl-2")
 with Cards(gpu) as cards:
     sizes = [request_for(model, gpu, Strategy(micro_batch_size=size)) for size in range(1, 60)]

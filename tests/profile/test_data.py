@@ -24,8 +24,8 @@ from bigdit.profile.attempt import StepRequest
 from bigdit.profile.cards import Cards
 from bigdit.profile.steps import batch, feed
 from bigdit.profile.unwritten import unwritten_weights
-from bigdit.spec import BatchShape, Strategy
 from bigdit.store import FeatureStore
+from bigdit.strategy import BatchShape, Strategy
 
 
 def _held() -> int:

@@ -16,7 +16,7 @@ from commands import ROOT
 
 from bigdit.errors import UserError
 from bigdit.profile.pool import Pool, WorkerError
-from bigdit.spec import Strict
+from bigdit.strategy import Strict
 
 SERVER = """
 import json, os, signal, sys, time

@@ -14,7 +14,7 @@ from bigdit.engines.single import LIST_BYTES
 from bigdit.memory import Ledger, PhasePeak, Timeline
 from bigdit.profile.attempt import Profile, StepRequest
 from bigdit.profile.cards import Cards
-from bigdit.spec import EmaSpec, LoraSpec, Strategy
+from bigdit.strategy import EmaSpec, LoraSpec, Strategy
 
 BLOCKS = 3  # of TINY
 POLICIES: Mapping[str, dict[str, object]] = {

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from bigdit.catalog import model
 from bigdit.checkout import entry
 from bigdit.report.how_to_run import PORT, Command, commands, obstacle, skeleton
-from bigdit.spec import Strategy
 from bigdit.speed.seconds import Cluster
+from bigdit.strategy import Strategy
 
 FOLDER = Path("plans/a folder")
 

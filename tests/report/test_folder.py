@@ -20,8 +20,8 @@ from bigdit.report.folder import OURS, write_plan
 from bigdit.report.how_to_run import commands, skeleton
 from bigdit.search.answer import PLANS
 from bigdit.search.plan import Plan, record
-from bigdit.spec import LoraSpec, Strategy
 from bigdit.speed.seconds import Interval
+from bigdit.strategy import LoraSpec, Strategy
 from bigdit.train.prepare import prepare
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("plan")]  # but for the recorded run, none takes long

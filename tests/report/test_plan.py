@@ -18,8 +18,8 @@ from bigdit.report.notebook import Answer
 from bigdit.report.page import page
 from bigdit.report.plan import needs, speed
 from bigdit.search.rows import recommended
-from bigdit.spec import Strategy
 from bigdit.speed.seconds import Handed, Interval
+from bigdit.strategy import Strategy
 from bigdit.units import GIB, KIB, MIB, gib, unit_of
 
 

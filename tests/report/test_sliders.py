@@ -16,7 +16,7 @@ from bigdit.memory import CATEGORIES
 from bigdit.report.folder import write_plan
 from bigdit.search.candidates import process, verdict_of
 from bigdit.search.plan import Room
-from bigdit.spec import EmaSpec, OptimizerSpec
+from bigdit.strategy import EmaSpec, OptimizerSpec
 from bigdit.units import gib
 
 # One plan with that of tests/report/test_plan.py, which is recorded once.

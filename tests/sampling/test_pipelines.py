@@ -29,7 +29,7 @@ from bigdit import checkpoint, engines, models, objectives
 from bigdit.dist import World
 from bigdit.loader.batch import Batch
 from bigdit.sampling import Sampler, SamplingOptions
-from bigdit.spec import ModelSpec, Strategy
+from bigdit.strategy import ModelSpec, Strategy
 
 
 def guided(pipeline, away, **asked):

@@ -14,7 +14,7 @@ from bigdit.encoders.load import load_text_encoder
 from bigdit.loader.buffers import padded
 from bigdit.sampling import Sampler, SamplingOptions, conditions
 from bigdit.sampling.conditions import Given
-from bigdit.spec import ModelSpec
+from bigdit.strategy import ModelSpec
 
 CPU = torch.device("cpu")
 CAPTIONS = ["a handwritten one", "a handwritten two", "a handwritten three of more bytes"]

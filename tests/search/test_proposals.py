@@ -31,8 +31,8 @@ from bigdit.search.candidates import (
 from bigdit.search.question import Pins, Question
 from bigdit.search.rows import faster_or_slower
 from bigdit.search.space import Proposal, lossy_by, proposals
-from bigdit.spec import LoraBase, Strategy
 from bigdit.speed.seconds import Cluster, Interval, StepTime
+from bigdit.strategy import LoraBase, Strategy
 from bigdit.units import MIB
 
 A40 = catalog.gpu("a40")

@@ -12,8 +12,8 @@ from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
 from bigdit.search.ask import ASPECTS, aspect_sizes, parse_sizes, question_for, written
 from bigdit.search.question import Pins, Question
-from bigdit.spec import MOST_GPUS
 from bigdit.speed.seconds import Cluster
+from bigdit.strategy import MOST_GPUS
 from bigdit.units import GIB, MIB
 
 SANA = "sana-1600m-1024"

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from bigdit import catalog
 from bigdit.profile.attempt import launched
 from bigdit.search.making import run
-from bigdit.spec import Strategy
 from bigdit.speed.calibration import Calibration
 from bigdit.speed.roofline import BANDWIDTH, KERNEL_SECONDS, LAUNCH_SECONDS, PRODUCTS
 from bigdit.speed.seconds import LAUNCHED_SECONDS, PARTS, Cluster, Interval, Launches, StepTime, launches_of
 from bigdit.speed.step import HOST_LINK, HOST_MEMORY, LATENCY, NVLINK, step_time
 from bigdit.speed.work import NOTHING, Amount, Exchange, Load, Operation, Work
+from bigdit.strategy import Strategy
 
 A100 = catalog.gpu("a100-80g-sxm")
 RTX_4090 = catalog.gpu("rtx-4090")

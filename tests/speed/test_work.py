@@ -8,10 +8,10 @@ from bigdit.config.load import parse_strategy
 from bigdit.memory import Timeline
 from bigdit.profile.attempt import StepRequest
 from bigdit.profile.cards import Cards
-from bigdit.spec import Strategy
 from bigdit.speed.seconds import Cluster, Interval
 from bigdit.speed.step import step_time
 from bigdit.speed.work import Load, Operation, work_of
+from bigdit.strategy import Strategy
 
 A100 = catalog.gpu("a100-80g-sxm")
 ONE = Strategy()

@@ -15,7 +15,7 @@ from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.profile.attempt import StepRequest
 from bigdit.profile.steps import Witness, batch, build, prepare, training
 from bigdit.record.costs import Counting
-from bigdit.spec import ModelSpec, Strategy
+from bigdit.strategy import ModelSpec, Strategy
 from bigdit.train.monitor.metrics import Mfu, mfu_of, peak_flops
 from bigdit.units import GIB, MIB
 

@@ -20,8 +20,8 @@ from plan_files import TINY_KWARGS, plan_of, run_yaml, write
 
 from bigdit.config.load import parse_strategy
 from bigdit.report.how_to_run import PORT, Command, commands
-from bigdit.spec import Strategy
 from bigdit.speed.seconds import Cluster
+from bigdit.strategy import Strategy
 from bigdit.train import main
 from bigdit.train.monitor.metrics import read_metrics
 from bigdit.train.processes.launch import free_port

@@ -21,7 +21,7 @@ from bigdit.emulator import emulated_environment, shared_state
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.profile.attempt import StepRequest
 from bigdit.profile.cards import Cards
-from bigdit.spec import BatchShape
+from bigdit.strategy import BatchShape
 from bigdit.train.monitor.metrics import read_metrics
 from bigdit.units import gib
 

@@ -23,7 +23,7 @@ from bigdit.emulator.interpreter import cuda_python
 from bigdit.errors import UserError
 from bigdit.memory.process import cuda_context, nccl_buffers
 from bigdit.shortage import asked_bytes, told
-from bigdit.spec import StepSize, Strategy
+from bigdit.strategy import StepSize, Strategy
 from bigdit.train.monitor.metrics import read_metrics
 from bigdit.train.oom_fallback import FILE, OomFallback, read_oom_fallback, smaller_strategy, write_oom_fallback
 from bigdit.train.processes.launch import free_port

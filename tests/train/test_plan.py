@@ -9,7 +9,7 @@ from commands import BIN, bigdit, run_command
 from plan_files import SINGLE, SWAPPED, TINY_KWARGS, plan_of, run_yaml, write, zero2
 
 from bigdit.catalog.names import revision
-from bigdit.spec import EmaSpec, OptimizerSpec, Strategy
+from bigdit.strategy import EmaSpec, OptimizerSpec, Strategy
 from bigdit.train import main
 from bigdit.train.loop import Ended
 from bigdit.train.processes.launch import free_port

@@ -11,7 +11,7 @@ from whole import whole_state
 from bigdit.engines import ema_of
 from bigdit.loader.read import BatchReader
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.spec import EmaSpec, OptimizerSpec, Strategy
+from bigdit.strategy import EmaSpec, OptimizerSpec, Strategy
 from bigdit.train.monitor.metrics import LossSpikes, read_metrics
 from bigdit.train.step import train_step
 
@@ -64,7 +64,7 @@ from whole import whole_state
 from bigdit import engines, models
 from bigdit.dist import world_from_env
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.spec import EmaSpec, OptimizerSpec, Strategy
+from bigdit.strategy import EmaSpec, OptimizerSpec, Strategy
 from bigdit.train.step import train_step
 
 torch.set_num_threads(1)

@@ -21,8 +21,8 @@ from bigdit.loader.validation import ValidationSplit
 from bigdit.memory import ledger
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.record.recorder import Recorder
-from bigdit.spec import EmaSpec, LoraSpec
 from bigdit.store import FeatureStore
+from bigdit.strategy import EmaSpec, LoraSpec
 from bigdit.train.monitor.metrics import read_metrics
 from bigdit.train.monitor.monitor import Validation
 from bigdit.train.step import train_step

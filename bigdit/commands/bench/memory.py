@@ -12,7 +12,7 @@ from bigdit.commands.options import Frames, Gpu, Json, Model, Resolution, listed
 
 if TYPE_CHECKING:
     from bigdit import catalog
-    from bigdit.spec import Strategy
+    from bigdit.strategy import Strategy
 
 LARGEST = 65_536
 """Micro-batch sizes beyond this are a slip of the pen."""

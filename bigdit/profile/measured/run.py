@@ -14,7 +14,7 @@ from bigdit.checkout import ROOT, own_module
 from bigdit.errors import UserError
 from bigdit.profile.attempt import StepRequest
 from bigdit.profile.pool import environment, failure
-from bigdit.spec import Strict
+from bigdit.strategy import Strict
 
 RAN_OUT = "two steps ran out of the card's memory"
 """How a worker begins to say so."""

@@ -30,7 +30,7 @@ from bigdit.files import write_text
 from bigdit.loader.batch import Batch
 from bigdit.loader.stream import Micro
 from bigdit.models import Family
-from bigdit.spec import ModelSpec, Precision, Strategy
+from bigdit.strategy import ModelSpec, Precision, Strategy
 from bigdit.train.monitor.progress import VALIDATED, Sight
 from bigdit.train.monitor.trackers import Trackers
 from bigdit.train.record import numbered, read_metrics

@@ -25,9 +25,9 @@ from bigdit.objective_spec import ObjectiveSpec
 from bigdit.sampling.conditions import Given, SamplingOptions, Words
 from bigdit.sampling.encoded import asked_image, encoded
 from bigdit.sampling.grid import grid_png, moving_grid, small, stills_png, webp
-from bigdit.spec import ModelSpec
 from bigdit.store.part import Shape
 from bigdit.store.schema import Known
+from bigdit.strategy import ModelSpec
 
 _HOST = torch.device("cpu")
 _WORDS = Words("samples.captions", "set samples.guidance to 1")

@@ -3,7 +3,7 @@
 Values alone: nothing here runs a step or knows a run's files.
 """
 
-from bigdit.spec.strategy import (
+from bigdit.strategy.strategy import (
     LEAST_SWAPPED,
     MOST_GPUS,
     Contradictory,
@@ -13,7 +13,7 @@ from bigdit.spec.strategy import (
     Strategy,
     swap_misfit,
 )
-from bigdit.spec.trained import (
+from bigdit.strategy.trained import (
     BITSANDBYTES,
     FACTORED,
     PROFILES,
@@ -25,7 +25,7 @@ from bigdit.spec.trained import (
     OptimizerSpec,
     Widths,
 )
-from bigdit.spec.values import BatchShape, ModelSpec, Section, Strict
+from bigdit.strategy.values import BatchShape, ModelSpec, Section, Strict
 
 __all__ = [
     "BITSANDBYTES",

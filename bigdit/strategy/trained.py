@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from bigdit.numbers import Count, NotNegative, Number, Positive, Share, Switch
-from bigdit.spec.values import Section
+from bigdit.strategy.values import Section
 
 OptimizerName = Literal[
     "adamw",

@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from bigdit.numbers import Count, Natural, Positive, Switch
-from bigdit.spec.deepspeed import PRECISIONS, Document, Values, complete, split
-from bigdit.spec.trained import BITSANDBYTES, TORCHAO, EmaSpec, LoraSpec, OptimizerSpec
-from bigdit.spec.values import Section, Strict
+from bigdit.strategy.deepspeed import PRECISIONS, Document, Values, complete, split
+from bigdit.strategy.trained import BITSANDBYTES, TORCHAO, EmaSpec, LoraSpec, OptimizerSpec
+from bigdit.strategy.values import Section, Strict
 from bigdit.units import how_many
 
 EngineName = Literal["single", "deepspeed", "fsdp2"]
