@@ -1,6 +1,6 @@
 """Low-rank adapters (Hu et al., arXiv:2106.09685) by peft, over a frozen base in bf16, int8 or nf4.
 
-A quantised base is quantised when it moves to its device: to int8 with a scale for each row (`int8.py`), or by
+A quantised base is quantised when it moves to its device: to int8 with a scale for each row (`Int8Linear`), or by
 bitsandbytes to 4-bit NormalFloat with an fp32 scale for 64 values (Dettmers et al., arXiv:2305.14314, without double
 quantisation).
 """
@@ -94,7 +94,7 @@ def _add_magnitudes(layer: Any, base: str) -> None:
 
 
 class _PackedDora(DoraLinearLayer):
-    """DoRA over a quantised weight, which it dequantises; peft itself knows nothing of int8.py."""
+    """DoRA over a quantised weight, which it dequantises; peft itself knows nothing of Int8Linear."""
 
     def forward(self, x: torch.Tensor, *, base_layer: Any, **rest: Any) -> torch.Tensor:
         if isinstance(base_layer, Int8Linear):
