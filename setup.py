@@ -10,7 +10,7 @@ WHERE = "\nPaths in parentheses are those of the source distribution.\n"
 
 
 def description(readme: str) -> str:
-    """README with a path in the place of each link or image that is relative, and a line that says of what."""
+    """README with a path in the place of each link or picture that is relative, and a line that says of what."""
     title, rest = readme.split("\n", 1)
     return f"{title}\n{WHERE}{LINK.sub(_named, rest)}"
 

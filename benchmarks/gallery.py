@@ -2,7 +2,7 @@
 
 Each cell is a strategy whose micro-batch grows until two steps do not fit any more. It then runs at 1, at half of the
 largest and at the largest, for a curve. Attempts are cached, so that the command continues where it was. It writes
-gallery.json, the tables of gallery.md and an image a model in gallery/. With --keep it runs only what gallery.json
+gallery.json, the tables of gallery.md and a picture a model in gallery/. With --keep it runs only what gallery.json
 lacks.
 """
 
@@ -149,7 +149,7 @@ def sized(model: str, card: catalog.Gpu, text: str) -> Callable[[int], StepReque
 
 
 def page(found: list[Cell]) -> str:
-    """A command a kind of cell, a table a way, a row a model; and the images."""
+    """A command a kind of cell, a table a way, a row a model; and the pictures."""
     known = {cell.asked: cell for cell in found}
     lines = ["## Any cell again", "", "The largest size fits, and one more does not. A command of each kind:", ""]
     lines += [again(known[model, gpu, gpus, way]) for way, model, gpu, gpus in AGAIN]
@@ -183,7 +183,7 @@ def _shown(cell: Cell | None) -> str:
 
 
 def draw_all(found: Sequence[Cell]) -> None:
-    """An image a model: a curve for each way on each GPU where it fits at all."""
+    """A picture a model: a curve for each way on each card where it fits at all."""
     PICTURES.mkdir(exist_ok=True)
     usable = {name: catalog.resolve_gpu(name).usable_bytes for name, _ in CARDS}
     known = {each.asked: each for each in found}

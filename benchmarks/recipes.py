@@ -59,7 +59,7 @@ STEPS = 3
 
 
 class Caption:
-    """One caption, of all images."""
+    """One caption, of all pictures."""
 
     text, weight = "a caption", 1.0
 
@@ -106,7 +106,7 @@ def _said(found: Extraction) -> str:
 
 
 def _tried(found: Recipe, hub: Path, folder: Path) -> Took:
-    """Three steps, and an image."""
+    """Three steps, and a picture."""
     receipts = trained(found, hub, folder)
     drawn(found, folder)
     return _took(found, receipts, folder)

@@ -71,7 +71,7 @@ def prepare() -> None:
     # FSDP2 says of each model whose output is a view that writing into it would lose a hook: the step writes into none,
     # and no family into what its parts return (tests/models, `test_nothing_is_written_into_views_of_units`).
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")
-    # matplotlib draws a frame for a letter that its font lacks, as captions above images may have.
+    # matplotlib draws a frame for a letter that its font lacks, as captions above pictures may have.
     warnings.filterwarnings("ignore", message=r"Glyph \d+ .* missing from")
     importlib.util.find_spec = _find_spec
     importlib.metadata.packages_distributions = _packages_distributions

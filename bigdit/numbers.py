@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from bigdit.units import LARGEST
 
 MOST_PROCESSES = 1024
-"""Processes, or threads, of one machine. It has a few hundred cores, and 16 GPUs at most."""
+"""Processes, or threads, of one machine. It has a few hundred cores, and 16 cards at most."""
 
 LARGEST_SIDE = 65535
 """Pixels of one side: a JPEG has no more (ITU-T T.81, B.2.2)."""

@@ -23,7 +23,7 @@ Logit = Annotated[Number, Field(ge=-10, le=10)]
 
 
 _MOST_NOISE = 1000.0
-"""Twice the sum of betas; DDPM's own come to 20. With e^-700 of the image left its share is no number any more."""
+"""Twice the sum of betas; DDPM's own come to 20. With e^-700 of the picture left its share is no number any more."""
 
 
 class SqrtShift(Strict):
@@ -115,11 +115,11 @@ class DdpmSpec(Strict):
         if self.betas != "squaredcos_cap_v2" and self.timesteps * (self.beta_start + self.beta_end) > _MOST_NOISE:
             raise ValueError(
                 f"{self.timesteps} timesteps with betas from {self.beta_start:g} to {self.beta_end:g} leave nothing of "
-                "the image long before the last; set fewer timesteps, or a smaller beta_end"
+                "the picture long before the last; set fewer timesteps, or a smaller beta_end"
             )
         if self.zero_terminal_snr and self.prediction == "epsilon":
             raise ValueError(
-                "zero_terminal_snr leaves noise alone in the last timestep, which says nothing of the image where "
+                "zero_terminal_snr leaves noise alone in the last timestep, which says nothing of the picture where "
                 "prediction is epsilon; set prediction to v"
             )
         if self.min_snr_gamma is not None and self.p2_gamma is not None:

@@ -18,10 +18,10 @@ from bigdit.strategy import BatchShape, ModelSpec, StepSize, Strategy, Strict
 
 
 class OutOfMemory(Strict):
-    """A step, with `step` finished before it, that ran out of a GPU's memory in a phase of `rank`, and what the run
+    """A step, with `step` finished before it, that ran out of a card's memory in a phase of `rank`, and what the run
     went on with.
 
-    Bytes: what was asked for (None where it is not known), what the GPU had left of its total, and what torch had
+    Bytes: what was asked for (None where it is not known), what the card had left of its total, and what torch had
     allocated and reserved of it. `saved`: whether all steps before it were saved first.
     """
 
@@ -42,7 +42,7 @@ class OutOfMemory(Strict):
 class Receipt(Strict):
     """One run's step, how it was asked for and what was measured.
 
-    `batch` is the largest bucket's shape, of `buckets` of them. `device` is the GPU as its driver names it, or
+    `batch` is the largest bucket's shape, of `buckets` of them. `device` is the card as its driver names it, or
     `cpu`; of an `emulated` one bytes are what torch's own allocator says, and times say nothing;
     `expandable_segments` is how that was set. `gpus_per_node` are
     the processes of one machine. `steps` are of the run's last start, `skipped_steps` those of them that were not
@@ -96,7 +96,7 @@ def write(receipt: Receipt, path: Path) -> None:
 def keep(receipt: Receipt) -> None:
     """Put a GPU's receipt into `folder()`, by its date, model, device and digest.
 
-    Plans have no use for a CPU's, and an emulated GPU's would pass for a measurement. Where it cannot be written,
+    Plans have no use for a CPU's, and an emulated card's would pass for a measurement. Where it cannot be written,
     says so and goes on.
     """
     if receipt.device == "cpu" or receipt.emulated:

@@ -18,7 +18,7 @@ SIGNS = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether a GPU's memory, or the host's, was too small."""
+    """Whether a card's memory, or the host's, was too small."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
     )
@@ -37,7 +37,7 @@ def told(what: str, device: torch.device, less: str) -> Iterator[None]:
 
 @contextmanager
 def bounded(device: torch.device) -> Iterator[None]:
-    """Within it a host whose memory is used up refuses more, as a GPU does, where the kernel would end the process.
+    """Within it a host whose memory is used up refuses more, as a card does, where the kernel would end the process.
 
     Source: getrlimit(2), RLIMIT_DATA; proc_pid_status(5), VmData.
     """
@@ -75,7 +75,7 @@ def shortage(error: BaseException, device: torch.device) -> str:
 
 
 def room(device: torch.device) -> tuple[int, int]:
-    """Bytes that a GPU, or this machine, has left for this process, and in all. Source: proc_meminfo(5)."""
+    """Bytes that a card, or this machine, has left for this process, and in all. Source: proc_meminfo(5)."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return free, total

@@ -17,7 +17,7 @@ _SUFFIXES |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 A_SIZE = "a memory size with a unit was expected, such as 46068MiB or 24GB"
 
 LEAST_MEMORY, MOST_MEMORY = GIB, 1024 * 1024 * GIB
-"""Of a machine, or of a GPU: what lies beyond is a slip of the unit."""
+"""Of a machine, or of a card: what lies beyond is a slip of the unit."""
 
 _MOST_DIGITS = 20  # of a number of bytes below 2^64
 
@@ -69,10 +69,10 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_memory(text: str) -> int:
-    """What a machine or a GPU has, in bytes. Raises UserError as `parse_bytes`, and for what none has."""
+    """What a machine or a card has, in bytes. Raises UserError as `parse_bytes`, and for what none has."""
     found = parse_bytes(text)
     if LEAST_MEMORY <= found <= MOST_MEMORY:
         return found
     number = re.sub(r"[A-Za-z\s]", "", text)
     meant = f"; did you mean {number}GiB?" if LEAST_MEMORY <= float(number) * GIB <= MOST_MEMORY else ""
-    raise UserError(f"{text.strip()} is {gib(found)}, and machines and GPUs have 1 GiB to 1024 TiB{meant}")
+    raise UserError(f"{text.strip()} is {gib(found)}, and machines and cards have 1 GiB to 1024 TiB{meant}")

@@ -1,4 +1,4 @@
-"""The way through, end to end: plan, write images, extract, train on emulated GPUs and for real, sample, read them.
+"""The way through, end to end: plan, write pictures, extract, train on emulated GPUs and for real, sample, read them.
 
 Every step is the command that a user types; each is shown before it runs.
 """
@@ -157,7 +157,7 @@ def _report(demo: Demo, grid: Path, right: int) -> None:
     results = {
         "plan": "sana-1600m on an A40 (above)",
         "pictures": str(demo.folder / "digits"),
-        "extract": f"{extracted['encoded']} images, {demo.folder / 'features'}",
+        "extract": f"{extracted['encoded']} pictures, {demo.folder / 'features'}",
         "emulate": f"the first {emulated['steps']} steps of the training below, on two A40 that are not there",
         "train": f"{receipt['steps']} steps, {receipt['samples_per_second']:.0f} images/s, {demo.folder / 'run'}",
         f"sample {len(digits.WORDS)}": str(grid),

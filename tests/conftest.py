@@ -1,4 +1,4 @@
-"""What tests share: the digits as images, a feature store of some of them, and tiny runs."""
+"""What tests share: the digits as pictures, a feature store of some of them, and tiny runs."""
 
 import fcntl
 import gc

@@ -1,4 +1,4 @@
-"""Models of videos that begin with an image, from files to samples: what they are fed is what their pipeline makes."""
+"""Models of videos that begin with a picture, from files to samples: what they are fed is what their pipeline makes."""
 
 import copy
 import json
@@ -82,7 +82,7 @@ def encoded(tmp_path_factory):
 
 @torch.no_grad()
 def of_pipeline(pipeline, picture):
-    """The condition and the embeddings that the pipeline's call makes of an image, in bf16."""
+    """The condition and the embeddings that the pipeline's call makes of a picture, in bf16."""
     image = pipeline.video_processor.preprocess(picture, height=16, width=32)
     _, condition = pipeline.prepare_latents(image, 1, 4, 16, 32, 5, torch.float32, torch.device("cpu"))
     return condition.bfloat16(), pipeline.encode_image(picture, torch.device("cpu")).bfloat16()
@@ -169,11 +169,11 @@ def test_the_pipeline_draws_with_exported_adapters_as_training_would(encoded):
     assert (loaded - trained).norm() < 0.02 * (loaded - without).norm()  # adapters that are rounded, too
     assert (loaded - without).abs().max() > 0.01
     names = {name.rsplit(".lora_", 1)[0].split(".", 1)[1] for name in base.state_dict() if "lora_A" in name}
-    assert {name for name in names if "attn2.add_" in name}  # those that see the image, too
+    assert {name for name in names if "attn2.add_" in name}  # those that see the picture, too
 
 
 def test_videos_on_the_way_are_those_that_are_drawn_of_the_checkpoint(encoded):
-    """Each begins with its own image, with guidance away from it too."""
+    """Each begins with its own picture, with guidance away from it too."""
     folder, _ = encoded
     for number in range(2):
         first_picture(folder / f"clips/{number}.mp4").save(folder / f"begins-{number}.png")
@@ -194,7 +194,7 @@ def test_videos_on_the_way_are_those_that_are_drawn_of_the_checkpoint(encoded):
 
 
 def stills(folder):
-    """The image of frames that a run would make of these two videos."""
+    """The picture of frames that a run would make of these two videos."""
     videos = []
     for number in range(2):
         with Image.open(folder / f"{number:05d}.webp") as video:

@@ -1,4 +1,4 @@
-"""Features online, hurt: images that are damaged, changed or gone, kills, full disks. A line each, and what goes on
+"""Features online, hurt: pictures that are damaged, changed or gone, kills, full disks. A line each, and what goes on
 is what nothing disturbed."""
 
 import io
@@ -22,7 +22,7 @@ COUNT = 10
 
 @pytest.fixture
 def folder(tmp_path):
-    """Ten gray images, which are of the bucket's size, and their captions."""
+    """Ten gray pictures, which are of the bucket's size, and their captions."""
     for number in range(COUNT):
         picture = tiny_sources.gradient(8, 8).convert("L").point(lambda value, add=number: value // 2 + 9 * add)
         tiny_sources.save(tmp_path / "pictures" / f"{number}.png", f"digit {number}", picture)
@@ -30,7 +30,7 @@ def folder(tmp_path):
 
 
 def online(*images):
-    """Overrides of the digits' tiny run that encodes these images in each step, four to a part."""
+    """Overrides of the digits' tiny run that encodes these pictures in each step, four to a part."""
     listed = ",".join(map(str, images))
     sizes = ("data.buckets=[[8,8]]", "data.part_size=4", "strategy.micro_batch_size=4")
     return (f"data.images=[{listed}]", *sizes, "train.warmup_steps=0")
@@ -58,9 +58,9 @@ def huge():
 
 DAMAGES = {
     "3.png": {
-        b"": "damaged image: it begins as none of PNG, JPEG, ",
-        b"I am a text": "damaged image: it begins as none of PNG, JPEG, ",
-        half_a_jpeg(): "damaged image: OSError: image file is truncated",
+        b"": "damaged picture: it begins as none of PNG, JPEG, ",
+        b"I am a text": "damaged picture: it begins as none of PNG, JPEG, ",
+        half_a_jpeg(): "damaged picture: OSError: image file is truncated",
         huge(): "image of 400000000 pixels; data.max_pixels allows 89478485",
     },
     "3.txt": {
@@ -98,7 +98,7 @@ def test_pictures_that_are_others_when_a_run_goes_on_are_said_or_refused(folder,
     output, more = tmp_path / "run", tmp_path / "more"
     assert run(None, output, *online(folder), "train.steps=1") == 0
     where = f"{output}/checkpoints/step-00000001"
-    refused = f"error: data.images has other images than {where} was trained on: "
+    refused = f"error: data.images has other pictures than {where} was trained on: "
     (folder / "3.png").rename(tmp_path / "3.png")
     assert run(None, output, *online(folder), "train.steps=2") == 1
     assert said(capfd, "error: ") == [
@@ -194,7 +194,7 @@ def test_of_two_processes_one_that_is_killed_or_finds_a_damaged_picture_ends_bot
         (folder / "3.png").write_bytes(b"I am a text")
         assert second.ends() == 1
         (line,) = [each for each in second.stderr.splitlines() if each.startswith("error: ")]
-        assert line.startswith("error: data.images: 3.png: damaged image: ")
+        assert line.startswith("error: data.images: 3.png: damaged picture: ")
 
 
 def test_captions_that_are_cut_on_the_way_are_counted(folder, tmp_path, capfd):

@@ -1,4 +1,4 @@
-"""A model of two text inputs, from images to samples: the encoders of a pipeline, a store in 8 bits, training."""
+"""A model of two text inputs, from pictures to samples: the encoders of a pipeline, a store in 8 bits, training."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Every recipe, at full size on its emulated GPU: it trains, and takes what is said of it, to the byte; and what it
+"""Every recipe, at full size on its emulated card: it trains, and takes what is said of it, to the byte; and what it
 trained is drawn with there."""
 
 import pytest
@@ -68,14 +68,14 @@ def test_the_first_of_many_reserves_what_it_did_among_all_of_them(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_a_recipe_extracts_on_its_card(name, hub, tmp_path, capfd):
-    """One image of each size; of all recipes, and of more, it is seen where figures are made."""
+    """One picture of each size; of all recipes, and of more, it is seen where figures are made."""
     found = recipe(name)
     run = extracted(found, hub, tmp_path, 1, values=False)
     said = capfd.readouterr()
     assert run.exit_status == 0, said.err
-    assert "5 of 5 images encoded" in said.out
+    assert "5 of 5 pictures encoded" in said.out
     by_turns = found.took.waiting_bytes > 0
-    assert ("note: text encoders and VAE have no room on the GPU together" in said.err) == by_turns
+    assert ("note: text encoders and VAE have no room on the card together" in said.err) == by_turns
     (chosen,) = [line for line in said.err.splitlines() if line.startswith("encoders.batch_size: ")]
     assert "which fits the NVIDIA GeForce RTX 3060 (emulated)" in chosen
     assert ("where text encoders and VAE take turns" in chosen) == by_turns

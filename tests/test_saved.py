@@ -1,4 +1,4 @@
-"""What is said that a run saves is what lies in its output, by a real run; and on an emulated GPU as many bytes."""
+"""What is said that a run saves is what lies in its output, by a real run; and on an emulated card as many bytes."""
 
 import os
 import subprocess

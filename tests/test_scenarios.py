@@ -219,7 +219,7 @@ def test_changes_of_a_sharded_engine_with_offload() -> None:
     wanted = chosen(parse_strategy([text]), 3, 12)
     steps = changes(question, wanted)
     assert [step.title for step in steps] == [
-        "as copied: fp32, AdamW, encoders and average on the GPU, DeepSpeed's own buckets, micro-batch 32",
+        "as copied: fp32, AdamW, encoders and average on the card, DeepSpeed's own buckets, micro-batch 32",
         "features cached",
         "DeepSpeed's buckets of 50 M elements",
         "bf16 with fp32 masters",

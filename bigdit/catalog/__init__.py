@@ -1,4 +1,4 @@
-"""What is known before anything runs: diffusion transformers and the GPUs to train them on.
+"""What is known before anything runs: diffusion transformers and the cards to train them on.
 
 The listings are `catalog.models.models()` and `catalog.gpus.gpus()`.
 """

@@ -1,6 +1,6 @@
 """What models are conditioned on beside captions, a class or a first frame, and whether a run has what they take.
 
-Models of videos that begin with an image: which are trained so, and what a run and a store must have for them.
+Models of videos that begin with a picture: which are trained so, and what a run and a store must have for them.
 """
 
 from __future__ import annotations

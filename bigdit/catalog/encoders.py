@@ -22,7 +22,7 @@ POOLED_TEXT = "pooled_text"
 
 class VaeSpec(Strict):
     """A diffusers VAE, whole: the decoder stays on the device with the encoder, as trainers keep it. `tiling`: it
-    encodes large images in pieces."""
+    encodes large pictures in pieces."""
 
     class_name: str
     kwargs: dict[str, Any]

@@ -32,7 +32,7 @@ class Inputs(Strict):
     of the pooled vector. `extras`: the further inputs, as its adapter names them, and `streams` those of them that are
     texts: each has a mask beside it, `…_mask`. `classes`: the argument with the
     number of classes, of a family that is fed one of them. `packs`: latents go in as 2 × 2 patches in the channels.
-    `video`: latents have frames; `first_frame`: those of its models that begin with an image are trained; `blank`:
+    `video`: latents have frames; `first_frame`: those of its models that begin with a picture are trained; `blank`:
     all its models can begin with one, and are fed zeros in its place. `square`:
     height and width are one number to it; `fixed`: that of `sample_size`.
     `depths`: the lists of like blocks, in the order of the forward pass, each with the constructor argument that
@@ -335,14 +335,14 @@ def argument_problems(spec: ModelSpec) -> list[str]:
 
 def training_obstacle(spec: ModelSpec) -> str | None:
     """Why a model cannot be trained from a feature store, of latents and of texts with a pooled vector or of a class of
-    each image; None where it can."""
+    each picture; None where it can."""
     class_name = spec.class_name
     inputs = FAMILIES.get(class_name)
     if inputs is None:
         return no_adapter(class_name)
     if inputs.video and not inputs.blank and begins_with_an_image(spec):
         if not inputs.first_frame:
-            return f"{spec.name} begins with an image, which is fed to models of WanTransformer3DModel alone"
+            return f"{spec.name} begins with a picture, which is fed to models of WanTransformer3DModel alone"
         if spec.kwargs.get("pos_embed_seq_len") is not None:
             return f"the feature store keeps no last frame beside the first, which {spec.name} is fed"
     return None

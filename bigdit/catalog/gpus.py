@@ -1,6 +1,6 @@
 """Cards to train on, and slices of them: the memory that drivers really give, peak rates, links, each with its source.
 
-A slice is one of Multi-Instance GPU: `a100-80g-sxm:3g.40gb` is a GPU of its own to a process.
+A slice is one of Multi-Instance GPU: `a100-80g-sxm:3g.40gb` is a card of its own to a process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Source: PCI Express Base Specification: 8, 16, 32 GT/s coded 128b/130b; 64 GT/s 
 
 
 class Tflops(Strict):
-    """Dense peak rates in 10¹² operations a second; None where the GPU has no unit for the type."""
+    """Dense peak rates in 10¹² operations a second; None where the card has no unit for the type."""
 
     bf16: PositiveFloat | None
     fp16: PositiveFloat
@@ -38,7 +38,7 @@ class Tflops(Strict):
     fp32: PositiveFloat
 
     def computes(self, precision: str) -> bool:
-        """Whether the GPU has units for a precision of `Strategy`."""
+        """Whether the card has units for a precision of `Strategy`."""
         return bool({"bf16": self.bf16, "bf16_sr": self.bf16, "tf32": self.tf32}.get(precision, self.fp32))
 
     def of(self, dtype: str, *, tf32: bool) -> float:
@@ -64,8 +64,8 @@ class Sources(Strict):
 
 
 class Kind(Strict):
-    """Where GPUs of one kind are found: `host_gib` is a machine's memory for each of its GPUs, assumed where nobody
-    says how much there is; `display_mib` is what a plan leaves free of the GPU for a screen."""
+    """Where cards of one kind are found: `host_gib` is a machine's memory for each of its cards, assumed where nobody
+    says how much there is; `display_mib` is what a plan leaves free of the card for a screen."""
 
     host_gib: PositiveInt
     display_mib: NonNegativeInt
@@ -73,10 +73,10 @@ class Kind(Strict):
 
 
 class Gpu(Strict):
-    """A GPU. `total_mib` is what nvidia-smi shows, `usable_mib` what a CUDA process is told: the total less
+    """A card. `total_mib` is what nvidia-smi shows, `usable_mib` what a CUDA process is told: the total less
     what the driver keeps. `verified` is False where no sighting was at hand and the source says how the figure
     came about. `l2_mib` is of the second-level cache, None where it was not sighted. `bandwidth_gbs` of the memory;
-    `nvlink_gbs` of all links to other GPUs and `c2c_gbs` of NVLink-C2C to the host's processor, both directions, None
+    `nvlink_gbs` of all links to other cards and `c2c_gbs` of NVLink-C2C to the host's processor, both directions, None
     where there is none; in 10⁹ B/s. `pcie` as `4.0 x16`. `reserved_bytes` of the usable ones stay free."""
 
     name: str
@@ -112,7 +112,7 @@ class Gpu(Strict):
 
     @property
     def mig(self) -> bool:
-        """Whether this is a slice of a GPU, `CARD:PROFILE`."""
+        """Whether this is a slice of a card, `CARD:PROFILE`."""
         return ":" in self.name
 
     @property
@@ -131,16 +131,16 @@ class Gpu(Strict):
 
     @property
     def host_bytes(self) -> int:
-        """The host memory that is assumed for each GPU of a machine."""
+        """The host memory that is assumed for each card of a machine."""
         return self.kind.host_gib * GIB
 
     def reserving(self, nbytes: int | None = None) -> Gpu:
-        """The same GPU, of which so many bytes stay free; None: what a screen takes of its kind."""
+        """The same card, of which so many bytes stay free; None: what a screen takes of its kind."""
         return self.model_copy(update={"reserved_bytes": self.kind.display_mib * MIB if nbytes is None else nbytes})
 
     @property
     def memory_bounds(self) -> tuple[int, int]:
-        """The bytes that a GPU of this kind can have: from an eighth of it, the smallest slice that MIG makes of one,
+        """The bytes that a card of this kind can have: from an eighth of it, the smallest slice that MIG makes of one,
         to a little over twice, where its chips were exchanged for larger ones (RTX 4090 of 49140 MiB)."""
         return self.total_bytes // 8, self.total_bytes * 21 // 10
 
@@ -152,7 +152,7 @@ class Gpu(Strict):
 
     @property
     def nvlink_one_way_gbs(self) -> float | None:
-        """Peak of all NVLinks to other GPUs one way, in 10⁹ B/s; None without NVLink."""
+        """Peak of all NVLinks to other cards one way, in 10⁹ B/s; None without NVLink."""
         return None if self.nvlink_gbs is None else self.nvlink_gbs / 2
 
     @property
@@ -178,31 +178,31 @@ def _plain(name: str) -> str:
 
 
 def gpus() -> list[Gpu]:
-    """All GPUs, in the order of the catalogue: by architecture, consumer GPUs first."""
+    """All cards, in the order of the catalogue: by architecture, consumer cards first."""
     return [_gpu(name) for name in _document()["gpus"]]
 
 
 def gpu(name: str) -> Gpu:
-    """The GPU of that name, alias or driver's name (`NVIDIA GeForce RTX 4090`). `asked.resolve_gpu` knows slices
-    of GPUs, other memories and this machine's GPUs besides.
+    """The card of that name, alias or driver's name (`NVIDIA GeForce RTX 4090`). `asked.resolve_gpu` knows slices
+    of cards, other memories and this machine's cards besides.
 
-    Raises UserError for an unknown name, and for one that means GPUs of different memory (`a100`).
+    Raises UserError for an unknown name, and for one that means cards of different memory (`a100`).
     """
     return _gpu(resolve("gpu", name, _plain(name), _document()["gpus"], _document()["aliases"]))
 
 
 def named(name: str) -> list[Gpu]:
-    """All GPUs that a name, alias or driver's name can mean; none for an unknown one."""
+    """All cards that a name, alias or driver's name can mean; none for an unknown one."""
     return [_gpu(found) for found in meant(_plain(name), _document()["gpus"], _document()["aliases"])]
 
 
 def no_gpu(name: str) -> str:
-    """The end of a sentence that says that there is no such GPU: why, where that is known, and what is nearest."""
+    """The end of a sentence that says that there is no such card: why, where that is known, and what is nearest."""
     return instead("gpu", _plain(name), _document()["gpus"], _document()["aliases"])
 
 
 def gpu_aliases(name: str) -> tuple[str, ...]:
-    """The further names that mean this GPU alone."""
+    """The further names that mean this card alone."""
     return aliases_of(name, _document()["aliases"])
 
 
@@ -236,20 +236,20 @@ def _layouts() -> dict[str, Layout]:
 
 
 def mig_profiles(card: Gpu) -> tuple[str, ...]:
-    """The names of the slices that a GPU can be divided into; none for a GPU without MIG."""
+    """The names of the slices that a card can be divided into; none for a card without MIG."""
     layout = _layouts().get(card.name)
     return () if layout is None else tuple(layout.profiles)
 
 
 def mig_slice(card: Gpu, profile: str) -> Gpu:
-    """The slice as a GPU of its own: compute by its share of the multiprocessors, bandwidth by its share of the
+    """The slice as a card of its own: compute by its share of the multiprocessors, bandwidth by its share of the
     memory slices, and no NVLink, since MIG lets instances reach no other GPU; PCIe is shared with the others.
 
-    Raises UserError for a GPU without MIG and for a profile that it does not have.
+    Raises UserError for a card without MIG and for a profile that it does not have.
     """
     layout = _layouts().get(card.name)
     if layout is None:
-        raise UserError(f"{card.name} has no MIG slices here; GPUs that have: {', '.join(_layouts())}")
+        raise UserError(f"{card.name} has no MIG slices here; cards that have: {', '.join(_layouts())}")
     name = re.sub(rf"{MEDIA_ENGINES}$", "", profile.casefold())
     found = layout.profiles.get(name)
     if found is None:
@@ -275,10 +275,10 @@ def mig_slice(card: Gpu, profile: str) -> Gpu:
                 total=origin,
                 usable=origin,
                 multiprocessors=origin,
-                compute=f"{found.sms} of {layout.sms} multiprocessors ({origin}); the GPU: {card.sources.compute}",
-                bandwidth=f"{found.slices} of {layout.slices} memory slices ({guide}); the GPU: "
+                compute=f"{found.sms} of {layout.sms} multiprocessors ({origin}); the card: {card.sources.compute}",
+                bandwidth=f"{found.slices} of {layout.slices} memory slices ({guide}); the card: "
                 f"{card.sources.bandwidth}",
-                link=f"no peer-to-peer under MIG, PCIe shared with the other instances ({guide}); the GPU: "
+                link=f"no peer-to-peer under MIG, PCIe shared with the other instances ({guide}); the card: "
                 f"{card.sources.link}",
             ),
         }
@@ -340,7 +340,7 @@ shared memory as cuda_occupancy.h of CUDA 13.5 has them; cores: "Throughput of N
 
 
 def capability(compute_capability: tuple[int, int]) -> Capability:
-    """Raises UserError for a compute capability that no GPU of the catalogue has."""
+    """Raises UserError for a compute capability that no card of the catalogue has."""
     found = CAPABILITIES.get(compute_capability)
     if found is None:
         known = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)

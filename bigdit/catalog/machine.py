@@ -1,6 +1,6 @@
-"""The GPU that `--gpu` and `--gpu-memory` ask for: of the catalogue, a slice of one, or this machine's own.
+"""The card that `--gpu` and `--gpu-memory` ask for: of the catalogue, a slice of one, or this machine's own.
 
-This machine's GPUs are as its driver tells of them through nvidia-smi; torch is not asked, for it is slow.
+This machine's cards are as its driver tells of them through nvidia-smi; torch is not asked, for it is slow.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bigdit.units import MIB, gib, parse_bytes
 FIELDS = ("index", "uuid", "name", "memory.total", "memory.used", "memory.free", "mig.mode.current")
 TIMEOUT_S = 60
 NOTABLE_MIB = 1024  # in use by others: less is what drivers and desktops take by themselves
-INSTEAD = "name a GPU instead, such as --gpu a100-80g-sxm (`bigdit gpus` lists all)"
+INSTEAD = "name a card instead, such as --gpu a100-80g-sxm (`bigdit gpus` lists all)"
 
 
 class Reading(NamedTuple):
@@ -39,15 +39,15 @@ class Reading(NamedTuple):
 
     @property
     def usable_mib(self) -> int:
-        """What a CUDA process is told of an idle GPU."""
+        """What a CUDA process is told of an idle card."""
         return self.used_mib + self.free_mib
 
 
 def found_gpus() -> tuple[Gpu, ...]:
-    """The GPUs that a run on this machine would see, in the driver's order: the catalogue's rates, the driver's own
+    """The cards that a run on this machine would see, in the driver's order: the catalogue's rates, the driver's own
     bytes. CUDA_VISIBLE_DEVICES is heeded, its numbers taken in the order of nvidia-smi.
 
-    Raises UserError where there is no GPU, where the driver cannot be asked, and for a GPU that the catalogue
+    Raises UserError where there is no card, where the driver cannot be asked, and for a card that the catalogue
     does not have or that MIG has divided.
     """
     readings = _visible(_readings())
@@ -58,10 +58,10 @@ def found_gpus() -> tuple[Gpu, ...]:
 
 
 def _readings() -> list[Reading]:
-    """All GPUs of the machine. Raises UserError where nvidia-smi is missing, fails, or lists none."""
+    """All cards of the machine. Raises UserError where nvidia-smi is missing, fails, or lists none."""
     command = shutil.which("nvidia-smi")
     if command is None:
-        raise UserError(f"--gpu auto asks nvidia-smi for this machine's GPUs, and it is not on the PATH; {INSTEAD}")
+        raise UserError(f"--gpu auto asks nvidia-smi for this machine's cards, and it is not on the PATH; {INSTEAD}")
     query = [command, f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=TIMEOUT_S)
@@ -71,7 +71,7 @@ def _readings() -> list[Reading]:
         raise UserError(f"--gpu auto: {command} does not run ({error.strerror}); {INSTEAD}") from None
     said = (done.stdout.strip() or done.stderr.strip() or "nothing").splitlines()
     if said[0] in ("nothing", "No devices were found"):
-        raise UserError(f"--gpu auto: nvidia-smi finds no GPU in this machine; {INSTEAD}")
+        raise UserError(f"--gpu auto: nvidia-smi finds no card in this machine; {INSTEAD}")
     if done.returncode != 0:
         raise UserError(f"--gpu auto: nvidia-smi failed with status {done.returncode}: {said[0]}; {INSTEAD}")
     rows = csv.reader(done.stdout.splitlines(), skipinitialspace=True)
@@ -82,7 +82,7 @@ def _readings() -> list[Reading]:
         ]
     except ValueError:
         raise UserError(
-            f"--gpu auto: nvidia-smi tells no memory of a GPU ({said[0]!r}); name it, with --gpu-memory if need be"
+            f"--gpu auto: nvidia-smi tells no memory of a card ({said[0]!r}); name it, with --gpu-memory if need be"
         ) from None
 
 
@@ -99,14 +99,14 @@ def _visible(readings: list[Reading]) -> list[Reading]:
         seen.append(match[0])
     if not seen:
         raise UserError(
-            f"--gpu auto: CUDA_VISIBLE_DEVICES={listed} shows none of this machine's {len(readings)} GPUs; unset it, "
-            "or name a GPU, with its slice where MIG divides it (--gpu a100-80g-sxm:3g.40gb)"
+            f"--gpu auto: CUDA_VISIBLE_DEVICES={listed} shows none of this machine's {len(readings)} cards; unset it, "
+            "or name a card, with its slice where MIG divides it (--gpu a100-80g-sxm:3g.40gb)"
         )
     return seen
 
 
 def _candidate(reading: Reading) -> Gpu | None:
-    """The catalogue's GPU of the driver's name; of several, the one of the nearest memory."""
+    """The catalogue's card of the driver's name; of several, the one of the nearest memory."""
     candidates = named(reading.name)
     return min(candidates, key=lambda card: abs(card.total_mib - reading.total_mib), default=None)
 
@@ -127,7 +127,7 @@ def _problem(reading: Reading) -> str | None:
 
 
 def _near(reading: Reading) -> str:
-    """The GPU that an unknown one is most like: whose whole name it has, or one much like it; else by memory."""
+    """The card that an unknown one is most like: whose whole name it has, or one much like it; else by memory."""
     cards = [g for g in gpus() if g.memory_bounds[0] <= reading.usable_mib * MIB <= g.memory_bounds[1]] or gpus()
     titles = {card.title: card.name for card in cards}
     whole = sorted((title for title in titles if reading.name.startswith(title)), key=len)[-1:]
@@ -161,13 +161,13 @@ SLICE = re.compile(r"^(?P<card>.+?)(?::|[\s_-]mig[\s_-])(?P<profile>\S+)$", re.I
 
 
 def resolve_gpu(name: str | None, memory: str | None = None) -> Gpu:
-    """The GPU to plan for.
+    """The card to plan for.
 
     `name`: one of the catalogue, an alias or a driver's name; `CARD:PROFILE`, a slice as MIG makes it, or as torch
-    names it (`NVIDIA A100-SXM4-80GB MIG 3g.40gb`); `auto`, the GPU of this machine, of several the one with the
+    names it (`NVIDIA A100-SXM4-80GB MIG 3g.40gb`); `auto`, the card of this machine, of several the one with the
     least memory (`machine.found_gpus` has them all). `memory`, such as `46068MiB`, takes the place of the bytes that
-    a CUDA process is told; its rates stay the named GPU's.
-    Raises UserError for a name that means no GPU or several, and for a memory that such a GPU cannot have.
+    a CUDA process is told; its rates stay the named card's.
+    Raises UserError for a name that means no card or several, and for a memory that such a card cannot have.
     """
     if name is None or name.strip().casefold() in ("", "custom"):
         raise UserError(_unnamed(memory))
@@ -181,7 +181,7 @@ def _named(name: str) -> Gpu:
         least = min(cards, key=lambda card: card.usable_bytes)
         if len({card.name for card in cards}) > 1:
             held = ", ".join(f"{card.name} ({gib(card.usable_bytes)})" for card in cards)
-            log.notice(f"this machine's GPUs differ: {held}; planned for the {least.name}, which has the least memory")
+            log.notice(f"this machine's cards differ: {held}; planned for the {least.name}, which has the least memory")
         return least
     parts = None if refusal("gpu", name) else SLICE.match(name)  # cuda:0 is no slice
     return gpu(name) if parts is None else mig_slice(gpu(parts["card"]), parts["profile"])
@@ -189,12 +189,12 @@ def _named(name: str) -> Gpu:
 
 def _unnamed(memory: str | None) -> str:
     if memory is None:
-        return "no GPU was named; --gpu takes one of `bigdit gpus`, or auto for this machine's own"
+        return "no card was named; --gpu takes one of `bigdit gpus`, or auto for this machine's own"
     asked = _bytes(memory)
     near = sorted(gpus(), key=lambda card: abs(card.total_bytes - asked))[:3]
     like = ", ".join(f"{card.name} ({card.total_mib} MiB)" for card in near)
     return (
-        f"--gpu-memory {memory} says nothing of a GPU's speed; name with --gpu the GPU whose rates to take, "
+        f"--gpu-memory {memory} says nothing of a card's speed; name with --gpu the card whose rates to take, "
         f"nearest in memory: {like}"
     )
 

@@ -185,9 +185,9 @@ def _aliases() -> Aliases:
 def latent_shape(
     model: CatalogModel, height: int, width: int, frames: int | None = None
 ) -> tuple[int, int, int] | tuple[int, int, int, int]:
-    """Latents (channels, h, w) of an image of `height` × `width` pixels, (channels, f, h, w) of a video.
+    """Latents (channels, h, w) of a picture of `height` × `width` pixels, (channels, f, h, w) of a video.
 
-    Raises UserError for a video without `frames`, an image with them, and for pixels and frames that the VAE
+    Raises UserError for a video without `frames`, a picture with them, and for pixels and frames that the VAE
     and the patches do not divide.
     """
     vae = model.vae
@@ -254,7 +254,7 @@ def _misfit(model: CatalogModel, side: str, pixels: int) -> list[str]:
 
 def _frames_misfit(model: CatalogModel, frames: int | None) -> list[str]:
     if not model.video:
-        return [] if frames is None else [f"{model.name} makes images, and {frames} frames were asked for"]
+        return [] if frames is None else [f"{model.name} makes pictures, and {frames} frames were asked for"]
     step = model.vae.temporal_downsample
     if frames is None:
         return [f"{model.name} is a video model, whose latents have frames; give their number, such as {8 * step + 1}"]

@@ -170,7 +170,7 @@ def checksum(file: Path) -> str:
 
 
 def _next_data(file: int, at: int, size: int) -> int:
-    """Where a hole at this place ends: its zeros, most of a checkpoint of an emulated GPU, need not be read."""
+    """Where a hole at this place ends: its zeros, most of a checkpoint of an emulated card, need not be read."""
     try:
         return os.lseek(file, at, os.SEEK_DATA)
     except OSError as error:

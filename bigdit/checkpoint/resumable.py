@@ -22,7 +22,7 @@ BESIDE = (
     *("train.snapshot_every", "train.grace", "train.timeout", "train.most_skipped_steps"),
     *("data.part_size", "data.workers", "data.read_threads", "data.reader", "data.remote_cache"),
     *("encoders.device", "encoders.batch_size", "strategy.optimizer.implementation", "strategy.ema.device"),
-    # What of another model, or other images, is refused or said by what they are.
+    # What of another model, or other pictures, is refused or said by what they are.
     *("model.name", "model.path", "model.class_name", "model.kwargs", "data.images", "train.epochs", "train.seed"),
 )
 """Keys whose change is no matter of what is trained: all others are. `train.steps` is one where no rate falls by it."""

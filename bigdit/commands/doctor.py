@@ -26,7 +26,7 @@ IMPORTS = {
 
 @dataclass(frozen=True)
 class Device:
-    """A CUDA GPU that torch sees; `catalog` is its name for `--gpu`, None for a GPU not in the catalogue."""
+    """A CUDA card that torch sees; `catalog` is its name for `--gpu`, None for a card not in the catalogue."""
 
     name: str
     compute_capability: str
@@ -74,7 +74,7 @@ class Health:
 def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Report versions, GPUs, memory, engines, compilers and emulated GPUs, with the fix for what is missing."""
+    """Report versions, cards, memory, engines, compilers and emulated cards, with the fix for what is missing."""
     from bigdit import log
     from bigdit.errors import UserError
 
@@ -88,7 +88,7 @@ def run(
 
 
 def examine() -> Health:
-    """Look at this machine: versions, cores, RAM, GPUs, collective backends, engines, compilers, emulated GPUs."""
+    """Look at this machine: versions, cores, RAM, cards, collective backends, engines, compilers, emulated cards."""
     from bigdit import __version__
     from bigdit.errors import versions
     from bigdit.machine import memory_bytes
@@ -145,17 +145,17 @@ def _look_at_torch(health: Health) -> None:
         health.devices.append(Device(name, f"{major}.{minor}", total, free, _in_catalog(name, total)))
     if not health.devices and shutil.which("nvidia-smi"):
         health.fixes.append(
-            f"nvidia-smi is here, and torch {torch.__version__} sees no CUDA GPU: install a CUDA build of torch"
+            f"nvidia-smi is here, and torch {torch.__version__} sees no CUDA card: install a CUDA build of torch"
         )
     if distributed.is_available():
         here = {"gloo": distributed.is_gloo_available(), "nccl": distributed.is_nccl_available()}
         health.backends = [name for name, available in here.items() if available]
     if health.devices and "nccl" not in health.backends:
-        health.fixes.append("torch has no NCCL, which several GPUs need: install a CUDA build of torch")
+        health.fixes.append("torch has no NCCL, which several cards need: install a CUDA build of torch")
 
 
 def _in_catalog(name: str, total_bytes: int) -> str | None:
-    """The catalogue's GPU of that driver's name and about that memory; None where it has none."""
+    """The catalogue's card of that driver's name and about that memory; None where it has none."""
     from bigdit.catalog.gpus import named
 
     return next((c.name for c in named(name) if abs(c.usable_bytes - total_bytes) < 0.05 * total_bytes), None)
@@ -197,7 +197,7 @@ def _look_at_emulated_cards(health: Health) -> None:
     cache = build.cache_folder()
     nearest = next(folder for folder in (cache, *cache.parents) if folder.exists())
     if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
-        health.fixes.append(f"{nearest} cannot be written, and emulated GPUs are built in {cache}: set BIGDIT_CACHE")
+        health.fixes.append(f"{nearest} cannot be written, and emulated cards are built in {cache}: set BIGDIT_CACHE")
     builds = sum(folder.name.isalnum() for folder in cache.iterdir()) if cache.is_dir() else 0
     health.emulated = EmulatedCard(torch, python, compiler, str(cache), builds)
 
@@ -230,7 +230,7 @@ def _print(health: Health) -> None:
     machine.add_row("collectives", ", ".join(health.backends) or "none")
     machine.add_row("C++ compiler", cell(health.compiler))
     if not health.devices:
-        machine.add_row("cards", "none that torch sees: CPU only (plans need no GPU)")
+        machine.add_row("cards", "none that torch sees: CPU only (plans need no card)")
     log.out.print(machine)
     if health.devices:
         cards = table("Cards", ("card", "sm", "memory", "free", "catalogue"), numeric=("sm", "memory", "free"))

@@ -1,4 +1,4 @@
-"""`bigdit emulate`: whether anybody's training script fits a GPU, by running it on one that is not there."""
+"""`bigdit emulate`: whether anybody's training script fits a card, by running it on one that is not there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def run(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND…", help="The script, as it is started.")],
-    gpu: Annotated[str, typer.Option(help="A GPU of `bigdit gpus`, or a MIG slice (a100-80g-sxm:3g.40gb).")],
+    gpu: Annotated[str, typer.Option(help="A card of `bigdit gpus`, or a MIG slice (a100-80g-sxm:3g.40gb).")],
     gpu_memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="What a CUDA process is told instead, as 46068MiB or 24GB.")
     ] = None,
@@ -35,7 +35,7 @@ def run(
     ] = [],  # noqa: B006
     as_json: Json = False,
 ) -> int:
-    """Run a training command, unmodified, on emulated GPUs, and show what it takes of them.
+    """Run a training command, unmodified, on emulated cards, and show what it takes of them.
 
     Real CUDA PyTorch runs with no GPU: kernels are not executed, and all memory is accounted for. Ends with 2 where a
     process runs out of memory and does not go on, and else as the command does, but with 1 for a command's own 2. With

@@ -1,4 +1,4 @@
-"""`bigdit extract`: encode the images and captions of a run into its feature store."""
+"""`bigdit extract`: encode the pictures and captions of a run into its feature store."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def run(
     config: Config,
     overrides: Set = [],  # noqa: B006  # typer reads the default; it is not changed
     stage: Stage = None,
-    start_index: Annotated[int | None, typer.Option(help="The first image: parts that start from here on.")] = None,
-    end_index: Annotated[int | None, typer.Option(help="The end: parts that start before this image.")] = None,
+    start_index: Annotated[int | None, typer.Option(help="The first picture: parts that start from here on.")] = None,
+    end_index: Annotated[int | None, typer.Option(help="The end: parts that start before this picture.")] = None,
     shard: Annotated[str | None, typer.Option(metavar="K/N", help="The K-th of N even splits: 1/N to N/N.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes that encode; default: data.workers.")] = None,
     engine: Annotated[Literal["local", "slurm", "ray"], typer.Option(help="What starts the tasks.")] = "local",
@@ -37,7 +37,7 @@ def run(
     ] = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
-    """Encode images and captions once, in parallel; the same command goes on where it stopped. Of a run with stages
+    """Encode pictures and captions once, in parallel; the same command goes on where it stopped. Of a run with stages
     the stores of all, one after the other.
 
     Any number of these may run at once, on any machines that share the folder: each takes what nobody has done.

@@ -1,4 +1,4 @@
-"""`bigdit gpus`: the GPUs of the catalogue."""
+"""`bigdit gpus`: the cards of the catalogue."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 def run(
     containing: Annotated[
         str | None,
-        typer.Option("--filter", metavar="TEXT", help="Only GPUs whose name, alias or architecture has TEXT."),
+        typer.Option("--filter", metavar="TEXT", help="Only cards whose name, alias or architecture has TEXT."),
     ] = None,
     min_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Only GPUs whose total in nvidia-smi is at least SIZE: 24GB.")
+        str | None, typer.Option(metavar="SIZE", help="Only cards whose total in nvidia-smi is at least SIZE: 24GB.")
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON with every field, source, alias and MIG slice.")
     ] = False,
 ) -> None:
-    """List the GPUs that can be planned for, with the memory that their drivers really give."""
+    """List the cards that can be planned for, with the memory that their drivers really give."""
     from bigdit import log
 
     found = _found(containing, min_memory)
@@ -44,7 +44,7 @@ def _found(containing: str | None, min_memory: str | None) -> list[Gpu]:
     words = {g.name: " ".join((g.name, g.title, g.architecture, *gpu_aliases(g.name))).casefold() for g in cards}
     named = [g for g in cards if wanted in words[g.name]]
     if not named:
-        raise UserError(f"no GPU has {containing!r} in its name, alias or architecture{no_gpu(wanted)}")
+        raise UserError(f"no card has {containing!r} in its name, alias or architecture{no_gpu(wanted)}")
     found = [g for g in named if g.total_bytes >= least]
     if not found:
         largest = max(named, key=lambda g: g.total_bytes)
@@ -100,7 +100,7 @@ def _table(found: list[Gpu]) -> Table:
             cell(card.nvlink_one_way_gbs),
         )
     made.caption = (
-        f"{len(found)} GPU{'' if len(found) == 1 else 's'}\n"
+        f"{len(found)} card{'' if len(found) == 1 else 's'}\n"
         "GiB: what a CUDA process is told (~ derived)\n"
         "smi MiB: the total of nvidia-smi; sm: compute capability\n"
         "bf16, fp16: dense TFLOP/s; GB/s: of the memory\n"

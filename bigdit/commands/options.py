@@ -37,7 +37,7 @@ Model = Annotated[
 ]
 Gpu = Annotated[
     str,
-    typer.Option(metavar="NAME", help="A GPU of `bigdit gpus`; CARD:PROFILE, a MIG slice; auto, this machine's."),
+    typer.Option(metavar="NAME", help="A card of `bigdit gpus`; CARD:PROFILE, a MIG slice; auto, this machine's."),
 ]
 Resolution = Annotated[
     str | None,

@@ -22,7 +22,7 @@ BESIDE_A_RUN = (
 )
 """What is asked beside the YAML of a run, which says all else."""
 MOST_OTHERS = 3
-"""Other numbers of GPUs on a page: each is a plan, and some 150 of 1,000 KB."""
+"""Other numbers of cards on a page: each is a plan, and some 150 of 1,000 KB."""
 
 
 def run(
@@ -86,7 +86,7 @@ def _others(also_gpus: str | None, own: int, out: Path | None) -> list[int]:
 
     if also_gpus is None:
         return []
-    also = listed("--also-gpus", also_gpus, "numbers of GPUs such as 2,4,8", MOST_GPUS)
+    also = listed("--also-gpus", also_gpus, "numbers of cards such as 2,4,8", MOST_GPUS)
     if out is None:
         raise UserError("--also-gpus is for report.html, which --out DIR writes; add --out, or leave it out")
     if len(also) > MOST_OTHERS:
@@ -111,7 +111,7 @@ def _with_gpus(number: int, asked: dict[str, Any]) -> Question:
 
 
 def _plan(question: Question, others: Sequence[Question], out: Path | None, as_json: bool) -> int:
-    """The plan; and for its page those of other numbers of GPUs."""
+    """The plan; and for its page those of other numbers of cards."""
     from bigdit import log
     from bigdit.report.plan import show
     from bigdit.search.answer import make_plan

@@ -62,7 +62,7 @@ def compare(gpu: Card = None, receipts: Folder = None, as_json: Json = False) ->
         lines = summary(checked)
         band = memory_band(checked)
         if band is not None:
-            lines.append(f"plans for this GPU take {band.share:.1%} more memory into account: {band.source}")
+            lines.append(f"plans for this card take {band.share:.1%} more memory into account: {band.source}")
         kinds = [calibration(checked, each.receipt.strategy) for each in checked]
         lines += dict.fromkeys(f"their speed is calibrated by {kind.source}" for kind in kinds if kind is not None)
         for line in notices:
@@ -125,7 +125,7 @@ def calibrate(gpu: Card = None, receipts: Folder = None, as_json: Json = False) 
 
 
 def _cards(receipts: list[Receipt], wanted: str | None) -> dict[str, Gpu]:
-    """The GPUs of the catalogue that these are of, by their drivers' names; a line for each that it does not have."""
+    """The cards of the catalogue that these are of, by their drivers' names; a line for each that it does not have."""
     from bigdit import catalog, log
     from bigdit.errors import UserError
 

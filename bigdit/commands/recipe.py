@@ -1,4 +1,4 @@
-"""`bigdit recipe`: runs that are known to fit their GPUs."""
+"""`bigdit recipe`: runs that are known to fit their cards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bigdit.commands.options import Json
 if TYPE_CHECKING:
     from bigdit.recipes.recipe import Recipe
 
-HELP = "Runs that are known to fit their GPUs, to be copied and filled in."
+HELP = "Runs that are known to fit their cards, to be copied and filled in."
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=HELP)
 
@@ -21,7 +21,7 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="A recipe of `bigdit r
 
 @app.command("list")
 def every(as_json: Json = False) -> None:
-    """All recipes: what is trained on which GPU, and what it took there."""
+    """All recipes: what is trained on which card, and what it took there."""
     from bigdit import log
     from bigdit.recipes.recipe import names, recipe
     from bigdit.report.recipes import listed

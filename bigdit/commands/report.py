@@ -14,7 +14,7 @@ def run(
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="The output of a run, as its config has it.")],
     as_json: Json = False,
 ) -> None:
-    """Write a run's report.html into its output: curves, memory by phase against the plan, images, settings."""
+    """Write a run's report.html into its output: curves, memory by phase against the plan, pictures, settings."""
     from bigdit import log
     from bigdit.report.run import read_run, write_page
 

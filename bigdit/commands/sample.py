@@ -1,4 +1,4 @@
-"""`bigdit sample`: images or videos from captions or classes, and a grid of them."""
+"""`bigdit sample`: pictures or videos from captions or classes, and a grid of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def run(
     checkpoint: Annotated[Path, typer.Option(help="A checkpoint, or the output of a run: then its latest.")],
-    out: Annotated[Path, typer.Option(help="The folder for the images and grid.png, or the videos and grid.webp.")],
+    out: Annotated[Path, typer.Option(help="The folder for the pictures and grid.png, or the videos and grid.webp.")],
     caption: Annotated[
         list[str],
         typer.Option(
@@ -39,7 +39,7 @@ def run(
         list[Path],
         typer.Option(
             "--image",
-            help="Of a model whose videos begin with an image: that, or a video, whose first frame it is; one for all "
+            help="Of a model whose videos begin with a picture: that, or a video, whose first frame it is; one for all "
             "captions, or one for each, repeated.",
         ),
     ] = [],  # noqa: B006
@@ -47,7 +47,7 @@ def run(
         str | None,
         typer.Option(metavar="HxW", help="Pixels, FxHxW of a video of F frames; the run's first bucket if left out."),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps from noise to image.")] = 20,
+    steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps from noise to picture.")] = 20,
     sampler: Annotated[
         str | None,
         typer.Option(
@@ -66,7 +66,7 @@ def run(
     ema_width: EmaWidth = None,
     as_json: Json = False,
 ) -> None:
-    """Draw one image, or video, a caption or a class with a trained checkpoint."""
+    """Draw one picture, or video, a caption or a class with a trained checkpoint."""
     from bigdit import libraries, log
     from bigdit.errors import UserError
     from bigdit.files import check_writable

@@ -44,7 +44,7 @@ def _check_images(run: RunConfig) -> list[str]:
         return []
     return [
         f"samples.images has {images} for {captions} of samples.captions, and encoders.first_frame has videos begin "
-        "with an image; name one for all, or one for each"
+        "with a picture; name one for all, or one for each"
     ]
 
 
@@ -59,7 +59,7 @@ def online_problems(run: RunConfig) -> list[str]:
 def _not_online(run: RunConfig) -> list[str]:
     image, text, found = run.encoders.image, run.encoders.text, []
     if len(run.data.buckets) > 1:
-        found.append(f"data.buckets has {len(run.data.buckets)}: which is an image's is known when all were read")
+        found.append(f"data.buckets has {len(run.data.buckets)}: which is a picture's is known when all were read")
     if run.validation is not None:
         found.append("validation holds samples of a store out")
     if run.encoders.first_frame is not None:

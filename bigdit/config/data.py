@@ -24,11 +24,11 @@ def _as_bytes(value: Any) -> Any:
 
 
 Bucket = Annotated[tuple[Side, ...], Field(min_length=2, max_length=3)]
-"""[height, width] of images in pixels, or [frames, height, width] of videos."""
+"""[height, width] of pictures in pixels, or [frames, height, width] of videos."""
 
 
 def frames_of(bucket: tuple[int, ...]) -> int:
-    """The frames of a bucket; an image has one."""
+    """The frames of a bucket; a picture has one."""
     return bucket[0] if len(bucket) == 3 else 1
 
 

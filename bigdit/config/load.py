@@ -110,7 +110,7 @@ def _within(node: Any, key: str, override: str) -> Any:
 
 
 MOST_MICRO_BATCH = 1024
-"""Samples of a GPU in one pass that can be asked for: the search itself looks no further than 512."""
+"""Samples of a card in one pass that can be asked for: the search itself looks no further than 512."""
 MOST_RANK = 8192
 """Of adapters: beyond the width of the layer that it stands beside, a rank adds nothing, and none here is wider."""
 

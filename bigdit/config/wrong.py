@@ -39,7 +39,7 @@ _NAMES: dict[Meant, str] = {
         "repeats num_repeats n_repeats dataset_repeats repeat"
     ),
     Meant("data.images.image", "the column of pictures"): "image_column",
-    Meant("data.images.captions", "columns of a table; .txt and .json beside images are found without it"): (
+    Meant("data.images.captions", "columns of a table; .txt and .json beside pictures are found without it"): (
         "caption_column text_column caption_ext caption_extension caption_strategy"
     ),
     Meant("data", "its images, features and buckets"): "datasets dataset dataset_config data_backend_config",

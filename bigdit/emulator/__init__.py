@@ -1,6 +1,6 @@
 """The emulated GPU: the CUDA build of PyTorch over stub libraries. Torch's own code is not changed.
 
-1. `launch.py` is the environment of an emulated process: settings of GPUs, and a folder on PYTHONPATH. Every python
+1. `launch.py` is the environment of an emulated process: settings of cards, and a folder on PYTHONPATH. Every python
    runs its `hook/sitecustomize.py` first, which loads `inside/`. `inside` imports nothing of bigdit.
 2. Before torch is imported, `inside/libraries.py` loads the stub libraries. The dynamic linker prefers a loaded
    library, so NVIDIA's own are never looked for. `build.py` compiles the stubs at first use: it reads which

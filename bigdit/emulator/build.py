@@ -286,7 +286,7 @@ def compiler() -> str:
     found = shutil.which(asked.split()[0])
     if found is None:
         raise UserError(
-            f"no C compiler: {asked} is not found, and the emulated GPU's libraries are compiled at first use; "
+            f"no C compiler: {asked} is not found, and the emulated card's libraries are compiled at first use; "
             "install one (Debian: apt-get install gcc) or name it in CC"
         )
     return found
@@ -326,7 +326,7 @@ def build(packages: Sequence[Path], folder: Path) -> None:
                 raise
     except OSError as error:
         raise UserError(
-            f"the emulated GPU's libraries cannot be written to {folder}: {error.strerror or error}"
+            f"the emulated card's libraries cannot be written to {folder}: {error.strerror or error}"
         ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -336,7 +336,7 @@ def _library(name: str, library: Library, folder: Path) -> None:
     stem = re.sub(r"\.so\..*", ".so", name)
     if stem not in MANNERS:
         raise UserError(
-            f"the packages want {name}, which an emulated GPU does not have; known are {', '.join(MANNERS)}"
+            f"the packages want {name}, which an emulated card does not have; known are {', '.join(MANNERS)}"
         )
     by_hand = C / BY_HAND[stem] if stem in BY_HAND else None
     written = set() if by_hand is None else _functions(by_hand)
@@ -372,7 +372,7 @@ def _cc(folder: Path, *arguments: str) -> None:
     done = subprocess.run([compiler(), *_FLAGS, *arguments], cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode:
         said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-200:])
-        raise UserError(f"{compiler()} cannot build the emulated GPU's libraries: {said}")
+        raise UserError(f"{compiler()} cannot build the emulated card's libraries: {said}")
 
 
 def main(arguments: Sequence[str]) -> int:

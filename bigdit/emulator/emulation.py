@@ -1,4 +1,4 @@
-"""What an emulated command did: its runs, what each process took of its GPU, and what must be said of it.
+"""What an emulated command did: its runs, what each process took of its card, and what must be said of it.
 
 Nothing is trusted in the account that each process of a script leaves (`inside/account.py` writes it): the process runs
 somebody's code, and what it wrote is data of a fixed form, or not read.
@@ -65,7 +65,7 @@ class Span(Strict):
 
 
 class CardAccount(Strict):
-    """What a process took of one GPU. `curve`: event, bytes allocated and reserved after it; the highest of each
+    """What a process took of one card. `curve`: event, bytes allocated and reserved after it; the highest of each
     stretch. `phases_off_bytes`: how far the replay by phase came off torch's own figures."""
 
     index: NonNegativeInt
@@ -86,7 +86,7 @@ class CardAccount(Strict):
 
 
 class OutOfMemory(Strict):
-    """A time that memory ran out: what was asked, what the GPU had free, and the stack, innermost first."""
+    """A time that memory ran out: what was asked, what the card had free, and the stack, innermost first."""
 
     card: NonNegativeInt
     asked_bytes: NonNegativeInt
@@ -117,7 +117,7 @@ class Notice(Strict):
 
 
 class Account(Strict):
-    """One process that used a GPU."""
+    """One process that used a card."""
 
     pid: PositiveInt
     rank: NonNegativeInt | None
@@ -172,8 +172,8 @@ EXIT_FAILED = 1
 
 
 class Run(Strict):
-    """The command from its start to its end. `lost`: processes that used a GPU and left no account; `crowd`: how
-    many processes it started on this machine where they are more than the GPUs, else 0; `absent`: the hub's
+    """The command from its start to its end. `lost`: processes that used a card and left no account; `crowd`: how
+    many processes it started on this machine where they are more than the cards, else 0; `absent`: the hub's
     repositories for want of which processes ended."""
 
     first_step_skipped: bool
@@ -186,7 +186,7 @@ class Run(Strict):
 
     @property
     def fits(self) -> bool | None:
-        """None where that is not known: the command failed, or no process of it used a GPU."""
+        """None where that is not known: the command failed, or no process of it used a card."""
         if not all(map(self.holds, self.accounts)):
             return False
         return True if self.accounts and self.exit_status == 0 else None
@@ -209,13 +209,13 @@ class Run(Strict):
 
     @property
     def highest(self) -> tuple[Account, CardAccount] | None:
-        """The process and GPU with the most reserved memory; one that ran out before all others."""
+        """The process and card with the most reserved memory; one that ran out before all others."""
         found = [(account, card) for account in self.accounts for card in account.cards]
         return max(found, key=lambda each: (not self.holds(each[0]), each[1].peak_reserved_bytes), default=None)
 
 
 class Emulation(Strict):
-    """A command on emulated GPUs: as it is, and where a loss scaler was seen with its first step skipped too."""
+    """A command on emulated cards: as it is, and where a loss scaler was seen with its first step skipped too."""
 
     command: tuple[str, ...]
     gpu: Gpu
@@ -245,7 +245,7 @@ class Emulation(Strict):
         return reserved + self.beside(account)
 
     def beside(self, account: Account) -> ByteRange:
-        """What a process takes of a GPU beside torch's reserved memory: CUDA context and NCCL."""
+        """What a process takes of a card beside torch's reserved memory: CUDA context and NCCL."""
         gpu = self.gpu
         return beside_torch(gpu.compute_capability, account.world_size, multiprocessors=gpu.multiprocessors)
 
@@ -269,19 +269,19 @@ def _notices(run: Run) -> Iterator[tuple[str, str]]:
         yield f"{name} is not on this machine; lay it out without its weights: {option_for(name)}", ""
     for pid in run.lost:
         yield (
-            "a process used a GPU and left no account: killed or crashed, its memory is not in this",
+            "a process used a card and left no account: killed or crashed, its memory is not in this",
             f"process {pid}",
         )
     if run.crowd:
         yield (
-            f"the command started {run.crowd} processes on fewer GPUs: --processes {run.crowd} gives each its own",
+            f"the command started {run.crowd} processes on fewer cards: --processes {run.crowd} gives each its own",
             "",
         )
     yield from _of_processes(run)
     users = {(account.pid, card.index) for account in run.accounts for card in account.cards}
     for index, count in sorted(Counter(index for _, index in users).items()):
         if count > 1:
-            yield f"{count} processes used GPU {index}, and shared its memory", ""
+            yield f"{count} processes used card {index}, and shared its memory", ""
     for account in run.accounts:
         if account.out_of_memory_count and run.holds(account):
             on = "trained on" if account.stepped_after_oom else "began anew" if account.ended == "exec" else "went on"

@@ -348,7 +348,7 @@ def _write_weights(dtypes: Mapping[str, str], environment: Mapping[str, str] | N
 
 
 def _built_for_cuda() -> bool:
-    """Whether torch here is a build that wants CUDA's libraries; one for CPUs alone refuses an emulated GPU."""
+    """Whether torch here is a build that wants CUDA's libraries; one for CPUs alone refuses an emulated card."""
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         return False

@@ -1,6 +1,6 @@
-"""The environment in which a process, and all that it starts, finds emulated GPUs.
+"""The environment in which a process, and all that it starts, finds emulated cards.
 
-A GPU of the catalogue is to the stub libraries one line of settings.
+A card of the catalogue is to the stub libraries one line of settings.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ VALUES_BYTES = 64 * KIB
 """Tensors up to this size hold values; larger ones are never written, nor moved."""
 
 _L2_MIB = 40
-"""Where the catalogue does not know a GPU's: no allocation was seen to depend on it."""
+"""Where the catalogue does not know a card's: no allocation was seen to depend on it."""
 
 
 def settings(gpu: Gpu, cards: int, state: str | None = None, *, values: bool = True) -> str:
-    """BIGDIT_EMULATED_CARD for `cards` GPUs of this kind in one machine.
+    """BIGDIT_EMULATED_CARD for `cards` cards of this kind in one machine.
 
-    `state` is the file that their processes share; None: each process has the GPUs for itself. A process's context
-    is the most that it may be, and so is what NCCL takes where there are several GPUs. Without `values` no tensor
-    holds any. Raises UserError for more GPUs than there can be.
+    `state` is the file that their processes share; None: each process has the cards for itself. A process's context
+    is the most that it may be, and so is what NCCL takes where there are several cards. Without `values` no tensor
+    holds any. Raises UserError for more cards than there can be.
     """
     if not 1 <= cards <= CARDS_MOST:
-        raise UserError(f"{cards} GPUs are asked for; one machine is emulated with 1 to {CARDS_MOST}")
+        raise UserError(f"{cards} cards are asked for; one machine is emulated with 1 to {CARDS_MOST}")
     has = capability(gpu.compute_capability)
     major, minor = gpu.compute_capability
     figures = {
@@ -71,12 +71,12 @@ def emulated_environment(
 ) -> dict[str, str]:
     """Variables for a child process, to be merged over this process's own.
 
-    `state`: the file of `shared_state`, where several processes fill the same GPUs. Without `peers` a process group's
-    other ranks are not there; without `values` no small tensor is computed either, and all that is read of the GPU is
+    `state`: the file of `shared_state`, where several processes fill the same cards. Without `peers` a process group's
+    other ranks are not there; without `values` no small tensor is computed either, and all that is read of the card is
     zero: for runs of one process whose memory follows from shapes. Host tensors of 32 MiB and more share pages and hold
     nothing, and what is saved beyond a MiB of a file is a hole in it.
 
-    Raises UserError for too many GPUs, and where there is no C compiler.
+    Raises UserError for too many cards, and where there is no C compiler.
     """
     paths = [str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {

@@ -1,4 +1,4 @@
-"""Run somebody's command on emulated GPUs, and gather what its processes have to say."""
+"""Run somebody's command on emulated cards, and gather what its processes have to say."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def workplace() -> Iterator[Path]:
 
 
 def _programs(folder: Path) -> Path:
-    """A folder with the programs that ask for the GPU, which stand before those of a GPU of this machine."""
+    """A folder with the programs that ask for the card, which stand before those of a card of this machine."""
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
     program = programs / "nvidia-smi"

@@ -1,6 +1,6 @@
-"""`nvidia-smi` of the emulated GPU: a program on the PATH of what `bigdit emulate` runs, of this file alone.
+"""`nvidia-smi` of the emulated card: a program on the PATH of what `bigdit emulate` runs, of this file alone.
 
-What it says is what NVML says there (c/nvml.c), in the format of the real one, and on stderr that no GPU is here.
+What it says is what NVML says there (c/nvml.c), in the format of the real one, and on stderr that no card is here.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ DRIVER, CUDA = "580.00", "13.0"
 MIB = 1 << 20
 UNKNOWN = "[N/A]"
 INVALID, NO_DEVICE = 2, 6
-"""Exit statuses of the real one: an argument that is none, and a GPU that is not there."""
+"""Exit statuses of the real one: an argument that is none, and a card that is not there."""
 
 _ROW = struct.Struct("i4x16Q")
-"""A process, and its bytes on each GPU (`struct row` of c/card.c)."""
+"""A process, and its bytes on each card (`struct row` of c/card.c)."""
 
-_ANSWERED = "an emulated GPU answers a table, -L, -i, --query-gpu and --query-compute-apps with --format=csv"
+_ANSWERED = "an emulated card answers a table, -L, -i, --query-gpu and --query-compute-apps with --format=csv"
 
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU of the machine: what it is, and the bytes of each process that is on it."""
+    """A card of the machine: what it is, and the bytes of each process that is on it."""
 
     index: int
     count: int
@@ -75,7 +75,7 @@ GPU_FIELDS: dict[str, tuple[str, Callable[[Card], object]]] = {
     "power.limit": ("W", lambda _: UNKNOWN),
     "mig.mode.current": ("", lambda _: UNKNOWN),
 }
-"""What may be asked of a GPU: the unit, and the answer."""
+"""What may be asked of a card: the unit, and the answer."""
 
 APP_FIELDS: dict[str, tuple[str, Callable[[tuple[Card, int]], object]]] = {
     "pid": ("", lambda app: app[1]),
@@ -86,19 +86,19 @@ APP_FIELDS: dict[str, tuple[str, Callable[[tuple[Card, int]], object]]] = {
     "gpu_uuid": ("", lambda app: app[0].uuid),
     "gpu_bus_id": ("", lambda app: app[0].bus),
 }
-"""Likewise of a process on a GPU."""
+"""Likewise of a process on a card."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Answer as nvidia-smi does, with its exit status."""
-    parser = _Parser(prog="nvidia-smi", description="nvidia-smi of an emulated GPU.", allow_abbrev=False)
+    parser = _Parser(prog="nvidia-smi", description="nvidia-smi of an emulated card.", allow_abbrev=False)
     parser.add_argument("-L", "--list-gpus", action="store_true")
     parser.add_argument("-i", "--id", metavar="CARDS", help="indices, UUIDs or bus ids")
     parser.add_argument("--query-gpu", metavar="FIELDS", help=", ".join(GPU_FIELDS))
     parser.add_argument("--query-compute-apps", metavar="FIELDS", help=", ".join(APP_FIELDS))
     parser.add_argument("--format", metavar="csv[,noheader][,nounits]")
     asked = parser.parse_args(arguments)
-    print("nvidia-smi: no GPU is here; bigdit answers for an emulated one", file=sys.stderr)
+    print("nvidia-smi: no card is here; bigdit answers for an emulated one", file=sys.stderr)
     cards = machine(os.environ["BIGDIT_EMULATED_CARD"])
     if asked.id is not None:
         named = asked.id.split(",")
@@ -125,7 +125,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def machine(settings: str) -> list[Card]:
-    """The GPUs that BIGDIT_EMULATED_CARD describes (launch.py), with what is on them now."""
+    """The cards that BIGDIT_EMULATED_CARD describes (launch.py), with what is on them now."""
     figures, name = f" {settings}".split(" name=", 1)
     has = dict(figure.split("=", 1) for figure in figures.split())
     rows = _rows(has.get("state"))

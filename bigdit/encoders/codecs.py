@@ -18,7 +18,7 @@ from bigdit.store.part import Shape
 class ImageCodec(Protocol):
     """`channels` of the latents; `downsample` pixels a side for one latent, and `temporal_downsample` frames, of which
     the first has one of its own; `color` of the pixels; the dtype
-    that latents are stored in; `batch_size`: images worth collecting for one call."""
+    that latents are stored in; `batch_size`: pictures worth collecting for one call."""
 
     channels: int
     downsample: int
@@ -41,7 +41,7 @@ class ImageCodec(Protocol):
         ...
 
     def latent_shape(self, bucket: tuple[int, ...]) -> Shape:
-        """The latents [C, f, h, w] of a video of `bucket` [frames, height, width] in pixels; of an image of [height,
+        """The latents [C, f, h, w] of a video of `bucket` [frames, height, width] in pixels; of a picture of [height,
         width] [C, h, w], or with the one frame of video VAEs.
 
         Raises UserError where sides or frames do not divide.
@@ -55,12 +55,12 @@ class ImageCodec(Protocol):
 
     def encode_first(self, pixels: torch.Tensor) -> torch.Tensor:
         """Latents [B, C, f, h, w] fp32 of the first frames of pixels [B, 3, F, H, W] in [-1, 1], followed by as many of
-        zeros, as a model that begins with an image is fed them: the mode, whatever is kept of videos."""
+        zeros, as a model that begins with a picture is fed them: the mode, whatever is kept of videos."""
         ...
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents [B, C, (f,) h, w] to pixels [B, 1 or 3, (F,) H, W] fp32, not clipped; latents of one frame are a
-        image's."""
+        picture's."""
         ...
 
 
@@ -105,7 +105,7 @@ class PixelCodec:
 def load_image_codec(
     config: IdentityCodec | VaeCodec, device: torch.device | str = "cpu", batch_size: int = CPU_BATCH
 ) -> ImageCodec:
-    """The codec that a run names, on `device`, for at most `batch_size` images at once.
+    """The codec that a run names, on `device`, for at most `batch_size` pictures at once.
 
     Raises UserError where its weights cannot be loaded.
     """

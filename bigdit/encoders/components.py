@@ -79,7 +79,7 @@ def load_text_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -
         name: None for name, each in parameters.items() if each.default is each.empty and name != "self"
     }
     absent |= dict.fromkeys(_ASKED.get(class_name, ()), _Absent(dtype))
-    if "requires_safety_checker" in parameters:  # images are not its affair here
+    if "requires_safety_checker" in parameters:  # pictures are not its affair here
         absent["requires_safety_checker"] = False
     try:
         return pipeline(**(absent | RECIPES[class_name].said(index) | loaded))
@@ -210,7 +210,7 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 class Words:
-    """The tokenizer of a processor of words, images and videos, called as the processor is with words alone.
+    """The tokenizer of a processor of words, pictures and videos, called as the processor is with words alone.
 
     The processor itself asks for torchvision, which nothing is needed of here. Source: transformers 5.23,
     ProcessorMixin.

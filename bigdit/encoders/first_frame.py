@@ -1,4 +1,4 @@
-"""What a model that begins with an image is fed of it: latents of the first frame, and what an image encoder sees.
+"""What a model that begins with a picture is fed of it: latents of the first frame, and what an image encoder sees.
 
 Source: diffusers 0.42.1, WanImageToVideoPipeline: prepare_latents, encode_image.
 """
@@ -63,7 +63,7 @@ class FirstFrames:
         return [] if self._encoder is None else [self._encoder]
 
     def encode(self, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Of videos uint8 [B, 1 or 3, F, H, W], or images without F: by name, latents [B, C, f, h, w] and embeddings
+        """Of videos uint8 [B, 1 or 3, F, H, W], or pictures without F: by name, latents [B, C, f, h, w] and embeddings
         [B, tokens, dim]."""
         videos = pixels.unsqueeze(2) if pixels.dim() == 4 else pixels
         found = {FIRST_FRAME: self._codec.encode_first(to_unit_range(videos))}

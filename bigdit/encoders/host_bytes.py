@@ -80,7 +80,7 @@ class HostWeights(Strict):
 
 def host_weights(encoders: EncodersConfig) -> HostWeights:
     """Of what `samples` loads on the host of the main process, to encode captions and first frames, and to decode
-    images."""
+    pictures."""
     text, image, first = encoders.text, encoders.image, encoders.first_frame
     return HostWeights(
         text_encoder=0 if text is None else text_bytes(text),

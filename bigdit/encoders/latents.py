@@ -53,11 +53,11 @@ def check_divides(bucket: tuple[int, ...], side: int, frames: int) -> None:
 def bucket_pixels(
     image: Image.Image | Iterable[Image.Image], buckets: Sequence[tuple[int, ...]], color: Color
 ) -> tuple[tuple[int, ...], npt.NDArray[np.uint8]]:
-    """The bucket [height, width] of a decoded image (RGB or L, upright), or [frames, height, width] of a video, and
+    """The bucket [height, width] of a decoded picture (RGB or L, upright), or [frames, height, width] of a video, and
     its pixels there: uint8 [C, H, W], or [C, F, H, W].
 
-    The longer side is cropped about the centre; an image of the bucket's size keeps its pixels as they are. A video
-    goes to the buckets of the most frames that it has, an image to those of one, and of these to the nearest aspect
+    The longer side is cropped about the centre; a picture of the bucket's size keeps its pixels as they are. A video
+    goes to the buckets of the most frames that it has, a picture to those of one, and of these to the nearest aspect
     ratio. Frames are brought to size one by one. Raises Unusable where there are no buckets of so few frames.
     """
     frames = iter([image] if isinstance(image, Image.Image) else image)
@@ -90,7 +90,7 @@ def _fitted(image: Image.Image, size: tuple[int, ...], color: Color) -> npt.NDAr
     return np.ascontiguousarray(pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1))
 
 
-# Whose encoders take frames; of an image, one.
+# Whose encoders take frames; of a picture, one.
 VIDEO_VAES = (
     "AutoencoderKLCogVideoX",
     "AutoencoderKLHunyuanVideo",
@@ -147,7 +147,7 @@ class Normalisation:
         return self._whole(channels / self.scale + _like(self.mean, channels))
 
     def as_condition(self, z: torch.Tensor) -> torch.Tensor:
-        """Latents of z as pipelines have them that begin with an image: by the inverse of the deviation, which rounds
+        """Latents of z as pipelines have them that begin with a picture: by the inverse of the deviation, which rounds
         otherwise."""
         if self.deviation is None:
             return self.apply(z)

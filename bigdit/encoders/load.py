@@ -1,4 +1,4 @@
-"""The encoders of a run, as a process that extracts uses them; where a GPU does not hold all, they take turns."""
+"""The encoders of a run, as a process that extracts uses them; where a card does not hold all, they take turns."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Turns:
     def _said(self) -> str:
         waiting = gib(max(side.nbytes for side in self._sides))
         return (
-            "note: text encoders and VAE have no room on the GPU together, and take turns: of each part the images "
+            "note: text encoders and VAE have no room on the card together, and take turns: of each part the pictures "
             f"first, then the captions; up to {waiting} of weights wait on the host"
         )
 
@@ -140,8 +140,8 @@ _LESS = "smaller data.buckets, encoders.image.dtype: bf16, encoders.image.tiling
 
 @dataclass(frozen=True)
 class Encoders:
-    """What turns images and captions into features, and where; no text where images have classes, and `first_frame`
-    for models that begin with an image alone."""
+    """What turns pictures and captions into features, and where; no text where pictures have classes, and `first_frame`
+    for models that begin with a picture alone."""
 
     image: ImageCodec
     text: TextEncoder | None

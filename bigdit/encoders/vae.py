@@ -36,7 +36,7 @@ _OF_PICTURES = "AutoencoderKLQwenImage"  # a video VAE whose transformers are fe
 
 
 class DiffusersVae:
-    """Any VAE that VaeCodec names, in eval mode; images are videos of one frame to those of videos."""
+    """Any VAE that VaeCodec names, in eval mode; pictures are videos of one frame to those of videos."""
 
     stored_dtype = torch.bfloat16
 
@@ -92,7 +92,7 @@ class DiffusersVae:
     def latent_shape(self, bucket: tuple[int, ...]) -> Shape:
         if len(bucket) == 3 and not self._frames:
             raise UserError(
-                f"data.buckets: {written_bucket(bucket)} has frames, and {self._config.class_name} encodes images; "
+                f"data.buckets: {written_bucket(bucket)} has frames, and {self._config.class_name} encodes pictures; "
                 f"use {list(bucket[1:])}"
             )
         check_divides(bucket, self.downsample * normalisation(self._vae).patch, self.temporal_downsample)
@@ -133,7 +133,7 @@ class DiffusersVae:
             return moments
         mean, deviation = moments.unbind(1)
         if len(indices) != len(mean):
-            raise ValueError(f"{len(mean)} images are drawn by as many indices, and {len(indices)} were given")
+            raise ValueError(f"{len(mean)} pictures are drawn by as many indices, and {len(indices)} were given")
         noise = torch.stack([_noise(self._config.seed, index, mean.shape[1:]) for index in indices])
         return mean + deviation * noise.to(mean)
 

@@ -43,7 +43,7 @@ def _without_passes() -> bool:
     return False
 
 
-# Each engine on a GPU registers the passes of DeepSpeed's own compiler, which imports torch's for that: a second of
+# Each engine on a card registers the passes of DeepSpeed's own compiler, which imports torch's for that: a second of
 # every start. Nothing here calls it. Source: DeepSpeedEngine.__init__ in deepspeed/runtime/engine.py, DeepSpeed 0.19.
 _runtime = importlib.import_module("deepspeed.runtime.engine")
 _runtime.is_deepcompile_supported = _without_passes  # type: ignore[attr-defined]

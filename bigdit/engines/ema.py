@@ -136,7 +136,7 @@ def _swap_rounded(average: torch.Tensor, weights: torch.Tensor, *, back: bool) -
     bits, half = average.view(torch.int32), 1 << 15
     if not back:
         bits.add_(half)
-    _swap(bits.view(torch.int16)[1::2], weights.view(torch.int16))  # as processors with GPUs have it: upper half last
+    _swap(bits.view(torch.int16)[1::2], weights.view(torch.int16))  # as processors with cards have it: upper half last
     if back:
         bits.sub_(half)
 

@@ -1,4 +1,4 @@
-"""Encode a run's images and captions into its store: what is missing, in parallel, each part once.
+"""Encode a run's pictures and captions into its store: what is missing, in parallel, each part once.
 
 What has changed in the sources since is told by a listing of each in the store: names, sizes and times of its files. It
 can be deleted at any time. Where a time alone differs, as after a copy, the files are read, and their digests held
@@ -65,8 +65,8 @@ def extract(
     """Complete the store of `run`, or the parts that start in source indices [start, end) or in shard k/n, or `only`
     some, with `workers` processes (of each task of an engine), data.workers by default. The same call goes on.
 
-    Raises UserError where images, encoders, buckets, model and store do not go together, the disk cannot be
-    written, a worker dies, or every image was skipped.
+    Raises UserError where pictures, encoders, buckets, model and store do not go together, the disk cannot be
+    written, a worker dies, or every picture was skipped.
     """
     began = time.perf_counter()
     root = run.data.features
@@ -172,7 +172,7 @@ def _whole(root: Path, schema: StoreSchema, *, changed: bool) -> StoreReport:
         # Of a table labels are taken for numbers where nothing names the classes.
         names = ", or name the classes in data.classes" if isinstance(schema.classes, int) else ""
         raise UserError(
-            f"data.images: no image of {report.pictures} can be used, the first {first.name}: "
+            f"data.images: no picture of {report.pictures} can be used, the first {first.name}: "
             f"{first.reason}; mend them{names}, delete {root}, and run again"
         )
     return report

@@ -78,7 +78,7 @@ def do(job: Job) -> None:
 
 
 OnProgress = Callable[[Progress, list[UnitSpeed]], None]
-"""Called with the images that were encoded or skipped since, and all units that were committed so far."""
+"""Called with the pictures that were encoded or skipped since, and all units that were committed so far."""
 
 _NOTHING = Progress(0, 0)
 
@@ -175,6 +175,6 @@ def _death(worker: Worker) -> UserError:
     worker.process.join()
     status = worker.process.exitcode or 0
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
-    where = f" at images {worker.unit.start} to {worker.unit.end - 1}" if worker.unit else ""
+    where = f" at pictures {worker.unit.start} to {worker.unit.end - 1}" if worker.unit else ""
     memory = " (if memory ran out: fewer --workers)" if status == -signal.SIGKILL else ""
     return UserError(f"extraction worker {worker.number} {how}{where}{memory}; {EXTRACT} goes on from the parts done")

@@ -24,7 +24,7 @@ def split(ranges: Sequence[Range], start: int, end: int) -> list[Range]:
 
 
 def parse_split(count: int, start: int | None, end: int | None, shard: str | None) -> Range:
-    """The source indices [start, end) of `--start-index`, `--end-index` and `--shard k/n`, of `count` images.
+    """The source indices [start, end) of `--start-index`, `--end-index` and `--shard k/n`, of `count` pictures.
 
     Raises UserError where they contradict one another or name nothing.
     """

@@ -30,9 +30,9 @@ FOLDER = "speed"
 
 class UnitSpeed(Strict):
     """The unit of the range [start, end), in seconds: from the end of the one before it to its features, of which
-    waiting for the writer, reading and decoding images, encoding (in `gpu_s` on a GPU); the writer's own, beside the
+    waiting for the writer, reading and decoding pictures, encoding (in `gpu_s` on a GPU); the writer's own, beside the
     next unit's; those of the process' cores, and those in which the encoding thread waited for a core to be free.
-    `skipped`: images of the range that were not encoded."""
+    `skipped`: pictures of the range that were not encoded."""
 
     start: int
     end: int
@@ -71,7 +71,7 @@ class Shares(Strict):
 
 
 class WorkerSpeed(Strict):
-    """What a worker did: speed without start-up, in images encoded a second."""
+    """What a worker did: speed without start-up, in pictures encoded a second."""
 
     worker: str
     device: str
@@ -205,8 +205,8 @@ class AtWork(Strict):
 
 
 class StoreReport(Strict):
-    """A store as it is: parts that are done of all, images of the sources, and of the parts that are done encoded
-    images by latents' shape, what was skipped, their captions, and which of these tokenizers cut, bytes by column;
+    """A store as it is: parts that are done of all, pictures of the sources, and of the parts that are done encoded
+    pictures by latents' shape, what was skipped, their captions, and which of these tokenizers cut, bytes by column;
     encoders, or classes as in the schema; every worker that ever wrote a part."""
 
     features: Path
@@ -229,7 +229,7 @@ class StoreReport(Strict):
 
 
 class ExtractReport(Strict):
-    """What an extraction did: parts and their images, the workers that wrote them; `store` where it is whole."""
+    """What an extraction did: parts and their pictures, the workers that wrote them; `store` where it is whole."""
 
     features: Path
     parts: int

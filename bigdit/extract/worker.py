@@ -35,7 +35,7 @@ from bigdit.store.text import Cut, Text, summed
 
 @dataclass(frozen=True)
 class Unit:
-    """The source range [start, end) and its images."""
+    """The source range [start, end) and its pictures."""
 
     start: int
     end: int
@@ -49,7 +49,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Progress:
-    """So many more images of the unit are encoded or skipped, of which so many are skipped."""
+    """So many more pictures of the unit are encoded or skipped, of which so many are skipped."""
 
     pictures: int
     skipped: int
@@ -169,7 +169,7 @@ def _note(
 
 
 OnPictures = Callable[[int, int], None]
-"""Called with the images that were encoded or skipped since, and those of them that were skipped."""
+"""Called with the pictures that were encoded or skipped since, and those of them that were skipped."""
 
 
 def encode_unit(
@@ -183,9 +183,9 @@ def encode_unit(
     turn: Turn = at_once,
 ) -> Encoded:
     """Features of `items`, those that cannot be used left out: latents, and their captions encoded, or their classes;
-    with `first`, what it keeps of first frames. All images come before the captions, in the `turn` of their encoders.
+    with `first`, what it keeps of first frames. All pictures come before the captions, in the `turn` of their encoders.
 
-    `on_progress` is told of images, and `watch` of the seconds that went into `reading` and `encoding`.
+    `on_progress` is told of pictures, and `watch` of the seconds that went into `reading` and `encoding`.
     """
     unit = _Unit(buckets, codec, condition, on_progress, watch or Stopwatch(), first, turn)
     for item in items:
@@ -255,7 +255,7 @@ class _Unit:
         self._on_progress(len(encoded), 0)
 
     def encoded(self) -> Encoded:
-        """The features of all that was taken: the images that wait, and then the captions."""
+        """The features of all that was taken: the pictures that wait, and then the captions."""
         for bucket in list(self._waiting):
             self._encode(bucket)
         distinct = list(dict.fromkeys(caption.text for each in self._captions.values() for caption in each))
@@ -275,7 +275,7 @@ class _Unit:
         )
 
     def _cuts(self, texts: Mapping[str, Text]) -> Iterator[Cut]:
-        """How each caption of each image was cut."""
+        """How each caption of each picture was cut."""
         for index, captions in self._captions.items():
             for cut in (cut for caption in captions for cut in texts[caption.text].cuts):
                 yield replace(cut, samples=[self._names[index]])

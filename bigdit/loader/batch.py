@@ -1,4 +1,4 @@
-"""What a training step is fed: features, ids, or captions and images; steps are read before they are trained on."""
+"""What a training step is fed: features, ids, or captions and pictures; steps are read before they are trained on."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ Captions = Sequence[str | None]
 class CaptionedBatch:
     """One micro-batch of one bucket, not encoded yet.
 
-    pixels [B, 1 or 3, (F,) H, W] uint8; a caption a sample, of images that have classes none at all; the samples'
+    pixels [B, 1 or 3, (F,) H, W] uint8; a caption a sample, of pictures that have classes none at all; the samples'
     `indices` in the source; seeds and `extras` as in Batch.
     """
 

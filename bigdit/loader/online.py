@@ -1,4 +1,4 @@
-"""Features online: the encoders of a run on the device that trains, and its images in the place of a store."""
+"""Features online: the encoders of a run on the device that trains, and its pictures in the place of a store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from bigdit.strategy import ModelSpec
 from bigdit.units import gib
 
 _ROUNDED = 1.01
-"""A plan's bytes are those of a GPU's allocator, which rounds."""
+"""A plan's bytes are those of a card's allocator, which rounds."""
 
 
 class RunEncoders:
@@ -90,8 +90,8 @@ def more_than_planned(plan: PlanFile, encoders: RunEncoders) -> list[str]:
 def open_online(
     run: RunConfig, spec: ModelSpec, plan: PlanFile | None, device: torch.device, chunk: int
 ) -> tuple[RawStore, RunEncoders]:
-    """The run's images, and its encoders on the device. Raises UserError where these cannot be loaded, or what they
-    make of the images is not what the model takes, or the plan is for."""
+    """The run's pictures, and its encoders on the device. Raises UserError where these cannot be loaded, or what they
+    make of the pictures is not what the model takes, or the plan is for."""
     source = open_source(run.data)
     classes = (source.class_names or class_count(spec)) if takes_classes(spec) else None
     encoders = RunEncoders(run, device, chunk, source)

@@ -23,7 +23,7 @@ from bigdit.store.text import chosen
 
 
 class RawStore:
-    """All images of `source` in one bucket, whose latents have `shape`: parts and rows as a store of them has them
+    """All pictures of `source` in one bucket, whose latents have `shape`: parts and rows as a store of them has them
     where none is skipped, so that the order of training is the same."""
 
     root = "data.images"
@@ -47,7 +47,7 @@ class RawStore:
         self.buckets = {shape: BucketRows(self.index.counts[:, 0])}
 
     def item(self, number: int, row: int) -> Item:
-        """The image of a part's row."""
+        """The picture of a part's row."""
         at = int(self.index.parts[number, 0]) + row
         return self._source.items(at, at + 1)[0]
 
@@ -92,10 +92,10 @@ class RawReader:
         """Pictures are read when their turn comes."""
 
     def read(self, bucket: Shape, parts: Ints, rows: Ints, seeds: Sequence[int]) -> CaptionedBatch:
-        """The batch of these rows. Raises UserError for an image that cannot be used."""
+        """The batch of these rows. Raises UserError for a picture that cannot be used."""
         items = [self._store.item(*place) for place in zip(parts.tolist(), rows.tolist(), strict=True)]
         loaded = [self._store.load(item) for item in items]
-        pixels = torch.from_numpy(np.stack([each for _, each in loaded]))  # a copy: of gray images they are Pillow's
+        pixels = torch.from_numpy(np.stack([each for _, each in loaded]))  # a copy: of gray pictures they are Pillow's
         labelled = self._store.schema.classes is not None
         captions = () if labelled else [self._caption(*each) for each in zip(loaded, seeds, strict=True)]
         extras = {}

@@ -120,7 +120,7 @@ class BatchReader:
         return {IMAGE_CONDITION: (self._mask + channels, *sides), **kept}
 
     def _frames(self, bucket: Shape, parts: Ints, rows: Ints) -> dict[str, torch.Tensor]:
-        """Of models that begin with an image, condition and embeddings in bf16."""
+        """Of models that begin with a picture, condition and embeddings in bf16."""
         shapes, count = self._frame_shapes(bucket), len(rows)
         found = {name: self._buffers.take(name, (count, *shape), torch.bfloat16)[0] for name, shape in shapes.items()}
         if not found:

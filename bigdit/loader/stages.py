@@ -24,7 +24,7 @@ class DataState(Strict):
     """Stages of the data as (first epoch, parts); `parts_digest`: of the parts of the last; what else the order follows
     from; the `classes` that labels are of, by their names or their number, None of captions; how many samples of the
     first stage are `held_out`; the `first_step` of the order: that of the stage of the run that it is of; and of
-    features online the `sources` of images, as they say what they are, None of a store, which keeps them itself."""
+    features online the `sources` of pictures, as they say what they are, None of a store, which keeps them itself."""
 
     seed: NonNegativeInt
     global_batch_size: PositiveInt
@@ -178,7 +178,7 @@ def _other_parts(store: FeatureStore | RawStore, parts: int, state: DataState, w
         return []
     counted = f": {_listed(now)} now, and {_listed(before)} then" if before else ""
     return [
-        f"{store.root} has other images than {where} was trained on{counted}; bring these back, have new ones in a "
+        f"{store.root} has other pictures than {where} was trained on{counted}; bring these back, have new ones in a "
         "further source at the end of the list, or choose another output"
     ]
 
@@ -188,7 +188,7 @@ def _listed(counts: Sequence[int]) -> str:
 
 
 def _changed(store: FeatureStore | RawStore, state: DataState, where: Path) -> list[str]:
-    """What a person should know of sources that have as many images as before, and are not as they were."""
+    """What a person should know of sources that have as many pictures as before, and are not as they were."""
     if not isinstance(store, RawStore) or state.sources is None:
         return []
     changed = sum(one != other for one, other in zip(store.schema.sources, state.sources, strict=False))
@@ -196,7 +196,7 @@ def _changed(store: FeatureStore | RawStore, state: DataState, where: Path) -> l
         return []
     return [
         f"{changed} of {how_many(len(state.sources), 'source')} of {store.root} changed since {where}: names, sizes or "
-        "captions of images; what was put in an image's place is trained on from here, and what moved in their "
+        "captions of pictures; what was put in a picture's place is trained on from here, and what moved in their "
         "order comes twice, or not, in this epoch"
     ]
 

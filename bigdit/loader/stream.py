@@ -24,7 +24,7 @@ Micro = Batch | CaptionedBatch
 
 
 class FeatureStream:
-    """Micro-batches of a store, or of images that are not encoded yet, for one process of `world`; every process sees
+    """Micro-batches of a store, or of pictures that are not encoded yet, for one process of `world`; every process sees
     its share of the same order."""
 
     def __init__(

@@ -44,7 +44,7 @@ CHANNELS = {
     (10, 3): (2, 32),  # B300
     (12, 0): (2, 4),  # RTX 5060 to RTX PRO 6000, no NVLink
 }
-"""Channels that NCCL opens between GPUs of one compute capability: over PCIe, over the most NVLinks.
+"""Channels that NCCL opens between cards of one compute capability: over PCIe, over the most NVLinks.
 
 Source: measured: 2 over PCIe (rwth-i6/returnn#1469), 24 on A100 (NVIDIA/nccl#1785), 32 on H100 (NVIDIA/nccl#1685).
 Derived: two to an NVLink, as on A100 (NVIDIA/nccl#1225), 4 where there are two links or none, 32 on Blackwell as on
@@ -100,7 +100,7 @@ over the 24 channels of four A100, of which two alone took 544 MiB (NVIDIA/nccl#
 
 
 def cuda_context(compute_capability: tuple[int, int], multiprocessors: int | None = None) -> ByteRange:
-    """The context of a process that trains on one GPU, of any that has this compute capability where the GPU's
+    """The context of a process that trains on one card, of any that has this compute capability where the card's
     `multiprocessors` are not given. Raises UserError for an unknown compute capability."""
     threads = capability(compute_capability).threads
     alike = [card.multiprocessors for card in gpus() if card.compute_capability == compute_capability]
@@ -110,7 +110,7 @@ def cuda_context(compute_capability: tuple[int, int], multiprocessors: int | Non
 
 
 def nccl_buffers(compute_capability: tuple[int, int], world_size: int, communicators: int = 1) -> ByteRange:
-    """NCCL's memory on one GPU with so many communicators among processes; none where a process is alone.
+    """NCCL's memory on one card with so many communicators among processes; none where a process is alone.
 
     How many processes there are does not matter beyond two nodes (NVIDIA/nccl#986). Raises UserError as `cuda_context`
     does.
@@ -137,7 +137,7 @@ def beside_torch(
 def beside_training(
     strategy: Strategy, compute_capability: tuple[int, int], multiprocessors: int | None = None
 ) -> ByteRange:
-    """What a process that trains by `strategy` takes of a GPU beside torch's reserved memory; HSDP has a communicator
+    """What a process that trains by `strategy` takes of a card beside torch's reserved memory; HSDP has a communicator
     for each of its two groups. Raises UserError as `cuda_context` does."""
     if strategy.world_size == 1:
         return cuda_context(compute_capability, multiprocessors) + NCCL_ALONE[strategy.engine]

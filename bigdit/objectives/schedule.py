@@ -1,8 +1,8 @@
-"""How t or a timestep is drawn, and what is left of the image at it.
+"""How t or a timestep is drawn, and what is left of the picture at it.
 
 Flow matching draws t in (0, 1), 1 = noise, and shifts it by a sample's size: Esser et al., arXiv:2403.03206, section
 3.1, equation 19 (logit-normal), 20 (mode) and 23 (the shift). A noise schedule of denoising diffusion, from 0 = almost
-all of the image, is in python's floats: losses take single numbers of it, which an emulated GPU computes.
+all of the picture, is in python's floats: losses take single numbers of it, which an emulated GPU computes.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from bigdit.strategy import TORCHAO, OptimizerSpec
 def bitsandbytes(spec: OptimizerSpec, params: Groups) -> Optimizer:
     """Block-wise 8-bit state (Dettmers et al., arXiv:2110.02861), in fp32 below 4096 elements.
 
-    Paged state is CUDA managed memory, which the driver moves to the host when the GPU is full; on CPU weights
+    Paged state is CUDA managed memory, which the driver moves to the host when the card is full; on CPU weights
     its first step raises UserError.
     """
     with libraries.uncompiled():

@@ -1,4 +1,4 @@
-"""Recipes: a run's YAML, the GPU it is for, and what it took there. Nothing here imports torch."""
+"""Recipes: a run's YAML, the card it is for, and what it took there. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MEASURED = _FOLDER / "measured.json"
 
 
 class For(Strict):
-    """The second line of a recipe: a model and a GPU of the catalogue, and the hub's repository of its weights."""
+    """The second line of a recipe: a model and a card of the catalogue, and the hub's repository of its weights."""
 
     model: str
     gpu: str
@@ -29,8 +29,8 @@ class For(Strict):
 
 
 class Extraction(Strict):
-    """`bigdit extract` of so many `samples` of each size on emulated GPUs, in bytes of one, at the most; `ran_out`:
-    encoders were on the GPU together until memory did not do, and took turns from then on. `emulated_bytes`: what
+    """`bigdit extract` of so many `samples` of each size on emulated cards, in bytes of one, at the most; `ran_out`:
+    encoders were on the card together until memory did not do, and took turns from then on. `emulated_bytes`: what
     torch allocates for as many in the encode phase alone, None where the catalogue has not all encoders."""
 
     samples: PositiveInt
@@ -61,12 +61,12 @@ class Saved(Strict):
 
 
 class Took(Strict):
-    """Three steps of a recipe at full size on emulated GPUs, in bytes of one: by torch's allocator, and
+    """Three steps of a recipe at full size on emulated cards, in bytes of one: by torch's allocator, and
     `process_bytes` with all that a CUDA process takes beside it, at least and at most. As the plan for it says, or its
     profile where blocks are swapped, whose number no plan is asked for: `host_bytes` of the machine's memory while
-    it saves, `store_bytes` of the features of 100,000 images or videos, `hours` of its steps, `encoding_hours` of
-    what the encoders compute of these on its GPUs, None where the catalogue has not all of them, `waiting_bytes` of
-    their weights on the host, where they take turns on the GPU; 0 where all have room. `extraction` was run there
+    it saves, `store_bytes` of the features of 100,000 pictures or videos, `hours` of its steps, `encoding_hours` of
+    what the encoders compute of these on its cards, None where the catalogue has not all of them, `waiting_bytes` of
+    their weights on the host, where they take turns on the card; 0 where all have room. `extraction` was run there
     too, and `saved` is what the steps left. Of stages, three steps of each: bytes of memory are those of the one that
     takes most, features and hours those of all."""
 
@@ -107,7 +107,7 @@ class Recipe:
 
     @property
     def processes(self) -> int:
-        """As many as it has GPUs."""
+        """As many as it has cards."""
         return int(self.run["strategy"].get("world_size", 1))
 
     @property
@@ -196,7 +196,7 @@ def recipe(name: str) -> Recipe:
 
 
 def _instead(asked: str, known: list[str]) -> str:
-    """The recipes whose names have what was asked in them, such as a GPU or a model; else the nearest."""
+    """The recipes whose names have what was asked in them, such as a card or a model; else the nearest."""
     part = "-".join(asked.casefold().split())
     holding = [name for name in known if part in name]
     return f"did you mean {', '.join(holding)}?" if part and holding else nearest(asked, known)

@@ -1,6 +1,6 @@
 """Benchmarks for people: memory against the micro-batch size, and contenders side by side.
 
-Memory is a table, two images, Markdown, and a page that holds all of it. Contenders are what a step of each takes,
+Memory is a table, two pictures, Markdown, and a page that holds all of it. Contenders are what a step of each takes,
 and how they compare with the baseline.
 """
 
@@ -34,7 +34,7 @@ GRADES = {
     "measured": "measured on this machine's GPU",
     "emulated": "emulated: torch's own allocator on an emulated GPU; no kernel ran",
 }
-"""What tables and images say of their numbers, in full."""
+"""What tables and pictures say of their numbers, in full."""
 
 WHERE = {"measured": "on this machine's {}", "emulated": "on the emulated {}"}
 """What every heading and figure says of its GPU."""
@@ -47,7 +47,7 @@ BY_CATEGORY = "Allocated at the peak, by category, on the emulated"
 
 
 def write_memory(found: MemoryBench, folder: Path, command: str) -> list[Path]:
-    """Write JSON, Markdown, image and page into a folder, and name them. Raises UserError where it cannot be written.
+    """Write JSON, Markdown, picture and page into a folder, and name them. Raises UserError where it cannot be written.
 
     `command` is what somebody typed to have this.
     """
@@ -189,7 +189,7 @@ def note(found: MemoryBench) -> str:
 
 
 def markdown(found: MemoryBench, command: str) -> str:
-    """The tables, the image and the command."""
+    """The tables, the picture and the command."""
     names, said = columns(found), note(found)
     lines = [f"# {title(found)}", "", f"{subtitle(found)}. {found.written}.", "", f"![{title(found)}]({PICTURE})", ""]
     for curve in found.curves:

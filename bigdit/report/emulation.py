@@ -1,4 +1,4 @@
-"""What an emulated script took of its GPUs: for the terminal, as JSON, and as a page that needs nothing beside it."""
+"""What an emulated script took of its cards: for the terminal, as JSON, and as a page that needs nothing beside it."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def made_by(group: Live) -> Iterator[str]:
 
 
 def _show_oom(account: Account, oom: OutOfMemory) -> None:
-    when = f"in {oom.phase}, after {how_many(oom.steps, 'step')}, on GPU {oom.card}"
+    when = f"in {oom.phase}, after {how_many(oom.steps, 'step')}, on card {oom.card}"
     _say(f"[bold]{account.title} ran out of memory[/bold] {when}:")
     _say(f"  {gib(oom.asked_bytes)} asked, {gib(oom.free_bytes)} free of {gib(oom.total_bytes)}; "
          f"{gib(oom.allocated_bytes)} allocated")  # fmt: skip
@@ -285,7 +285,7 @@ MOST_CURVES = 4
 """Processes whose curves are drawn: the highest; others have their row in the table and all in the JSON."""
 
 MOST_SPANS = 60
-"""Phases that can be told apart in an image; where there are more, only the start is marked."""
+"""Phases that can be told apart in a picture; where there are more, only the start is marked."""
 
 SHADES = {"backward": COLOURS["saved activation"], "step": COLOURS["optimizer state"]}
 
@@ -346,13 +346,13 @@ def _inline(
     said = (
         f"Memory of {account.title} in the order of the allocator's events: allocated up to "
         f"{gib(card.peak_allocated_bytes)}, in {card.peak_phase}, and reserved up to {gib(card.peak_reserved_bytes)}, "
-        f"of the GPU's {gib(emulation.gpu.usable_bytes)}."
+        f"of the card's {gib(emulation.gpu.usable_bytes)}."
     )
     return inline(curve_figure(account, card, shortage, emulation), name, "Memory over the run", said)
 
 
 def curve_figure(account: Account, card: CardAccount, shortage: OutOfMemory | None, emulation: Emulation) -> Figure:
-    """Allocated and reserved over the run in GiB, phases behind them, and what the GPU leaves to torch."""
+    """Allocated and reserved over the run in GiB, phases behind them, and what the card leaves to torch."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4.4), dpi=120, layout="constrained")
@@ -397,7 +397,7 @@ def _draw_phases(axes: Axes, card: CardAccount) -> None:
 
 
 def _draw_card(axes: Axes, account: Account, card: CardAccount, emulation: Emulation) -> None:
-    """The GPU's line, and below it what CUDA and NCCL may take beside torch; words where both are far above."""
+    """The card's line, and below it what CUDA and NCCL may take beside torch; words where both are far above."""
     usable = emulation.gpu.usable_bytes
     beside = emulation.beside(account)
     top = max(card.peak_reserved_bytes, 1)

@@ -45,10 +45,10 @@ Source: Paul Tol's colours for the colour-blind, https://personal.sron.nl/~pault
 """
 
 MOST_COLUMNS = 2000
-"""Points drawn, at most: more than the image has pixels."""
+"""Points drawn, at most: more than the picture has pixels."""
 
 LETTERS_ACROSS = 130
-"""About so many letters fit beside one another over the image."""
+"""About so many letters fit beside one another over the picture."""
 
 BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 1.5, "alpha": 0.85}
 """Words over lines stay legible."""

@@ -35,7 +35,7 @@ _HEAD = """\
 """
 RUN = "run.yaml"
 _FROM_SCRATCH = Beginning(steps=100_000, warmup_steps=1000, lr=1e-4)
-"""Of a run from random weights, where no images were counted; the warm-up is a tenth of the steps at the most."""
+"""Of a run from random weights, where no pictures were counted; the warm-up is a tenth of the steps at the most."""
 _OTHER_TEXT = "`bigdit extract` does not encode text as {} is fed it ({}): its features come from elsewhere."
 _VAES = get_args(VaeCodec.model_fields["class_name"].annotation)
 FOLDER = "path/to"
@@ -132,7 +132,7 @@ def _objective(model: CatalogModel) -> dict[str, Any]:
 
 
 def _dtypes(plan: Plan) -> tuple[dict[str, str], dict[str, str]]:
-    """Of encoders online, as the plan has them on the GPU: VAE and text encoders, where they are not the default."""
+    """Of encoders online, as the plan has them on the card: VAE and text encoders, where they are not the default."""
     encoders = online_encoders(plan.question.model, plan.batch)
     dtypes = encoders.vae.dtype, next((each.dtype for each in encoders.text), "fp32")
     vae, text = ({} if each == "fp32" else {"dtype": each} for each in dtypes)
@@ -140,7 +140,7 @@ def _dtypes(plan: Plan) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _frames(plan: Plan) -> list[int]:
-    """Of a bucket of videos, those of which the plan's latents are made; of images none."""
+    """Of a bucket of videos, those of which the plan's latents are made; of pictures none."""
     if len(plan.batch.latents) == 3:
         return []
     return [1 + (plan.batch.latents[1] - 1) * plan.question.model.vae.temporal_downsample]
@@ -159,7 +159,7 @@ def _text(pipeline: str, text: TextInput) -> dict[str, Any]:
 
 
 def _first_frame(pipeline: str, model: CatalogModel) -> dict[str, Any]:
-    """Of models that begin with an image."""
+    """Of models that begin with a picture."""
     if not takes_first_frame(model.spec):
         return {}
     return {"first_frame": {} if model.spec.kwargs.get("image_dim") is None else {"pipeline": pipeline}}

@@ -48,7 +48,7 @@ def _within(text: str, width: int, indent: str = "") -> str:
 
 
 def needs(found: Recipe) -> list[str]:
-    """What it takes of GPU, host and disk, and how long it goes, a line each."""
+    """What it takes of card, host and disk, and how long it goes, a line each."""
     card = resolve_gpu(found.about.gpu).title
     card = card if found.processes == 1 else f"{found.processes} × {card}, each"
     took = found.took
@@ -76,7 +76,7 @@ def needs(found: Recipe) -> list[str]:
 
 
 def _extraction(found: Recipe) -> list[str]:
-    """What encoding takes of the GPU."""
+    """What encoding takes of the card."""
     assert found.took is not None
     taken = found.took.extraction
     if taken is None:

@@ -40,7 +40,7 @@ MOST_PICTURES, PICTURE_BYTES = 6, 150_000  # how many are shown, and the bytes o
 @dataclass(frozen=True)
 class Found:
     """What the run is (None of one that an earlier bigdit trained), its receipt (None before its end), rows of metrics,
-    images by the step after which they were drawn; `wanted` is how many steps it is to take, where that is known."""
+    pictures by the step after which they were drawn; `wanted` is how many steps it is to take, where that is known."""
 
     output: Path
     steps: int
@@ -59,7 +59,7 @@ class Found:
         return [(row["step"], row[key]) for row in rows]
 
     def document(self) -> Any:
-        """All that a page shows, for JSON; of images their paths."""
+        """All that a page shows, for JSON; of pictures their paths."""
         return TypeAdapter(Found).dump_python(self, mode="json", by_alias=True)
 
 
@@ -136,7 +136,7 @@ def page(found: Found) -> str:
 
 
 def charts(found: Found) -> list[Markup]:
-    """The images of all that rows have."""
+    """The pictures of all that rows have."""
     unit, name = units.unit_of(max((value for key in MEMORY for _, value in found.series(key)), default=1))
     asked = (
         ("Loss", LOSSES, 1, False),
@@ -188,7 +188,7 @@ def _chart(found: Found, title: str, keys: dict[str, str], unit: float, from_zer
 
 
 def _pictures(found: Found, notices: list[str]) -> list[tuple[int, str, Path]]:
-    """Step, the image as a JPEG in base64, and its file, the newest first: the first, the last, and evenly between.
+    """Step, the picture as a JPEG in base64, and its file, the newest first: the first, the last, and evenly between.
     One that cannot be read is left out, and said."""
     from PIL import Image
 
@@ -197,7 +197,7 @@ def _pictures(found: Found, notices: list[str]) -> list[tuple[int, str, Path]]:
         path = found.pictures[steps[round(place)]]
         try:
             pixels = Image.open(BytesIO(read_bytes(path))).convert("RGB")
-        except OSError as error:  # PIL's errors of a damaged image too
+        except OSError as error:  # PIL's errors of a damaged picture too
             notices.append(f"{path} cannot be read: {error.strerror or error}; it is left out")
             continue
         pixels.save(data := BytesIO(), "jpeg", quality=90)

@@ -1,4 +1,4 @@
-"""What a batch of images is conditioned on, and what guidance leads away from (Ho & Salimans, arXiv:2207.12598)."""
+"""What a batch of pictures is conditioned on, and what guidance leads away from (Ho & Salimans, arXiv:2207.12598)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SamplingOptions:
     """`height` and `width` in pixels, and `frames` of a video; `guidance` 1 is none (Ho & Salimans, arXiv:2207.12598).
 
     `negative`: what guidance leads away from; left out, the empty caption, or no class. `sampler`: left out, the
-    objective's own. `micro_batch_size`: images at once, where memory does for as many.
+    objective's own. `micro_batch_size`: pictures at once, where memory does for as many.
     """
 
     height: int

@@ -46,7 +46,7 @@ def asked_image(option: str, path: Path, max_pixels: int = MAX_PIXELS) -> Image.
 
 
 def first_image(path: Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """The image of a file, or the first frame of a video, upright, of mode RGB or L. Raises FileNotFoundError;
+    """The picture of a file, or the first frame of a video, upright, of mode RGB or L. Raises FileNotFoundError;
     Unusable, with the reason; UserError where it cannot be read."""
     if not is_video(path):
         return decode(read_file(path, PICTURE_BYTES), max_pixels)
@@ -60,7 +60,7 @@ def first_frame_extras(
     frames: FirstFrames, images: Sequence[Image.Image], bucket: tuple[int, ...]
 ) -> dict[str, torch.Tensor]:
     """The extras [images, …] fp32, on the host, of videos of `bucket` [(frames,) height, width] that begin with these
-    images; an image is cropped to the bucket as extraction does it."""
+    images; a picture is cropped to the bucket as extraction does it."""
     found = [_extras(frames, each, bucket) for each in images]  # one by one: a whole video is made of each
     return {name: torch.cat([each[name] for each in found]).float() for name in found[0]}
 
@@ -77,7 +77,7 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Encoded:
-    """Of so many images; `begun`: the extras of their first frames, a row each."""
+    """Of so many pictures; `begun`: the extras of their first frames, a row each."""
 
     count: int
     guided: bool
@@ -85,7 +85,7 @@ class Encoded:
     begun: Mapping[str, torch.Tensor]
 
     def of(self, numbers: Sequence[int], device: torch.device, dtype: torch.dtype) -> Given:
-        """What these images are conditioned on; with guidance, followed by what they are led away from, which begins
+        """What these pictures are conditioned on; with guidance, followed by what they are led away from, which begins
         alike."""
         asked = [*numbers, *([self.count] * len(numbers) if self.guided else [])]
         given = self.texts.of(asked)

@@ -15,7 +15,7 @@ Picture = npt.NDArray[np.uint8]
 
 
 def png(picture: Picture) -> bytes:
-    """PNG bytes of one image."""
+    """PNG bytes of one picture."""
     from PIL import Image
 
     buffer = BytesIO()
@@ -24,7 +24,7 @@ def png(picture: Picture) -> bytes:
 
 
 def grid_png(pictures: Sequence[Picture], captions: Sequence[str], columns: int = 5) -> bytes:
-    """PNG bytes: the images in rows of `columns`, small ones enlarged without smoothing, captions below."""
+    """PNG bytes: the pictures in rows of `columns`, small ones enlarged without smoothing, captions below."""
     from matplotlib.figure import Figure
 
     columns = min(columns, len(pictures))

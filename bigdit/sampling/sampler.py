@@ -1,7 +1,7 @@
 """Pictures or videos from captions or classes by a trained checkpoint, with classifier-free guidance.
 
-What encodes, draws and decodes has the device in turn, and alone: no GPU holds all of it that holds each of them.
-Where one has room for it, what decodes comes between batches, beside the model: images come soon after being drawn.
+What encodes, draws and decodes has the device in turn, and alone: no card holds all of it that holds each of them.
+Where one has room for it, what decodes comes between batches, beside the model: pictures come soon after being drawn.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class Sampler:
         images: Sequence[Image.Image] = (),
         shown: Shown = lambda what, found, total: found,
     ) -> Iterator[torch.Tensor]:
-        """One image a caption, or a class by its name or number: uint8 [channels, (frames,) height, width]. Image i
-        depends on caption i and seed + i, and of a model of videos that begin with an image on image i; one image is
+        """One picture a caption, or a class by its name or number: uint8 [channels, (frames,) height, width]. Picture i
+        depends on caption i and seed + i, and of a model of videos that begin with a picture on image i; one image is
         for all. Each comes when its batch is drawn; where memory does not do for what decodes beside the model, when
         all are. `shown` sees what is drawn, and what is decoded at the end. Raises UserError as `draw` and `decode`."""
         waiting: list[torch.Tensor] = []
@@ -117,10 +117,10 @@ class Sampler:
     def draw(
         self, captions: Sequence[str], options: SamplingOptions, images: Sequence[Image.Image] = ()
     ) -> Iterator[torch.Tensor]:
-        """The latents [C, (f,) h, w] of each image, on the host; the model is gone when the last one is drawn.
+        """The latents [C, (f,) h, w] of each picture, on the host; the model is gone when the last one is drawn.
 
         A batch for which memory does not do is halved. Raises UserError where it does not do for what encodes, for the
-        model or for one image, for a class that is unknown, and where images are missing or too many.
+        model or for one picture, for a class that is unknown, and where images are missing or too many.
         """
         self.check(options, {Words().label: captions}, len(images))
         shape = self._latents(options)
@@ -143,7 +143,7 @@ class Sampler:
 
     @torch.no_grad()
     def decode(self, latents: Iterable[torch.Tensor], options: SamplingOptions) -> Iterator[torch.Tensor]:
-        """Their images, one at a time, since an image takes much more than its latents. Raises UserError where
+        """Their pictures, one at a time, since a picture takes much more than its latents. Raises UserError where
         memory does not do for one."""
         give_back(self._device)
         self._codec.move(self._device)
@@ -154,7 +154,7 @@ class Sampler:
 
     @torch.no_grad()
     def _decode_beside(self, latents: torch.Tensor, options: SamplingOptions) -> torch.Tensor | None:
-        """The image of these latents beside the model; None, and a note, where memory does not do for that."""
+        """The picture of these latents beside the model; None, and a note, where memory does not do for that."""
         try:
             self._codec.move(self._device)
             return self._pixels(latents)
@@ -163,14 +163,14 @@ class Sampler:
                 raise
         self._codec.move(_HOST)
         give_back(self._device)
-        log.notice(f"note: {options.size}: no room to decode beside the model; images come when all are drawn")
+        log.notice(f"note: {options.size}: no room to decode beside the model; pictures come when all are drawn")
         return None
 
     def _pixels(self, latents: torch.Tensor) -> torch.Tensor:
         return to_bytes(self._codec.decode(latents[None].to(self._device)))[0].cpu()
 
     def _latents(self, options: SamplingOptions) -> Shape:
-        """The shape of the latents of one image. Raises UserError where the codec or the model has none of it."""
+        """The shape of the latents of one picture. Raises UserError where the codec or the model has none of it."""
         size, side = options.size, self._codec.downsample
         if options.height % side or options.width % side:
             nearest = "x".join(map(str, fitting_bucket(options.bucket, side)))
@@ -179,7 +179,7 @@ class Sampler:
         if options.frames is not None and (options.frames - 1) % step:
             raise UserError(f"{size} has {options.frames} frames, and the codec takes one and then multiples of {step}")
         if options.frames is not None and self.fps is None:
-            raise UserError(f"{size} has frames, and the run was trained on images; give HEIGHTxWIDTH")
+            raise UserError(f"{size} has frames, and the run was trained on pictures; give HEIGHTxWIDTH")
         shape = self._codec.latent_shape(options.bucket)
         if misfits := size_misfits(self._spec, [shape]):
             raise UserError(f"{size} gives {misfits[0]}")
@@ -187,10 +187,10 @@ class Sampler:
 
     def _check_images(self, images: int, captions: int) -> None:
         if not self._begins and images:
-            raise UserError("--image: the model's videos begin with no image; leave it out")
+            raise UserError("--image: the model's videos begin with no picture; leave it out")
         if self._begins and images not in (1, captions):
             raise UserError(
-                f"--image: the model's videos begin with an image: {images} were given for {captions} captions; pass "
+                f"--image: the model's videos begin with a picture: {images} were given for {captions} captions; pass "
                 "one for all, or one for each"
             )
 
@@ -237,7 +237,7 @@ class Sampler:
 
 
 def _least_bytes(shape: Shape, guidance: float) -> int:
-    """What an image takes at the least, in fp32: latents, noise and what the model predicts; with guidance twice what
+    """What a picture takes at the least, in fp32: latents, noise and what the model predicts; with guidance twice what
     the model is fed and predicts, beside noise. A host's memory is not refused, but ends."""
     return (3 if guidance == 1 else 5) * 4 * math.prod(shape)
 

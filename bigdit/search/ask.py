@@ -102,7 +102,7 @@ def question_for(model: str | None = None, gpu: str | None = None, **options: An
     further = dict.fromkeys(size for size in (*sizes, *more) if size != (height, width))
     if found_model.clip is not None:
         amounts.setdefault("frames", found_model.clip.frames)
-    if "host_memory_bytes" not in amounts:  # this machine's own where its GPU was asked for
+    if "host_memory_bytes" not in amounts:  # this machine's own where its card was asked for
         own_card = (gpu or "").strip().casefold() == "auto"
         usual = memory_bytes() if own_card else card.host_bytes * cluster.processes_per_node
         amounts |= {"host_memory_bytes": usual, "host_assumed": not own_card}
@@ -235,7 +235,7 @@ def written(size: Size) -> str:
 
 
 def cluster_problems(cluster: Cluster, pins: Pins, global_batch_size: int | None, gpu: Gpu | None) -> list[str]:
-    """Whether the GPUs make a layout, and the global batch can be shared out over it.
+    """Whether the cards make a layout, and the global batch can be shared out over it.
 
     Source: https://github.com/NVIDIA/nccl/issues/1716, NCCL without MIG.
     """
@@ -252,7 +252,7 @@ def cluster_problems(cluster: Cluster, pins: Pins, global_batch_size: int | None
         )
     if pins.engine == "single" and gpus > 1:
         problems.append(
-            f"--engine single runs on one GPU, and --gpus is {gpus}; use --engine zero1, zero2, zero3 or fsdp2, or "
+            f"--engine single runs on one card, and --gpus is {gpus}; use --engine zero1, zero2, zero3 or fsdp2, or "
             "--gpus 1"
         )
     one_pass = gpus * (pins.micro_batch_size or 1)
@@ -290,7 +290,7 @@ def pin_problems(cluster: Cluster, pins: Pins, gpu: Gpu | None) -> list[str]:
 
 def _refusals(cluster: Cluster, pins: Pins, gpu: Gpu | None, base: str | None) -> list[str]:
     """Why each strategy with these pins is refused, adapters over a `base`; none where one is not."""
-    # One process is taken for the engine single on several GPUs: cluster_problems says what is wrong there.
+    # One process is taken for the engine single on several cards: cluster_problems says what is wrong there.
     engines = (pins.engine,) if pins.engine else get_args(EngineChoice)[cluster.gpus > 1 :]
     smallest_first = reversed(get_args(Precision))
     computed = [each for each in smallest_first if gpu is None or not precision_problems(gpu, each)]

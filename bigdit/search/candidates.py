@@ -27,7 +27,7 @@ that are two to three times apart do not tell smaller differences, whichever of 
 
 
 SAME_ROOM = UNPROVED.share
-"""Bytes within this share of each other are as many: more than that is not known of a real GPU. No block is recomputed
+"""Bytes within this share of each other are as many: more than that is not known of a real card. No block is recomputed
 for them."""
 
 
@@ -191,7 +191,7 @@ class Candidate:
 
     @property
     def rate(self) -> Interval:
-        """Images a second of one GPU."""
+        """Images a second of one card."""
         return self.step.seconds.per(self.micro_batch_size * self.grad_accum_steps)
 
     def as_fast_as(self, other: Candidate) -> bool:
@@ -282,7 +282,7 @@ def host_bytes(question: Question, option: Option, micro_batch_size: int, blocks
 
 
 def micro_batch_sizes(question: Question, strategy: Strategy) -> Iterator[int]:
-    """Sizes in order: the pinned one, the divisors of a GPU's share of the global batch, or all to 32 and then
+    """Sizes in order: the pinned one, the divisors of a card's share of the global batch, or all to 32 and then
     ever larger steps. What steps in the backward pass accumulates nothing, and takes its share at once."""
     if question.pins.micro_batch_size is not None:
         yield question.pins.micro_batch_size

@@ -40,7 +40,7 @@ STREAMED_BYTES, STREAM_BYTES = 8, 24
 FRAMED_BYTES = 8
 """More of a row whose first frame is kept: an int64."""
 LABELLED_ROW_BYTES = 40
-"""A row and its class, an int64, of images without captions."""
+"""A row and its class, an int64, of pictures without captions."""
 
 CAPTION_TOKENS = Interval(low=49, high=168)
 """Mean length of a caption. Low: what a LLaVA writes in two or three sentences, 49.4 tokens over 1.3 billion images
@@ -235,7 +235,7 @@ def _extraction_notes(model: CatalogModel, batch: BatchShape, *, known: bool) ->
 
 
 def _room_notes(need: EncodersNeed, question: Question) -> list[str]:
-    """What is to be known of encoders that have no room on the GPU together."""
+    """What is to be known of encoders that have no room on the card together."""
     way = need.way(question.gpu)
     if way == "together":
         return []
@@ -262,11 +262,11 @@ def written(nbytes: float) -> str:
 Way = Literal["together", "in turns"]
 
 KEPT_FREE = 0.1
-"""Of the GPU: for the pieces between allocations."""
+"""Of the card: for the pieces between allocations."""
 
 
 class Side(NamedTuple):
-    """Encoders of images, or of texts: bytes of their weights, with what one sample takes beside them, and each
+    """Encoders of pictures, or of texts: bytes of their weights, with what one sample takes beside them, and each
     further one."""
 
     weights: float
@@ -279,7 +279,7 @@ class Side(NamedTuple):
 
 
 class EncodersNeed(NamedTuple):
-    """Both sides. `frames` of a sample's image: 1, or those of a video."""
+    """Both sides. `frames` of a sample's picture: 1, or those of a video."""
 
     pictures: Side
     texts: Side
@@ -293,7 +293,7 @@ class EncodersNeed(NamedTuple):
         return max(pictures + self.texts.weights, texts + self.pictures.weights)
 
     def way(self, gpu: Gpu, processes: int = 1) -> Way | None:
-        """How each of `processes` on a GPU encodes one sample at a time; None: it has no room."""
+        """How each of `processes` on a card encodes one sample at a time; None: it has no room."""
         if self.taken("in turns", 1) > room(gpu, processes):
             return None
         alone = not self.texts.weights
@@ -312,7 +312,7 @@ class EncodersNeed(NamedTuple):
 
 
 def room(gpu: Gpu, processes: int = 1, kept_free: float = 0.0) -> float:
-    """Bytes that each of `processes` on a GPU has for tensors."""
+    """Bytes that each of `processes` on a card has for tensors."""
     context = cuda_context(gpu.compute_capability, gpu.multiprocessors)
     return gpu.usable_bytes * (1 - kept_free) / processes - context.high_bytes
 
@@ -332,14 +332,14 @@ def encoders_need(encoding: Encoding, text_bytes: int | None = None, frames: int
 
 
 MOST = 256
-"""Beyond that an encoder gains nothing more: its matrix products fill any GPU."""
+"""Beyond that an encoder gains nothing more: its matrix products fill any card."""
 
 _PROBED = 8
 """Samples at once that are tried beside one: what they take grows evenly with their number."""
 
 
 class EncodeBatch(NamedTuple):
-    """`size` for encoders.batch_size, and how encoders are on the GPU with it: None where not even 1 has room."""
+    """`size` for encoders.batch_size, and how encoders are on the card with it: None where not even 1 has room."""
 
     size: int
     way: Way | None
@@ -372,7 +372,7 @@ def with_batch_size(run: RunConfig, workers: int) -> RunConfig:
 
 
 def encode_batch(run: RunConfig, gpu: Gpu, processes: int = 1) -> EncodeBatch | None:
-    """The largest power of two of images, or of frames, and of captions, that each of `processes` has room for on
+    """The largest power of two of pictures, or of frames, and of captions, that each of `processes` has room for on
     `gpu`, in the run's largest bucket; at most MOST.
 
     None where the catalogue does not have the model of the run, or its encoders. Raises UserError where there is no
@@ -393,7 +393,7 @@ def encode_batch(run: RunConfig, gpu: Gpu, processes: int = 1) -> EncodeBatch | 
 
 
 def _said(found: EncodeBatch, run: RunConfig, gpu: Gpu, workers: int, processes: int) -> str:
-    """How many fit, and how; or what has no room, and what takes less. Of all `workers` each GPU has `processes`."""
+    """How many fit, and how; or what has no room, and what takes less. Of all `workers` each card has `processes`."""
     fits = f"which fits the {gpu.title} (emulated)"
     if found.way == "together":
         return fits

@@ -98,9 +98,9 @@ class Change(NamedTuple):
 
 def naive(question: Question, target: Strategy) -> Strategy:
     """What is copied: the engine of `target` with AdamW in fp32 by torch's loop over lists of tensors, encoders and
-    moving average on the GPU, nothing recomputed or offloaded, DeepSpeed's own buckets.
+    moving average on the card, nothing recomputed or offloaded, DeepSpeed's own buckets.
 
-    Its micro-batch is the pinned one, or a GPU's whole share of the global batch, or one.
+    Its micro-batch is the pinned one, or a card's whole share of the global batch, or one.
     """
     share = (question.global_batch_size or 0) // target.world_size
     size = question.pins.micro_batch_size or share or 1
@@ -163,7 +163,7 @@ def _updates(start: Strategy, target: Strategy) -> list[tuple[str, str, dict[str
         ),
         (
             f"{on_host} on the host",
-            "the GPU keeps what it computes with",
+            "the card keeps what it computes with",
             {"cpu_offload": target.cpu_offload, "ds_config": target.ds_config},
         ),
         (
@@ -210,7 +210,7 @@ def _naive_title(strategy: Strategy) -> str:
     precision = "bf16" if strategy.precision == "bf16_sr" else strategy.precision
     encoders = "encoders and average" if strategy.features == "online" else "average"
     buckets = ", DeepSpeed's own buckets" if strategy.ds_config else ""
-    return f"as copied: {precision}, AdamW, {encoders} on the GPU{buckets}, micro-batch {strategy.micro_batch_size}"
+    return f"as copied: {precision}, AdamW, {encoders} on the card{buckets}, micro-batch {strategy.micro_batch_size}"
 
 
 def _document(target: Strategy, *, own_buckets: bool = False) -> dict[str, Any] | None:

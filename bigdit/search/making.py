@@ -151,7 +151,7 @@ HOUR = 3600.0
 def run(images: int, epochs: float, global_batch_size: int, step: StepTime, gpus: int, price: float | None) -> Run:
     """`images` seen `epochs` times in steps of `global_batch_size`, the last one full too.
 
-    `price` is of one GPU for an hour; what the GPUs cost while nothing is trained (reading the first data,
+    `price` is of one card for an hour; what the cards cost while nothing is trained (reading the first data,
     checkpoints, validation, a queue) is not in it.
     """
     steps = max(1, math.ceil(images * epochs / global_batch_size))

@@ -20,7 +20,7 @@ Verdict = Literal["FITS", "TIGHT", "DOES NOT FIT"]
 
 
 class Choice(Strict):
-    """One strategy, what it takes of the GPU and how fast it goes.
+    """One strategy, what it takes of the card and how fast it goes.
 
     `title` says what sets it apart in a few words; `reason` why it is listed. Two steps ran so on an emulated GPU:
     `phases` are the most bytes that torch allocated in each, `peak_reserved_bytes` what it reserved with expandable
@@ -79,7 +79,7 @@ class Point(Strict):
 
 
 class Room(Strict):
-    """A GPU on which all that a process takes is the same, and what it may take there."""
+    """A card on which all that a process takes is the same, and what it may take there."""
 
     card: str
     usable_bytes: PositiveInt
@@ -88,7 +88,7 @@ class Room(Strict):
 class Setting(Strict):
     """What the search looked at in one engine, optimizer, precision and average: `strategy`, but for its sizes, at a
     grid of them, micro-batch sizes one after another. `beside`: what of each process is not torch's; `rooms`: the
-    question's GPU, then others of the catalogue."""
+    question's card, then others of the catalogue."""
 
     title: str
     strategy: Strategy
@@ -103,7 +103,7 @@ def alike(one: Strategy, other: Strategy) -> bool:
 
 
 class Band(Strict):
-    """How much more than predicted torch may reserve on a real GPU, as a share of it, and where that comes from."""
+    """How much more than predicted torch may reserve on a real card, as a share of it, and where that comes from."""
 
     share: float = Field(ge=0, lt=1)
     source: str
@@ -112,7 +112,7 @@ class Band(Strict):
 class DatasetNeed(Strict):
     """The feature store of `images` samples. Bytes a sample; its texts as they are stored (low to high) and padded.
 
-    `extraction_seconds` is over all GPUs of the cluster, None where the encoders are not known.
+    `extraction_seconds` is over all cards of the cluster, None where the encoders are not known.
     """
 
     images: PositiveInt
@@ -150,7 +150,7 @@ class HostNeed(Strict):
     """`process_bytes` are tensors of one process at the most (the model as it is loaded; then offloaded state, pinned
     buffers, batches read ahead), and `steps_bytes` those of its steps, of which `page_locked_bytes` are locked;
     `checkpoint_bytes` beside the latter are the copy that it saves its state from;
-    `samples_bytes` are weights that the main process draws validation images with; `node_bytes` is the sum over the
+    `samples_bytes` are weights that the main process draws pictures on the way with; `node_bytes` is the sum over the
     processes of the machine that has it, with the libraries'."""
 
     process_bytes: NonNegativeInt
@@ -221,12 +221,12 @@ class Plan(Strict):
 
     @property
     def short_of_host(self) -> bool:
-        """Whether a machine that is known has too little memory beside its GPUs."""
+        """Whether a machine that is known has too little memory beside its cards."""
         return self.question.short_of_host(self.chosen.host_bytes)
 
 
 LIBRARIES_BYTES = 3100 * MIB
-"""What Python, torch and the other libraries take in a process that trains on a GPU, beside its tensors.
+"""What Python, torch and the other libraries take in a process that trains on a card, beside its tensors.
 
 Without CUDA, 494 MiB: resident set after the imports of a training process on Linux x86-64 (Python 3.11,
 torch 2.13.0+cpu, DeepSpeed 0.19.8, diffusers 0.42.1, transformers 5.23, bitsandbytes 0.50.2), of which 110 MiB are
@@ -244,7 +244,7 @@ def host_need(
     `samples`.
 
     In `host_timeline` are the start, when each process holds the whole model (and the encoders, with features
-    online) before it moves to the GPU, and two steps. The page cache of a feature store's files is not counted:
+    online) before it moves to the card, and two steps. The page cache of a feature store's files is not counted:
     the system takes what is free for it.
     """
     host = host_memory(host_timeline)
@@ -266,7 +266,7 @@ def node_bytes(process_bytes: int, cluster: Cluster, samples: HostWeights | None
 
 
 def uncounted(samples: HostWeights | None) -> tuple[str, ...]:
-    """A line where it is not known what validation images take."""
+    """A line where it is not known what pictures on the way take."""
     if samples is None or samples.unknown is None:
         return ()
     return (f"samples: what the {samples.unknown} takes of the host is not known, and not counted: no weights there",)

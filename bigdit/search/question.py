@@ -1,4 +1,4 @@
-"""What a plan is asked: the model, the GPUs, the data, and what is fixed beforehand."""
+"""What a plan is asked: the model, the cards, the data, and what is fixed beforehand."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ class Question(Strict):
     `host_memory_bytes` are those of one machine, which are no verdict where they are only assumed (`host_assumed`): the
     search prefers what they hold. `resolution` is (height, width) in pixels, `frames` of a video;
     `buckets` are further sizes whose largest micro-batch is wanted. `images` of the data set are encoded, and all but
-    those `held_out` seen `epochs` times; `samples`: what the run loads on the host to draw validation images, None
+    those `held_out` seen `epochs` times; `samples`: what the run loads on the host to draw pictures on the way, None
     where it draws none.
-    `price` is of one GPU for an hour, in the user's currency. `receipts`: a folder of measured runs, whose speeds
-    count for the same GPU. `explain`: the way from the setting that people copy to the recommended one is wanted too.
+    `price` is of one card for an hour, in the user's currency. `receipts`: a folder of measured runs, whose speeds
+    count for the same card. `explain`: the way from the setting that people copy to the recommended one is wanted too.
     `from_scratch`: training starts from random weights.
     """
 
@@ -78,7 +78,7 @@ class Question(Strict):
     explain: Switch = False
 
     def over(self, cluster: Cluster) -> Question:
-        """The same, over other GPUs: a machine that nobody described has more memory where it has more of them."""
+        """The same, over other cards: a machine that nobody described has more memory where it has more of them."""
         host = self.gpu.host_bytes * cluster.processes_per_node if self.host_assumed else self.host_memory_bytes
         return self.model_copy(update={"cluster": cluster, "global_batch_size": None, "host_memory_bytes": host})
 

@@ -1,4 +1,4 @@
-"""Receipts of a GPU: where they lie, and which of them plans go by."""
+"""Receipts of a card: where they lie, and which of them plans go by."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bigdit.receipt import Receipt
 from bigdit.search.question import Question
 
 NEWEST = 8
-"""So many receipts of a GPU are used: each is run again on an emulated GPU, which takes a second where it is new."""
+"""So many receipts of a card are used: each is run again on an emulated GPU, which takes a second where it is new."""
 
 
 def folders() -> list[Path]:
@@ -46,22 +46,22 @@ def read(places: Iterable[Path]) -> tuple[list[Receipt], list[str]]:
 
 
 def of_card(receipts: Iterable[Receipt], card: Gpu, *, emulated: bool = False) -> list[Receipt]:
-    """The newest receipts of this GPU, or of emulated ones of its kind, whose steps all had one shape."""
+    """The newest receipts of this card, or of emulated ones of its kind, whose steps all had one shape."""
     alike = [each for each in receipts if each.emulated == emulated and each.buckets == 1]
     return [each for each in alike if _is(each.device, card)][-NEWEST:]
 
 
 def left_out(receipts: Iterable[Receipt], card: Gpu) -> list[str]:
-    """A line where receipts are of emulated GPUs of this kind, from which plans learn nothing."""
+    """A line where receipts are of emulated cards of this kind, from which plans learn nothing."""
     count = sum(each.emulated and _is(each.device, card) for each in receipts)
     if count == 0:
         return []
-    said = "1 receipt of an emulated GPU is" if count == 1 else f"{count} receipts of emulated GPUs are"
+    said = "1 receipt of an emulated card is" if count == 1 else f"{count} receipts of emulated cards are"
     return [f"{said} left out: what the {card.title} takes is learnt from real ones alone"]
 
 
 def own_receipts(question: Question) -> tuple[list[Receipt], list[str]]:
-    """The receipts of the question's GPU, and lines for files that are none and for emulated GPUs."""
+    """The receipts of the question's card, and lines for files that are none and for emulated cards."""
     places = folders() if question.receipts is None else [question.receipts]
     found, notices = read(places)
     return of_card(found, question.gpu), [*notices, *left_out(found, question.gpu)]

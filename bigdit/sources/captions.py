@@ -1,4 +1,4 @@
-"""What describes an image: a text, JSON of texts with weights, or its class; in a table, in a tar or beside it."""
+"""What describes a picture: a text, JSON of texts with weights, or its class; in a table, in a tar or beside it."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ def _sound(text: str, name: str) -> str:
 
 
 FOLDER = "folder"
-"""What `label` is where the first folder of an image's path is its class."""
+"""What `label` is where the first folder of a picture's path is its class."""
 
 Label = str | int
 """The name of a class, or its number."""
 
 
 def folder_label(name: str) -> str:
-    """The first folder of a relative path. Raises Unusable where the image lies in none, or in one of no text."""
+    """The first folder of a relative path. Raises Unusable where the picture lies in none, or in one of no text."""
     first, below, _ = name.partition("/")
     if not below:
         raise Unusable("picture in no folder, whose name would be its class")
@@ -145,6 +145,6 @@ def _read(root: Path, path: Path, follow_links: bool) -> bytes:
 
 
 def tell_passed_over(key: str, root: Path, passed_over: Counter[str]) -> None:
-    """Say in a line what of the folder, named by `key`, is neither an image nor a caption, where anything is."""
+    """Say in a line what of the folder, named by `key`, is neither a picture nor a caption, where anything is."""
     if kinds := ", ".join(how_many(count, kind) for kind, count in passed_over.most_common(5) if count):
         log.notice(f"{key}: {root} also holds what is not read: {kinds}")

@@ -19,7 +19,7 @@ from bigdit.sources.protocol import Unusable
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer as Buffer
 
-PICTURE_BYTES = 2**30  # an image within Pillow's limit of pixels takes less, unless it was made to fill the memory
+PICTURE_BYTES = 2**30  # a picture within Pillow's limit of pixels takes less, unless it was made to fill the memory
 CAPTION_BYTES = 2**20
 PIECES, PIECE_BYTES = 16, 2**16  # of a video that are digested
 IMPOSSIBLE = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)  # of paths that name no file

@@ -1,4 +1,4 @@
-"""Rows of Parquet or Arrow files, one file after another; images within them are read one by one.
+"""Rows of Parquet or Arrow files, one file after another; pictures within them are read one by one.
 
 A Parquet file is read forward: a few batches of rows are held, and one page of each column, which pyarrow decodes as a
 whole: at most 1024 rows as its writer cuts them, and a row group where that has fewer. An Arrow stream file, as
@@ -191,7 +191,7 @@ TEXT_ROWS, PICTURE_ROWS = 1024, 16  # decoded at a time
 
 @dataclass(frozen=True)
 class CellPicture:
-    """An image within a table: a cell of bytes, or of bytes and path, one of them null."""
+    """A picture within a table: a cell of bytes, or of bytes and path, one of them null."""
 
     format: Format
     path: Path

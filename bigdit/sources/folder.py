@@ -1,4 +1,4 @@
-"""Folders: of images or videos, or of folders of numbered images, each of which is a video."""
+"""Folders: of pictures or videos, or of folders of numbered pictures, each of which is a video."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _MISSING = -1, -1
 
 @dataclass(frozen=True)
 class FolderItem(Readable):
-    """The image `name` below `root`; `follow_links`: also where it or its captions are links that lead out;
+    """The picture `name` below `root`; `follow_links`: also where it or its captions are links that lead out;
     `labelled`: the folder that it lies in is its class, and captions are not read; `clip`: what of videos is taken."""
 
     index: int
@@ -101,7 +101,7 @@ class FolderItem(Readable):
 
 
 class ImageFolder:
-    """All images below `root`, in the order of their relative paths; folders that are links are not entered."""
+    """All pictures below `root`, in the order of their relative paths; folders that are links are not entered."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class ImageFolder:
         clip: Clip | None = None,
     ) -> None:
         """List the folder, videos too where a `clip` of them is taken. Raises UserError, which names `key`, where it is
-        missing or holds no images."""
+        missing or holds no pictures."""
         self.root = root
         self._follow_links = follow_links
         self._labelled = labelled
@@ -132,7 +132,7 @@ class ImageFolder:
         except OSError as error:
             raise UserError(f"{key}: {error.filename} cannot be listed: {error.strerror}") from None
         if not len(self._names):
-            raise UserError(f"{key}: {root} holds no images{' or videos' if clip else ''} ({', '.join(suffixes)})")
+            raise UserError(f"{key}: {root} holds no pictures{' or videos' if clip else ''} ({', '.join(suffixes)})")
         tell_passed_over(key, root, passed_over)
         self.identity = {"kind": "folder", "count": len(self._names), "digest": digest.hexdigest()}
 
@@ -150,10 +150,10 @@ class ImageFolder:
         return map(_entry, self._names.range(0, len(self._names)))
 
     def _classified(self, entries: Iterator[str]) -> Iterator[str]:
-        """The entries, the first folders of whose names are classes where images have labels."""
+        """The entries, the first folders of whose names are classes where pictures have labels."""
         for entry in entries:
             if self._labelled:
-                with contextlib.suppress(Unusable):  # which its image says when it is loaded
+                with contextlib.suppress(Unusable):  # which its picture says when it is loaded
                     self.class_names.add(folder_label(_entry(entry).name))
             yield entry
 
@@ -161,8 +161,8 @@ class ImageFolder:
 def _digested(
     root: Path, digest: xxhash.xxh3_128, suffixes: Collection[str], passed_over: Counter[str]
 ) -> Iterator[str]:
-    """Entries of images, sorted; names and sizes of images and captions go into the digest: a caption that was
-    edited changes the features as much as an image."""
+    """Entries of pictures, sorted; names and sizes of pictures and captions go into the digest: a caption that was
+    edited changes the features as much as a picture."""
     for name, found in _pictures(root, "", suffixes, passed_over):
         sizes, times = zip(*found, strict=True)
         digest.update(os.fsencode(f"{name}\0{sizes}\n"))
@@ -177,7 +177,7 @@ def _entry(text: str) -> Entry:
 def _pictures(
     root: Path, folder: str, suffixes: Collection[str], passed_over: Counter[str]
 ) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """Relative paths of images below `folder`, sorted, with bytes and times of image, `.json` and `.txt`, -1 for
+    """Relative paths of pictures below `folder`, sorted, with bytes and times of picture, `.json` and `.txt`, -1 for
     what is missing; what is neither is counted in `passed_over`.
 
     A folder is sorted as if its name ended in a slash, which gives the order of whole paths: one folder of each
@@ -234,7 +234,7 @@ def _seen(name: str, descriptor: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class FrameFolder(Readable):
-    """The images of the folder `name` below `root`, in the order of their numbers, `step` seconds apart; the others
+    """The pictures of the folder `name` below `root`, in the order of their numbers, `step` seconds apart; the others
     as of FolderItem."""
 
     index: int
@@ -270,7 +270,7 @@ class FrameFolder(Readable):
 
 
 class FrameFolders:
-    """All folders below `root` that hold images, `frame_rate` of which are a second; links are not entered."""
+    """All folders below `root` that hold pictures, `frame_rate` of which are a second; links are not entered."""
 
     class_names: Collection[str] = ()
 
@@ -287,7 +287,7 @@ class FrameFolders:
         except OSError as error:
             raise UserError(f"{key}: {error.filename} cannot be listed: {error.strerror}") from None
         if not len(self._names):
-            raise UserError(f"{key}: {root} holds no folders of images, which frame_rate is of; leave frame_rate out")
+            raise UserError(f"{key}: {root} holds no folders of pictures, which frame_rate is of; leave frame_rate out")
         tell_passed_over(key, root, passed_over)
         self.identity = {"kind": "folder", "count": len(self._names), "digest": digest.hexdigest()}
 
@@ -306,7 +306,7 @@ class FrameFolders:
 
 
 def frames_within(names: list[str]) -> list[str]:
-    """The images among the names of a folder, by their last numbers: `2.png` before `10.png`."""
+    """The pictures among the names of a folder, by their last numbers: `2.png` before `10.png`."""
 
     def number(name: str) -> tuple[int, str]:
         found = re.findall(r"\d+", os.path.splitext(name)[0])
@@ -316,8 +316,8 @@ def frames_within(names: list[str]) -> list[str]:
 
 
 def _digested_frames(root: Path, digest: xxhash.xxh3_128, passed_over: Counter[str]) -> Iterator[Entry]:
-    """Entries of folders with images; with the names and sizes of these, and sizes of captions, digested. What
-    else is there is counted in `passed_over`, images in no folder too."""
+    """Entries of folders with pictures; with the names and sizes of these, and sizes of captions, digested. What
+    else is there is counted in `passed_over`, pictures in no folder too."""
     for folder in _below(root, passed_over):
         names = os.listdir(folder)
         frames = frames_within(names)

@@ -51,7 +51,7 @@ class ListedItem(Readable):
 class SourceList:
     """Sources one after another. What is appended to the list leaves the indices before it as they were.
 
-    `class_names`: of the classes 0, 1, … of its images, where they have names."""
+    `class_names`: of the classes 0, 1, … of its pictures, where they have names."""
 
     def __init__(
         self, sources: Sequence[Source], titles: Sequence[str], class_names: Sequence[str] | None, max_pixels: int
@@ -92,7 +92,7 @@ class SourceList:
 
 
 def open_source(data: DataConfig) -> SourceList:
-    """List what `data.images` names, without reading images.
+    """List what `data.images` names, without reading pictures.
 
     Raises UserError with all problems, each naming its source: what is missing, empty, damaged or hostile.
     """
@@ -180,13 +180,15 @@ def _refuse_columns(config: SourceConfig, kind: SourceKind, key: str) -> None:
     if kind == "folder" and config.label not in (None, FOLDER):
         raise UserError(
             f"{key}.label: {config.path} is of kind folder, which has no columns; set it to {FOLDER}: the first folder "
-            f"of an image's path is its class then"
+            f"of a picture's path is its class then"
         )
     if kind in ("folder", "webdataset", "csv") and config.split:
         raise UserError(f"{key}.split: {config.path} is of kind {kind}, which has no splits; leave it out")
     for name in ("follow_links", "frame_rate"):
         if kind != "folder" and getattr(config, name):
-            raise UserError(f"{key}.{name}: {config.path} is of kind {kind}; it is for folders of images; leave it out")
+            raise UserError(
+                f"{key}.{name}: {config.path} is of kind {kind}; it is for folders of pictures; leave it out"
+            )
 
 
 FILES_MOST = 1_000_000  # that a pattern may name

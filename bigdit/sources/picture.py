@@ -1,4 +1,4 @@
-"""From a file's bytes to an image that encoders can take: upright, opaque, 8 bits, RGB or gray."""
+"""From a file's bytes to a picture that encoders can take: upright, opaque, 8 bits, RGB or gray."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bigdit.config.data import MAX_PIXELS
 from bigdit.files import IS_LFS_POINTER, is_lfs_pointer
 from bigdit.sources.protocol import Unusable
 
-# What images of data sets are; Pillow's other decoders, some of which start programs, are never tried.
+# What pictures of data sets are; Pillow's other decoders, some of which start programs, are never tried.
 FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "BMP", "TIFF", "GIF")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".bmp", ".tif", ".tiff", ".gif")
 
@@ -31,7 +31,7 @@ _UNREAD = {
 MAX_ASPECT = 100
 """The longer side over the shorter one. Beyond it a bucket keeps next to nothing, and rows take memory of their own."""
 
-# Pillow only warns of images above its limit and below twice as much; here they are refused by name.
+# Pillow only warns of pictures above its limit and below twice as much; here they are refused by name.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
@@ -46,8 +46,8 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
 @contextlib.contextmanager
 def opened(data: bytes, max_pixels: int) -> Iterator[Image.Image]:
-    """An image's file, none of whose pixels are decoded yet. Raises Unusable, with the reason, for one that is too
-    large, and for what Pillow raises while the image is used."""
+    """A picture's file, none of whose pixels are decoded yet. Raises Unusable, with the reason, for one that is too
+    large, and for what Pillow raises while the picture is used."""
     # Pillow has one limit for the process, and refuses twice as many pixels before ours is checked.
     Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, max_pixels)
     try:
@@ -62,9 +62,9 @@ def opened(data: bytes, max_pixels: int) -> Iterator[Image.Image]:
     except UnidentifiedImageError:
         raise Unusable(_not_read(data)) from None
     except Exception as error:  # Pillow's decoders raise many classes on damaged files
-        # Without the addresses that objects happen to have: the same image gives the same reason.
+        # Without the addresses that objects happen to have: the same picture gives the same reason.
         reason = re.sub(r" object at 0x[0-9a-f]+", "", " ".join(str(error).split()))
-        raise Unusable(f"damaged image: {type(error).__name__}: {reason}") from None
+        raise Unusable(f"damaged picture: {type(error).__name__}: {reason}") from None
 
 
 def check_pixels(width: int, height: int, max_pixels: int) -> None:
@@ -87,11 +87,11 @@ def _not_read(data: bytes) -> str:
     for start, kind in _UNREAD.items():
         if re.match(start, data, re.DOTALL):
             return f"picture in {kind}, which is not read; convert it to PNG or JPEG"
-    return f"damaged image: it begins as none of {', '.join(FORMATS)}"
+    return f"damaged picture: it begins as none of {', '.join(FORMATS)}"
 
 
 def flat(image: Image.Image) -> Image.Image:
-    """The image in mode L or RGB, opaque."""
+    """The picture in mode L or RGB, opaque."""
     if image.mode.startswith("I;16"):
         return _eight_bits(image)
     if image.mode in ("I", "F"):

@@ -1,4 +1,4 @@
-"""What a source of images and captions or labels is to others: a count, an identity, items that load themselves."""
+"""What a source of pictures and captions or labels is to others: a count, an identity, items that load themselves."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from bigdit.config.data import MAX_PIXELS
 
 
 class Unusable(Exception):
-    """An image or a caption that cannot be trained on: it is skipped, and its reason reported."""
+    """A picture or a caption that cannot be trained on: it is skipped, and its reason reported."""
 
 
 @dataclass(frozen=True)
 class Caption:
-    """One description of an image; one of several is drawn with a probability in proportion to its `weight` > 0."""
+    """One description of a picture; one of several is drawn with a probability in proportion to its `weight` > 0."""
 
     text: str
     weight: float = 1.0
@@ -28,7 +28,7 @@ class Caption:
 
 @dataclass(frozen=True)
 class Sample:
-    """A decoded image, upright, opaque, of mode RGB or L, or the frames of a video, which are decoded as they are
+    """A decoded picture, upright, opaque, of mode RGB or L, or the frames of a video, which are decoded as they are
     taken; and its captions, at least one; or of a source with labels none, and the name or the number of its class."""
 
     image: Image.Image | Iterator[Image.Image]
@@ -38,7 +38,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Contents:
-    """What was read of an item: how its image is decoded, and the digest of the bytes that are; captions or label."""
+    """What was read of an item: how its picture is decoded, and the digest of the bytes that are; captions or label."""
 
     decode: Callable[[], Image.Image | Iterator[Image.Image]]
     digest: Callable[[], int]
@@ -46,11 +46,11 @@ class Contents:
     label: str | int | None = None
 
     def sample(self) -> Sample:
-        """Decoded. Raises Unusable for a damaged image."""
+        """Decoded. Raises Unusable for a damaged picture."""
         return Sample(self.decode(), self.captions, self.label)
 
     def digests(self) -> tuple[int, int]:
-        """xxh3-64 of the image as it lies on the disk, and of its captions or its label."""
+        """xxh3-64 of the picture as it lies on the disk, and of its captions or its label."""
         said = [[each.text, each.weight] for each in self.captions] or self.label
         return self.digest(), xxhash.xxh3_64_intdigest(json.dumps(said).encode())
 
@@ -69,7 +69,7 @@ class Readable(ABC):
 
 @dataclass(frozen=True)
 class Entry:
-    """A file of a source, or an image with its captions: how many items it has, what tells those of a `picture` and of
+    """A file of a source, or a picture with its captions: how many items it has, what tells those of a `picture` and of
     `captions` without reading them, such as sizes; and when they were changed last."""
 
     name: str
@@ -80,7 +80,7 @@ class Entry:
 
 
 class Item(Protocol):
-    """One image of a source: its `index` there, its `name` for people. Items can be sent to other processes:
+    """One picture of a source: its `index` there, its `name` for people. Items can be sent to other processes:
     they hold paths and offsets, and no open files."""
 
     @property
@@ -94,9 +94,9 @@ class Item(Protocol):
         ...
 
     def load(self, max_pixels: int = MAX_PIXELS) -> Sample:
-        """Read and decode; frames of a video may raise as well. An image or a frame has at most `max_pixels`.
+        """Read and decode; frames of a video may raise as well. A picture or a frame has at most `max_pixels`.
 
-        Raises Unusable for a damaged image and for captions or labels that are missing, empty or malformed; UserError
+        Raises Unusable for a damaged picture and for captions or labels that are missing, empty or malformed; UserError
         where files cannot be read at all, since then the disk and not the data is at fault.
         """
         ...
@@ -122,5 +122,5 @@ class Source(Protocol):
         ...
 
     def items(self, start: int, end: int) -> Sequence[Item]:
-        """Items [start, end) of the order; images are not touched before their `load`."""
+        """Items [start, end) of the order; pictures are not touched before their `load`."""
         ...

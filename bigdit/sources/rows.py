@@ -1,4 +1,4 @@
-"""Rows of a table of any format: the columns that hold images, captions or labels, and the source that they make."""
+"""Rows of a table of any format: the columns that hold pictures, captions or labels, and the source that they make."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Row = Mapping[str, Any] | Unusable
 
 @runtime_checkable
 class Picture(Protocol):
-    """Where the bytes of an image are."""
+    """Where the bytes of a picture are."""
 
     def read(self) -> bytes: ...
 
@@ -42,7 +42,7 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, start: int, end: int, columns: Sequence[str]) -> Sequence[Row]:
-        """Some columns of the rows [start, end); a cell that holds an image is given as a Image."""
+        """Some columns of the rows [start, end); a cell that holds a picture is given as a Picture."""
         ...
 
     def entries(self) -> Iterator[Entry]:
@@ -60,7 +60,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class FilePicture:
-    """An image that a table names; the table does not show whether it is there."""
+    """A picture that a table names; the table does not show whether it is there."""
 
     path: Path
 
@@ -97,7 +97,7 @@ def _holds_files(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class TableItem(Readable):
-    """One row: its image, and the cells that its captions or its label are made of; `clip`: of videos."""
+    """One row: its picture, and the cells that its captions or its label are made of; `clip`: of videos."""
 
     index: int
     name: str
@@ -124,7 +124,7 @@ class TableItem(Readable):
 
 
 class TableSource:
-    """The rows of a table, each an image with captions or a label."""
+    """The rows of a table, each a picture with captions or a label."""
 
     class_names: Collection[str] = ()
 
@@ -162,7 +162,7 @@ class TableSource:
         return TableItem(index, name, row, self._columns, picture, self._clip)
 
 
-# What a column's cells are: encoded images, a text (of CSV: anything), several texts, numbers, something else.
+# What a column's cells are: encoded pictures, a text (of CSV: anything), several texts, numbers, something else.
 Cells = Literal["picture", "text", "texts", "numbers", "other"]
 
 IMAGE_COLUMNS = ("image", "path", "image_path", "file", "file_name", "filename", "filepath")
@@ -171,7 +171,7 @@ CAPTION_COLUMNS = ("caption", "captions", "text")
 
 @dataclass(frozen=True)
 class Columns:
-    """The column of images or of their paths, and each caption column with its weight, a number or the column
+    """The column of pictures or of their paths, and each caption column with its weight, a number or the column
     that holds it; or the column of labels."""
 
     image: str
@@ -249,7 +249,7 @@ def _usual(
     where: str,
     key: str,
 ) -> str | None:
-    """The one column of a usual name, or else the one of embedded images where such are looked for."""
+    """The one column of a usual name, or else the one of embedded pictures where such are looked for."""
     usual = [name for name in names if found.get(name) in kinds]
     usual = usual or [name for name, cells in found.items() if cells == "picture" and "picture" in kinds]
     if len(usual) == 1:

@@ -78,7 +78,7 @@ _UNTIMED_MS = 100
 
 
 def moving_or_still(data: bytes, clip: Clip | None, max_pixels: int) -> Image.Image | Iterator[Image.Image]:
-    """The clip's frames of an animated file; the image of another, or where no clip is taken. Raises Unusable, as
+    """The clip's frames of an animated file; the picture of another, or where no clip is taken. Raises Unusable, as
     `decode`."""
     if clip is None:
         return decode(data, max_pixels)
@@ -90,7 +90,7 @@ def moving_or_still(data: bytes, clip: Clip | None, max_pixels: int) -> Image.Im
 def contents_of(
     data: bytes, clip: Clip | None, max_pixels: int, captions: tuple[Caption, ...], label: str | int | None
 ) -> Contents:
-    """Those of an image's bytes, which may be animated where a `clip` of videos is taken."""
+    """Those of a picture's bytes, which may be animated where a `clip` of videos is taken."""
     shown = functools.partial(moving_or_still, data, clip, max_pixels)
     return Contents(shown, functools.partial(xxhash.xxh3_64_intdigest, data), captions, label)
 
@@ -264,7 +264,7 @@ class ClipItem(Readable):
 
     def _clip(self, found: Image.Image | Iterator[Image.Image]) -> Iterator[Image.Image]:
         if isinstance(found, Image.Image):
-            raise Unusable("an image, which has one clip")
+            raise Unusable("a picture, which has one clip")
         return _at_least_one(found)
 
 

@@ -45,7 +45,7 @@ Span = tuple[int, int] | None  # offset and size of a member
 
 @dataclass(frozen=True)
 class TarItem(Readable):
-    """A sample of a tar: where its image or its video and its captions are; `label`: the key of its `.json` that
+    """A sample of a tar: where its picture or its video and its captions are; `label`: the key of its `.json` that
     holds its class, and then captions are not read; `clip`: what of videos is taken."""
 
     index: int

@@ -12,7 +12,7 @@ from bigdit.strategy import Strict
 
 
 class Calibration(Strict):
-    """`count` measured steps of one GPU took `ratio` times (their median) the middle of the prediction.
+    """`count` measured steps of one card took `ratio` times (their median) the middle of the prediction.
 
     `spread`: how far the farthest of them was from the median, as a logarithm. `source` says all that in words.
     """

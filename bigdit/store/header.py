@@ -165,10 +165,10 @@ def check_part(header: Header, identity: str | None = None) -> None:
     if (found_format := metadata.get("format", "1")) not in (FORMAT, LABELLED, STREAMED, FRAMED):
         raise damaged(path, f"is of format {found_format}, and {FORMAT} to {FRAMED} was expected")
     if identity is not None and metadata.get("store") != identity:
-        raise damaged(path, "is of another store: it is of other images, encoders or buckets")
+        raise damaged(path, "is of another store: it is of other pictures, encoders or buckets")
     found_range, named = metadata.get("range"), range_text(path.name)
     if found_range != named:
-        raise damaged(path, f"is another part: it holds the images {str(found_range)[:40]}, and not {named}")
+        raise damaged(path, f"is another part: it holds the pictures {str(found_range)[:40]}, and not {named}")
     wanted = _wanted_texts(header, found_format) | _wanted_latents(header, found_format)
     for name, (dtypes, dims) in wanted.items():
         found = columns.get(name)

@@ -3,11 +3,11 @@
 A part's name is its record of completion. In the order of the file, with shapes as in `latent/4x64x64`:
 
     digests      int64 [3]: xxh3 of the header, of the tables below, and of `captions`
-    content      int64 [range, 2]: xxh3 of each image and of its captions or label, as the source had them; 0 of those
+    content      int64 [range, 2]: xxh3 of each picture and of its captions or label, as the source had them; 0 of those
                  that could not be read
     caption      int64 [m, 4]: text start, text length, weight (the bits of an fp32), xxh3 of (states, scale, pooled)
     row/SHAPE    int64 [n, 4]: source index, first caption, captions, xxh3 of the latents, seeded with the index
-    label/SHAPE  int64 [n]: the class, where images have classes, and then no captions
+    label/SHAPE  int64 [n]: the class, where pictures have classes, and then no captions
     frame/SHAPE  int64 [n]: xxh3 of the two of the row that are called so below, seeded with the index
     latent/SHAPE [n, C, H, W] or [n, C, F, H, W], bf16 (fp32 of the identity codec); [n, 2, …] of mean and deviation
     first_frame/SHAPE   bf16 [n, C, F, H, W]: latents of the first frame, followed by zeros, of models that begin so
@@ -23,7 +23,7 @@ it shows, the digest is of the streams too, and for each of these there are
     text/NAME    as `text`, with `text_scale/NAME`
 
 Tables (`content`, `caption`, `stream/…`, `row/…`, `label/…`, `frame/…`) come first: one small read opens a part. Every
-byte is under a digest. The metadata names the format, the range, the identity of encoders, buckets and images, what
+byte is under a digest. The metadata names the format, the range, the identity of encoders, buckets and pictures, what
 was skipped, and which captions were cut. The range is the name's, or the part lies in the place of another.
 """
 
@@ -63,7 +63,7 @@ Shape = tuple[int, int, int] | tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Skipped:
-    """An image of the source that has no features, and why."""
+    """A picture of the source that has no features, and why."""
 
     index: int
     name: str
@@ -73,9 +73,9 @@ class Skipped:
 @dataclass(frozen=True)
 class Encoded:
     """The features of one range: latents [n, *shape], or [n, 2, *shape] of mean and deviation, and source indices of
-    each shape; each index' captions; the text of each distinct caption; where images have classes, each index'; of
-    models that begin with an image, what is kept of first frames by shape and name of FRAME_COLUMNS, [n, …]; the
-    captions that tokenizers cut; and `contents`, the digests of the image and of the captions or the label of each
+    each shape; each index' captions; the text of each distinct caption; where pictures have classes, each index'; of
+    models that begin with a picture, what is kept of first frames by shape and name of FRAME_COLUMNS, [n, …]; the
+    captions that tokenizers cut; and `contents`, the digests of the picture and of the captions or the label of each
     index that could be read."""
 
     latents: Mapping[Shape, torch.Tensor]

@@ -30,7 +30,7 @@ class _Sequence:
 
 class Part:
     """An open part. `content`: uint64 [range, 2], `rows`: int64 [n, 4] of each shape, `captions`: int64 [m, 4 or 5], as
-    in part.py; `weights`: [m]; `labels`: int64 [n] of each shape where images have classes, else of none; `frames`:
+    in part.py; `weights`: [m]; `labels`: int64 [n] of each shape where pictures have classes, else of none; `frames`:
     the digests [n] of what is kept of first frames, of each shape where it is. Sequences of a caption go by their
     names: TEXT, and those of `streams`."""
 
@@ -256,7 +256,7 @@ class Part:
         if not sound.all():
             raise self._damaged(f"is damaged in caption {int(np.argmin(sound))}: its place is not in the file")
         least, end = part_range(header.path.name) or (0, np.iinfo(np.int64).max)
-        fewest, captions = 0 if self.labels else 1, len(self.captions)  # of an image; of all
+        fewest, captions = 0 if self.labels else 1, len(self.captions)  # of a picture; of all
         for shape, rows in self.rows.items():
             index, first, count = rows[:, 0], rows[:, 1], rows[:, 2]
             sound = (index >= least) & (index < end)

@@ -63,8 +63,8 @@ Range = tuple[int, int]
 
 
 class StoreSchema(Strict):
-    """What a store is: encoders, buckets in pixels, sources of `source["count"]` images each, its parts; `classes`:
-    the names of those that images are of, or their number, None where images have captions; `fps`: the frames a
+    """What a store is: encoders, buckets in pixels, sources of `source["count"]` pictures each, its parts; `classes`:
+    the names of those that pictures are of, or their number, None where pictures have captions; `fps`: the frames a
     second of videos, None where there are none; `first_frame`: what is kept of their first frames, and by which image
     encoder, None where nothing is."""
 
@@ -114,7 +114,7 @@ class StoreSchema(Strict):
         ]
 
     def ends(self) -> list[int]:
-        """The index after the last image of each source."""
+        """The index after the last picture of each source."""
         return list(itertools.accumulate(int(source["count"]) for source in self.sources))
 
 
@@ -126,9 +126,9 @@ def store_identity(schema: StoreSchema) -> str:
 
 
 def part_identity(schema: StoreSchema, start: int) -> str:
-    """What the part that begins at `start` has in common with those of its source alone: its images as well.
+    """What the part that begins at `start` has in common with those of its source alone: its pictures as well.
 
-    Any machine that extracts the same images finds the same, and sources that are appended leave it as it is.
+    Any machine that extracts the same pictures finds the same, and sources that are appended leave it as it is.
     """
     ends = schema.ends()
     number = bisect.bisect_right(ends, start)
@@ -137,7 +137,7 @@ def part_identity(schema: StoreSchema, start: int) -> str:
 
 def schema_text(schema: StoreSchema) -> str:
     """What `schema.json` holds: JSON for people, with a checksum of what it says."""
-    optional = ("classes", "fps", "first_frame")  # which stores of images never had
+    optional = ("classes", "fps", "first_frame")  # which stores of pictures never had
     without = {key for key in optional if getattr(schema, key) is None}
     plain = schema.model_dump(mode="json", exclude=without)
     return json.dumps(plain | {_CHECKSUM: _digest(plain)}, indent=2) + "\n"
@@ -169,7 +169,7 @@ def read_schema(root: Path) -> StoreSchema | None:
         raise _damaged(file, "its checksum is not its own")
     if schema.count > MOST_PARTS * schema.part_size:
         raise UserError(
-            f"data.features: {root / FILE} has {schema.count} images in parts of {schema.part_size}: more than "
+            f"data.features: {root / FILE} has {schema.count} pictures in parts of {schema.part_size}: more than "
             f"{MOST_PARTS} files; raise data.part_size, and choose another data.features"
         )
     return schema

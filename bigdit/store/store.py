@@ -236,22 +236,22 @@ class FeatureStore:
             )
         index = load_index(files.root, parts, files.header, schema)
         if not index.counts.sum():
-            raise UserError(f"data.features: all images of {files} were skipped; report.json there says why")
+            raise UserError(f"data.features: all pictures of {files} were skipped; report.json there says why")
         return cls(files, schema, index)
 
     @functools.cached_property
     def classes(self) -> Classes | None:
-        """Of images that have no captions."""
+        """Of pictures that have no captions."""
         return None if self.schema.classes is None else Classes(self.schema.classes)
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens that a text has, where images have captions."""
+        """The most tokens that a text has, where pictures have captions."""
         return int(self.schema.text_encoder["max_tokens"])
 
     @property
     def text_shape(self) -> tuple[int, int] | None:
-        """The most tokens of a text, and the width of their states; None where images have classes."""
+        """The most tokens of a text, and the width of their states; None where pictures have classes."""
         return None if self.classes else (self.max_tokens, self.null_text.states.shape[1])
 
     @property
@@ -272,7 +272,7 @@ class FeatureStore:
 
     @functools.cached_property
     def null_text(self) -> Text:
-        """The empty caption's, in bf16, for guidance, where images have captions."""
+        """The empty caption's, in bf16, for guidance, where pictures have captions."""
         found = read_null_text(self.root, store_identity(self.schema))
         if found.streams.keys() != self.schema.streams.keys():
             raise damaged(self.root / NULL_TEXT, "has other streams than its store")

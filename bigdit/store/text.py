@@ -122,7 +122,7 @@ def dequantise(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = t
 
 
 class Caption(Protocol):
-    """A caption's text, and its weight among those of its image."""
+    """A caption's text, and its weight among those of its picture."""
 
     @property
     def text(self) -> str: ...
@@ -132,7 +132,7 @@ class Caption(Protocol):
 
 
 def chosen(weights: npt.NDArray[np.float32], draw: float) -> int:
-    """The number of one of an image's captions, by their weights and a number in [0, 1)."""
+    """The number of one of a picture's captions, by their weights and a number in [0, 1)."""
     sums = np.cumsum(weights, dtype=np.float64)
     return int(min(np.searchsorted(sums, draw * sums[-1], "right"), len(weights) - 1))
 

@@ -1,4 +1,4 @@
-"""What the steps of a stage are fed: features of a store, held against model, encoders and plan, or images and the
+"""What the steps of a stage are fed: features of a store, held against model, encoders and plan, or pictures and the
 encoders that make them in each step."""
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def open_stores(stages: Sequence[Prepared], first: int) -> FeatureStore:
 
 
 def check_those_there(stages: Sequence[Prepared]) -> list[str]:
-    """`open_store` of each stage whose features are on this machine already, and of its images what no listing takes;
+    """`open_store` of each stage whose features are on this machine already, and of its pictures what no listing takes;
     else `open_source`, as extraction or, with features online, each step does. A line for what is not there."""
 
     def one(number: int) -> list[str]:
@@ -111,7 +111,7 @@ def _unknown_classes(run: RunConfig, store: FeatureStore) -> list[str]:
 
 
 def _unreadable_images(run: RunConfig) -> list[str]:
-    """Which images of samples.images cannot be read, and why."""
+    """Which pictures of samples.images cannot be read, and why."""
     problems: list[str] = []
     for path in run.samples.images if run.samples is not None else ():
         try:

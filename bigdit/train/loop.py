@@ -38,7 +38,7 @@ from bigdit.train.say import say
 from bigdit.train.state import TrainState, build_state, telling_shapes
 from bigdit.train.step import Encode, StepResult, train_step
 
-# On a GPU, steps are taken again with less: what comes here ran out before the first one, or between two.
+# On a card, steps are taken again with less: what comes here ran out before the first one, or between two.
 _LESS = {
     "cuda": "it was in no step, and a smaller one does not mend it; `bigdit plan` says what fits: an optimizer with "
     "less state, strategy.lora, offload to the host, more cards",

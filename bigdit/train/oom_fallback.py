@@ -1,4 +1,4 @@
-"""A step that ran out of a GPU's memory: all processes save, start anew with less of it, and take the step again.
+"""A step that ran out of a card's memory: all processes save, start anew with less of it, and take the step again.
 
 What to go on with, less memory for the same samples a step, is kept in a file that says it to every later start.
 Whoever runs out tells the others through the run's store, in a thread of theirs: their main ones may wait for it in a
@@ -176,7 +176,7 @@ class Recovery:
                 "strategy.lora, offload to the host, more cards"
             ) from None
         event = self._event(error, self._following)
-        traceback.clear_frames(error.__traceback__)  # what the step held of the GPU
+        traceback.clear_frames(error.__traceback__)  # what the step held of the card
         if self._store is not None:
             event = OutOfMemory.model_validate_json(self._store.compare_set(_KEY, "", event.model_dump_json()))
         self._restart(event)

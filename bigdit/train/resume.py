@@ -119,7 +119,7 @@ class Start:
 
 def foreseen(stages: Sequence[Prepared]) -> list[str]:
     """What training would say of where it begins, with nothing written; nothing where its steps are not known yet.
-    Raises UserError as it would, but for what only encoders show of images with features online."""
+    Raises UserError as it would, but for what only encoders show of pictures with features online."""
     if any(each.stage.run.train.steps is None for each in stages):
         return []
     start = start_of(stages)

@@ -39,7 +39,7 @@ def test_a_curve_goes_from_one_sample_to_the_largest_below_its_card():
 
 
 def test_the_page_has_a_command_of_each_kind_that_bench_memory_takes():
-    """The two ways, on one GPU and on several."""
+    """The two ways, on one card and on several."""
     text = gallery.PAGE.read_text()
     shown = [line.split() for line in text.splitlines() if line.startswith("    bigdit bench memory ")]
     options = [dict(zip(words[3::2], words[4::2], strict=True)) for words in shown]
@@ -73,7 +73,7 @@ def test_a_cards_curve_has_its_own_colour_in_every_picture(model):
 
 
 def test_what_is_kept_is_not_run_again(tmp_path, monkeypatch):
-    """All curves are there: no GPU is asked, and images are drawn from what is kept."""
+    """All curves are there: no card is asked, and pictures are drawn from what is kept."""
     assert [*gallery.cells(CELLS)] == CELLS
     monkeypatch.setattr(gallery, "PICTURES", tmp_path)
     gallery.draw_all(CELLS)
@@ -122,7 +122,7 @@ def test_a_cell_is_what_bench_memory_finds_where_one_more_runs_by_retries_alone(
 
 @pytest.mark.slow
 def test_cells_run_and_one_more_sample_does_not_fit():
-    """Some of a GPU, drawn by a seed."""
+    """Some of a card, drawn by a seed."""
     card = catalog.resolve_gpu("rtx-4090")
     room = card.usable_bytes - beside_torch(card.compute_capability, 1, multiprocessors=card.multiprocessors).high_bytes
     found = [

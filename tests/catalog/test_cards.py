@@ -1,4 +1,4 @@
-"""The GPUs of the catalogue: their facts and sources, their names, and what slices of them have."""
+"""The cards of the catalogue: their facts and sources, their names, and what slices of them have."""
 
 from collections import Counter
 

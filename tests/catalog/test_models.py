@@ -83,7 +83,7 @@ def test_what_cannot_be_trained_says_why():
         name="x", class_name="CogVideoXTransformer3DModel", kwargs={"in_channels": 32, "out_channels": 16}
     )
     assert training_obstacle(cogvideox) == (
-        "x begins with an image, which is fed to models of WanTransformer3DModel alone"
+        "x begins with a picture, which is fed to models of WanTransformer3DModel alone"
     )
     assert {m.name for m in models() if takes_classes(m.spec)} >= {"dit-xl-2", "dit-xl-2-paper"}
     assert all(m.trainable for m in models() if takes_classes(m.spec))

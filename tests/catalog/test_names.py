@@ -1,4 +1,4 @@
-"""What a person types for a model or a GPU: found, asked back with a short list, or refused with the true reason."""
+"""What a person types for a model or a card: found, asked back with a short list, or refused with the true reason."""
 
 import re
 from collections import Counter
@@ -144,11 +144,11 @@ REASONS = {
         ("llama-3-8b", "gpt2", "qwen2.5-7b", "mistral-7b"),
         (find_model, "it is a language model, and bigdit plans diffusion transformers", ""),
     ),
-    "kontext": (find_model, "trained on images beside the noise", "flux.1-dev"),
+    "kontext": (find_model, "trained on pictures beside the noise", "flux.1-dev"),
     "sit": (find_model, "its transformer is DiT's, trained by flow matching", "dit-xl-2"),
     "opensora": (find_model, "diffusers has no class for it", ""),
     "hpcai-tech/Open-Sora": (find_model, "diffusers has no class for it", ""),
-    "FLUX.1-Kontext-dev": (find_model, "trained on images beside the noise", "flux.1-dev"),
+    "FLUX.1-Kontext-dev": (find_model, "trained on pictures beside the noise", "flux.1-dev"),
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": (find_model, "two experts of Wan 2.1's shape", "wan2.1-t2v-14b"),
     **dict.fromkeys(("wan2.2", "wan22", "Wan-AI/Wan2.2"), (find_model, "that of three models", "wan2.2-ti2v-5b")),
     "wan2.2-t2v": (find_model, "two experts of Wan 2.1's shape", "wan2.1-t2v-14b"),
@@ -156,7 +156,7 @@ REASONS = {
     "facebook/DiT-XL-2-512": (find_model, "plan it as dit-xl-2 with --resolution 512", "dit-xl-2"),
     "zai-org/CogVideoX1.5-5B-I2V": (find_model, "whose latents it is fed beside the noise", "cogvideox1.5-5b"),
     "THUDM/CogView3": (find_model, "base and relay models are U-Nets", "cogview3-plus-3b"),
-    "meituan-longcat/LongCat-Image-Edit": (find_model, "trained on images beside the noise", "longcat-image"),
+    "meituan-longcat/LongCat-Image-Edit": (find_model, "trained on pictures beside the noise", "longcat-image"),
     "meituan-longcat/LongCat-Video": (find_model, "bigdit has no adapter for its class yet", ""),
     "zai-org/GLM-Image": (find_model, "a token that a language model of its own draws one by one", "cogview4-6b"),
     "briaai/FIBO": (find_model, "fed another layer of its text encoder", "bria-3.2"),
@@ -167,27 +167,27 @@ REASONS = {
     ),
     "kandinsky6": (find_model, "bigdit has no adapter for its class yet", ""),
     "rhymes-ai/Allegro": (find_model, "encodes nothing but tiles", "cogvideox-2b"),
-    "maxin-cn/Latte-1": (find_model, "each of which a VAE of images encodes", "cogvideox-2b"),
+    "maxin-cn/Latte-1": (find_model, "each of which a VAE of pictures encodes", "cogvideox-2b"),
     "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v": (
         *(find_model, "no states of SigLIP", "hunyuanvideo-1.5-480p"),
     ),
     "midjourney": (find_model, "its weights and its arguments are not published", ""),
-    "mi300x": (resolve_gpu, "AMD's Instinct GPUs are not CUDA", "h200-sxm, b200"),
-    **dict.fromkeys(("7900xtx", "rx7900xtx", "rx 7900 xtx"), (resolve_gpu, "AMD's GPUs are not CUDA", "")),
-    "AMD Radeon RX 7900 XTX": (resolve_gpu, "AMD's GPUs are not CUDA", ""),
-    "gaudi3": (resolve_gpu, "Intel's GPUs are not CUDA", ""),
+    "mi300x": (resolve_gpu, "AMD's Instinct cards are not CUDA", "h200-sxm, b200"),
+    **dict.fromkeys(("7900xtx", "rx7900xtx", "rx 7900 xtx"), (resolve_gpu, "AMD's cards are not CUDA", "")),
+    "AMD Radeon RX 7900 XTX": (resolve_gpu, "AMD's cards are not CUDA", ""),
+    "gaudi3": (resolve_gpu, "Intel's cards are not CUDA", ""),
     "m3 max": (resolve_gpu, "Apple's chips are not CUDA", ""),
     "tpu-v5e": (resolve_gpu, "it is not CUDA", ""),
     "Tesla P100-PCIE-16GB": (resolve_gpu, "older than Volta", "t4"),
-    "GeForce RTX 4090 Laptop GPU": (resolve_gpu, "a laptop's GPU has another chip", ""),
-    "8xH100": (resolve_gpu, "how many GPUs there are, --gpus says", "h100-sxm"),
-    "h100x8": (resolve_gpu, "how many GPUs there are, --gpus says", "h100-sxm"),
-    "p4de.24xlarge": (resolve_gpu, "name the GPU, and --gpus 8", "a100-80g-sxm"),
+    "GeForce RTX 4090 Laptop GPU": (resolve_gpu, "a laptop's card has another chip", ""),
+    "8xH100": (resolve_gpu, "how many cards there are, --gpus says", "h100-sxm"),
+    "h100x8": (resolve_gpu, "how many cards there are, --gpus says", "h100-sxm"),
+    "p4de.24xlarge": (resolve_gpu, "name the card, and --gpus 8", "a100-80g-sxm"),
     "a2-highgpu-1g": (resolve_gpu, "it is an instance of 1 to 16 cards", "a100-40g-sxm"),
     "80GB": (resolve_gpu, "`bigdit gpus --min-memory` lists", ""),
     "hopper": (resolve_gpu, "it is many cards", ""),
     **dict.fromkeys(
-        ("0", "1", "0,1", "-1", "cuda:0"), (resolve_gpu, "it is a GPU's number, and a plan wants its kind", "")
+        ("0", "1", "0,1", "-1", "cuda:0"), (resolve_gpu, "it is a card's number, and a plan wants its kind", "")
     ),
     **dict.fromkeys(("cuda", "gpu"), (resolve_gpu, "--gpu auto for this machine's", "")),
     "mps": (resolve_gpu, "Apple's chips are not CUDA", ""),
@@ -221,7 +221,7 @@ def test_refusals_take_nothing_away_and_name_what_there_is(kind, known):
 OF_OTHER_THINGS = {"PriorTransformer", "T5FilmDecoder", "Transformer2DModel", "TransformerTemporalModel"} | {
     "RFD4ProteinaTransformer"  # of proteins
 }
-"""Parts of pipelines of U-Nets, and what makes neither images nor videos nor sound."""
+"""Parts of pipelines of U-Nets, and what makes neither pictures nor videos nor sound."""
 
 
 def test_every_transformer_of_diffusers_is_driven_or_refused_as_one_without_adapter():

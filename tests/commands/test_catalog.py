@@ -129,7 +129,7 @@ def test_aliases_are_found_and_shown():
 
 
 def test_cards_by_memory():
-    """The vendor's sizes, by what nvidia-smi shows in total: an A10 of 23028 MiB is a GPU of 24 GB."""
+    """The vendor's sizes, by what nvidia-smi shows in total: an A10 of 23028 MiB is a card of 24 GB."""
 
     def names(*arguments):
         return {card["name"] for card in json.loads(options(gpus.run, *arguments, "--json").stdout)}
@@ -151,13 +151,13 @@ def test_a_filter_that_finds_nothing():
         models.run(containing="sanna-1600")
     with pytest.raises(UserError, match=rf"no model has 'sdxl' {words}: SDXL and what is tuned from it are U-Nets"):
         options(models.run, "--filter", "sdxl")
-    with pytest.raises(UserError, match=r"no GPU has 'a4o' in its name, alias or architecture; did you mean a40"):
+    with pytest.raises(UserError, match=r"no card has 'a4o' in its name, alias or architecture; did you mean a40"):
         gpus.run(containing="a4o")
     with pytest.raises(
-        UserError, match=r"^no GPU has 931.32 GiB \(--min-memory 1000GB\); the largest is the b300, 268"
+        UserError, match=r"^no card has 931.32 GiB \(--min-memory 1000GB\); the largest is the b300, 268"
     ):
         gpus.run(min_memory="1000GB")
-    with pytest.raises(UserError, match=r"^no GPU with 'turing' in its name has 74.51 GiB \(--min-memory 80GB\); the"):
+    with pytest.raises(UserError, match=r"^no card with 'turing' in its name has 74.51 GiB \(--min-memory 80GB\); the"):
         gpus.run(containing="turing", min_memory="80GB")
     with pytest.raises(
         UserError,
@@ -165,7 +165,7 @@ def test_a_filter_that_finds_nothing():
     ):
         gpus.run(min_memory="big")
     with pytest.raises(
-        UserError, match=r"^--min-memory: 24MB is 22.89 MiB, and machines and GPUs have 1 GiB to .*mean 24GiB\?$"
+        UserError, match=r"^--min-memory: 24MB is 22.89 MiB, and machines and cards have 1 GiB to .*mean 24GiB\?$"
     ):
         gpus.run(min_memory="24MB")
 

@@ -1,4 +1,4 @@
-"""`bigdit emulate`: scripts as they stand, on GPUs that are not there, through the command line."""
+"""`bigdit emulate`: scripts as they stand, on cards that are not there, through the command line."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_out_of_memory_in_a_thread_of_autograd(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 100.00 GiB" in done.stderr
     text = " ".join(done.stdout.split())
-    assert "ran out of memory in backward, after 0 steps, on GPU 0: 100.00 GiB asked" in text
+    assert "ran out of memory in backward, after 0 steps, on card 0: 100.00 GiB asked" in text
     assert "train.py:10 in backward: return gradient + torch.empty(100 * 2**30" in text
     assert "3.00 GiB 1 start" in text
     assert "does not fit" in text
@@ -287,7 +287,7 @@ def test_two_processes_on_two_cards(tmp_path: Path, how: str) -> None:
     state = 2 * parameters // (2 if how == "fsdp" else 1)
     held = sum(group["nbytes"] for group in accounts[0]["cards"][0]["live"] if group["phase"] == "step")
     assert held >= state
-    assert not any("shared its memory" in notice for notice in done.report["notices"])  # a snapshot is of all GPUs
+    assert not any("shared its memory" in notice for notice in done.report["notices"])  # a snapshot is of all cards
     process = accounts[0]["cards"][0]["process"]
     assert process["high_bytes"] - process["low_bytes"] > GIB // 2  # NCCL's buffers, whose size is not known
 

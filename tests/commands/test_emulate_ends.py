@@ -1,4 +1,4 @@
-"""How `bigdit emulate` ends: bad input, commands that die or use no GPU, signals; and that nothing is left of it."""
+"""How `bigdit emulate` ends: bad input, commands that die or use no card, signals; and that nothing is left of it."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_info_tells_what_is_there_and_who_is_at_it(store):
     gone, dead = left_half_written(store)
     done = bigdit("features", "info", store, COLUMNS="160")
     assert done.returncode == 0, done.stderr
-    assert f"{store}: whole; 240 of 240 images encoded, " in done.stdout
+    assert f"{store}: whole; 240 of 240 pictures encoded, " in done.stdout
     for expected in ("source 0  folder: 240 pictures", "image     name identity, factor 2", "text      class_name T5"):
         assert expected in done.stdout
     assert "4x4x4 80 33.3%" in " ".join(done.stdout.split())

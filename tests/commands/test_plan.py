@@ -49,8 +49,8 @@ def plan_json(*arguments):
         (
             ["--model", "sana-1600m", "--gpu", "a40", "--gpus", "8", "--engine", "single", "--global-batch", "9"],
             [
-                "error: --engine single runs on one GPU, and --gpus is 8;",
-                "error: --global-batch is 9, and 8 GPUs come to multiples of 8; nearest: 8 or 16",
+                "error: --engine single runs on one card, and --gpus is 8;",
+                "error: --global-batch is 9, and 8 cards come to multiples of 8; nearest: 8 or 16",
             ],
         ),
     ],
@@ -198,7 +198,7 @@ def test_a_run_with_stages_has_a_plan_of_each_by_which_it_trains(tmp_path):
 
 @pytest.mark.slow
 def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
-    """Held-out images are encoded and not trained on; what draws samples is in the machine's memory."""
+    """Held-out pictures are encoded and not trained on; what draws samples is in the machine's memory."""
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": "SanaTransformer2DModel", **SMALL_SANA}))
     for name, rows in (("t5/model", 3), ("vae/diffusion_pytorch_model", 2)):
         (tmp_path / name).parent.mkdir()
@@ -277,7 +277,7 @@ def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
         ),
         (
             [*TINY, "--out", "plan", "--also-gpus", "two"],
-            "--also-gpus expects numbers of GPUs such as 2,4,8, each from 1 to 4096, and 'two' was found",
+            "--also-gpus expects numbers of cards such as 2,4,8, each from 1 to 4096, and 'two' was found",
         ),
         (
             [*TINY, "--out", "plan", "--also-gpus", "2,3,4,5"],
@@ -289,7 +289,7 @@ def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
         ),
         (
             [*TINY, "--out", "plan", "--engine", "single", "--also-gpus", "2"],
-            "--engine single runs on one GPU, and --also-gpus says 2; use --engine zero1, zero2, zero3 or fsdp2, or "
+            "--engine single runs on one card, and --also-gpus says 2; use --engine zero1, zero2, zero3 or fsdp2, or "
             "leave it out",
         ),
         (

@@ -13,7 +13,7 @@ from bigdit.search.calibration import UNPROVED
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Two receipts of an A100 and one of an emulated one, one of a GPU that nobody knows, one of a CPU, and a file
+    """Two receipts of an A100 and one of an emulated one, one of a card that nobody knows, one of a CPU, and a file
     that is none."""
     folder = tmp_path_factory.mktemp("receipts")
     made = {
@@ -45,7 +45,7 @@ def test_those_of_a_card_are_listed_alone(folder):
     done = bigdit("receipts", "list", "--receipts", folder, "--gpu", "a100-80g-sxm")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("A100-SXM4-80GB") == done.stdout.count("2026-01-02") == 3
-    assert "note: receipts of Nobody's GPU are left out: " in done.stderr
+    assert "note: receipts of Nobody's Card are left out: " in done.stderr
     listed = json.loads(bigdit("receipts", "list", "--receipts", folder, "--gpu", "a100-80g-sxm", "--json").stdout)
     assert {each["device"] for each in listed} == {"NVIDIA A100-SXM4-80GB"}
     done = bigdit("receipts", "list", "--receipts", folder, "--gpu", "a40")
@@ -71,9 +71,9 @@ def test_they_are_compared_with_an_emulated_gpu(folder):
     assert "7.654" not in done.stdout
     assert "0 of 1 step inside the estimated interval; ! marks those outside" in done.stdout
     assert "0.100 s !" in done.stdout
-    assert "plans for this GPU take" in done.stdout
+    assert "plans for this card take" in done.stdout
     assert "their speed is calibrated by" in done.stdout
-    assert "note: receipts of Nobody's GPU are left out: " in done.stderr
+    assert "note: receipts of Nobody's Card are left out: " in done.stderr
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
 
 
@@ -94,7 +94,7 @@ def test_what_plans_take_from_them_is_said_by_card(folder):
     assert (speed["spread"], speed["count"]) == (0, 1)
     done = bigdit("receipts", "calibrate", "--receipts", folder, "--gpu", "a100-80g-sxm")
     assert done.returncode == 0, done.stderr
-    assert "note: 1 receipt of an emulated GPU is left out: what the NVIDIA A100" in done.stderr
+    assert "note: 1 receipt of an emulated card is left out: what the NVIDIA A100" in done.stderr
     assert f"+{100 * card['band_share']:.1f} %" in done.stdout
     assert f"× {speed['ratio']:.3g}" in done.stdout
     assert all(len(line) <= 80 for line in done.stdout.splitlines())

@@ -105,7 +105,7 @@ def test_what_it_saves_is_shown_and_said_as_json():
         "19.3 GB a checkpoint (6.42 GB of weights, 12.8 GB of the optimizer's state), of which 2 stay",
         "at most 70.6 GB: 3 of them while one is written, and 2 exports of 6.42 GB",
         f"`bigdit extract` allocates {gib(extraction.peak_allocated_bytes)} and reserves "
-        f"{gib(extraction.peak_reserved_bytes)}: 8 images of each size",
+        f"{gib(extraction.peak_reserved_bytes)}: 8 pictures of each size",
     ):
         assert text in shown
     said = json.loads(bigdit("recipe", "show", name, "--json").stdout)

@@ -301,7 +301,7 @@ def test_what_is_drawn_on_the_way_begins_with_pictures_where_the_run_does():
     for images, count in (("[]", 0), ("[a.png, b.png]", 2)):
         found = problems([*drawn, "encoders.first_frame={}", f"samples.images={images}"])
         said = f"samples.images has {count} for 3 of samples.captions, and encoders.first_frame has videos begin with"
-        assert f"{said} an image; name one for all, or one for each" in found
+        assert f"{said} a picture; name one for all, or one for each" in found
     for images in ("[a.png]", "[a.png, b.png, c.png]"):
         load_and_check([*drawn, "encoders.first_frame={}", f"samples.images={images}"])
     found = problems([*drawn, "samples.images=[a.png]"])

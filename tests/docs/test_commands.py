@@ -159,7 +159,7 @@ def parsed(command, _):
 
 
 def asked(command, tmp_path):
-    """Parsed, and its model, GPU, strategy and sizes are checked as when it runs; of the first plan the page has what
+    """Parsed, and its model, card, strategy and sizes are checked as when it runs; of the first plan the page has what
     another test has seen printed."""
     from bigdit import catalog
     from bigdit.config.load import parse_strategy

@@ -1,4 +1,4 @@
-"""The GPU that is not there, as the CUDA build of torch sees it: figures, bytes, refusals, and what is left of it."""
+"""The card that is not there, as the CUDA build of torch sees it: figures, bytes, refusals, and what is left of it."""
 
 import os
 import signal
@@ -301,8 +301,8 @@ def test_calls_of_libraries_fills_and_copies_by_direction_are_counted():
         """
         import ctypes, json, torch
         from bigdit_emulated import counts, libraries
-        a, b = (torch.zeros(512, 512, device=f"cuda:{GPU}") for GPU in range(2))
-        image, kernel = torch.zeros(1, 3, 32, 32, device="cuda"), torch.zeros(4, 3, 3, 3, device="cuda")
+        a, b = (torch.zeros(512, 512, device=f"cuda:{card}") for card in range(2))
+        picture, kernel = torch.zeros(1, 3, 32, 32, device="cuda"), torch.zeros(4, 3, 3, 3, device="cuda")
         high, rows = torch.zeros(1 << 18, 16, device="cuda"), torch.zeros(8, 16, dtype=torch.uint8)
         at = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (a, rows)]
         sizes = [ctypes.c_size_t(size) for size in (16, 16, 12, 8)]
@@ -316,10 +316,10 @@ def test_calls_of_libraries_fills_and_copies_by_direction_are_counted():
             runtime = libraries.library("libcudart")
             runtime.cudaMemcpy2DAsync(at[0], sizes[0], at[1], sizes[1], sizes[2], sizes[3], 1, None)
 
-        a @ a, torch.conv2d(image, kernel)  # what only the first ones do
+        a @ a, torch.conv2d(picture, kernel)  # what only the first ones do
         print(json.dumps([
             counted(lambda: a @ a),
-            counted(lambda: torch.conv2d(image, kernel))["library_calls"],
+            counted(lambda: torch.conv2d(picture, kernel))["library_calls"],
             counted(lambda: high.sum(0)),  # blocks of threads meet at counters that are zero before
             counted(lambda: b.copy_(a))["bytes_between"],
             counted(lambda: a.cpu()),
@@ -347,7 +347,7 @@ def test_what_has_no_answer_is_named():
 
 @pytest.mark.parametrize("cards", [0, 17])
 def test_as_many_cards_as_a_machine_has(cards):
-    with pytest.raises(UserError, match=f"{cards} GPUs are asked for; one machine is emulated with 1 to 16"):
+    with pytest.raises(UserError, match=f"{cards} cards are asked for; one machine is emulated with 1 to 16"):
         emulated_environment(catalog.resolve_gpu("a40"), cards)
 
 

@@ -1,4 +1,4 @@
-"""Values on the emulated GPU: small tensors hold what their operators compute; what nobody computed says so."""
+"""Values on the emulated card: small tensors hold what their operators compute; what nobody computed says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From images to the pixels of a bucket, and through the identity codec and back."""
+"""From pictures to the pixels of a bucket, and through the identity codec and back."""
 
 import math
 
@@ -17,7 +17,7 @@ SQUARE_WIDE_TALL = ((8, 8), (8, 12), (12, 8))
 
 
 def gradient(width, height, mode="RGB"):
-    """An image in which each pixel differs from its neighbours."""
+    """A picture in which each pixel differs from its neighbours."""
     rows, columns = np.mgrid[:height, :width]
     rgb = np.stack([rows * 7 % 256, columns * 11 % 256, (rows + columns) * 5 % 256], axis=-1)
     return Image.fromarray(rgb.astype(np.uint8)).convert(mode)

@@ -1,4 +1,4 @@
-"""Encoders that have no room on a GPU together take turns there, and make the same features to the bit."""
+"""Encoders that have no room on a card together take turns there, and make the same features to the bit."""
 
 import pytest
 import torch
@@ -36,25 +36,25 @@ def error(ask):
         return error.problems
 
 found, notes = {}, []
-texts, images = Side("encoders.text", "a smaller one takes less"), Side("encoders.image", "tiling takes less")
-turns = Turns(CARD, (texts, images), notes.append)
+texts, pictures = Side("encoders.text", "a smaller one takes less"), Side("encoders.image", "tiling takes less")
+turns = Turns(CARD, (texts, pictures), notes.append)
 turns.load(texts, lambda: Encoder(5))
-turns.load(images, lambda: Encoder(2))
-found["together"] = where(texts, images), list(notes)
-taken = turns.of(images)(lambda: torch.empty(8 * 2**30, dtype=torch.uint8, device=CARD).nbytes)
-found["after pictures"] = taken, where(texts, images), list(notes)
+turns.load(pictures, lambda: Encoder(2))
+found["together"] = where(texts, pictures), list(notes)
+taken = turns.of(pictures)(lambda: torch.empty(8 * 2**30, dtype=torch.uint8, device=CARD).nbytes)
+found["after pictures"] = taken, where(texts, pictures), list(notes)
 turns.of(texts)(lambda: None)
-found["after texts"] = where(texts, images), len(notes), torch.cuda.memory_allocated()
-found["too much"] = error(lambda: turns.of(images)(lambda: torch.empty(10 * 2**30, dtype=torch.uint8, device=CARD)))
-del turns, texts, images
+found["after texts"] = where(texts, pictures), len(notes), torch.cuda.memory_allocated()
+found["too much"] = error(lambda: turns.of(pictures)(lambda: torch.empty(10 * 2**30, dtype=torch.uint8, device=CARD)))
+del turns, texts, pictures
 
 notes.clear()
-texts, images = Side("encoders.text", "a smaller one takes less"), Side("encoders.image", "tiling takes less")
-turns = Turns(CARD, (texts, images), notes.append)
+texts, pictures = Side("encoders.text", "a smaller one takes less"), Side("encoders.image", "tiling takes less")
+turns = Turns(CARD, (texts, pictures), notes.append)
 turns.load(texts, lambda: Encoder(7))
-turns.load(images, lambda: Encoder(6))
-found["loaded by turns"] = where(texts, images), len(notes)
-del turns, texts, images
+turns.load(pictures, lambda: Encoder(6))
+found["loaded by turns"] = where(texts, pictures), len(notes)
+del turns, texts, pictures
 torch.cuda.empty_cache()
 class Small(Encoder):
     def __init__(self, count, nbytes):
@@ -62,18 +62,18 @@ class Small(Encoder):
         weights = [Weights(nbytes / 2**30).weight for _ in range(count)]
         self.module.weights = torch.nn.ParameterList(weights).to(CARD)
 
-texts, images = Side("encoders.text", "a smaller one takes less"), Side("encoders.image", "tiling takes less")
-turns = Turns(CARD, (texts, images), notes.append)
+texts, pictures = Side("encoders.text", "a smaller one takes less"), Side("encoders.image", "tiling takes less")
+turns = Turns(CARD, (texts, pictures), notes.append)
 turns.load(texts, lambda: Small(256, 62 * 1024))
-turns.load(images, lambda: Small(448, 36 * 1024))
+turns.load(pictures, lambda: Small(448, 36 * 1024))
 larger = [torch.empty(2**33, dtype=torch.uint8, device=CARD)]
 def once_short():
     if larger:
         larger.clear()
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-turns.of(images)(once_short)
+turns.of(pictures)(once_short)
 found["of small weights"] = [pictures.nbytes, torch.cuda.memory_reserved()]
-del turns, texts, images
+del turns, texts, pictures
 
 lone = Side("encoders.text", "a smaller one takes less")
 found["not loaded"] = error(lambda: Turns(CARD, (lone,), notes.append).load(lone, lambda: Encoder(13)))
@@ -123,7 +123,7 @@ def test_they_take_turns_from_where_memory_runs_out(found):
     taken, where, notes = found["after pictures"]
     assert (taken, where) == (8 * 2**30, ["cpu", "cuda"])
     (note,) = notes
-    assert note.startswith("note: text encoders and VAE have no room on the GPU together, and take turns")
+    assert note.startswith("note: text encoders and VAE have no room on the card together, and take turns")
     assert note.endswith("up to 5.00 GiB of weights wait on the host")
     assert found["after texts"] == [["cuda", "cpu"], 1, 5 * 2**30]
     assert found["loaded by turns"] == [["cpu", "cuda"], 1]

@@ -125,7 +125,7 @@ def test_tiles_are_blended_and_said(tmp_path):
 def test_a_vae_of_pictures_takes_no_videos(tmp_path):
     kl().save_pretrained(tmp_path)
     codec = load_image_codec(VaeCodec(class_name="AutoencoderKL", path=tmp_path))
-    with pytest.raises(UserError, match=r"5 × 16 × 24 has frames, and AutoencoderKL encodes images; use \[16, 24\]$"):
+    with pytest.raises(UserError, match=r"5 × 16 × 24 has frames, and AutoencoderKL encodes pictures; use \[16, 24\]$"):
         codec.latent_shape((5, 16, 24))
 
 

@@ -22,7 +22,7 @@ def channels(values, z):
 
 
 def normalised(vae, z, kind):
-    """As the pipelines that encode images write it."""
+    """As the pipelines that encode pictures write it."""
     if kind == "scale":
         return z * vae.config.scaling_factor
     if kind == "buffers":  # LTXPipeline._normalize_latents
@@ -121,7 +121,7 @@ def test_samples_are_drawn_by_the_pictures_place_and_in_no_other_order(tmp_path,
     assert torch.allclose(load("sampled").encode(pixels.flip(0), [3, 7]).flip(0), drawn, atol=1e-6)
     assert torch.equal(load("sampled").encode(pixels, [7, 3]), drawn)
     assert not torch.allclose(load("sampled", seed=1).encode(pixels, [7, 3]), drawn, atol=0.1)
-    with pytest.raises(ValueError, match="2 images are drawn by as many indices, and 0 were given"):
+    with pytest.raises(ValueError, match="2 pictures are drawn by as many indices, and 0 were given"):
         load("sampled").encode(pixels)
     assert load("sampled").identity["seed"] == 0
     assert load("sampled").identity != load("moments").identity != load("mode").identity

@@ -6,7 +6,7 @@ from PIL import Image
 
 @pytest.fixture
 def flawed(tmp_path):
-    """Four images: one damaged, one without a caption."""
+    """Four pictures: one damaged, one without a caption."""
     folder = tmp_path / "flawed"
     folder.mkdir()
     for name in ("a", "b", "c", "d"):

@@ -6,7 +6,7 @@ from PIL import Image
 
 from bigdit.store import FeatureStore
 
-# Tensors of an emulated GPU hold values where they are small.
+# Tensors of an emulated card hold values where they are small.
 SMALL = "encoders.text.config={d_model: 32, d_kv: 8, d_ff: 64, num_layers: 1, num_heads: 4}"
 
 
@@ -31,7 +31,7 @@ def test_workers_encode_on_the_card(tmp_path):
         cards=2,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "6 of 6 images encoded" in done.stderr + done.stdout
+    assert "6 of 6 pictures encoded" in done.stderr + done.stdout
     assert "cuda" in (tmp_path / "features" / "report.json").read_text()
 
     assert len(FeatureStore.open(tmp_path / "features").buckets) == 1

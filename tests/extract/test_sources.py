@@ -14,7 +14,7 @@ from bigdit.store import FeatureStore
 
 @pytest.fixture
 def sources(tmp_path):
-    """A folder, a CSV, tars and Parquet: fifteen images, four of them of no use."""
+    """A folder, a CSV, tars and Parquet: fifteen pictures, four of them of no use."""
     (tmp_path / "folder").mkdir()
     for number in range(3):
         (tmp_path / f"folder/{number}.png").write_bytes(png(number))
@@ -54,8 +54,8 @@ def test_a_store_of_every_kind_of_source(sources, tmp_path):
     ]
     reasons = [item["reason"] for item in report["skipped"]]
     assert reasons[:2] == ["caption 1.txt is missing", "picture 9.png is missing"]
-    assert reasons[2].startswith("damaged image: ")
-    assert reasons[3] == "sample of 0 images among txt, not of one"
+    assert reasons[2].startswith("damaged picture: ")
+    assert reasons[3] == "sample of 0 pictures among txt, not of one"
 
     store = FeatureStore.open(root)
     bucket = (4, 4, 4)

@@ -43,7 +43,7 @@ def test_an_array_makes_the_same_parts(pictures, here, tmp_path):
     options = ["--engine", "slurm", "--tasks", "2", "--workers", "1", "--resource", "cluster=local"]
     done = bigdit("extract", "--config", DIGITS, *settings, *options)
     assert done.returncode == 0, done.stderr
-    assert f"{folder}: 240 of 240 images encoded" in done.stdout
+    assert f"{folder}: 240 of 240 pictures encoded" in done.stdout
     assert f"logs: {folder}/slurm" in done.stderr
     assert parts(folder) == here
     assert len(list((folder / "speed").iterdir())) <= 2
@@ -56,7 +56,7 @@ def test_an_array_makes_the_same_parts(pictures, here, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_task_that_fails_is_one_line(pictures, tmp_path):
-    """The images change between submission and start."""
+    """The pictures change between submission and start."""
 
     def changed(job, source):
         data = job.data.model_copy(update={"images": (SourceConfig(path=tmp_path / "none"),)})

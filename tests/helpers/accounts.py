@@ -1,4 +1,4 @@
-"""The account that an emulated process leaves: of one GPU, one line and nothing amiss."""
+"""The account that an emulated process leaves: of one card, one line and nothing amiss."""
 
 LINE = {"file": "train.py", "line": 3, "name": "<module>", "code": "model(x)", "own": True}
 CARD = {

@@ -1,4 +1,4 @@
-"""Scripts run on emulated GPUs, in the environment that has the CUDA build of torch."""
+"""Scripts run on emulated cards, in the environment that has the CUDA build of torch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _LIBRARIES = build.cache_folder()
 
 
 def empty_cache(folder: Path) -> Path:
-    """A cache where nothing is kept but the emulated GPU's libraries, which are built once for all tests."""
+    """A cache where nothing is kept but the emulated card's libraries, which are built once for all tests."""
     _LIBRARIES.mkdir(parents=True, exist_ok=True)
     folder.mkdir(exist_ok=True)
     (folder / _LIBRARIES.name).symlink_to(_LIBRARIES)
@@ -76,7 +76,7 @@ def recorded_as_attempted(requests: Mapping[str, StepRequest], folder: Path) -> 
 
 
 def on_card(gpu: str, script: str, cards: int = 1, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run python code in a process with emulated GPUs."""
+    """Run python code in a process with emulated cards."""
     environment = os.environ | emulated_environment(catalog.resolve_gpu(gpu), cards) | variables
     command = [str(cuda_python()), "-W", "ignore", "-c", textwrap.dedent(script)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT_S)
@@ -90,7 +90,7 @@ def answers(gpu: str, script: str, cards: int = 1, **variables: str) -> Any:
 
 
 def on_cards(gpu: str, folder: Path, script: str, *arguments: str, processes: int = 2) -> list[Any]:
-    """Run python code under torchrun, a process a GPU; what each rank left by `leave(value)`, in their order."""
+    """Run python code under torchrun, a process a card; what each rank left by `leave(value)`, in their order."""
     file = folder / "script.py"
     file.write_text(_LEAVE + textwrap.dedent(script))
     with shared_state() as state:

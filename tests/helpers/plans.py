@@ -161,7 +161,7 @@ def setting(chosen: Choice, ledger: Ledger, non_torch: ByteRange, room: Room) ->
 
 
 def curve(label: str, chosen: Choice, share: float) -> Curve:
-    """A line that is flat while the step decides, and then rises by a `share` of what an image takes here."""
+    """A line that is flat while the step decides, and then rises by a `share` of what a picture takes here."""
     sizes = (1, 2, 4, 6, 8, 12, 16, 24, 32)
     flat, peak = chosen.phases["step"] + GIB, chosen.process.high_bytes
     each = share * (peak - 21 * GIB) / chosen.strategy.micro_batch_size
@@ -233,7 +233,7 @@ WATERFALL = (
 
 
 def unfitting_plan() -> Plan:
-    """The same on a GPU of 16 GB: what is nearest does not fit, and what would."""
+    """The same on a card of 16 GB: what is nearest does not fit, and what would."""
     plan = made_plan()
     gpu = catalog.gpu("rtx-4080")
     reserved = plan.chosen.peak_reserved_bytes
@@ -265,7 +265,7 @@ def unfitting_plan() -> Plan:
 
 
 def sharded_plan(world_size: int = 32) -> Plan:
-    """The same by ZeRO-2 with an average on the host, on four machines; the ledger stays that of one GPU."""
+    """The same by ZeRO-2 with an average on the host, on four machines; the ledger stays that of one card."""
     from bigdit.config.load import parse_strategy
 
     plan = made_plan()

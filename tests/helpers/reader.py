@@ -1,4 +1,4 @@
-"""The folders of people who follow the pages: images, and runs of theirs as small as can be."""
+"""The folders of people who follow the pages: pictures, and runs of theirs as small as can be."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def planned_folder(folder, reader):
 
 
 def classes_folder(folder, pictures):
-    """`my.yaml` of a model of two classes, whose images lie in a folder a class."""
+    """`my.yaml` of a model of two classes, whose pictures lie in a folder a class."""
     names = ("n01440764", "n01443537")
     for name in names:
         (folder / "classes" / name).mkdir(parents=True)
@@ -126,7 +126,7 @@ def videos_folder(folder, *changed):
 
 
 def first_frames_folder(folder):
-    """The same of videos that begin with an image, and one to begin with."""
+    """The same of videos that begin with a picture, and one to begin with."""
     videos_folder(folder, "model.kwargs.in_channels=2049", "encoders.first_frame={}")  # both latents, and the mask
     Image.new("RGB", (32, 32), "orange").save(folder / "fox.png")
     return folder

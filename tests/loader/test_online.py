@@ -84,7 +84,7 @@ ONLINE_AND_NOT = {"cached": (), "online": ONLINE}
 
 @pytest.fixture(scope="module")
 def captioned(tmp_path_factory):
-    """Eleven images of several sizes, of which one has two captions, and some have the same one."""
+    """Eleven pictures of several sizes, of which one has two captions, and some have the same one."""
     folder = tmp_path_factory.mktemp("captioned")
     for number in range(10):
         caption = tiny_pipelines.CAPTIONS[number % 3 * 3] + (' that reads "CAT"' if number % 2 else "")
@@ -96,7 +96,7 @@ def captioned(tmp_path_factory):
 
 
 def written(folder, name, pictures):
-    """The config of a run over the images, in `folder`, beside its encoders."""
+    """The config of a run over the pictures, in `folder`, beside its encoders."""
     class_name, kwargs, vae = (CASES | VIDEOS)[name]
     torch.manual_seed(0)
     (tiny_vaes.VIDEO_VAES if name in VIDEOS else tiny_vaes.VAES)[vae][0]().save_pretrained(folder / "vae")
@@ -261,7 +261,7 @@ def assert_same(path, *overrides):
 def test_what_is_not_taken_online_is_refused(sd3, tmp_path, captioned):
     path, _ = sd3
     said = {
-        "data.buckets=[[16, 16], [16, 24]]": "data.buckets has 2: which is an image's is known when all were read",
+        "data.buckets=[[16, 16], [16, 24]]": "data.buckets has 2: which is a picture's is known when all were read",
         "validation.samples=2": "validation holds samples of a store out",
         "encoders.device=cpu": "encoders.device is cpu: they are where the model is; set it to auto",
         "encoders.image.latents=moments": "encoders.image.latents is moments, of which loaders draw",

@@ -39,7 +39,7 @@ def test_the_context_of_an_a100_by_hand():
 
 
 def test_the_context_of_a_known_card_has_its_own_stacks():
-    # The range of a compute capability is that of its GPUs: 52 multiprocessors are 104 MiB of stacks.
+    # The range of a compute capability is that of its cards: 52 multiprocessors are 104 MiB of stacks.
     for gpu in gpus():
         own, any_card = cuda_context(gpu.compute_capability, gpu.multiprocessors), cuda_context(gpu.compute_capability)
         assert any_card.low_bytes <= own.low_bytes < own.high_bytes <= any_card.high_bytes

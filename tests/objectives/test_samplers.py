@@ -1,4 +1,4 @@
-"""Samples: a model that knows the image leads every sampler to it, whatever it predicts; each is diffusers' own."""
+"""Samples: a model that knows the picture leads every sampler to it, whatever it predicts; each is diffusers' own."""
 
 import diffusers
 import pytest
@@ -17,7 +17,7 @@ FLOWS = ["euler", "heun", "dpmsolver++", "unipc"]
 
 
 def knowing(objective, asked, *, variance):
-    """The output that follows from the image and what it is fed, at the timestep that it is told."""
+    """The output that follows from the picture and what it is fed, at the timestep that it is told."""
 
     def predict(latents, t):
         assert t.shape == (2,)

@@ -126,11 +126,11 @@ def test_a_worker_that_is_killed_gives_its_status_and_no_number(
 
 ASK = """
 from bigdit import catalog
-from bigdit.profile.cards import GPUs
+from bigdit.profile.cards import Cards
 from bigdit.profile.attempt import request_for
 from bigdit.strategy import Strategy
 gpu, model = catalog.gpu("a40"), catalog.model("dit-xl-2")
-with Cards(gpu) as GPUs:
+with Cards(gpu) as cards:
     sizes = [request_for(model, gpu, Strategy(micro_batch_size=size)) for size in range(1, 60)]
     cards.attempts([(each, gpu.usable_bytes) for each in sizes])
 """

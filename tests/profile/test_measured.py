@@ -18,7 +18,7 @@ from bigdit.profile.measured.run import CardRun
 
 
 def run_all(asked: StepRequest, folder: Path) -> CardRun:
-    """The first rank's two steps among all, each on an emulated GPU of its own, with NCCL between them."""
+    """The first rank's two steps among all, each on an emulated card of its own, with NCCL between them."""
     ranks, request, result = asked.strategy.world_size, folder / "request.json", folder / "result.json"
     request.write_text(asked.model_dump_json())
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]

@@ -138,7 +138,7 @@ def test_notices_are_said_once() -> None:
     assert sum("read what is not there" in line for line in lines) == 1
     assert any("process 7" in line and "left no account" in line for line in lines)
     assert any("started 2 processes on fewer cards" in line for line in lines)
-    assert "2 processes used GPU 0, and shared its memory" in lines
+    assert "2 processes used card 0, and shared its memory" in lines
 
 
 def test_no_card_is_no_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

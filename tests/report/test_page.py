@@ -1,4 +1,4 @@
-"""The page of a plan and its images: whole in one file, for every eye and on paper; and the folder they lie in."""
+"""The page of a plan and its pictures: whole in one file, for every eye and on paper; and the folder they lie in."""
 
 import itertools
 import json
@@ -105,7 +105,7 @@ def test_it_is_for_those_who_cannot_see_it_too(shown):
 
 def test_on_a_narrow_screen_nothing_is_lost(shown):
     """At 400 pixels tables of many columns become lists whose lines name their column; what stays wide scrolls, and
-    the GPU's mark stands on the side of its line where it has room."""
+    the card's mark stands on the side of its line where it has room."""
     narrow = shown[shown.index("@media (max-width: 560px)") : shown.index("@media print")]
     assert ".stacks [data-head]::before { content: attr(data-head)" in narrow
     tables = re.findall(r"<table class=.(?:choices )?stacks.>(.*?)</table>", shown, re.DOTALL)
@@ -243,4 +243,4 @@ def test_curves_are_drawn_and_the_card_is_among_them(made, tmp_path):
         rgb = tuple(int(colour[at : at + 2], 16) for at in (1, 3, 5))
         assert (pixels == rgb).all(axis=-1).sum() > 100, colour
     black = (pixels < 40).all(axis=-1).sum(axis=1)
-    assert (black > 500).sum() >= 2  # the axis below, and the dashed line of the GPU
+    assert (black > 500).sum() >= 2  # the axis below, and the dashed line of the card

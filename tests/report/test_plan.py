@@ -192,7 +192,7 @@ def test_what_may_not_fit_is_not_called_the_fastest_that_fits(made):
 
 
 def tight(plan, usable_bytes):
-    """The plan on a GPU of so many bytes, where it is tight."""
+    """The plan on a card of so many bytes, where it is tight."""
     gpu = plan.question.gpu.model_copy(update={"usable_mib": usable_bytes // MIB})
     left = gpu.usable_bytes - plan.chosen.process.high_bytes
     chosen = plan.chosen.model_copy(update={"headroom_bytes": left, "verdict": "TIGHT"})

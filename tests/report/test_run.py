@@ -40,7 +40,7 @@ def run(trained, tmp_path):
 
 @pytest.fixture
 def planned(run):
-    """The same, as if it had run on a GPU, by a plan, with validation and validation images."""
+    """The same, as if it had run on a GPU, by a plan, with validation and pictures on the way."""
     record = RunRecord.model_validate_json((run / "run.json").read_text())
     sizes = {"init": 4 * MIB, "forward": 36 * MIB, "backward": 40 * MIB, "step": 12 * MIB}
     phases = {phase: 3 * nbytes // 4 for phase, nbytes in sizes.items()}

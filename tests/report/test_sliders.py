@@ -34,7 +34,7 @@ SMALLER, LARGER = catalog.gpu("rtx-3090-ti"), catalog.gpu("rtx-a6000")
 
 
 def point_of(plan, recommended, size, blocks):
-    """The recommended one as it was recorded, the others made up: more bytes with each image and each block kept."""
+    """The recommended one as it was recorded, the others made up: more bytes with each picture and each block kept."""
     chosen = plan.chosen.strategy
     if (size, blocks) == (chosen.micro_batch_size, chosen.checkpointed_blocks):
         return recommended

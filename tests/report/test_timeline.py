@@ -1,4 +1,4 @@
-"""The image of a timeline, and the tables of its ledger on a GPU."""
+"""The picture of a timeline, and the tables of its ledger on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches of images: halved where memory does not do for them, and no larger than guidance needs."""
+"""Batches of pictures: halved where memory does not do for them, and no larger than guidance needs."""
 
 import re
 import resource

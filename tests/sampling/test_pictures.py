@@ -1,4 +1,4 @@
-"""Sampling: an image a caption, the same for the same seed, and errors in one line."""
+"""Sampling: a picture a caption, the same for the same seed, and errors in one line."""
 
 import json
 import os

@@ -115,5 +115,5 @@ def test_without_room_to_decode_beside_the_model_they_come_when_all_are_drawn(tr
     waited = list(sampler.sample(CAPTIONS, OPTIONS))
     assert said == [True, True, False, False]
     assert all(map(torch.equal, waited, whole))
-    note = "note: --size 8x8: no room to decode beside the model; images come when all are drawn"
+    note = "note: --size 8x8: no room to decode beside the model; pictures come when all are drawn"
     assert capsys.readouterr().err.splitlines() == [note]

@@ -163,7 +163,7 @@ def test_an_old_card_encodes_in_what_it_computes():
 
 
 def test_extraction_takes_the_encoders_alone():
-    """The VAE of DiT: 16 images a pass, between its arithmetic at the GPU's rate and a hundred times that."""
+    """The VAE of DiT: 16 pictures a pass, between its arithmetic at the card's rate and a hundred times that."""
     question = question_for("dit-s-8", "a100-80g-sxm", images=1_000_000)
     with Cards(question.gpu, 1) as cards:
         encoding = {size: cards.attempt(each) for size, each in encoding_requests(question).items()}

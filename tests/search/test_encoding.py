@@ -65,7 +65,7 @@ def test_what_the_catalogue_does_not_know_has_no_answer(card):
 def test_a_run_takes_the_size_where_it_leaves_it_open_and_there_is_a_card(card, monkeypatch):
     monkeypatch.setattr(encode_batch, "found_gpus", lambda: (card, gpu("h200")))  # there is no driver to ask here
     chosen = with_batch_size(run(DIT), workers=2).encoders.batch_size
-    assert chosen == size_of(run(DIT), card)  # one each, and the smaller GPU decides
+    assert chosen == size_of(run(DIT), card)  # one each, and the smaller card decides
     for settled in (run(DIT, batch_size=5), run(DIT, device="cpu"), run({"name": "flux.2-klein-9b"})):
         assert with_batch_size(settled, workers=2) == settled
 

@@ -73,7 +73,7 @@ def test_features_online_are_pinned_and_what_is_not_is_said(tmp_path):
     (only,) = asked(path)
     assert only.pins.features == "online"
     assert problems(path, "data.buckets=[[512, 512], [256, 256]]") == [
-        "strategy.features is online, and data.buckets has 2: which is an image's is known when all were read; set it "
+        "strategy.features is online, and data.buckets has 2: which is a picture's is known when all were read; set it "
         "to cached, and `bigdit extract` encodes into data.features once"
     ]
     asked_for = {"checkpointing": "selective", "lora.base": "nf4", "offload_activations": "true"}
@@ -111,7 +111,7 @@ def test_what_is_wrong_is_told_by_the_runs_keys(tmp_path):
         "strategy.checkpointed_blocks is 99, and pixart-sigma-xl-2-1024 has 28 blocks; 28 and all are the most"
     ]
     assert problems(path, "strategy.global_batch_size=20") == [
-        "stages.0: strategy.global_batch_size is 20, and 1 GPU × strategy.micro_batch_size 8 come to multiples of 8; "
+        "stages.0: strategy.global_batch_size is 20, and 1 card × strategy.micro_batch_size 8 come to multiples of 8; "
         "nearest: 16 or 24"
     ]
     assert problems(path, "strategy.world_size=2", "strategy.engine=fsdp2", gpus=4) == [

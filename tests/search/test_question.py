@@ -82,12 +82,12 @@ def test_the_host_is_this_machine_s_or_the_usual_one(monkeypatch):
     assert question_for("sana-1600m", "a40").host_assumed
     assert not question_for("sana-1600m", "a40", host_memory="96GiB").host_assumed
     for slip, said in (
-        ("0GiB", "0GiB is 0 B, and machines and GPUs have 1 GiB to 1024 TiB"),
-        ("64B", "64B is 64 B, and machines and GPUs have 1 GiB to 1024 TiB; did you mean 64GiB?"),
-        ("512 MB", "512 MB is 0.48 GiB, and machines and GPUs have 1 GiB to 1024 TiB; did you mean 512GiB?"),
+        ("0GiB", "0GiB is 0 B, and machines and cards have 1 GiB to 1024 TiB"),
+        ("64B", "64B is 64 B, and machines and cards have 1 GiB to 1024 TiB; did you mean 64GiB?"),
+        ("512 MB", "512 MB is 0.48 GiB, and machines and cards have 1 GiB to 1024 TiB; did you mean 512GiB?"),
         (
             "64000TB",
-            "64000TB is 59604644.78 GiB, and machines and GPUs have 1 GiB to 1024 TiB; did you mean 64000GiB?",
+            "64000TB is 59604644.78 GiB, and machines and cards have 1 GiB to 1024 TiB; did you mean 64000GiB?",
         ),
     ):
         assert problems(host_memory=slip) == (f"--host-memory: {said}",)
@@ -203,7 +203,7 @@ def test_sizes_read_as_they_are_written(sizes):
         ),
         (
             {"gpu": "8xA40"},
-            "--gpu '8xA40' is not in the catalogue: how many GPUs there are, --gpus says; nearest: a40",
+            "--gpu '8xA40' is not in the catalogue: how many cards there are, --gpus says; nearest: a40",
         ),
         ({"model": "no/config.json"}, "--model: no/config.json does not exist; a diffusers config.json was expected"),
         ({"gpus": 0}, "--gpus is 0, and 1 or more was expected"),
@@ -267,7 +267,7 @@ def test_sizes_read_as_they_are_written(sizes):
             "--buckets 1024x1000: sana-1600m-1024 takes pixels in multiples of 32 (VAE 32 × patch 1), and the width "
             "is 1000; the nearest that fit: 992 or 1024",
         ),
-        ({"frames": 5}, "--frames: sana-1600m-1024 makes images, and 5 frames were asked for"),
+        ({"frames": 5}, "--frames: sana-1600m-1024 makes pictures, and 5 frames were asked for"),
         (
             {"model": "wan2.1-t2v-1.3b", "gpu": "a100-80g-sxm", "frames": 12},
             "--frames: wan2.1-t2v-1.3b takes 1 frame and then multiples of 4 (VAE), and frames is 12; the nearest that "
@@ -275,15 +275,15 @@ def test_sizes_read_as_they_are_written(sizes):
         ),
         (
             {"gpus": 8, "global_batch": 100},
-            "--global-batch is 100, and 8 GPUs come to multiples of 8; nearest: 96 or 104",
+            "--global-batch is 100, and 8 cards come to multiples of 8; nearest: 96 or 104",
         ),
         (
             {"gpus": 8, "global_batch": 100, "micro_batch": 3},
-            "--global-batch is 100, and 8 GPUs × --micro-batch 3 come to multiples of 24; nearest: 96 or 120",
+            "--global-batch is 100, and 8 cards × --micro-batch 3 come to multiples of 24; nearest: 96 or 120",
         ),
         (
             {"global_batch": 4, "micro_batch": 8},
-            "--global-batch is 4, and 1 GPU × --micro-batch 8 come to multiples of 8; nearest: 8",
+            "--global-batch is 4, and 1 card × --micro-batch 8 come to multiples of 8; nearest: 8",
         ),
         (
             {"gpus": 12},
@@ -296,7 +296,7 @@ def test_sizes_read_as_they_are_written(sizes):
         ),
         (
             {"gpus": 2, "engine": "single"},
-            "--engine single runs on one GPU, and --gpus is 2; use --engine zero1, zero2, zero3 or fsdp2, or --gpus 1",
+            "--engine single runs on one card, and --gpus is 2; use --engine zero1, zero2, zero3 or fsdp2, or --gpus 1",
         ),
         (
             {"full": True, "lora": 16},
@@ -428,7 +428,7 @@ def test_no_rank_within_the_limit_is_wider_than_the_widest_layer():
             {},
             (
                 "no model was named; model takes one of `bigdit models`, or a diffusers config.json",
-                "no GPU was named; gpu takes one of `bigdit gpus`, or auto for this machine's own",
+                "no card was named; gpu takes one of `bigdit gpus`, or auto for this machine's own",
             ),
         ),
         ((5, 6), {}, ("model is 5, and a text was expected", "gpu is 6, and a text was expected")),
@@ -445,7 +445,7 @@ def test_no_rank_within_the_limit_is_wider_than_the_widest_layer():
         (
             ("sana-1600m", "a40"),
             {"global_batch": 4, "micro_batch": 8},
-            ("global_batch is 4, and 1 GPU × micro_batch 8 come to multiples of 8; nearest: 8",),
+            ("global_batch is 4, and 1 card × micro_batch 8 come to multiples of 8; nearest: 8",),
         ),
     ],
 )

@@ -89,7 +89,7 @@ def test_only_receipts_of_the_card_and_of_one_shape_count():
     mine = receipt_of()
     others = [
         receipt_of(device="NVIDIA A40"),
-        receipt_of(device="a GPU of 2031"),
+        receipt_of(device="a card of 2031"),
         receipt_of(device="cpu"),
         receipt_of(buckets=5),
     ]
@@ -118,7 +118,7 @@ def test_an_emulated_card_s_receipt_teaches_nothing_of_the_real_one(cards, tmp_p
     question = question_for("dit-s-2-paper", "a100-80g-sxm", receipts=tmp_path)
     assert own_receipts(question) == (
         [mine],
-        [f"2 receipts of emulated GPUs are left out: what the {A100.title} takes is learnt from real ones alone"],
+        [f"2 receipts of emulated cards are left out: what the {A100.title} takes is learnt from real ones alone"],
     )
     other = question_for("dit-s-2-paper", "a40", receipts=tmp_path)
     assert own_receipts(other) == ([], [])

@@ -95,7 +95,7 @@ def test_shards_with_other_columns_are_refused(tmp_path):
 
 
 def saved(numbers):
-    """A data set of images as the `datasets` library makes it."""
+    """A data set of pictures as the `datasets` library makes it."""
     features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
     rows = {
         "image": [{"bytes": png(number), "path": None} for number in numbers],
@@ -174,15 +174,15 @@ def test_hostile_offsets_and_compressed_arrow_are_refused(tmp_path):
 
 def test_a_large_row_group_is_read_in_little_memory(tmp_path):
     random = np.random.default_rng(0)
-    pictures = [random.bytes(100_000) for _ in range(600)]  # 60 MB in one row group; none is an image
+    pictures = [random.bytes(100_000) for _ in range(600)]  # 60 MB in one row group; none is a picture
     table = pa.table({"image": pictures, "text": ["x"] * 600})
-    # Pages of a few images; as a rule writers look at a page's size after 1024 rows.
+    # Pages of a few pictures; as a rule writers look at a page's size after 1024 rows.
     pq.write_table(table, tmp_path / "a.parquet", use_dictionary=False, write_batch_size=8)
     del table
     before, most = pa.total_allocated_bytes(), 0
     del pictures
     for item in opened(str(tmp_path / "a.parquet")).items(0, 600):
-        assert reason(item).startswith("damaged image: ")
+        assert reason(item).startswith("damaged picture: ")
         most = max(most, pa.total_allocated_bytes() - before)
     assert most < 16e6
 
@@ -225,7 +225,7 @@ def test_paths_that_name_no_file_are_skipped(folder):
         "path with a zero byte",
         f"path {'x' * 50}: File name too long",
         "path x.png: Not a directory",
-        "path images: Is a directory",
+        "path pictures: Is a directory",
         "path loop.png: Too many levels of symbolic links",
         "column path names no picture",
     ]

@@ -73,7 +73,7 @@ def test_clips_are_the_video_and_none_is_decoded_from_its_start(tmp_path, name, 
             wanted = whole[start : start + 9]
             assert len(found) == len(wanted), start
             assert all(map(np.array_equal, found, wanted)), start
-            assert len(decoded) < 64  # a group of images, a second, the clip
+            assert len(decoded) < 64  # a group of pictures, a second, the clip
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=20), st.integers(1, 9), st.integers(0, 40))
@@ -124,7 +124,7 @@ def test_sources_of_all_kinds_have_clips_and_a_picture_has_one(tmp_path):
         assert [shades(item) for item in open_source(data).items(0, 2)] == [[0, 1, 2, 3], [4, 5, 6, 7]], path
     still = opened({"path": str(tmp_path / "moving"), "clips": 2}).items(2, 4)
     assert isinstance(still[0].load().image, Image.Image)
-    with pytest.raises(Unusable, match=r"^an image, which has one clip$"):
+    with pytest.raises(Unusable, match=r"^a picture, which has one clip$"):
         still[1].load()
     with pytest.raises(UserError) as refused:
         open_source(DataConfig(images={"path": str(tmp_path), "clips": 2}, features="f", buckets=[(8, 8)]))

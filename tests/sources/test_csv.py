@@ -18,7 +18,7 @@ def test_a_csv_names_pictures_relative_to_itself(folder):
         f"{folder}/pictures/2.png,größer,x\n"
         "pictures/11.png,gone,x\n"
         "pictures/3.png,,x\n"
-        ",no image,x\n"
+        ",no picture,x\n"
         "pictures/4.png,an, unquoted comma,x\n"
         "\n"
         "pictures/5.png,last,x"

@@ -1,4 +1,4 @@
-"""A folder of images and captions: what is listed, which links are followed, and what cannot be used."""
+"""A folder of pictures and captions: what is listed, which links are followed, and what cannot be used."""
 
 import os
 
@@ -116,12 +116,12 @@ def test_a_missing_and_an_empty_folder_are_errors(tmp_path):
     with pytest.raises(UserError, match=r"data\.images: the folder .*nowhere does not exist"):
         opened(str(tmp_path / "nowhere"))
     (tmp_path / "a.txt").write_text("a caption")
-    with pytest.raises(UserError, match=r"data\.images: .* holds no images \(\.png, \.jpg"):
+    with pytest.raises(UserError, match=r"data\.images: .* holds no pictures \(\.png, \.jpg"):
         opened(str(tmp_path))
 
 
 def load_with(tmp_path, **captions):
-    """The captions of an image with such files beside it."""
+    """The captions of a picture with such files beside it."""
     save(tmp_path / "a.png", None)
     for suffix, content in captions.items():
         (tmp_path / f"a.{suffix}").write_bytes(content.encode() if isinstance(content, str) else content)
@@ -187,7 +187,7 @@ def test_damaged_pictures_are_unusable_and_vanished_ones_an_error(tmp_path):
     whole = picture.read_bytes()
     for damaged in (whole[: len(whole) // 2], b"not a picture", b""):
         picture.write_bytes(damaged)
-        with pytest.raises(Unusable, match="damaged image: "):
+        with pytest.raises(Unusable, match="damaged picture: "):
             item.load()
     picture.unlink()
     with pytest.raises(UserError, match=r"data\.images: .*a\.png cannot be read: No such file"):

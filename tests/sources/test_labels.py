@@ -1,4 +1,4 @@
-"""Classes of images: of the folders that they lie in, a column or a key of JSON; and no captions are asked for."""
+"""Classes of pictures: of the folders that they lie in, a column or a key of JSON; and no captions are asked for."""
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,7 +14,7 @@ def labels(source):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Three images in two folders of classes, one of them deeper, and one image beside them."""
+    """Three pictures in two folders of classes, one of them deeper, and one picture beside them."""
     for name in ("cat/1.png", "cat/more/0.png", "ant/0.png", "loose.png"):
         save(tmp_path / "pictures" / name, caption=None)
     return tmp_path / "pictures"

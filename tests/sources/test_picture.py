@@ -33,7 +33,7 @@ def test_pictures_of_every_mode_become_rgb_or_gray(tmp_path, mode, suffix):
 
 
 def loaded(tmp_path, picture, suffix="png", **options):
-    """An image, written and read."""
+    """A picture, written and read."""
     save(tmp_path / f"a.{suffix}", picture=picture, **options)
     return opened(str(tmp_path)).items(0, 1)[0].load().image
 
@@ -132,7 +132,7 @@ def test_a_picture_of_108_megapixels_is_read_where_the_limit_is_raised(tmp_path)
     (found,) = opened(str(tmp_path), max_pixels=108_000_000).items(0, 1)
     assert found.load().image.size == (12_000, 9_000)
     (tmp_path / "a.png").write_bytes(png_16(EMPTY, 0, size=(20_000, 10_000)))
-    assert reason(opened(str(tmp_path), max_pixels=200_000_000).items(0, 1)[0]).startswith("damaged image: ")
+    assert reason(opened(str(tmp_path), max_pixels=200_000_000).items(0, 1)[0]).startswith("damaged picture: ")
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_picture_of_108_megapixels_is_read_where_the_limit_is_raised(tmp_path)
         (b"\0\0\0\x18ftypmif1\0\0\0\0", "picture in HEIC, which is not read; convert it to PNG or JPEG"),
         (b"\xff\x0a\xfa\x1f", "picture in JPEG XL, which is not read; convert it to PNG or JPEG"),
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "picture in SVG, which is not read; convert it to PNG or JPEG"),
-        (b"no picture", "damaged image: it begins as none of PNG, JPEG, WEBP, AVIF, BMP, TIFF, GIF"),
+        (b"no picture", "damaged picture: it begins as none of PNG, JPEG, WEBP, AVIF, BMP, TIFF, GIF"),
     ],
 )
 def test_files_that_are_no_pictures_are_named_by_what_they_are(tmp_path, start, expected):

@@ -159,7 +159,7 @@ def test_a_file_of_no_kind_is_named_with_what_is_read(tmp_path, name):
 
 
 def test_pixels_survive_every_kind(folder):
-    """The same images and captions, from a folder, a CSV, Parquet, and what datasets saved."""
+    """The same pictures and captions, from a folder, a CSV, Parquet, and what datasets saved."""
     picture = gradient(24, 16)
     buffer = io.BytesIO()
     picture.save(buffer, "png")

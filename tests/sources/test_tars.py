@@ -28,7 +28,7 @@ def member(name, kind, **fields):
 
 
 def samples(numbers):
-    """An image and a caption for each number."""
+    """A picture and a caption for each number."""
     return [
         pair for number in numbers for pair in ((f"{number:04d}.png", png(number)), (f"{number:04d}.txt", b"a caption"))
     ]
@@ -43,7 +43,7 @@ def test_samples_are_read_at_their_offsets(tmp_path, tar_format):
         ("./000.txt", b"a caption"),
         ("./000.json", b'{"captions": ["one", "two"], "weights": [1, 3]}'),
         ("./000.cls", b"5"),
-        ("./000.seg.png", b"a mask, no image of the sample"),
+        ("./000.seg.png", b"a mask, no picture of the sample"),
         (f"{long}.TXT", b"of a long name"),
         (f"{long}.PNG", png(8)),
         ("README", b"no sample"),
@@ -64,9 +64,9 @@ def test_samples_are_read_at_their_offsets(tmp_path, tar_format):
     assert texts(items[1]) == [("of a long name", 1)]
     assert [value(item.load()) for item in items[:2]] == [7, 8]
     assert reason(items[2]) == "caption no-caption.txt is missing"
-    assert reason(items[3]) == "sample of 0 images among txt, not of one"
-    assert reason(items[4]) == "sample of 2 images among png, jpg, not of one"
-    assert reason(items[5]).startswith("damaged image: ")
+    assert reason(items[3]) == "sample of 0 pictures among txt, not of one"
+    assert reason(items[4]) == "sample of 2 pictures among png, jpg, not of one"
+    assert reason(items[5]).startswith("damaged picture: ")
 
 
 def test_nothing_is_written_beside_the_tars_and_pickles_are_never_read(tmp_path):

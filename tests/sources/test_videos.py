@@ -125,7 +125,7 @@ def test_folders_of_numbered_pictures_are_videos(tmp_path):
     assert shades(opened(asked, fps=12)) == [0, 2, 4, 6, 8]  # it is not among those that are taken
     with pytest.raises(Unusable, match="damaged picture"):
         shades(opened(asked, fps=24, frames=9))
-    with pytest.raises(UserError, match=r"holds no folders of images, which frame_rate is of"):
+    with pytest.raises(UserError, match=r"holds no folders of pictures, which frame_rate is of"):
         opened({"path": str(tmp_path / "deep/a.b"), "frame_rate": 24})
 
 
@@ -319,7 +319,7 @@ def test_videos_in_tars_are_those_of_files(tmp_path):
     stills[0].save(animated, "WEBP", save_all=True, append_images=stills[1:], duration=125, lossless=True)
     mp4, long = ((tmp_path / f"{name}.mp4").read_bytes() for name in ("a", "long"))
     files = [
-        *(("0.mp4", mp4), ("0.jpg", b"an image of it, which is not read"), ("0.txt", b"a caption")),
+        *(("0.mp4", mp4), ("0.jpg", b"a picture of it, which is not read"), ("0.txt", b"a caption")),
         *(("1.webp", animated.getvalue()), ("1.txt", b"a caption")),
         *(("2.mp4", long[:200]), ("2.txt", b"a caption")),
         *(("3.mp4", mp4), ("3.mkv", mp4), ("3.txt", b"a caption")),
@@ -334,5 +334,5 @@ def test_videos_in_tars_are_those_of_files(tmp_path):
     with pytest.raises(Unusable, match=r"^sample of 2 videos among mp4, mkv, txt, not of one$"):
         source.items(3, 4)[0].load()
     pictures = open_source(DataConfig(**tars, buckets=[(16, 16)]))
-    with pytest.raises(Unusable, match=r"^sample of a video, without an image$"):
+    with pytest.raises(Unusable, match=r"^sample of a video, without a picture$"):
         pictures.items(4, 5)[0].load()

@@ -1,4 +1,4 @@
-"""A small store of real images, encoded here, and what it is made of."""
+"""A small store of real pictures, encoded here, and what it is made of."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from bigdit.store.store import write_null_text
 
 BUCKETS = [(8, 8), (8, 12)]
 COUNT, PART_SIZE = 11, 4
-BAD = 5  # this image has no caption
+BAD = 5  # this picture has no caption
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def schema(pictures, codec, text_encoder):
 
 @pytest.fixture
 def fill(pictures, codec, text_encoder):
-    """Make a whole store of the images by its schema."""
+    """Make a whole store of the pictures by its schema."""
 
     def make(root, schema):
         claim(root, schema)

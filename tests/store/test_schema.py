@@ -14,7 +14,7 @@ from bigdit.store.tensors import lines_digest
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"sources": [{"count": 10**15}]}, "has 1000000000000000 images in parts of 4: more than 10000000 files"),
+        ({"sources": [{"count": 10**15}]}, "has 1000000000000000 pictures in parts of 4: more than 10000000 files"),
         ({"sources": [{"count": 5}]}, "lacks 1 of 3 files, the first part-000000000004-000000000005.safetensors"),
         ({"sources": [{"count": 4}]}, "has 2 parts that are none of the 1 of its schema.json: that is damaged, or of"),
         ({"sources": [{}]}, "schema.json is damaged: its checksum is not its own; delete it, then `bigdit extract"),
@@ -132,7 +132,7 @@ def test_what_a_part_is_of_follows_from_its_own_source_alone(schema):
     assert part_identity(grown, 4) == own == part_identity(schema, 8)
     later = schema.model_copy(update={"sources": [{"count": 4}, *schema.sources]})
     end = schema.sources[0]["count"]
-    others = [part_identity(grown, end), part_identity(later, 4)]  # the same images, from another place on
+    others = [part_identity(grown, end), part_identity(later, 4)]  # the same pictures, from another place on
     for key, value in {"buckets": [(8, 8), (12, 8)], "codec": {"name": "other"}, "text_encoder": {}}.items():
         others.append(part_identity(schema.model_copy(update={key: value}), 4))
     assert len({own, *others}) == 6

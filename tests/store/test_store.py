@@ -25,7 +25,7 @@ from bigdit.store.reader import Part
 from bigdit.store.schema import claim, part_identity, store_identity
 from bigdit.store.store import write_index, write_null_text
 
-CAPTIONED = (*range(5), *range(6, 11))  # of the images
+CAPTIONED = (*range(5), *range(6, 11))  # of the pictures
 
 
 def flip_bit(file, offset):
@@ -131,7 +131,7 @@ def test_a_part_in_the_place_of_another_and_an_index_of_others_are_refused_by_na
     indexed = FeatureStore.open(root)  # writes the index, which knows the parts by their names and bytes
     whole = first.read_bytes()
     first.write_bytes(second.read_bytes())
-    expected = rf"{first} is another part: it holds the images 4-8, and not 0-4; delete it, then `bigdit extract"
+    expected = rf"{first} is another part: it holds the pictures 4-8, and not 0-4; delete it, then `bigdit extract"
     with pytest.raises(UserError, match=expected):
         Part.open(first)
     with pytest.raises(UserError, match=expected):
@@ -247,7 +247,7 @@ def test_a_part_of_other_pictures_is_refused_by_name(root, schema, pictures, fil
     indexed = FeatureStore.open(root)  # writes the index, which knows the parts by their names and bytes
     file.write_bytes(part_path(tmp_path / "other", 4, 8).read_bytes())
     expected = (
-        f"data.features: {file} is of another store: it is of other images, encoders or buckets; delete it, then "
+        f"data.features: {file} is of another store: it is of other pictures, encoders or buckets; delete it, then "
         "`bigdit extract --config RUN.yaml` makes it again"
     )
     assert refusal(indexed.read, (4, 4, 4), range(6)) == expected

@@ -187,7 +187,7 @@ def test_a_folder_of_one_more_class_is_not_appended(digits_by_class, tmp_path):
 
 
 def test_losses_with_features_online_are_those_of_the_store(digits_by_class, tmp_path):
-    """Pictures that have classes, encoded in each step; images drawn on the way; other classes refused."""
+    """Pictures that have classes, encoded in each step; pictures drawn on the way; other classes refused."""
     found = []
     for name, reading in {"cached": (), "online": ONLINE}.items():
         chosen = (*TINY["PaperDiT"], "samples={captions: [three, 0], steps: 2, every: 2}", *reading)

@@ -1,4 +1,4 @@
-"""MFU: a model's FLOPs against those that its step takes, and the peak of the GPU that drivers name."""
+"""MFU: a model's FLOPs against those that its step takes, and the peak of the card that drivers name."""
 
 from contextlib import contextmanager
 

@@ -1,4 +1,4 @@
-"""bigdit's own trainer on emulated GPUs: CUDA's paths through every engine and optimizer, with torch's own peaks."""
+"""bigdit's own trainer on emulated cards: CUDA's paths through every engine and optimizer, with torch's own peaks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def on_two_cards(features, output, *command, overrides=()):
 
 
 def check(receipt, output, world_size):
-    """A receipt of a GPU that is not there, with the allocator's own peaks, and a whole checkpoint."""
+    """A receipt of a card that is not there, with the allocator's own peaks, and a whole checkpoint."""
     assert receipt["emulated"]
     assert receipt["device"] == "NVIDIA A40"
     assert receipt["strategy"]["world_size"] == world_size
@@ -94,7 +94,7 @@ def test_a_run_by_a_plan_says_what_was_planned_and_what_was_measured(features, t
         assert row["planned_memory_bytes"] == expected.peak_allocated_bytes
         assert 0 < row["memory_bytes"] < row["peak_memory_bytes"]
         assert row["peak_memory_bytes"] >= receipt["measured_peak_allocated_bytes"]  # which is of the first two steps
-        assert "mfu" not in row  # an emulated GPU computes nothing
+        assert "mfu" not in row  # an emulated card computes nothing
     check_phases(json.loads((tmp_path / "run/run.json").read_text()), plan, receipt)
     page = (tmp_path / "run/report.html").read_text()
     assert html.escape(said) in page
@@ -198,7 +198,7 @@ def test_more_processes_than_cards_are_a_line(features, tmp_path):
     done = launched(features, tmp_path, *BIGDIT, cards=1)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
-        "error: 2 processes of the run are on this machine, a GPU each, and torch sees 1 there: start 1 "
+        "error: 2 processes of the run are on this machine, a card each, and torch sees 1 there: start 1 "
         "(strategy.world_size, or the launcher's own number), or show it more (CUDA_VISIBLE_DEVICES)\n"
     )
 
@@ -230,8 +230,8 @@ def test_cards_that_accelerate_was_to_leave_alone_are_refused(features, tmp_path
     done = on_card("a40", TRAINED, ARGUMENTS=json.dumps(arguments), ACCELERATE_USE_CPU="True")  # as accelerate says it
     assert done.returncode == 1, done.stdout + done.stderr
     assert done.stderr.splitlines()[-1] == (
-        "error: accelerate was asked for --cpu (ACCELERATE_USE_CPU), and runs take the GPUs that they see; leave it "
-        "out, or hide the GPUs: CUDA_VISIBLE_DEVICES="
+        "error: accelerate was asked for --cpu (ACCELERATE_USE_CPU), and runs take the cards that they see; leave it "
+        "out, or hide the cards: CUDA_VISIBLE_DEVICES="
     )
 
 

@@ -1,4 +1,4 @@
-"""On emulated GPUs that are too small, for real: a step that runs out of memory is taken again with less of it."""
+"""On emulated cards that are too small, for real: a step that runs out of memory is taken again with less of it."""
 
 from __future__ import annotations
 

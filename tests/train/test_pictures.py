@@ -71,8 +71,8 @@ def test_what_fails_is_a_line_and_training_goes_on(features, tmp_path, monkeypat
     run_to(3, tmp_path, features, *ASKED)
     said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("note: the pictures")]
     assert said == [
-        "note: the images of step 2 are not written: no room; training goes on",
-        "note: the images of step 3 are not written: no room",
+        "note: the pictures of step 2 are not written: no room; training goes on",
+        "note: the pictures of step 3 are not written: no room",
     ]
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
 
@@ -80,7 +80,7 @@ def test_what_fails_is_a_line_and_training_goes_on(features, tmp_path, monkeypat
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [("strategy.engine=fsdp2", "strategy.ds_config=null"), ()], ids=["fsdp2", "zero3"])
 def test_two_processes_draw_what_one_does(features, tmp_path, engine):
-    """Three images on two processes of micro-batches of one: the last one is drawn twice, and counts once."""
+    """Three pictures on two processes of micro-batches of one: the last one is drawn twice, and counts once."""
     document = (ROOT / "ds_configs/zero2.json").read_text().replace('"stage": 2', '"stage": 3')
     (tmp_path / "ds.json").write_text(document)
     more = engine or (f"strategy.ds_config={tmp_path / 'ds.json'}",)

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def start() -> None:
-    """Put the GPU in, and begin to observe where the parent wants to know: called once, before the script."""
+    """Put the card in, and begin to observe where the parent wants to know: called once, before the script."""
     import sys
 
     from . import imports, options

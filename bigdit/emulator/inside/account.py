@@ -1,4 +1,4 @@
-"""What a process did of a GPU, as a document: see bigdit/emulator/emulation.py, which reads it."""
+"""What a process did of a card, as a document: see bigdit/emulator/emulation.py, which reads it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LARGEST = 40
 
 
 def write(how: str, seconds: float) -> None:
-    """Write the account, where this process used a GPU; and which of the hub's repositories it ended for want of."""
+    """Write the account, where this process used a card; and which of the hub's repositories it ended for want of."""
     absent = _absent_repository() if how == "exit" else None
     if absent is not None:
         files.write_json(f"absent-{os.getpid()}.json", {"repository": absent})
@@ -103,11 +103,11 @@ def _card(torch: Any, card: int) -> dict[str, Any]:
 
 
 _LONGEST = 4000
-"""Phases that are listed: more than an image can tell apart."""
+"""Phases that are listed: more than a picture can tell apart."""
 
 
 def _oom(at: int) -> dict[str, Any]:
-    """The `at`th time that memory ran out, with what was live then on its GPU."""
+    """The `at`th time that memory ran out, with what was live then on its card."""
     found = ooms.found[at]
     replayed = history.cards.get(found["card"], replay.Replay())
     before = sum(each["card"] == found["card"] for each in ooms.found[:at])

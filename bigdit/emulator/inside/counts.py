@@ -37,7 +37,7 @@ _last: dict[str, int] = {}
 
 
 def read() -> dict[str, int]:
-    """Kernels launched, copies by direction with their bytes, waits of the host for the GPU, calls of cuBLAS and cuDNN
+    """Kernels launched, copies by direction with their bytes, waits of the host for the card, calls of cuBLAS and cuDNN
     that launch, and NCCL's collectives by kind."""
     counted = library("libcuda").card_counted
     counted.restype = ctypes.POINTER(ctypes.c_uint64 * len(NAMES))

@@ -19,7 +19,7 @@ from . import files, options
 
 began = time.time()
 name = ""
-"""What this process's files are called by, once it uses a GPU."""
+"""What this process's files are called by, once it uses a card."""
 
 _written = False
 _watching = False
@@ -45,7 +45,7 @@ def install(account: Callable[[str, float], None], forget: Sequence[Callable[[],
 
 
 def begin() -> None:
-    """This process uses a GPU from now on; by exec it may be another program than one that did."""
+    """This process uses a card from now on; by exec it may be another program than one that did."""
     global name
     name = f"{os.getpid()}-{files.count(f'begun-{os.getpid()}-*.json')}"
     files.write_json(f"begun-{name}.json", {"argv": sys.argv, "rank": os.environ.get("RANK")})
@@ -54,7 +54,7 @@ def begin() -> None:
 
 
 def note_crowd(cards: int) -> None:
-    """Say so where a launcher started more processes on this machine than there are GPUs."""
+    """Say so where a launcher started more processes on this machine than there are cards."""
     counts = [os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")]
     processes = max((int(count) for count in counts if count.isdigit()), default=1)
     if processes > cards:

@@ -17,7 +17,7 @@ _FOLD = 300_000
 
 cards: dict[int, replay.Replay] = {}
 reset_peaks: dict[int, replay.Peak] = {}
-"""Peaks that the script reset, by GPU."""
+"""Peaks that the script reset, by card."""
 when_begun: list[Callable[[], None]] = []
 """What else is to be put in where CUDA is initialised, with torch's own allocator."""
 
@@ -26,7 +26,7 @@ _recording = False
 _theirs = False  # the script has taken the history for itself
 _torch: Any = None
 _originals: dict[str, Callable[..., Any]] = {}
-_offsets: dict[int, tuple[int, int]] = {}  # allocations and frees that the script reset, by GPU
+_offsets: dict[int, tuple[int, int]] = {}  # allocations and frees that the script reset, by card
 
 
 def install(torch: Any) -> None:
@@ -67,12 +67,12 @@ def _record(*, clear: bool) -> None:
 
 
 def used() -> bool:
-    """Whether this process has touched a GPU."""
+    """Whether this process has touched a card."""
     return _torch is not None and _torch.cuda.is_initialized()
 
 
 def stats(card: int) -> dict[str, Any]:
-    """torch's own counters, nested, as torch._C has them; empty for a GPU that was not used."""
+    """torch's own counters, nested, as torch._C has them; empty for a card that was not used."""
     found: dict[str, Any] = _torch._C._cuda_memoryStats(card) if used() else {}
     return found
 
@@ -106,7 +106,7 @@ def fold(*, snapshot: str = "") -> None:
         return
     found = _torch._C._cuda_memorySnapshot(None)
     for card, events in enumerate(found["device_traces"]):
-        if any(event["action"] != "snapshot" for event in events):  # which torch notes of GPUs that nobody used too
+        if any(event["action"] != "snapshot" for event in events):  # which torch notes of cards that nobody used too
             cards.setdefault(card, replay.Replay()).feed(events)
     if snapshot and options.SNAPSHOT:
         files.write(snapshot, pickle.dumps(found, protocol=4))

@@ -11,7 +11,7 @@ from . import imports
 from .libraries import library
 
 DRAWN_BYTES = 64 << 10
-"""Larger tensors are not initialised: the GPU would not take their values (known.LIMIT_BYTES)."""
+"""Larger tensors are not initialised: the card would not take their values (known.LIMIT_BYTES)."""
 SHARED_BYTES = 32 << 20
 """From here on tensors share pages; as in c/host.c."""
 

@@ -1,4 +1,4 @@
-"""Which small tensors of the GPU hold what their operators computed, and what is done where others are read.
+"""Which small tensors of the card hold what their operators computed, and what is done where others are read.
 
 Known ones have their memory as the CPU sees it. Operators that hand values to the host are told of: a read of what was
 never computed is noticed, and is zero.
@@ -47,12 +47,12 @@ class Known:
         return bool(tensor.numel() * tensor.element_size() == self._of(tensor)[1])
 
     def note(self, tensor: Any, known: bool) -> None:
-        """Say of a tensor on the GPU that was just written whether its values are known."""
+        """Say of a tensor on the card that was just written whether its values are known."""
         if tensor.is_cuda:
             (self._known.add if known else self._known.discard)(self._of(tensor)[0])
 
     def on_host(self, tensor: Any) -> Any:
-        """The same elements as a tensor of the CPU: the GPU's addresses are this process's own.
+        """The same elements as a tensor of the CPU: the card's addresses are this process's own.
 
         A view into what is never computed is zeros of its own.
         """

@@ -22,7 +22,7 @@ loaded: dict[str, ctypes.CDLL] = {}
 
 
 class NoCard(Exception):
-    """Why this process cannot have an emulated GPU; one line for the user."""
+    """Why this process cannot have an emulated card; one line for the user."""
 
 
 def before_torch(torch_folder: str) -> None:
@@ -38,7 +38,7 @@ def before_torch(torch_folder: str) -> None:
     packages = [torch, *_installed(OTHERS)]
     folder = Path(os.environ["BIGDIT_EMULATED_CACHE"]) / _key(packages)
     if folder.is_dir() and not _whole(folder):
-        print(f"emulated GPU: {folder} is damaged, and is built anew", file=sys.stderr, flush=True)
+        print(f"emulated card: {folder} is damaged, and is built anew", file=sys.stderr, flush=True)
         shutil.rmtree(folder, ignore_errors=True)
     if not folder.is_dir():
         _build(packages, folder)
@@ -54,9 +54,9 @@ def library(stem: str) -> ctypes.CDLL:
 
 
 def limit(nbytes: int, *, final: bool = False) -> None:
-    """Let this process take so many bytes of its GPU beside the context and NCCL's, and in place of what there is.
+    """Let this process take so many bytes of its card beside the context and NCCL's, and in place of what there is.
 
-    They end as a GPU ends. torch's own limit, `set_per_process_memory_fraction`, counts a block whole that lies on
+    They end as a card ends. torch's own limit, `set_per_process_memory_fraction`, counts a block whole that lies on
     pages which an expandable segment has already, and has room looked for where there is room. With `final` there is
     nothing more once something was refused: torch runs out where it would have looked for room.
     """
@@ -136,4 +136,4 @@ def _build(packages: list[Path], folder: Path) -> None:
     command += [str(folder), *map(str, packages)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise NoCard(done.stderr.strip() or f"building the emulated GPU's libraries ended with {done.returncode}")
+        raise NoCard(done.stderr.strip() or f"building the emulated card's libraries ended with {done.returncode}")

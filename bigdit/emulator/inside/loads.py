@@ -1,5 +1,5 @@
 """What scripts load of holes in files takes no RAM: neither a page of the system's cache nor a fault for each, until it
-is written to. So are fake weights, and what was saved on an emulated GPU (`saves`).
+is written to. So are fake weights, and what was saved on an emulated card (`saves`).
 
 Covered is what maps files by torch: safetensors, and torch.load with `mmap=True`.
 """

@@ -1,6 +1,6 @@
-"""Loss scaling: whether it is there, what it skips, and the first step that it skips on real GPUs.
+"""Loss scaling: whether it is there, what it skips, and the first step that it skips on real cards.
 
-The first scale of 65536 overflows in fp16 there. On an emulated GPU nothing overflows, so a second run is told to
+The first scale of 65536 overflows in fp16 there. On an emulated card nothing overflows, so a second run is told to
 find that its first step did: then no optimizer state exists until the step after it.
 """
 

@@ -1,4 +1,4 @@
-"""Each time that a GPU's memory ran out, also where the script catches it."""
+"""Each time that a card's memory ran out, also where the script catches it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def observe(card: int, asked: int, total: int, free: int) -> None:
 
 
 def computed_since() -> bool:
-    """Whether anything was computed on a GPU after memory ran out last."""
+    """Whether anything was computed on a card after memory ran out last."""
     return count > 0 and _launches() > _launched
 
 

@@ -1,4 +1,4 @@
-"""The allocator's history of one GPU, replayed: bytes after each event, the peak of each phase, and what lives then.
+"""The allocator's history of one card, replayed: bytes after each event, the peak of each phase, and what lives then.
 
 The history has the bytes that were asked for; the allocator hands out blocks. Where they were cut is known from the
 addresses: so blocks are followed here as the allocator splits and joins them, and the totals are its own.
@@ -138,7 +138,7 @@ class Blocks:
 
 @dataclass
 class Replay:
-    """The state of a GPU after the events so far, and what was highest on the way."""
+    """The state of a card after the events so far, and what was highest on the way."""
 
     marks: list[Mark] = field(default_factory=list)
     blocks: Blocks = field(default_factory=Blocks)

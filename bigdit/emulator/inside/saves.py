@@ -1,6 +1,6 @@
 """What scripts save takes hardly any disk: beyond a first MiB a file's data is a hole in it, which loads as zeros.
 
-What was computed on an emulated GPU is zeros for the most part anyway. Files below a MiB are written as they are.
+What was computed on an emulated card is zeros for the most part anyway. Files below a MiB are written as they are.
 Covered are torch.save, and with it torch.distributed.checkpoint and DeepSpeed's checkpoints, and safetensors.
 """
 

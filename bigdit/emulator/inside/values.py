@@ -1,4 +1,4 @@
-"""Values of small tensors: operators on at most 64 KiB are computed by the CPU, in the GPU's own memory.
+"""Values of small tensors: operators on at most 64 KiB are computed by the CPU, in the card's own memory.
 
 Timesteps, masks, norms, flags and the checks of engines are then right; what comes of larger tensors is zero, and is
 known to be unknown. The operators' CUDA kernels are wrapped where the dispatcher has them, below autograd: no mode is
@@ -30,7 +30,7 @@ _LEFT = (
 """How operators begin that neither compute nor read values."""
 
 _NUMBERS_ON_THE_CARD = ("aten::pow.Tensor_Tensor_out",)
-"""Operators that others call with a number that is a tensor of the GPU, which no function of Python can be handed: the
+"""Operators that others call with a number that is a tensor of the card, which no function of Python can be handed: the
 values are computed by their callers, `pow.Scalar` here. Source: pow_Scalar_out in aten/src/ATen/native/Pow.cpp."""
 
 _BEYOND_CUDA = ("aten::copy_",)
@@ -47,7 +47,7 @@ _installed: list[Kernels] = []
 
 def install(torch: Any) -> None:
     """Wrap the kernels of this torch, but with BIGDIT_EMULATED_VALUES=0: what is read is then what lay in memory, or
-    zero where the GPU is told to keep no values.
+    zero where the card is told to keep no values.
 
     Raises AttributeError for a torch that does not hand out its kernels.
     """
@@ -64,7 +64,7 @@ def install(torch: Any) -> None:
 
 
 def leave() -> None:
-    """Take the wrappers off, for good: what the host reads of the GPU is zero from now on, and steps take a third of
+    """Take the wrappers off, for good: what the host reads of the card is zero from now on, and steps take a third of
     the time."""
     exchanged.leave()
     for kernels in _installed:
@@ -100,7 +100,7 @@ class Kernels:
         self._library.impl(name.removeprefix("aten::"), function, "CUDA", with_keyset=True, allow_override=True)
 
     def leave(self) -> None:
-        """Only what is brought to the GPU in another dtype is looked at from now on."""
+        """Only what is brought to the card in another dtype is looked at from now on."""
         self._library._destroy()
         self._library = self._torch.library.Library("aten", "IMPL")
         kernel = self._torch.library.get_kernel("aten::copy_", "CUDA")
@@ -131,8 +131,8 @@ class Kernels:
         return run
 
     def _brought(self, to: Any, source: Any) -> Any:
-        """What is brought to the GPU in another dtype is converted on the host: for gigabytes that is many seconds, of
-        values that are never written to the GPU. Memory is taken as that does, and nothing is converted."""
+        """What is brought to the card in another dtype is converted on the host: for gigabytes that is many seconds, of
+        values that are never written to the card. Memory is taken as that does, and nothing is converted."""
         if not to.is_cuda or source.device.type != "cpu" or source.dtype == to.dtype or source.shape != to.shape:
             return source
         small = self.known.small(to) or self.known.small(source)

@@ -1,4 +1,4 @@
-"""CogView3-Plus: one sequence of T5's text and image, conditioned on the image's size; padded text is attended to.
+"""CogView3-Plus: one sequence of T5's text and image, conditioned on the picture's size; padded text is attended to.
 
 Source: Zheng et al., arXiv:2403.05121; diffusers' CogView3PlusTransformer2DModel and CogView3PlusPipeline.
 """
@@ -14,7 +14,7 @@ from bigdit.models.family import Family
 
 
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
-    """Velocity [B, C, H, W] for latents of that shape, t [B], text_embeds [B, T, D]; images are whole, uncropped."""
+    """Velocity [B, C, H, W] for latents of that shape, t [B], text_embeds [B, T, D]; pictures are whole, uncropped."""
     embeds, _ = text(conditions)
     return of_sizes(model, latents, t, embeds)
 

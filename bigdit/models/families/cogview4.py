@@ -1,4 +1,4 @@
-"""CogView4: one sequence of text and image, conditioned on the image's size.
+"""CogView4: one sequence of text and image, conditioned on the picture's size.
 
 Its attention has no mask that a kernel takes: each sample attends to its own text, without its padding.
 
@@ -22,7 +22,7 @@ DOWNSAMPLE = 8
 
 
 class Joint(Unpadded):
-    """Of images and texts to each other: also sample by sample where all texts are as long, so that a plan has the
+    """Of pictures and texts to each other: also sample by sample where all texts are as long, so that a plan has the
     memory of any."""
 
     def __call__(
@@ -55,7 +55,7 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
 
 
 def of_sizes(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
-    """What a model that is conditioned on sizes predicts of whole, uncropped images, from all of a text."""
+    """What a model that is conditioned on sizes predicts of whole, uncropped pictures, from all of a text."""
     batch, _, height, width = latents.shape
     pixels = torch.tensor([[height * DOWNSAMPLE, width * DOWNSAMPLE]], dtype=latents.dtype)
     size = pixels.to(latents.device, non_blocking=True).repeat(batch, 1)

@@ -39,7 +39,7 @@ def extras(model: nn.Module) -> dict[str, Extra]:
 
 
 def _pictures(model: nn.Module, patches: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
-    """In training the model returns [B, C, patches, p²], with room for its largest image where that is no square."""
+    """In training the model returns [B, C, patches, p²], with room for its largest picture where that is no square."""
     if not model.training or arguments(model).force_inference_output:
         return patches
     batch, channels, height, width = latents.shape

@@ -35,7 +35,7 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
 
 
 def extras(model: nn.Module) -> dict[str, Extra]:
-    """`glyph_text`, ByT5's of what is to be written in the image, and its mask, where the model has a second text.
+    """`glyph_text`, ByT5's of what is to be written in the picture, and its mask, where the model has a second text.
 
     Raises UserError for a mean-flow model, whose second t no objective here draws.
     """

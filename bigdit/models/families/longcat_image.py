@@ -1,4 +1,4 @@
-"""LongCat-Image: FLUX.1's blocks, fed the states of Qwen2.5-VL and no vector; the image lies behind the text.
+"""LongCat-Image: FLUX.1's blocks, fed the states of Qwen2.5-VL and no vector; the picture lies behind the text.
 
 Source: Meituan's LongCat-Image; diffusers' LongCatImageTransformer2DModel and LongCatImagePipeline.
 """

@@ -19,7 +19,7 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
     embeds, mask = text(conditions)
     pictures = model(
         list(latents.unsqueeze(2).unbind()),
-        1.0 - t,  # 1 = image, and the velocity points there
+        1.0 - t,  # 1 = picture, and the velocity points there
         [caption[words] for caption, words in zip(embeds, mask.bool(), strict=True)],
         return_dict=False,
     )[0]

@@ -1,4 +1,4 @@
-"""Steps on the CUDA GPU that this machine has, each question in a process of its own. Nothing here imports torch."""
+"""Steps on the CUDA card that this machine has, each question in a process of its own. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from bigdit.profile.attempt import StepRequest
 from bigdit.profile.pool import environment, failure
 from bigdit.strategy import Strict
 
-RAN_OUT = "two steps ran out of the GPU's memory"
+RAN_OUT = "two steps ran out of the card's memory"
 """How a worker begins to say so."""
 
 TIMEOUT_S = 600.0
 
 
 class RanOut(UserError):
-    """Two steps took more than the GPU has."""
+    """Two steps took more than the card has."""
 
 
 class CardPhase(Strict):

@@ -1,6 +1,6 @@
-"""What each step did: `metrics.jsonl` in the output, what of it is shown, and how much of the GPU was used.
+"""What each step did: `metrics.jsonl` in the output, what of it is shown, and how much of the card was used.
 
-Model FLOPs utilisation is the FLOPs that a model needs for what it learns from, of those that the GPU could do.
+Model FLOPs utilisation is the FLOPs that a model needs for what it learns from, of those that the card could do.
 Source: Chowdhery et al., arXiv:2204.02311, appendix B: what is recomputed does not count.
 """
 
@@ -41,7 +41,7 @@ _META = torch.device("meta")
 
 
 class Mfu:
-    """`peak`: the GPU's FLOPs a second. Each shape of a micro-batch is counted once, on tensors without data."""
+    """`peak`: the card's FLOPs a second. Each shape of a micro-batch is counted once, on tensors without data."""
 
     def __init__(self, spec: ModelSpec, family: Family, peak: float, *, frozen: bool) -> None:
         """`frozen`: the model's own weights are (LoRA); what adapters add is not counted."""
@@ -75,7 +75,7 @@ class Mfu:
 
 
 def mfu_of(spec: ModelSpec, family: Family, strategy: Strategy, device: torch.device, *, emulated: bool) -> Mfu | None:
-    """None on a CPU, on a GPU that the catalogue does not have, and on an emulated one, which computes nothing."""
+    """None on a CPU, on a card that the catalogue does not have, and on an emulated one, which computes nothing."""
     if device.type != "cuda" or emulated:
         return None
     card = torch.cuda.get_device_properties(device)
@@ -84,7 +84,7 @@ def mfu_of(spec: ModelSpec, family: Family, strategy: Strategy, device: torch.de
 
 
 def peak_flops(card: str, nbytes: int, precision: Precision) -> float | None:
-    """FLOPs a second of the GPU that drivers call `card`, of `nbytes` as torch is told, in the catalogue; None: it is
+    """FLOPs a second of the card that drivers call `card`, of `nbytes` as torch is told, in the catalogue; None: it is
     not there."""
     cards = named(card)
     if not cards:
@@ -205,7 +205,7 @@ class Metrics:
 
     def _numbers(self) -> list[tuple[float, float | None]]:
         """This process's loss and norm of each pending step. The device is waited for once, and holds no more for it:
-        a full GPU has no room for a stack of them."""
+        a full card has no room for a stack of them."""
         results = [result for _, _, result, _ in self._pending]
         losses = [result.loss.to("cpu", non_blocking=True) for result in results]
         norms = [

@@ -1,4 +1,4 @@
-"""What is seen of each step of a stage: its row, the loss of what is held out, images, and whether it was taken."""
+"""What is seen of each step of a stage: its row, the loss of what is held out, pictures, and whether it was taken."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Monitor:
 
 
 def open_monitor(start: Start, data: TrainData, stream: FeatureStream, state: TrainState, stack: ExitStack) -> Monitor:
-    """What is seen of the steps of a stream; `stack` ends it. Raises UserError where captions of images cannot be
+    """What is seen of the steps of a stream; `stack` ends it. Raises UserError where captions of pictures cannot be
     encoded."""
     stage, spec, store = start.reached.stage, start.reached.spec, data.store
     run, peers, planned, device = stage.run, state.peers, state.planned, state.engine.device

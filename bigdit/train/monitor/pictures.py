@@ -34,7 +34,7 @@ _WORDS = Words("samples.captions", "set samples.guidance to 1")
 
 
 class Pictures:
-    """Draws the same images, or videos, again and again; all processes call it alike, and share them out.
+    """Draws the same pictures, or videos, again and again; all processes call it alike, and share them out.
 
     They are drawn by forward passes of the training's own engine, of no more samples than a micro-batch has. Captions
     are encoded once, at the start, and latents decoded on the main process's host while training goes on.
@@ -64,7 +64,7 @@ class Pictures:
             height, width, config.steps, config.guidance, seed=config.seed, frames=frames[0] if frames else None
         )
         if peers.world.is_main and (taken := host_weights(run.encoders).said) is not None:
-            log.notice(f"samples: weights on this host while captions are encoded and images decoded: {taken}")
+            log.notice(f"samples: weights on this host while captions are encoded and pictures decoded: {taken}")
         (first, *_) = peers.gather(self._prepared(spec, known) if peers.world.is_main else None)
         if isinstance(first, str):
             raise UserError(first)
@@ -104,7 +104,7 @@ class Pictures:
             return str(error)
 
     def _share(self) -> list[torch.Tensor]:
-        """This process's latents: images rank, rank + processes, …; as many on each, the last ones drawn twice."""
+        """This process's latents: pictures rank, rank + processes, …; as many on each, the last ones drawn twice."""
         world, count, micro = self._peers.world, len(self._config.captions), self._engine.strategy.micro_batch_size
         mine = range(world.rank, world.rank + -(-count // world.world_size) * world.world_size, world.world_size)
         own = [min(number, count - 1) for number in mine]
@@ -141,7 +141,7 @@ class Pictures:
 
     @torch.no_grad()
     def _decode(self, step: int, latents: list[torch.Tensor]) -> None:
-        """In a thread: decode one at a time, since an image takes much more than its latents; and write the grid."""
+        """In a thread: decode one at a time, since a picture takes much more than its latents; and write the grid."""
         path = self._run.output / SAMPLES / f"step-{step:08d}.png"
         try:
             codec = load_image_codec(self._run.encoders.image, _HOST)
@@ -157,7 +157,7 @@ class Pictures:
             self._done(step, path)
         except (UserError, RuntimeError, MemoryError) as error:
             goes_on = "" if step == self._last else "; training goes on"
-            log.notice(f"note: the images of step {step} are not written: {error}{goes_on}")
+            log.notice(f"note: the pictures of step {step} are not written: {error}{goes_on}")
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -1,6 +1,6 @@
 """Rows of metrics for TensorBoard, W&B and others, which a process beside training hands over: nothing waits for it.
 
-That process, `python -m` of this module, reads rows as lines of JSON on stdin for accelerate's trackers. It has no GPU
+That process, `python -m` of this module, reads rows as lines of JSON on stdin for accelerate's trackers. It has no card
 and no peers, hears no signal, and ends when stdin does: when training has, however that was.
 """
 
@@ -50,7 +50,7 @@ class Trackers:
                 stdin=subprocess.PIPE,
                 stdout=sys.stderr,
                 env={name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
-                | {"CUDA_VISIBLE_DEVICES": ""},  # it computes nothing, and takes nothing of the GPU
+                | {"CUDA_VISIBLE_DEVICES": ""},  # it computes nothing, and takes nothing of the card
                 text=True,
             )
         self._put({"names": list(names), "folder": str(output.resolve()), "start": start, "run": run})
@@ -75,7 +75,7 @@ class Trackers:
             self._put(row)
 
     def show(self, step: int, picture: Path) -> None:
-        """A grid of images that was drawn after `step` steps."""
+        """A grid of pictures that was drawn after `step` steps."""
         self._put({"step": step, "picture": str(picture.resolve())})
 
     def _put(self, value: Mapping[str, Any]) -> None:
@@ -132,7 +132,7 @@ class _Guarded:
             self._guard(lambda: getattr(self._tracker, method)(*values, **options))
 
     def show(self, step: int, picture: Path) -> None:
-        """Show an image, where the tracker shows any."""
+        """Show a picture, where the tracker shows any."""
         if hasattr(self._tracker, "log_images"):
             said = {"dataformats": "NHWC"} if self._name == "tensorboard" else {}
             self.do("log_images", {"samples": _pixels(picture)[None]}, step=step, **said)
@@ -171,7 +171,7 @@ def _kind(name: str) -> Any:
 
 
 def _any_order() -> Any:
-    """W&B's tracker for rows and images in any order: an image is decoded while later steps are taken."""
+    """W&B's tracker for rows and pictures in any order: a picture is decoded while later steps are taken."""
     from accelerate.tracking import WandBTracker
 
     class AnyOrder(WandBTracker):

@@ -39,7 +39,7 @@ def _card(world: World) -> torch.device:
     processes, cards = _processes_here(world.local_rank + 1), torch.cuda.device_count()
     if processes > cards:
         raise UserError(
-            f"{processes} processes of the run are on this machine, a GPU each, and torch sees {cards} there: start "
+            f"{processes} processes of the run are on this machine, a card each, and torch sees {cards} there: start "
             f"{cards} (strategy.world_size, or the launcher's own number), or show it more (CUDA_VISIBLE_DEVICES)"
         )
     return torch.device("cuda", world.local_rank)
@@ -53,15 +53,15 @@ def process_group(
 
     `on_host`: tensors of the host are reduced too, as FSDP2 does with what it keeps there. `timeout`: seconds that a
     process waits for another, in every group that is made within. Raises UserError where the processes do not find each
-    other, where they are more than the machine's GPUs, and for GPUs that accelerate was asked to leave alone.
+    other, where they are more than the machine's cards, and for cards that accelerate was asked to leave alone.
     """
     device = torch.device("cpu")
     backend = "gloo"
     if torch.cuda.is_available():
         if "cpu" in asked_of_accelerate():
             raise UserError(
-                "accelerate was asked for --cpu (ACCELERATE_USE_CPU), and runs take the GPUs that they see; leave it "
-                "out, or hide the GPUs: CUDA_VISIBLE_DEVICES="
+                "accelerate was asked for --cpu (ACCELERATE_USE_CPU), and runs take the cards that they see; leave it "
+                "out, or hide the cards: CUDA_VISIBLE_DEVICES="
             )
         device = _card(world)
         torch.cuda.set_device(device)

@@ -42,13 +42,13 @@ LIBRARIES = (
 )
 UNCOMPILED = ("deepspeed.runtime.zero.muon.muon_optimizer", "bitsandbytes.optim", "peft")
 LOOK_AT_CARDS = ("bitsandbytes.optim", "peft")
-"""Which of them ask for GPUs when they are imported: a clone is to see its own."""
+"""Which of them ask for cards when they are imported: a clone is to see its own."""
 READ_AT_IMPORT = ("HF_", "LD_", "OMP_", "MKL_", "BIGDIT_EMULATED_")
 """How variables begin that are read when libraries are imported, and not again."""
 LIBRARIES_OF_CARDS = "BIGDIT_EMULATED_CACHE"
 """Of those, the folder of what is loaded, however it is called."""
 READ_LATER = ("BIGDIT_EMULATED_CARD", "BIGDIT_EMULATED_PEERS", "HF_HUB_OFFLINE")
-"""Of those, what the emulated GPU's libraries read when they are first called, and what a clone reads again."""
+"""Of those, what the emulated card's libraries read when they are first called, and what a clone reads again."""
 SET_BY_BIGDIT = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 """Of those, what bigdit/libraries.py sets where nobody has: a seed is told there, and its process may be told later."""
 
@@ -105,7 +105,7 @@ class Seed:
 FORK_SERVER = "from multiprocessing.forkserver import main"
 Executed, _executed_spawn = subprocess.Popen, multiprocessing.util.spawnv_passfds  # their places are taken
 _seeds: dict[tuple[Path, str], Seed] = {}
-"""By the folder of their interpreter, and whether a GPU computes values. A clone has one of its own kind alone, and
+"""By the folder of their interpreter, and whether a card computes values. A clone has one of its own kind alone, and
 starts others by exec."""
 _OWN = (Path(sys.prefix) / "bin").resolve()
 _is_a_seed = __name__ == "__main__"
