@@ -64,7 +64,7 @@ def test_types_are_words(part, words):
 def test_what_works_is_counted_as_it_is():
     first, table = (ROOT / "README.md").read_text(), (ROOT / "docs/works.md").read_text()
     classes = {model.spec.class_name for model in models()}
-    assert f"/works.md): {len(models())} transformers, image and video, and {len(gpus())} cards" in first
+    assert f"/works.md): {len(models())} transformers, image and video, and {len(gpus())} GPUs" in first
     assert (
         f"| all {len(models())} of the catalogue, image and video, and any config of their {len(classes)} classes |"
         in table
