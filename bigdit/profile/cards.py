@@ -229,8 +229,7 @@ class Cards:
         with self._first.setdefault(kind, Lock()):
             if kind in self._follows:
                 return self._run(question, card, values=True) if self._follows[kind] else without
-            plain = question.model_copy(update={"counted": False})
-            found = self._run(plain, card, values=True)
+            found = self._run(question.model_copy(update={"counted": False}), card, values=True)
             self._follows[kind] = found.memory != without.memory
             if not self._follows[kind]:
                 return without

@@ -163,8 +163,6 @@ def _first_of(size: int) -> World:
     from torch.testing._internal.distributed import fake_pg  # registers the backend
 
     assert fake_pg
-    if dist.is_initialized() and dist.get_world_size() == size:  # by an attempt before
-        return World(rank=0, local_rank=0, world_size=size)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     dist.init_process_group("cpu:fake,cuda:nccl", store=dist.HashStore(), rank=0, world_size=size)
