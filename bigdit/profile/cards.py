@@ -272,9 +272,8 @@ def _worker(gpu: Gpu, expandable_segments: bool) -> tuple[list[str], dict[str, s
 
 def worker_environment(gpu: Gpu, *, expandable_segments: bool = True) -> dict[str, str]:
     """For one process on this GPU, which needs no peers, whatever its strategy."""
-    own = environment(expandable_segments=expandable_segments)
-    own.pop("CUDA_VISIBLE_DEVICES", None)
-    emulated = emulated_environment(gpu, peers=False)
+    found = environment(expandable_segments=expandable_segments) | emulated_environment(gpu, peers=False)
+    for name in ("CUDA_VISIBLE_DEVICES", "BIGDIT_EMULATED_OUT"):  # attempts of an emulated program are no part of it
+        found.pop(name, None)
     # Where pip installed bigdit, the folder has a torch too, which must not come before the CUDA build.
-    path = os.pathsep.join([*([str(ROOT)] if in_checkout() else []), emulated["PYTHONPATH"]])
-    return own | emulated | {"PYTHONPATH": path}
+    return found | {"PYTHONPATH": os.pathsep.join([*([str(ROOT)] if in_checkout() else []), found["PYTHONPATH"]])}

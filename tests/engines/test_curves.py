@@ -95,7 +95,8 @@ def test_fsdp2_with_two_copies_of_the_model_and_everything_on_the_host(features,
     """HSDP adds its replicas' gradients up after the last micro-batch; offload changes no number."""
     output = tmp_path / "run"
     fsdp2 = ["strategy.engine=fsdp2", "strategy.ds_config=null", "strategy.dp_replicate=2", "strategy.cpu_offload=true"]
-    settings = overrides(features, output, *fsdp2, "strategy.precision=fp32", "strategy.micro_batch_size=2")
+    fsdp2 += ["strategy.world_size=4", "strategy.precision=fp32", "strategy.micro_batch_size=2"]
+    settings = overrides(features, output, *fsdp2)
     done = run_ranks(4, TRAIN, "--config", DIGITS, *settings)
     assert done.returncode == 0, done.stderr
     assert losses(output) == pytest.approx(reference["fp32"], rel=TOLERANCE["fp32"])

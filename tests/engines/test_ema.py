@@ -165,7 +165,8 @@ document |= {"bf16": {"enabled": True}, "zero_allow_untested_optimizer": True}
 found = {}
 for engine_name, ds_config in (("fsdp2", None), ("deepspeed", document)):
     strategy = Strategy(
-        engine=engine_name, world_size=2, ds_config=ds_config, ema=EmaSpec(decay=DECAY, device="cpu")
+        engine=engine_name, world_size=2, ds_config=ds_config, gradient_clipping=None,
+        ema=EmaSpec(decay=DECAY, device="cpu"),
     )
     family = models.family(MODEL.class_name)
     model = models.build(MODEL, device="cpu", dtype=torch.bfloat16, seed=0)

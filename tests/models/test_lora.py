@@ -181,9 +181,9 @@ def test_other_adapters_start_anew_elsewhere(tmp_path, features, trained):
         ("lora.base", "bf16", "nf4"),
     ):
         with pytest.raises(UserError) as refused:
-            run_to(4, tmp_path / "run", features, *settings, f"train.{key}={asked}")
+            run_to(4, tmp_path / "run", features, *settings, f"strategy.{key}={asked}")
         assert str(refused.value) == (
-            f"{found.folder} was trained with train.{key} {before}, and the run asks for {asked}; "
+            f"{found.folder} was trained with strategy.{key} {before}, and the run asks for {asked}; "
             "choose another output, where adapters start anew"
         )
     run_to(2, tmp_path / "elsewhere", features, *settings, "strategy.lora={rank: 8, alpha: 2, targets: [to_q]}")
@@ -237,6 +237,7 @@ for name, ds_config in cases.items():
         engine="deepspeed" if ds_config else "fsdp2",
         world_size=2,
         ds_config=ds_config,
+        gradient_clipping=None,
         lora=LoraSpec(rank=4, dora="dora" in name, base="int8" if "int8" in name else "bf16"),
         optimizer=OptimizerSpec(lr=1e-2),
         checkpointed_blocks="all",
@@ -260,7 +261,7 @@ def test_sharded_engines_train_the_same_adapters(tmp_path):
     answer = answer_of_two(_SHARDED, tmp_path)
     alone = {}
     for kind, spec in {"": {}, "dora": {"dora": True}, "int8": {"base": "int8"}}.items():
-        strategy = Strategy(lora=LoraSpec(rank=4, **spec), optimizer=OptimizerSpec(lr=1e-2))
+        strategy = Strategy(lora=LoraSpec(rank=4, **spec), optimizer=OptimizerSpec(lr=1e-2), gradient_clipping=None)
         family, model = equipped(strategy)
         engine = engines.create(strategy, model, family, device=CPU, world=World())
         steps = [train_step(engine, family, FlowMatchingSpec(), [one_batch()], lr=1e-2).loss.item() for _ in range(4)]

@@ -64,8 +64,8 @@ def test_the_answer_comes_first_and_the_commands_last(made):
         "rejected",
         "CPU memory and disk",
         "note: Gemma-2's text encoder",
-        "bigdit train --plan plans/sana --config plans/sana/run.yaml",
-        "python launch/train.py --plan plans/sana/plan.yaml",
+        "bigdit train --config plans/sana/run.yaml",
+        "python launch/train.py --config plans/sana/run.yaml",
     ]
     places = [text.index(line) for line in order]
     assert places == sorted(places)
