@@ -14,8 +14,9 @@ import shutil
 import signal
 import sys
 import tempfile
+import warnings
 from collections import Counter
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 from itertools import count
@@ -95,8 +96,10 @@ class Disturbed(stateful.RuleBasedStateMachine):
         self.ending, self.may_mount, self.complete = ExitStack(), False, False
         self.folder = Path(self.ending.enter_context(tempfile.TemporaryDirectory(prefix="disturbed-")))
         self.disk = self.folder / "disk"
-        with suppress(pytest.skip.Exception):
+        try:
             self.may_mount = bool(self.ending.enter_context(mounted(self.disk, ROOM)))
+        except pytest.skip.Exception as why:  # all but full disks is tried
+            warnings.warn(f"no full disks: {why}", stacklevel=1)
         self.ending.callback(on.none_left, kill=True)
         self.store, self.output, self.parts, self.vanished = self.disk / "features", self.disk / "run", set(), set()
         self.anew()
