@@ -44,8 +44,7 @@ from bigdit.receipt import Receipt
 from bigdit.recipes.recipe import MEASURED, Extraction, Recipe, Saved, Took, names, recipe
 from bigdit.search.answer import make_plan
 from bigdit.search.ask import question_for
-from bigdit.search.plan import Plan, host_need
-from bigdit.search.question import Question
+from bigdit.search.plan import Plan, Question, host_need
 from bigdit.speed.seconds import Cluster, Interval
 from bigdit.store.part import Encoded, part_path, write_part
 from bigdit.store.schema import FILE, StoreSchema, part_identity, schema_text, store_identity

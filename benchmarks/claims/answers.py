@@ -20,8 +20,7 @@ from bigdit.profile.cards import LARGEST_MICRO_BATCH, Cards, Row
 from bigdit.search.answer import make_plan
 from bigdit.search.ask import question_for
 from bigdit.search.calibration import UNPROVED
-from bigdit.search.candidates import process, safe_bytes, verdict_of
-from bigdit.search.plan import Plan, Verdict
+from bigdit.search.plan import Plan, Verdict, process, safe_bytes, verdict_of
 from bigdit.speed.seconds import Interval, StepTime
 
 Say = Callable[[str], None]

@@ -21,8 +21,7 @@ from bigdit.memory.process import cuda_context
 from bigdit.profile.attempt import PICTURES, TEXTS, Attempt, StepRequest, precision_problems, request_for, weights_of
 from bigdit.profile.cards import Cards
 from bigdit.profile.pool import WorkerError
-from bigdit.search.plan import DatasetNeed
-from bigdit.search.question import Question
+from bigdit.search.plan import DatasetNeed, Question
 from bigdit.speed.seconds import Cluster, Interval
 from bigdit.speed.step import step_time
 from bigdit.speed.work import NOTHING, Work, load_of

@@ -18,7 +18,7 @@ from bigdit.documents import at, differences, written
 from bigdit.encoders.host_bytes import host_weights
 from bigdit.errors import UserError
 from bigdit.search.ask import question_for
-from bigdit.search.question import Question
+from bigdit.search.plan import Question
 from bigdit.search.request import OPTIONS, option
 from bigdit.strategy import LoraSpec, Strategy
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import NonNegativeFloat, model_validator
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from bigdit.numbers import Count, Positive
 from bigdit.profile.attempt import Launched
@@ -132,3 +132,39 @@ def bound(waits: Interval, seconds: Interval) -> Literal["yes", "possible", "no"
     """Whether a step of `seconds` is bound by launches, for which the card `waits`."""
     ends = [waits.low > seconds.low / 2, waits.high > seconds.high / 2]
     return "yes" if all(ends) else "possible" if any(ends) else "no"
+
+
+class StepRatio(Strict):
+    """`count` measured steps took `ratio` times (their median) the middle of the prediction.
+
+    `spread`: how far the farthest of them was from the median, as a logarithm. `source` says all that in words.
+    """
+
+    ratio: PositiveFloat
+    spread: NonNegativeFloat
+    count: PositiveInt
+    source: str
+
+    def applied(self, parts: Mapping[str, Interval]) -> dict[str, Interval]:
+        """The parts of a step, moved and narrowed alike, so that they still add up.
+
+        Intervals are of ratios: of half-width w (the logarithm of high to middle), the total keeps the spread of
+        what was measured and 1/(count + 1) of w, as a prior counts beside `count` observations, and never more
+        than w.
+        """
+        total = sum(parts.values(), Interval(low=0, high=0))
+        if total.middle == 0:
+            return {name: part * self.ratio for name, part in parts.items()}
+        half = math.log(total.high / total.middle)
+        kept = math.exp(min(half, self.spread + half / (self.count + 1)))
+        width = total.high - total.low
+        # Where in the old interval the new bounds are: 0 is low, 1 high.
+        low, high = (
+            (bound - total.low) / width if width else 0.0 for bound in (total.middle / kept, total.middle * kept)
+        )
+        return {name: _within(part, max(low, 0.0), min(high, 1.0)) * self.ratio for name, part in parts.items()}
+
+
+def _within(part: Interval, low: float, high: float) -> Interval:
+    width = part.high - part.low
+    return Interval(low=part.low + low * width, high=part.low + max(high, low) * width)

@@ -5,9 +5,19 @@ from __future__ import annotations
 import math
 
 from bigdit.catalog import Gpu
-from bigdit.speed.calibration import Calibration
 from bigdit.speed.roofline import LAUNCH_SECONDS, kernel_seconds
-from bigdit.speed.seconds import LAUNCHED_SECONDS, NO_TIME, PARTS, Cluster, Handed, Interval, Launches, StepTime, bound
+from bigdit.speed.seconds import (
+    LAUNCHED_SECONDS,
+    NO_TIME,
+    PARTS,
+    Cluster,
+    Handed,
+    Interval,
+    Launches,
+    StepRatio,
+    StepTime,
+    bound,
+)
 from bigdit.speed.work import Amount, Exchange, Load, Work
 from bigdit.strategy import Strategy
 
@@ -17,7 +27,7 @@ def step_time(
     strategy: Strategy,
     gpu: Gpu,
     cluster: Cluster,
-    calibration: Calibration | None = None,
+    calibration: StepRatio | None = None,
     launches: Launches | None = None,
 ) -> StepTime:
     """Seconds of a step that does `work` on each `gpu` of `cluster`.

@@ -105,13 +105,13 @@ def test_a_plan_for_people_for_machines_and_for_python(tmp_path):
     status, printed, _ = plan_json(*question)
     assert (status, printed["fits"], printed["verdict"]) == (0, True, "FITS")
     assert printed["question"]["images"] == 10_000
-    assert not {"packed_timeline", "settings"} & set(printed)
-    assert len(json.loads((tmp_path / "plan/plan.json").read_text())["settings"]) > 1
+    assert not {"packed_timeline", "ran"} & set(printed)
+    assert len(json.loads((tmp_path / "plan/plan.json").read_text())["ran"]) > 1
 
     code = (
         "import bigdit, json\n"
         "plan = bigdit.plan('dit-s-8', 'rtx-3060', images='10k', global_batch=64)\n"
-        "print(json.dumps(plan.model_dump(mode='json', exclude={'packed_timeline', 'settings'}) | {'fits': plan.fits}))"
+        "print(json.dumps(plan.model_dump(mode='json', exclude={'packed_timeline', 'ran'}) | {'fits': plan.fits}))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=500, check=False

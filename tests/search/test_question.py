@@ -11,7 +11,7 @@ from bigdit.config.load import MOST_RANK
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
 from bigdit.search.ask import ASPECTS, aspect_sizes, parse_sizes, question_for, written
-from bigdit.search.question import Pins, Question
+from bigdit.search.plan import Constraints, Question
 from bigdit.speed.seconds import Cluster
 from bigdit.strategy import MOST_GPUS
 from bigdit.units import GIB, MIB
@@ -29,7 +29,7 @@ def test_what_is_left_out_is_as_the_question_has_it():
     asked = question_for("sana-1600m", "a40", buckets="none")
     own = {"model": catalog.model(SANA), "gpu": catalog.gpu("a40"), "resolution": (1024, 1024)}
     assert asked == Question(**own, host_assumed=True)
-    assert (asked.cluster, asked.pins) == (Cluster(), Pins())
+    assert (asked.cluster, asked.constraints) == (Cluster(), Constraints())
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_every_option_arrives(tmp_path):
     assert asked.buckets == ((480, 832), (1024, 1024), (768, 512))
     assert (asked.global_batch_size, asked.images, asked.epochs, asked.price) == (256, 1500, 2.5, 0.5)
     assert asked.receipts == tmp_path
-    assert asked.pins == Pins(
+    assert asked.constraints == Constraints(
         engine="zero3-offload",
         optimizer="adamw_8bit",
         precision="fp16",
@@ -143,7 +143,7 @@ def test_every_option_arrives(tmp_path):
         features="online",
         full=True,
     )
-    assert question_for("sana-600m", "a40", ema_widths="0.05,0.1").pins.ema == "auto"
+    assert question_for("sana-600m", "a40", ema_widths="0.05,0.1").constraints.ema == "auto"
 
 
 @pytest.mark.parametrize(("asked", "count"), [("30M", 30_000_000), ("1.5k", 1500), ("250_000", 250_000), (7, 7)])
@@ -335,7 +335,7 @@ def test_unknown_encoders_are_named_where_they_are_wanted():
     assert line.startswith(
         "--features online: flux.2-klein-9b cannot be planned with features online: the catalogue has"
     )
-    assert question_for("flux.2-klein-9b", "b200").pins.features == "cached"
+    assert question_for("flux.2-klein-9b", "b200").constraints.features == "cached"
 
 
 def test_all_that_is_wrong_is_said_at_once():
@@ -367,7 +367,7 @@ def test_contradictions_are_said_beside_what_is_unknown():
 
 
 def test_adapters_over_a_quantised_base_need_no_bf16():
-    assert question_for("sana-600m", "v100-32g-sxm2", lora=8).pins.lora_rank == 8
+    assert question_for("sana-600m", "v100-32g-sxm2", lora=8).constraints.lora_rank == 8
 
 
 @given(st.integers(1, 64), st.integers(1, 32), st.integers(1, 4096))
