@@ -193,7 +193,7 @@ def test_the_waterfall_leads_from_what_is_copied_to_what_fits() -> None:
         "features cached",
         "bf16 with fp32 masters",
         "fused optimizer",
-        "no moving average",
+        "no EMA",
         "micro-batch 5",
     ]
     assert steps[0].process_bytes > 0.95 * question.gpu.usable_bytes
@@ -215,13 +215,13 @@ def test_changes_of_a_sharded_engine_with_offload() -> None:
     wanted = chosen(parse_strategy([f"{text},checkpointed_blocks=3"]))
     steps = changes(question, wanted, 12)
     assert [step.title for step in steps] == [
-        "as copied: fp32, AdamW, encoders and average on the card, DeepSpeed's own buckets, micro-batch 32",
+        "as copied: fp32, AdamW, encoders and EMA on the GPU, DeepSpeed's own buckets, micro-batch 32",
         "features cached",
         "DeepSpeed's buckets of 50 M elements",
         "bf16 with fp32 masters",
-        "optimizer on the host",
+        "optimizer in CPU memory",
         "fused optimizer",
-        "moving average on the host",
+        "EMA in CPU memory",
         "3 of 12 blocks recomputed",
         "micro-batch 4, 8 of them accumulated",
     ]

@@ -140,7 +140,7 @@ def _plan_stages(config: Path, overrides: list[str], asked: dict[str, Any], out:
     from bigdit import log
     from bigdit.report.plan import show_short
     from bigdit.search.answer import make_plan
-    from bigdit.search.of_run import questions_of, unpinned
+    from bigdit.search.of_run import overruled, questions_of
 
     questions, plans = questions_of(config, overrides, asked), []
     folders = (
@@ -152,7 +152,7 @@ def _plan_stages(config: Path, overrides: list[str], asked: dict[str, Any], out:
 
         for each in folders:
             check_folder(each)
-    for line in unpinned(config, overrides):
+    for line in overruled(config, overrides):
         log.notice(f"note: {line}")
     for number, question in enumerate(questions):
         name = f"stages.{number}" if len(questions) > 1 else str(config)

@@ -85,7 +85,7 @@ class _Stages:
 
 def _plan(planner: Planner, stages: _Stages) -> Plan:
     from bigdit.search.explain import fixes, waterfall
-    from bigdit.search.rows import Runs, curves, front, ran_of, runs, same_kernels, smaller
+    from bigdit.search.rows import curves, every, front, runs, same_kernels, smaller
     from bigdit.search.solve import search
 
     asked = planner.question
@@ -103,7 +103,7 @@ def _plan(planner: Planner, stages: _Stages) -> Plan:
     unverified = question.model.unverified
     assumed = [] if unverified is None else [f"not verified of {question.model.name}: {unverified}"]
     steps, notices = waterfall(planner, chosen) if question.explain else ((), ())
-    ran: Runs = {}
+    ran: list[Estimate] = []
     if not question.short_of_host(chosen.host_bytes):  # else no micro-batch fits
         stages.begin("the largest micro-batches")
         if chosen.title not in limits:
@@ -127,7 +127,7 @@ def _plan(planner: Planner, stages: _Stages) -> Plan:
         rejected=tuple(planner.rejected),
         buckets=tuple(limits.get(chosen.title, {}).values()),
         curves=curves(planner, chosen, ran),
-        ran=ran_of(planner, chosen, rows, ran),
+        ran=every(planner, chosen, rows, ran),
         same_kernels=same_kernels(planner),
         smaller=smaller(planner, chosen),
         fixes=() if fits else fixes(planner, chosen),

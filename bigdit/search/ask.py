@@ -60,12 +60,12 @@ def question_for(model: str | None = None, gpu: str | None = None, **options: An
     problems: list[str] = []
     found = partial(_attempt, problems)
     found_model = found("--model", lambda: _model(model))
-    card = found("--gpu", lambda: resolve_gpu(_text("--gpu", gpu), _text("--gpu-memory", asked.gpu_memory, A_SIZE)))
+    device = found("--gpu", lambda: resolve_gpu(_text("--gpu", gpu), _text("--gpu-memory", asked.gpu_memory, A_SIZE)))
     reserve = "0B" if asked.reserve in (0, "0") else asked.reserve
     reserved = found("--reserve", lambda: _bytes("--reserve", reserve, parse_bytes))
-    if card is not None and (reserved or 0) >= card.told_bytes:
-        has = gib(card.told_bytes)
-        problems.append(f"--reserve {asked.reserve} leaves nothing of the {card.name}, which has {has}")
+    if device is not None and (reserved or 0) >= device.told_bytes:
+        has = gib(device.told_bytes)
+        problems.append(f"--reserve {asked.reserve} leaves nothing of the {device.name}, which has {has}")
     own = [] if asked.resolution is None else asked.resolution
     sizes = found("--resolution", lambda: parse_sizes("--resolution", own)) or ()
     sized = [] if asked.buckets is None or asked.buckets in ("none", "aspect") else asked.buckets
@@ -83,8 +83,8 @@ def question_for(model: str | None = None, gpu: str | None = None, **options: An
     fixed = Constraints(**_sound(Constraints, given, problems))
     amounts = _sound(Question, given, problems)
 
-    problems += cluster_problems(cluster, fixed, amounts.get("global_batch_size"), card)
-    problems += constraint_problems(cluster, fixed, card)
+    problems += cluster_problems(cluster, fixed, amounts.get("global_batch_size"), device)
+    problems += constraint_problems(cluster, fixed, device)
     if asked.from_scratch and asked.lora is not None:
         problems.append(
             "--from-scratch and --lora were given, and adapters need weights that they adapt; leave one out"
@@ -94,7 +94,7 @@ def question_for(model: str | None = None, gpu: str | None = None, **options: An
         named = {**dict.fromkeys(more, "--buckets"), **dict.fromkeys(sizes, "--resolution")}
         shape, misfits = fitting_shape(found_model, next(iter(sizes), None), amounts.get("frames"), named)
         problems += [*misfits, *model_fits(found_model, fixed, shape)]
-    if problems or found_model is None or card is None or shape is None:
+    if problems or found_model is None or device is None or shape is None:
         raise UserError(*problems)
 
     height, width = (side * found_model.vae.downsample for side in shape.latents[-2:])
@@ -103,13 +103,13 @@ def question_for(model: str | None = None, gpu: str | None = None, **options: An
     further = dict.fromkeys(size for size in (*sizes, *more) if size != (height, width))
     if found_model.clip is not None:
         amounts.setdefault("frames", found_model.clip.frames)
-    if "host_memory_bytes" not in amounts:  # this machine's own where its card was asked for
-        own_card = (gpu or "").strip().casefold() == "auto"
-        usual = memory_bytes() if own_card else card.host_bytes * cluster.processes_per_node
-        amounts |= {"host_memory_bytes": usual, "host_assumed": not own_card}
+    if "host_memory_bytes" not in amounts:  # this machine's own where its GPU was asked for
+        own_gpu = (gpu or "").strip().casefold() == "auto"
+        usual = memory_bytes() if own_gpu else device.host_bytes * cluster.processes_per_node
+        amounts |= {"host_memory_bytes": usual, "host_assumed": not own_gpu}
     return Question(
         model=found_model,
-        gpu=card.reserving(reserved),
+        gpu=device.reserving(reserved),
         cluster=cluster,
         resolution=(height, width),
         buckets=tuple(further),
@@ -140,9 +140,9 @@ def _model(asked: str | None) -> CatalogModel:
     return find_model(name)
 
 
-def _text(option: str, asked: Any, wanted: str = "a text was expected") -> str | None:
+def _text(option: str, asked: Any, expects: str = "a text was expected") -> str | None:
     if not isinstance(asked, str | Path | None):
-        raise UserError(f"{option} is {shown(asked)}, and {wanted}")
+        raise UserError(f"{option} is {shown(asked)}, and {expects}")
     return None if asked is None else str(asked)
 
 
@@ -190,9 +190,9 @@ def _sound(kind: type[Strict], given: Mapping[str, Any], problems: list[str]) ->
         asked = _ASKED.get(name, name)
         if given.get(asked) is None:
             continue
-        wanted: Any = Annotated[field.annotation, field]
+        checked: Any = Annotated[field.annotation, field]
         try:
-            sound[name] = TypeAdapter(wanted).validate_python(given[asked])
+            sound[name] = TypeAdapter(checked).validate_python(given[asked])
         except ValidationError as error:
             details = error.errors()
             of_elements = [detail for detail in details if detail["loc"] and isinstance(detail["loc"][-1], int)]
@@ -236,13 +236,13 @@ def written(size: Size) -> str:
 
 
 def cluster_problems(cluster: Cluster, fixed: Constraints, global_batch_size: int | None, gpu: Gpu | None) -> list[str]:
-    """Whether the cards make a layout, and the global batch can be shared out over it.
+    """Whether the GPUs make a layout, and the global batch can be shared out over it.
 
     Source: https://github.com/NVIDIA/nccl/issues/1716, NCCL without MIG.
     """
     gpus, per_node, problems = cluster.gpus, cluster.gpus_per_node, []
     if gpu is not None and gpu.mig and gpus > 1:
-        problems.append(f"--gpus is {gpus}, and NCCL joins no MIG slices ({gpu.name}); use --gpus 1, or whole cards")
+        problems.append(f"--gpus is {gpus}, and NCCL joins no MIG slices ({gpu.name}); use --gpus 1, or whole GPUs")
     if gpus > MOST_GPUS:
         problems.append(f"--gpus is {gpus}, and plans go up to {MOST_GPUS}")
     elif gpus > per_node and gpus % per_node:
@@ -253,13 +253,13 @@ def cluster_problems(cluster: Cluster, fixed: Constraints, global_batch_size: in
         )
     if fixed.engine == "single" and gpus > 1:
         problems.append(
-            f"--engine single runs on one card, and --gpus is {gpus}; use --engine zero1, zero2, zero3 or fsdp2, or "
+            f"--engine single runs on one GPU, and --gpus is {gpus}; use --engine zero1, zero2, zero3 or fsdp2, or "
             "--gpus 1"
         )
     one_pass = gpus * (fixed.micro_batch_size or 1)
     if global_batch_size is not None and global_batch_size % one_pass:
         below = global_batch_size // one_pass * one_pass
-        shared = f"{gpus} {'card' if gpus == 1 else 'cards'}"
+        shared = f"{gpus} {'GPU' if gpus == 1 else 'GPUs'}"
         shared += "" if fixed.micro_batch_size is None else f" × --micro-batch {fixed.micro_batch_size}"
         near = f"{below} or {below + one_pass}" if below else f"{one_pass}"
         problems.append(
@@ -269,7 +269,7 @@ def cluster_problems(cluster: Cluster, fixed: Constraints, global_batch_size: in
 
 
 def constraint_problems(cluster: Cluster, fixed: Constraints, gpu: Gpu | None) -> list[str]:
-    """Whether any strategy has all that is pinned: the rules are those of Strategy itself."""
+    """Whether any strategy has all that is fixed: the rules are those of Strategy itself."""
     problems = []
     if gpu is not None and fixed.precision is not None:
         problems += [f"--precision: {problem}" for problem in precision_problems(gpu, fixed.precision)]
@@ -278,20 +278,20 @@ def constraint_problems(cluster: Cluster, fixed: Constraints, gpu: Gpu | None) -
             f"--full is full fine-tuning, and --lora {fixed.lora_rank} trains adapters; leave one of them out"
         )
     if fixed.ema == "none" and fixed.ema_widths is not None:
-        problems.append("--ema-widths are of averages, and --ema none keeps none; leave one of them out")
+        problems.append("--ema-widths are of EMAs, and --ema none keeps none; leave one of them out")
     bases: tuple[str | None, ...] = (None,) if fixed.lora_rank is None else get_args(LoraBase)
     refusals = [_refusals(cluster, fixed, gpu, base) for base in bases]
     if all(refusals):
         why = "; or: ".join(min(each, key=len) for each in refusals)
-        pinned = fixed.model_dump(include={"engine", "optimizer", "precision", "lora_rank"}, exclude_none=True)
-        named = ", ".join(f"{option(_ASKED.get(name, name))} {value}" for name, value in pinned.items())
+        given = fixed.model_dump(include={"engine", "optimizer", "precision", "lora_rank"}, exclude_none=True)
+        named = ", ".join(f"{option(_ASKED.get(name, name))} {value}" for name, value in given.items())
         problems.append(f"{named}: no strategy has this: {why}")
     return problems
 
 
 def _refusals(cluster: Cluster, fixed: Constraints, gpu: Gpu | None, base: str | None) -> list[str]:
     """Why each strategy with these constraints is refused, adapters over a `base`; none where one is not."""
-    # One process is taken for the engine single on several cards: cluster_problems says what is wrong there.
+    # One process is taken for the engine single on several GPUs: cluster_problems says what is wrong there.
     engines = (fixed.engine,) if fixed.engine else get_args(EngineChoice)[cluster.gpus > 1 :]
     smallest_first = reversed(get_args(Precision))
     computed = [each for each in smallest_first if gpu is None or not precision_problems(gpu, each)]
@@ -334,11 +334,11 @@ def fitting_shape(
 
 
 def model_fits(model: CatalogModel, fixed: Constraints, shape: BatchShape | None) -> list[str]:
-    """Whether the model can be planned, has as many blocks, and encoders that are known where they are wanted."""
-    problems, blocks, pinned = model_problems(model), model.block_count, fixed.checkpointed_blocks
-    if isinstance(pinned, int) and blocks and pinned > blocks:
+    """Whether the model can be planned, has as many blocks, and encoders that are known where they are needed."""
+    problems, blocks, most = model_problems(model), fixed.checkpointed_blocks, model.block_count
+    if isinstance(blocks, int) and most and blocks > most:
         problems.append(
-            f"--checkpointed-blocks is {pinned}, and {model.name} has {blocks} blocks; {blocks} and all are the most"
+            f"--checkpointed-blocks is {blocks}, and {model.name} has {most} blocks; {most} and all are the most"
         )
     if fixed.features == "online" and shape is not None:
         _attempt(problems, "--features online", lambda: online_encoders(model, shape))

@@ -83,8 +83,8 @@ def left_out(receipts: Iterable[Receipt], asked: Gpu) -> list[str]:
     count = sum(each.emulated and _is(each.device, asked) for each in receipts)
     if count == 0:
         return []
-    said = "1 receipt of an emulated card is" if count == 1 else f"{count} receipts of emulated cards are"
-    return [f"{said} left out: what the {asked.title} takes is learnt from real ones alone"]
+    which = "1 receipt of an emulated GPU is" if count == 1 else f"{count} receipts of emulated GPUs are"
+    return [f"{which} left out: what the {asked.title} takes is learnt from real ones alone"]
 
 
 def own_receipts(asked: Gpu, folder: Path | None) -> tuple[list[Receipt], list[str]]:
@@ -243,4 +243,4 @@ def _kind(strategy: Strategy) -> str:
     zero = (strategy.ds_config or {}).get("zero_optimization", {})
     optimizer = zero.get("offload_optimizer") or {}
     offload = strategy.cpu_offload or optimizer.get("device", "none") != "none"
-    return f"{gpus}, optimizer on the host" if offload else gpus
+    return f"{gpus}, optimizer in CPU memory" if offload else gpus

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from bigdit.catalog import gpus
@@ -18,7 +17,6 @@ from bigdit.search.plan import (
     Estimate,
     Question,
     Step,
-    Verdict,
     process,
     safe_bytes,
     verdict_of,
@@ -33,8 +31,7 @@ WORTH_SAYING = 0.005
 """Of the bytes before: smaller effects are called nothing."""
 
 
-@dataclass(frozen=True)
-class Bar:
+class Bar(NamedTuple):
     """Allocated bytes by phase, and what torch reserved."""
 
     peaks: Mapping[str, int]
@@ -48,27 +45,21 @@ class Bar:
 
 def waterfall(planner: Planner, chosen: Estimate) -> tuple[tuple[Step, ...], tuple[str, ...]]:
     """The bars from the naive setting to `chosen`, without those that could not be run, and a line for each such."""
-    steps = changes(planner.question, chosen, planner.options[chosen.option].count)
-    attempts = planner.unlimited(each.strategy for each in steps[:-1])
-    shown: list[Step] = []
-    notices, before = [], None
-    for change, attempt in zip(steps[:-1], attempts, strict=True):
+    shown, notices, before = list[Step](), list[str](), None
+    *ways, last = changes(planner.question, chosen, planner.options[chosen.option].count)
+    for change, attempt in zip(ways, planner.unlimited(each.strategy for each in ways), strict=True):
         if not isinstance(attempt, Attempt) or not attempt.ran:
-            why = attempt.out_of_memory if isinstance(attempt, Attempt) else attempt
-            notices.append(f"not shown on the way to the recommended setting: {change.title}: {why}".splitlines()[0])
+            problem = attempt.out_of_memory if isinstance(attempt, Attempt) else attempt
+            notices.append(f"not shown on the way to the recommended one: {change.title}: {problem}".splitlines()[0])
             continue
         bar = Bar(attempt.peaks, attempt.peak_reserved_bytes)
         taken = process(bar.reserved_bytes, planner.non_torch(change.strategy), planner.margin)
-        verdict = verdict_of(taken, planner.question.gpu.usable_bytes)
-        shown.append(_step(change, before, bar, taken.high_bytes, verdict))
+        verdict, why = verdict_of(taken, planner.question.gpu.usable_bytes), effect(change, before, bar)
+        shown.append(Step(change=change.title, process_bytes=taken.high_bytes, verdict=verdict, saved_by=why))
         before = bar
-    last = Bar(chosen.phases, chosen.peak_reserved_bytes)
-    shown.append(_step(steps[-1], before, last, chosen.process.high_bytes, chosen.verdict))
+    why, high = effect(last, before, Bar(chosen.phases, chosen.peak_reserved_bytes)), chosen.process.high_bytes
+    shown.append(Step(change=last.title, process_bytes=high, verdict=chosen.verdict, saved_by=why))
     return tuple(shown), tuple(notices)
-
-
-def _step(change: Change, before: Bar | None, bar: Bar, process_bytes: int, verdict: Verdict) -> Step:
-    return Step(change=change.title, process_bytes=process_bytes, verdict=verdict, saved_by=effect(change, before, bar))
 
 
 def effect(change: Change, before: Bar | None, bar: Bar) -> str:
@@ -105,9 +96,9 @@ class Change(NamedTuple):
 
 def naive(question: Question, target: Strategy) -> Strategy:
     """What is copied: the engine of `target` with AdamW in fp32 by torch's loop over lists of tensors, encoders and
-    moving average on the card, nothing recomputed or offloaded, DeepSpeed's own buckets.
+    EMA on the GPU, nothing recomputed or offloaded, DeepSpeed's own buckets.
 
-    Its micro-batch is the pinned one, or a card's whole share of the global batch, or one.
+    Its micro-batch is the fixed one, or a GPU's whole share of the global batch, or one.
     """
     share = (question.global_batch_size or 0) // target.world_size
     size = question.constraints.micro_batch_size or share or 1
@@ -148,12 +139,12 @@ def _updates(start: Strategy, target: Strategy) -> list[tuple[str, str, dict[str
     masters: Precision = "bf16" if target.precision == "bf16_sr" else target.precision
     theirs = (target.ds_config or {}).get("zero_optimization", {})
     bucket = theirs.get(BUCKETS[0], DEEPSPEED_BUCKET)
-    on_host = "weights and optimizer" if target.cpu_offload or OFFLOADS[1] in theirs else "optimizer"
+    offloaded = "weights and optimizer" if target.cpu_offload or OFFLOADS[1] in theirs else "optimizer"
     state = OPTIMIZER_TITLES[target.optimizer.name]
     lossy = f"{state}, bf16 without masters" if target.precision == "bf16_sr" else state
-    average = "no moving average" if target.ema is None else "moving average on the host"
+    ema = "no EMA" if target.ema is None else "EMA in CPU memory"
     return [
-        ("features cached", "VAE and text encoders leave the card", {"features": target.features}),
+        ("features cached", "VAE and text encoders leave the GPU", {"features": target.features}),
         (
             f"encoded {target.encode_chunk} at a time",
             "the VAE's activations are those of so many samples",
@@ -166,12 +157,12 @@ def _updates(start: Strategy, target: Strategy) -> list[tuple[str, str, dict[str
         ),
         (
             masters if masters in ("fp32", "tf32") else f"{masters} with fp32 masters",
-            "weights, gradients and activations of 2 B instead of 4, and masters of 4 beside them",
+            "weights, gradients and activations of 2 B instead of 4, and masters of 4 more",
             {"precision": masters},
         ),
         (
-            f"{on_host} on the host",
-            "the card keeps what it computes with",
+            f"{offloaded} in CPU memory",
+            "the GPU keeps what it computes with",
             {"cpu_offload": target.cpu_offload, "ds_config": target.ds_config},
         ),
         (
@@ -179,11 +170,11 @@ def _updates(start: Strategy, target: Strategy) -> list[tuple[str, str, dict[str
             "no temporary of the size of what is stepped",
             {"optimizer": OptimizerSpec()},
         ),
-        (average, "its fp32 copy of the weights leaves the card", {"ema": target.ema}),
-        (lossy, "less state beside each weight", {"optimizer": target.optimizer, "precision": target.precision}),
+        (ema, "its fp32 copy of the weights leaves the GPU", {"ema": target.ema}),
+        (lossy, "less state for each weight", {"optimizer": target.optimizer, "precision": target.precision}),
         (
             "optimizer in the backward pass",
-            "each gradient is gone once it is there",
+            "each gradient is freed once it is used",
             {"optimizer_in_backward": target.optimizer_in_backward},
         ),
     ]
@@ -198,7 +189,7 @@ def _sizes(first: int, chosen: Estimate, count: int) -> list[Change]:
     swapped = chosen.strategy.blocks_to_swap
     if swapped:
         recomputed = (
-            f"{chosen.blocks} of {count} blocks recomputed, weights of {swapped} on the host",
+            f"{chosen.blocks} of {count} blocks recomputed, weights of {swapped} in CPU memory",
             "neither their activations nor these weights are kept",
         )
     why = "fewer activations at once" if last < first else "what was saved goes into activations of more samples"
@@ -216,9 +207,9 @@ def _sizes(first: int, chosen: Estimate, count: int) -> list[Change]:
 
 def _naive_title(strategy: Strategy) -> str:
     precision = "bf16" if strategy.precision == "bf16_sr" else strategy.precision
-    encoders = "encoders and average" if strategy.features == "online" else "average"
+    encoders = "encoders and EMA" if strategy.features == "online" else "EMA"
     buckets = ", DeepSpeed's own buckets" if strategy.ds_config else ""
-    return f"as copied: {precision}, AdamW, {encoders} on the card{buckets}, micro-batch {strategy.micro_batch_size}"
+    return f"as copied: {precision}, AdamW, {encoders} on the GPU{buckets}, micro-batch {strategy.micro_batch_size}"
 
 
 def _document(target: Strategy, *, own_buckets: bool = False) -> dict[str, Any] | None:
@@ -312,7 +303,7 @@ def _more_host(question: Question, nearest: Estimate) -> list[Estimate]:
 
 
 def _host(question: Question, nearest: Estimate) -> str:
-    return f"{gib(nearest.host_bytes)} of host RAM a machine, instead of {gib(question.host_memory_bytes)}"
+    return f"{gib(nearest.host_bytes)} of CPU memory per machine, instead of {gib(question.host_memory_bytes)}"
 
 
 def _larger_gpu(planner: Planner, nearest: Estimate) -> list[Estimate]:

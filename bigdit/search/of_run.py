@@ -1,4 +1,4 @@
-"""From a run's YAML to the questions that plans of its stages answer: what it says is pinned, all else is asked."""
+"""From a run's YAML to the questions that plans of its stages answer: what it says is fixed, all else is asked."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def questions_of(path: Path, overrides: Sequence[str], asked: Mapping[str, Any])
         ) from None
 
 
-def unpinned(path: Path, overrides: Sequence[str]) -> list[str]:
+def overruled(path: Path, overrides: Sequence[str]) -> list[str]:
     """What a run says of memory or speed that its plan chooses by itself, as lines: one a key, whichever stage says
     it."""
     documents, _ = read_stages(path, overrides)
@@ -64,7 +64,7 @@ def unpinned(path: Path, overrides: Sequence[str]) -> list[str]:
         usual = Strategy(lora=strategy.lora and LoraSpec(rank=strategy.lora.rank))
         for key, found, _ in differences(strategy.model_dump(mode="json"), usual.model_dump(mode="json")):
             if found is not None and not any(f"{key}.".startswith(f"{taken}.") for taken in _TAKEN):
-                lines.append(f"strategy.{key} is {written(found)}, which plans do not pin: this one chooses by itself")
+                lines.append(f"strategy.{key} is {written(found)}, which plans do not fix: this one chooses by itself")
     lines = sorted(set(lines)) + ([COMPILED] if compiled else [])
     return [f"{path}: {line}" for line in lines]
 
@@ -210,7 +210,7 @@ def _without_null(value: Any) -> Any:
 
 
 def instead(field: str, value: Any) -> str:
-    """What is said of an option that was given beside `--config`, with the way there is."""
+    """The error of an option that goes with a model and not with `--config`, with the key that takes its place."""
     if field == "model":
         return f"--model {value} and --config each say what is planned; leave one of them out"
     return f"{option(field)} goes with --model; with --config it is --set {_said(field, value)}"

@@ -167,6 +167,10 @@ class Estimate(Strict):
         return int(self.strategy.checkpointed_blocks)
 
     @property
+    def sizes(self) -> dict[str, int]:
+        return {"micro_batch_size": self.micro_batch_size, "checkpointed_blocks": self.blocks}
+
+    @property
     def peak_phase(self) -> str:
         return max(self.phases, key=lambda phase: self.phases[phase])
 
@@ -378,7 +382,7 @@ def uncounted(samples: HostWeights | None) -> tuple[str, ...]:
     """A line where it is not known what generating validation images takes."""
     if samples is None or samples.unknown is None:
         return ()
-    return (f"samples: what the {samples.unknown} takes of the host is not known, and not counted: no weights there",)
+    return (f"samples: the CPU memory of the {samples.unknown} is not known, and not counted: no weights there",)
 
 
 def record(plan: Plan, run: str | None = None) -> PlanFile:

@@ -35,7 +35,6 @@ from bigdit.search.plan import (
     Margin,
     Question,
     Rejected,
-    Verdict,
     host_need,
     node_bytes,
     process,
@@ -74,8 +73,8 @@ Limits = dict[tuple[int, int], LargestMicroBatch]
 class Planner:
     """The `question`, the emulated GPUs that answer, what receipts say; and what was found.
 
-    `options` were explored, by title; `rejected` are choices with the reason; `attempts` are without a limit and
-    `profiles` recorded, of estimates that ran, by title.
+    `options` were explored, by title; `rejected` are choices with the reason. Of estimates by their titles: `launches`
+    were counted where they ran, and `profiles` are what was recorded.
     """
 
     question: Question
@@ -83,7 +82,7 @@ class Planner:
     calibration: Calibration
     options: dict[str, Option] = field(default_factory=dict)
     rejected: list[Rejected] = field(default_factory=list)
-    attempts: dict[str, Attempt] = field(default_factory=dict)
+    launches: dict[str, Launches | None] = field(default_factory=dict)
     profiles: dict[str, Profile] = field(default_factory=dict)
 
     def about(self, question: Question) -> Planner:
@@ -181,19 +180,19 @@ class Planner:
         }
         return each.model_copy(update=found | update)
 
-    def ran(self, each: Estimate, attempt: Attempt, reserved_bytes: int | None = None, **update: Any) -> Estimate:
-        """The predicted estimate as it ran: its bytes, and its seconds by the launches that were counted."""
-        self.attempts[each.title] = attempt
+    def ran(self, each: Estimate, attempt: Attempt, asked: Strategy, **update: Any) -> Estimate:
+        """The predicted estimate as an attempt of `asked` ran: its bytes, and its seconds by counted launches."""
+        micro_batches = self.request(asked).strategy.grad_accum_steps
+        launches = self.launches[each.title] = launches_of(attempt.launched, micro_batches)
         work = self.options[each.option].work(each.micro_batch_size, each.blocks)
-        step = self.step(each.strategy, work, launches=self._launches(each))
+        step = self.step(each.strategy, work, launches=launches)
         found = {
             "source": "ran",
             "phases": attempt.peaks,
             "peak_allocated_bytes": max(attempt.peaks.values()),
             **stepped(each.strategy, step),
         }
-        reserved = attempt.peak_reserved_bytes if reserved_bytes is None else reserved_bytes
-        return self._reserving(each, reserved, **found | update)
+        return self._reserving(each, attempt.peak_reserved_bytes, **found | update)
 
     def record(self, ran: Estimate) -> Estimate:
         """What ran, recorded: with seconds and CPU memory of the record. Raises UserError and WorkerError where it
@@ -216,14 +215,13 @@ class Planner:
                 found.append(None)
                 continue
             reserved, most = attempt.peak_reserved_bytes, self.question.gpu.usable_bytes - each.non_torch.low_bytes
-            option, within = self.options[each.option], reserved
-            tight: dict[str, Verdict] = {}
+            ran = self.ran(each, attempt, each.strategy)
             if reserved > most:
                 (last,) = self.cards.attempts([(self.request(each.strategy), max(most, 1))])
                 if isinstance(last, Attempt) and last.ran:
-                    within, tight = last.peak_reserved_bytes, {"verdict": "TIGHT"}
-            option.correct(each.micro_batch_size, each.blocks, reserved)
-            found.append(self.ran(each, attempt, within, **tight))
+                    ran = self._reserving(ran, last.peak_reserved_bytes, verdict="TIGHT")
+            self.options[each.option].correct(each.micro_batch_size, each.blocks, reserved)
+            found.append(ran)
         return found
 
     def step(
@@ -236,11 +234,7 @@ class Planner:
     def recorded_step(self, recorded: Estimate, gpu: Gpu) -> StepTime:
         """The step of the same kernels on this GPU."""
         work = work_of(self.profiles[recorded.title].timeline, recorded.strategy)
-        return self.step(recorded.strategy, work, gpu, self._launches(recorded))
-
-    def _launches(self, each: Estimate) -> Launches | None:
-        micro_batches = self.request(each.strategy).strategy.grad_accum_steps
-        return launches_of(self.attempts[each.title].launched, micro_batches)
+        return self.step(recorded.strategy, work, gpu, self.launches[recorded.title])
 
     def host(self, profile: Profile) -> HostNeed:
         """What a machine needs for processes that did as recorded."""
@@ -446,7 +440,7 @@ class Planner:
         least = next(self.micro_batch_sizes(option.strategy), 1)
 
         def swapping(first: int) -> Option:
-            title = f"{base.title}, {first} of {count} blocks' weights on the host"
+            title = f"{base.title}, weights of {first} of {count} blocks in CPU memory"
             strategy = option.strategy.model_copy(update={"blocks_to_swap": first})
             none, full = (moved.of(each, first) for each in (base.none, base.full))
             made = Option(title, strategy, option.base, option.last_resort, corrections)
@@ -465,8 +459,8 @@ class Planner:
         sizes, planned = (question.resolution, *question.buckets), _area(question.resolution)
 
         def request(size: tuple[int, int], blocks: int, micro_batch_size: int) -> StepRequest:
-            update = {"micro_batch_size": micro_batch_size, "checkpointed_blocks": blocks}
-            return self.request(chosen.strategy.model_copy(update=update), size)
+            sizes = {"micro_batch_size": micro_batch_size, "checkpointed_blocks": blocks}
+            return self.request(chosen.strategy.model_copy(update=sizes), size)
 
         def wanted(size: tuple[int, int], blocks: int) -> bool:
             near = size != question.resolution and abs(_area(size) / planned - 1) <= NEAR

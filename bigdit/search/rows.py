@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from bigdit.catalog.gpus import gpus
 from bigdit.config.plan_file import LargestMicroBatch
 from bigdit.profile.attempt import Attempt
 from bigdit.search.option import Option
-from bigdit.search.plan import Estimate, lossy_by, process
+from bigdit.search.plan import Estimate, lossy_by
 from bigdit.search.planner import SAME_SPEED, Planner, rate
 from bigdit.speed.seconds import Interval
 from bigdit.strategy import StepSize, Strategy
@@ -131,39 +131,48 @@ def _reason(row: Estimate, chosen: Estimate) -> str:
     return "; ".join(parts)
 
 
-Runs = Mapping[tuple[int, int], Attempt]
-"""Attempts by the number of recomputed blocks and the micro-batch size."""
-
-
-def runs(planner: Planner, chosen: Estimate, limit: LargestMicroBatch) -> Runs:
+def runs(planner: Planner, chosen: Estimate, limit: LargestMicroBatch) -> list[Estimate]:
     """The sizes up to the `limit` that ran, with no block, the chosen number of them and all recomputed: two of each at
-    least, where so many fit."""
-    option = planner.options[chosen.option]
+    least, where so many fit. They go on beyond a global batch."""
+    option, predicted = planner.options[chosen.option], []
     largest = {chosen.blocks: limit.recommended, 0: limit.none, option.count: limit.full}
-    places: list[tuple[int, int]] = []
     for blocks, most in largest.items():
         sizes = [size for size in option.ran(blocks) if size <= (most or 0)]
-        places += [(blocks, size) for size in sorted({*sizes, 1} if len(sizes) == 1 else sizes)]
-    keys = "checkpointed_blocks", "micro_batch_size"
-    strategies = [chosen.strategy.model_copy(update=dict(zip(keys, place, strict=True))) for place in places]
-    attempts = planner.unlimited(strategies)
-    return {place: each for place, each in zip(places, attempts, strict=True) if isinstance(each, Attempt)}
+        for size in sorted({*sizes, 1} if len(sizes) == 1 else sizes):
+            accumulated = max(planner.accumulation(size, chosen.strategy.world_size), 1)
+            predicted.append(planner.estimate(option, size, blocks, accumulated))
+    # All with as many micro-batches as the chosen one: those of its limits, which are cached.
+    asked = [chosen.strategy.model_copy(update=each.sizes) for each in predicted]
+    pairs = zip(predicted, asked, planner.unlimited(asked), strict=True)
+    return [planner.ran(each, attempt, of) for each, of, attempt in pairs if isinstance(attempt, Attempt)]
 
 
-def ran_of(planner: Planner, chosen: Estimate, rows: Sequence[Estimate], runs: Runs) -> tuple[Estimate, ...]:
-    """All that ran, option by option: `rows`, and the `runs` of the chosen one, at sizes of the global batch alone."""
-    option, allowed = planner.options[chosen.option], {*planner.micro_batch_sizes(chosen.strategy)}
-    found: dict[str, Estimate] = {}
-    for (blocks, size), attempt in runs.items():
-        if size in allowed:
-            each = planner.ran(planner.estimate(option, size, blocks), attempt)
-            short = {"verdict": "DOES NOT FIT"} if planner.question.short_of_host(each.host_bytes) else {}
-            found[each.title] = each.model_copy(update=short)
+def curves(planner: Planner, chosen: Estimate, ran: Sequence[Estimate]) -> dict[str, dict[int, int]]:
+    """One curve for each number of recomputed blocks: none, the recommended, all."""
+    count = planner.options[chosen.option].count
+    labels = {chosen.blocks: f"{chosen.blocks} of {count} blocks", 0: "nothing recomputed"}
+    found: dict[str, dict[int, int]] = {}
+    for blocks, label in sorted((labels | {count: "all blocks recomputed"}).items()):
+        for each in ran:
+            if each.blocks == blocks:
+                found.setdefault(label, {})[each.micro_batch_size] = each.process.high_bytes
+    return found
+
+
+def every(
+    planner: Planner, chosen: Estimate, rows: Sequence[Estimate], ran: Sequence[Estimate]
+) -> tuple[Estimate, ...]:
+    """All that ran, option by option: `rows`, and what `ran` of the chosen one, at sizes of the global batch alone."""
+    allowed = {*planner.micro_batch_sizes(chosen.strategy)}
+    short = {"verdict": "DOES NOT FIT"}
+    found = {
+        each.title: each.model_copy(update=short if planner.question.short_of_host(each.host_bytes) else {})
+        for each in ran
+        if each.micro_batch_size in allowed
+    }
     found |= {row.title: row for row in rows}
-    order = list(planner.options)
-    return tuple(
-        sorted(found.values(), key=lambda each: (order.index(each.option), each.micro_batch_size, each.blocks))
-    )
+    order = {title: at for at, title in enumerate(planner.options)}
+    return tuple(sorted(found.values(), key=lambda each: (order[each.option], each.micro_batch_size, each.blocks)))
 
 
 def same_kernels(planner: Planner) -> dict[str, int]:
@@ -173,19 +182,6 @@ def same_kernels(planner: Planner) -> dict[str, int]:
     kind = own.compute_capability, own.multiprocessors
     others = (each.reserving() for each in gpus() if (each.compute_capability, each.multiprocessors) == kind)
     return {each.title: each.usable_bytes for each in (own, *(each for each in others if each.name != own.name))}
-
-
-def curves(planner: Planner, chosen: Estimate, ran: Runs) -> dict[str, dict[int, int]]:
-    """One curve for each number of recomputed blocks: none, the recommended, all."""
-    count = planner.options[chosen.option].count
-    labels = {chosen.blocks: f"{chosen.blocks} of {count} blocks", 0: "nothing recomputed"}
-    found = {}
-    for blocks, label in sorted((labels | {count: "all blocks recomputed"}).items()):
-        reserved = {size: each.peak_reserved_bytes for (of, size), each in ran.items() if of == blocks}
-        taken = {size: process(each, chosen.non_torch, planner.margin) for size, each in reserved.items()}
-        if taken:
-            found[label] = {size: each.high_bytes for size, each in taken.items()}
-    return found
 
 
 LESS = 0.05

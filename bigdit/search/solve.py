@@ -131,7 +131,7 @@ def _smallest(planner: Planner) -> Estimate:
 
 def _later(proposed: Sequence[Option], resort: int) -> list[Rejected]:
     """What comes after the `resort` in which something lossless fits."""
-    copies = "every step would wait for copies over PCIe and the host's cores, and something fits without that"
+    copies = "every step would wait for copies over PCIe and for CPU cores, and something fits without that"
     if resort:
         copies = "every step would copy all weights over PCIe, and something fits that copies fewer"
     reasons = {True: copies, False: "it is lossy, and something lossless fits; --optimizer and --lora ask for it"}

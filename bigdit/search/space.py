@@ -71,7 +71,7 @@ def proposals(question: Question) -> tuple[list[Option], list[Rejected]]:
 
 
 def precision_of(question: Question) -> Precision:
-    """What is pinned, or bf16 with fp32 masters; fp16 where the GPU computes no bf16."""
+    """What is fixed, or bf16 with fp32 masters; fp16 where the GPU computes no bf16."""
     return question.constraints.precision or ("fp16" if precision_problems(question.gpu, "bf16") else "bf16")
 
 
@@ -100,7 +100,7 @@ def _accumulates(question: Question) -> bool:
 
 
 def _settings(question: Question, engine: str) -> list[dict[str, Any]]:
-    """Optimizer, precision, average and adapters: the lossless ones first."""
+    """Optimizer, precision, EMA and adapters: the lossless ones first."""
     fixed, precision = question.constraints, precision_of(question)
     bases: list[Any] = [None] if fixed.lora_rank is None else list(get_args(LoraBase))
     if fixed.optimizer is not None:
@@ -116,14 +116,14 @@ def _settings(question: Question, engine: str) -> list[dict[str, Any]]:
         elif engine in ("fsdp2", "hsdp"):  # of a shard of the state, the least that there is of it
             pairs.append(("came", "bf16_sr" if without_masters else precision))
     return [
-        {"optimizer.name": optimizer, "precision": kind, "lora.base": base, **average}
+        {"optimizer.name": optimizer, "precision": kind, "lora.base": base, **ema}
         for optimizer, kind in pairs
         for base in bases
-        for average in _averages(fixed)
+        for ema in _emas(fixed)
     ]
 
 
-def _averages(fixed: Constraints) -> list[dict[str, Any]]:
+def _emas(fixed: Constraints) -> list[dict[str, Any]]:
     places: dict[str, list[str | None]] = {"none": [None], "auto": ["gpu", "cpu"]}
     widths = None if fixed.ema_widths is None else list(fixed.ema_widths)
     return [{"ema.device": place, "ema.widths": widths} for place in places.get(fixed.ema, [fixed.ema])]
@@ -132,8 +132,8 @@ def _averages(fixed: Constraints) -> list[dict[str, Any]]:
 def _swapped(question: Question, found: Sequence[Option]) -> list[Option]:
     """Block swap on a single GPU, of as many first blocks as may be in CPU memory. With LoRA it is of those `found`.
 
-    Without, it is of all weights, which are then stepped in the backward pass, and come without swapped blocks too.
-    Strategy's own rules say which."""
+    Full fine-tuning then steps weights in the backward pass, and comes without swapped blocks too. Strategy's own rules
+    say which."""
     fixed, most = question.constraints, question.model.block_count
     if question.cluster.gpus > 1 or fixed.engine not in (None, "single"):
         return []
@@ -151,8 +151,8 @@ def _swapped(question: Question, found: Sequence[Option]) -> list[Option]:
 
 
 def _in_backward(question: Question) -> list[Option]:
-    """All weights without masters, each stepped where its gradient appears, by the optimizer with the least state. It
-    takes a step's samples at once. Whoever fixed the optimizer alone has fixed its numbers, which have masters."""
+    """Full fine-tuning without masters, by the optimizer with the least state: it steps each weight where its gradient
+    appears, and takes a step's samples at once. Whoever fixed the optimizer alone fixed its numbers, with masters."""
     fixed = question.constraints
     if fixed.optimizer is not None and fixed.precision is None:
         return []
@@ -163,12 +163,12 @@ def _in_backward(question: Question) -> list[Option]:
     if not one_pass or fixed.precision not in (None, "bf16_sr") or precision_of(question) == "fp16":
         return []
     found = []
-    for average in _averages(fixed):
+    for ema in _emas(fixed):
         settings = {
             "optimizer.name": fixed.optimizer or "adafactor",
             "precision": "bf16_sr",
             "lora.base": None,
-            **average,
+            **ema,
         }
         alone = {"optimizer_in_backward": "true", "gradient_clipping": "null"}
         strategy = _strategy(question, "single", settings | alone)
@@ -192,7 +192,7 @@ def _strategy(question: Question, engine: str, settings: dict[str, Any]) -> Stra
         texts.append(f"lora.rank={question.constraints.lora_rank}")
     if engine.startswith("zero") and question.model.params is not None:
         block = question.model.params // max(question.model.block_count, 1)
-        # Whole millions, for people; DeepSpeed wants an even number.
+        # Whole millions, for people; DeepSpeed needs an even number.
         size = min(max(round(block, -6), BUCKETS[0]), BUCKETS[1])
         texts += [f"ds_config.zero_optimization.{kind}_bucket_size={size}" for kind in ("reduce", "allgather")]
     try:

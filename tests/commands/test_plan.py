@@ -49,8 +49,8 @@ def plan_json(*arguments):
         (
             ["--model", "sana-1600m", "--gpu", "a40", "--gpus", "8", "--engine", "single", "--global-batch", "9"],
             [
-                "error: --engine single runs on one card, and --gpus is 8;",
-                "error: --global-batch is 9, and 8 cards come to multiples of 8; nearest: 8 or 16",
+                "error: --engine single runs on one GPU, and --gpus is 8;",
+                "error: --global-batch is 9, and 8 GPUs come to multiples of 8; nearest: 8 or 16",
             ],
         ),
     ],
@@ -237,7 +237,7 @@ def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
     assert "800 images (200 for validation) × 0.1 epochs, 20 steps" in text
     assert "0.01 GiB to generate samples (text encoder, VAE)" in text
     (tmp_path / "vae/diffusion_pytorch_model.safetensors").unlink()
-    unknown = "what the VAE takes of the host is not known, and not counted: no weights there"
+    unknown = "the CPU memory of the VAE is not known, and not counted: no weights there"
     assert unknown in " ".join(bigdit("plan", *asked).stdout.split())
 
 
@@ -289,7 +289,7 @@ def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
         ),
         (
             [*TINY, "--out", "plan", "--engine", "single", "--also-gpus", "2"],
-            "--engine single runs on one card, and --also-gpus says 2; use --engine zero1, zero2, zero3 or fsdp2, or "
+            "--engine single runs on one GPU, and --also-gpus says 2; use --engine zero1, zero2, zero3 or fsdp2, or "
             "leave it out",
         ),
         (

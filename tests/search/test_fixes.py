@@ -42,4 +42,4 @@ def test_with_more_host_memory_the_figures_stand():
     question = question_for(model="sana-1600m", gpu="a40", host_memory="64GiB")
     nearest = plans.made_plan().chosen.model_copy(update={"host_bytes": 100 * GIB, "verdict": "DOES NOT FIT"})
     (row,) = _more_host(question, nearest)
-    assert (row.verdict, row.reason) == ("FITS", "100.00 GiB of host RAM a machine, instead of 64.00 GiB")
+    assert (row.verdict, row.reason) == ("FITS", "100.00 GiB of CPU memory per machine, instead of 64.00 GiB")

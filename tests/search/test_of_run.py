@@ -1,11 +1,11 @@
-"""Questions of a run's stages: what its YAML says is pinned, what it leaves out is asked, and errors name its keys."""
+"""Questions of a run's stages: what its YAML says is fixed, what it leaves out is asked, and errors name its keys."""
 
 import pytest
 import yaml
 from commands import ROOT
 
 from bigdit.errors import UserError
-from bigdit.search.of_run import questions_of, unpinned
+from bigdit.search.of_run import overruled, questions_of
 
 PIXART = {
     "model": {"name": "pixart-sigma-xl-2-1024"},
@@ -87,13 +87,13 @@ def test_features_online_are_pinned_and_what_is_not_is_said(tmp_path):
         "to cached, and `bigdit extract` encodes into data.features once"
     ]
     asked_for = {"checkpointing": "selective", "lora.base": "nf4", "offload_activations": "true"}
-    assert unpinned(path, ["strategy.checkpointing=selective"]) == [
-        f"{path}: strategy.{key} is {said}, which plans do not pin: this one chooses by itself"
+    assert overruled(path, ["strategy.checkpointing=selective"]) == [
+        f"{path}: strategy.{key} is {said}, which plans do not fix: this one chooses by itself"
         for key, said in asked_for.items()
     ]
-    assert unpinned(written(tmp_path, LOW, HIGH), ()) == []
+    assert overruled(written(tmp_path, LOW, HIGH), ()) == []
     path = written(tmp_path, train={"steps": 9}, strategy={"compile_blocks": True})
-    (compiled,) = unpinned(path, ())
+    (compiled,) = overruled(path, ())
     assert compiled.startswith(
         f"{path}: strategy.compile_blocks is true, and the plan is of blocks as they are written: "
     )
@@ -121,7 +121,7 @@ def test_what_is_wrong_is_told_by_the_runs_keys(tmp_path):
         "strategy.checkpointed_blocks is 99, and pixart-sigma-xl-2-1024 has 28 blocks; 28 and all are the most"
     ]
     assert problems(path, "strategy.global_batch_size=20") == [
-        "stages.0: strategy.global_batch_size is 20, and 1 card × strategy.micro_batch_size 8 come to multiples of 8; "
+        "stages.0: strategy.global_batch_size is 20, and 1 GPU × strategy.micro_batch_size 8 come to multiples of 8; "
         "nearest: 16 or 24"
     ]
     assert problems(path, "strategy.world_size=2", "strategy.engine=fsdp2", gpus=4) == [

@@ -237,7 +237,7 @@ def test_sizes_read_as_they_are_written(sizes):
         ({"ema_widths": "0.1"}, "--ema-widths is 0.1, and two widths or more were expected, such as 0.05,0.1"),
         (
             {"ema": "none", "ema_widths": "0.05,0.1"},
-            "--ema-widths are of averages, and --ema none keeps none; leave one of them out",
+            "--ema-widths are of EMAs, and --ema none keeps none; leave one of them out",
         ),
         ({"features": "on"}, "--features is 'on', which is not known; did you mean online?"),
         (
@@ -275,15 +275,15 @@ def test_sizes_read_as_they_are_written(sizes):
         ),
         (
             {"gpus": 8, "global_batch": 100},
-            "--global-batch is 100, and 8 cards come to multiples of 8; nearest: 96 or 104",
+            "--global-batch is 100, and 8 GPUs come to multiples of 8; nearest: 96 or 104",
         ),
         (
             {"gpus": 8, "global_batch": 100, "micro_batch": 3},
-            "--global-batch is 100, and 8 cards × --micro-batch 3 come to multiples of 24; nearest: 96 or 120",
+            "--global-batch is 100, and 8 GPUs × --micro-batch 3 come to multiples of 24; nearest: 96 or 120",
         ),
         (
             {"global_batch": 4, "micro_batch": 8},
-            "--global-batch is 4, and 1 card × --micro-batch 8 come to multiples of 8; nearest: 8",
+            "--global-batch is 4, and 1 GPU × --micro-batch 8 come to multiples of 8; nearest: 8",
         ),
         (
             {"gpus": 12},
@@ -292,15 +292,15 @@ def test_sizes_read_as_they_are_written(sizes):
         ({"gpus": 2 * MOST_GPUS}, "--gpus is 8192, and plans go up to 4096"),
         (
             {"gpus": 2, "gpu": "a100-80g-sxm:3g.40gb"},
-            "--gpus is 2, and NCCL joins no MIG slices (a100-80g-sxm:3g.40gb); use --gpus 1, or whole cards",
+            "--gpus is 2, and NCCL joins no MIG slices (a100-80g-sxm:3g.40gb); use --gpus 1, or whole GPUs",
         ),
         (
             {"gpus": 2, "engine": "single"},
-            "--engine single runs on one card, and --gpus is 2; use --engine zero1, zero2, zero3 or fsdp2, or --gpus 1",
+            "--engine single runs on one GPU, and --gpus is 2; use --engine zero1, zero2, zero3 or fsdp2, or --gpus 1",
         ),
         (
             {"full": True, "lora": 16},
-            "--full trains all weights, and --lora 16 adapters beside frozen ones; leave one of them out",
+            "--full is full fine-tuning, and --lora 16 trains adapters; leave one of them out",
         ),
         (
             {"gpu": "v100-32g-sxm2", "precision": "bf16"},
@@ -445,7 +445,7 @@ def test_no_rank_within_the_limit_is_wider_than_the_widest_layer():
         (
             ("sana-1600m", "a40"),
             {"global_batch": 4, "micro_batch": 8},
-            ("global_batch is 4, and 1 card × micro_batch 8 come to multiples of 8; nearest: 8",),
+            ("global_batch is 4, and 1 GPU × micro_batch 8 come to multiples of 8; nearest: 8",),
         ),
     ],
 )

@@ -117,7 +117,7 @@ def test_an_emulated_card_s_receipt_teaches_nothing_of_the_real_one(cards, tmp_p
     question = question_for("dit-s-2-paper", "a100-80g-sxm", receipts=tmp_path)
     assert own_receipts(question.gpu, question.receipts) == (
         [mine],
-        [f"2 receipts of emulated cards are left out: what the {A100.title} takes is learnt from real ones alone"],
+        [f"2 receipts of emulated GPUs are left out: what the {A100.title} takes is learnt from real ones alone"],
     )
     other = question_for("dit-s-2-paper", "a40", receipts=tmp_path)
     assert own_receipts(other.gpu, other.receipts) == ([], [])
@@ -147,7 +147,7 @@ def test_receipts_speak_for_strategies_like_theirs(cards):
     assert step_ratio(checked, receipt_of().strategy) is None
     told = step_ratio(checked, offloaded.strategy)
     assert told is not None
-    assert "several GPUs, optimizer on the host" in told.source
+    assert "several GPUs, optimizer in CPU memory" in told.source
     untimed, _ = check([receipt_of(seconds_per_step=None)], A100, cards)
     assert step_ratio(untimed, receipt_of().strategy) is None
 

@@ -1,4 +1,4 @@
-"""Plans that leave blocks' weights on the host: how many, when, and what they say of it."""
+"""Plans that keep blocks' weights in CPU memory: how many, when, and what they say of it."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_all_weights_are_swapped_and_the_way_there_is_shown() -> None:
     assert (strategy.precision, strategy.optimizer_in_backward, strategy.blocks_to_swap >= 3) == ("bf16_sr", True, True)
     assert "FITS with a lossy optimizer" in plans.shown(plan)
     assert all(limit.none == 0 < (limit.full or 0) for limit in plan.buckets)
-    assert any(f"weights of {strategy.blocks_to_swap} on the host" in step.change for step in plan.waterfall)
+    assert any(f"weights of {strategy.blocks_to_swap} in CPU memory" in step.change for step in plan.waterfall)
     assert plan.curves
 
 
