@@ -193,9 +193,9 @@ def step_ratio(checked: Iterable[Checked], strategy: Strategy) -> StepRatio | No
     median, count = statistics.median(ratios), len(ratios)
     spread = max(abs(math.log(ratio / median)) for ratio in ratios)
     devices = ", ".join(sorted({each.receipt.device for each in alike}))
-    seen = f"{count} receipt{'s' * (count > 1)} of {devices}, {_kind(strategy)}"
+    found = f"{count} receipt{'s' * (count > 1)} of {devices}, {_kind(strategy)}"
     apart = f", to {math.expm1(spread):.0%} either way" if count > 1 else ", once"
-    source = f"{seen}: steps took {median:.2f} times the middle of the roofline{apart}"
+    source = f"{found}: steps took {median:.2f} times the middle of the roofline{apart}"
     return StepRatio(ratio=median, spread=spread, count=count, source=source)
 
 
@@ -214,9 +214,9 @@ def memory_margin(checked: Iterable[Checked]) -> Margin | None:
         return None
     count = len(errors)
     share = min(max(errors) * (count + 1) / count + UNPROVED.share / (count + 1), 0.99)
-    seen = f"{count} receipt{'s' * (count > 1)} of this GPU, off by {max(errors):.1%} at most"
+    found = f"{count} receipt{'s' * (count > 1)} of this GPU, off by {max(errors):.1%} at most"
     return Margin(
-        share=share, source=f"{seen}, and 1/{count + 1} of the {UNPROVED.share:.1%} that is assumed without any"
+        share=share, source=f"{found}, and 1/{count + 1} of the {UNPROVED.share:.1%} that is assumed without any"
     )
 
 

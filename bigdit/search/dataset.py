@@ -1,4 +1,4 @@
-"""How many samples a part of a feature store has."""
+"""What a data set takes: its latent and embedding cache, the time of extraction, the memory of its encoders."""
 
 from __future__ import annotations
 
@@ -185,17 +185,17 @@ def _first_frame_note(nbytes: int) -> str:
 
 
 def _text_notes(texts: Sequence[_Text], padded: int, stored: Interval, images: int, sample: str) -> list[str]:
-    said = (
+    note = (
         f"padded to {' and '.join(map(str, texts))} in bf16, the text of each {sample} takes {written(padded)}, and "
         f"that of all {written(padded * images)}"
     )
     cut = [each for each in texts if not each.kept]
     if not cut:
-        return [f"{said}; it is stored so, since the model reads padding as well"]
+        return [f"{note}; it is stored so, since the model reads padding as well"]
     but = "".join(f" but that of {each}" for each in texts if each.kept)
     low, high = (round(max(each)) for each in zip(*((text.tokens.low, text.tokens.high) for text in cut), strict=True))
     return [
-        f"{said}; it is stored without padding{but}: {written(stored.low)} to {written(stored.high)} each, with "
+        f"{note}; it is stored without padding{but}: {written(stored.low)} to {written(stored.high)} each, with "
         f"captions of {low} tokens (two or three sentences) to {high} (detailed ones) on the mean"
     ]
 
@@ -365,7 +365,7 @@ def with_batch_size(run: RunConfig, workers: int) -> RunConfig:
     if found is None:
         log.notice("encoders.batch_size stays at its default: the catalogue does not have these encoders")
         return run
-    log.notice(f"encoders.batch_size: {found.size}, {_said(found, run, least, workers, processes)}")
+    log.notice(f"encoders.batch_size: {found.size}, {_fit(found, run, least, workers, processes)}")
     return run.model_copy(update={"encoders": run.encoders.model_copy(update={"batch_size": found.size})})
 
 
@@ -390,7 +390,7 @@ def encode_batch(run: RunConfig, gpu: Gpu, processes: int = 1) -> EncodeBatch | 
     return EncodeBatch(fitting, way, need)
 
 
-def _said(found: EncodeBatch, run: RunConfig, gpu: Gpu, workers: int, processes: int) -> str:
+def _fit(found: EncodeBatch, run: RunConfig, gpu: Gpu, workers: int, processes: int) -> str:
     """How many fit, and how; or what has no room, and what takes less. Of all `workers` each GPU has `processes`."""
     fits = f"which fits the {gpu.title} (emulated)"
     if found.way == "together":

@@ -68,10 +68,10 @@ def effect(change: Change, before: Bar | None, bar: Bar) -> str:
         return f"peak phase: {bar.phase}"
     less = before.reserved_bytes - bar.reserved_bytes
     least = before.reserved_bytes * WORTH_SAYING
-    said = f"{gib(abs(less))} {'less' if less > 0 else 'more'}" if abs(less) >= least else "nothing at the peak"
+    amount = f"{gib(abs(less))} {'less' if less > 0 else 'more'}" if abs(less) >= least else "nothing at the peak"
     drops = {phase: before.peaks[phase] - peak for phase, peak in bar.peaks.items() if phase in before.peaks}
     most = max(drops, key=lambda phase: drops[phase])
-    parts = [f"{change.why}: {said}"]
+    parts = [f"{change.why}: {amount}"]
     if most != bar.phase and drops[most] > max(less, 0) + least:
         parts.append(f"{gib(drops[most])} less in the {most}, which is not the peak")
     if bar.phase != before.phase:
@@ -157,7 +157,7 @@ def _updates(start: Strategy, target: Strategy) -> list[tuple[str, str, dict[str
         ),
         (
             masters if masters in ("fp32", "tf32") else f"{masters} with fp32 masters",
-            "weights, gradients and activations of 2 B instead of 4, and masters of 4 more",
+            "weights, gradients and activations of 2 B instead of 4, plus masters of 4 B",
             {"precision": masters},
         ),
         (
@@ -202,7 +202,7 @@ def _sizes(first: int, chosen: Estimate, count: int) -> list[Change]:
     )
     steps = [*([resized] if last != first else []), *([recomputed] if chosen.blocks else [])]
     strategies = [between, chosen.strategy][2 - len(steps) :]
-    return [Change(*said, each) for said, each in zip(steps if grows else steps[::-1], strategies, strict=True)]
+    return [Change(*why, each) for why, each in zip(steps if grows else steps[::-1], strategies, strict=True)]
 
 
 def _naive_title(strategy: Strategy) -> str:

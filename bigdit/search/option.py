@@ -249,6 +249,12 @@ class Option:
         """Whether the numbers are those of AdamW with fp32 masters."""
         return not lossy_by(self.strategy)
 
+    def titled(self, micro_batch_size: int, blocks: int) -> str:
+        """`ZeRO-2 on 8, AdamW, micro-batch 6, 4 of 20 blocks recomputed`."""
+        known = {0: "nothing recomputed", self.count: "all blocks recomputed"}
+        recomputed = known.get(blocks, f"{blocks} of {self.count} blocks recomputed")
+        return f"{self.title}, micro-batch {micro_batch_size}, {recomputed}"
+
     @property
     def quarters(self) -> list[int]:
         """The least number of recomputed blocks (those that are swapped) to all, in quarters of these."""

@@ -149,59 +149,44 @@ class Planner:
         if sizes not in option.steps:
             option.steps[sizes] = self.step(strategy, option.work(micro_batch_size, blocks))
         phases = {phase: round(nbytes) for phase, nbytes in option.peaks(micro_batch_size, blocks).items()}
-        non_torch, reserved = self.non_torch(strategy), round(option.reserved(micro_batch_size, blocks))
-        found = Estimate(
+        non_torch = self.non_torch(strategy)
+        return Estimate(
             option=option.title,
-            title=_title(option, micro_batch_size, blocks),
+            title=option.titled(micro_batch_size, blocks),
             strategy=strategy,
             source="predicted",
             phases=phases,
             peak_allocated_bytes=max(phases.values()),
-            peak_reserved_bytes=reserved,
             non_torch=non_torch,
-            process=non_torch,
-            verdict="FITS",
-            headroom_bytes=0,
             host_bytes=self.host_bytes(option, micro_batch_size, blocks),
-            step=option.steps[sizes],
-            samples_per_second_per_gpu=option.steps[sizes].seconds.per(micro_batch_size * accumulated),
             lossless=option.lossless,
+            **self.reserving(round(option.reserved(micro_batch_size, blocks)), non_torch),
+            **stepped(strategy, option.steps[sizes]),
         )
-        return self._reserving(found, reserved)
 
-    def _reserving(self, each: Estimate, reserved_bytes: int, **update: Any) -> Estimate:
-        """The estimate where torch reserves so many bytes, with the verdict that follows, and other changes."""
-        usable, taken = self.question.gpu.usable_bytes, process(reserved_bytes, each.non_torch, self.margin)
-        found: dict[str, Any] = {
+    def reserving(self, reserved_bytes: int, non_torch: ByteRange) -> dict[str, Any]:
+        """What an estimate says of the GPU where torch reserves so many bytes."""
+        usable, taken = self.question.gpu.usable_bytes, process(reserved_bytes, non_torch, self.margin)
+        return {
             "peak_reserved_bytes": reserved_bytes,
             "process": taken,
             "verdict": verdict_of(taken, usable),
             "headroom_bytes": usable - taken.high_bytes,
         }
-        return each.model_copy(update=found | update)
 
-    def ran(self, each: Estimate, attempt: Attempt, asked: Strategy, **update: Any) -> Estimate:
+    def ran(self, each: Estimate, attempt: Attempt, asked: Strategy) -> Estimate:
         """The predicted estimate as an attempt of `asked` ran: its bytes, and its seconds by counted launches."""
         micro_batches = self.request(asked).strategy.grad_accum_steps
         launches = self.launches[each.title] = launches_of(attempt.launched, micro_batches)
         work = self.options[each.option].work(each.micro_batch_size, each.blocks)
-        step = self.step(each.strategy, work, launches=launches)
         found = {
             "source": "ran",
             "phases": attempt.peaks,
             "peak_allocated_bytes": max(attempt.peaks.values()),
-            **stepped(each.strategy, step),
+            **self.reserving(attempt.peak_reserved_bytes, each.non_torch),
+            **stepped(each.strategy, self.step(each.strategy, work, launches=launches)),
         }
-        return self._reserving(each, attempt.peak_reserved_bytes, **found | update)
-
-    def record(self, ran: Estimate) -> Estimate:
-        """What ran, recorded: with seconds and CPU memory of the record. Raises UserError and WorkerError where it
-        cannot be recorded."""
-        profile = self.profiles[ran.title] = self.cards.profile(self.request(ran.strategy))
-        nbytes = self.host(profile).node_bytes
-        verdict = "DOES NOT FIT" if self.question.short_of_host(nbytes) else ran.verdict
-        found = {"source": "recorded", "host_bytes": nbytes, "verdict": verdict}
-        return ran.model_copy(update=found | stepped(ran.strategy, self.recorded_step(ran, self.question.gpu)))
+        return each.model_copy(update=found)
 
     def run(self, predicted: Sequence[Estimate]) -> list[Estimate | None]:
         """As each ran on a GPU without a limit: FITS where torch reserved no more than it has for sure, TIGHT where no
@@ -219,10 +204,20 @@ class Planner:
             if reserved > most:
                 (last,) = self.cards.attempts([(self.request(each.strategy), max(most, 1))])
                 if isinstance(last, Attempt) and last.ran:
-                    ran = self._reserving(ran, last.peak_reserved_bytes, verdict="TIGHT")
+                    within = self.reserving(last.peak_reserved_bytes, each.non_torch)
+                    ran = ran.model_copy(update=within | {"verdict": "TIGHT"})
             self.options[each.option].correct(each.micro_batch_size, each.blocks, reserved)
             found.append(ran)
         return found
+
+    def record(self, ran: Estimate) -> Estimate:
+        """What ran, recorded: with seconds and CPU memory of the record. Raises UserError and WorkerError where it
+        cannot be recorded."""
+        profile = self.profiles[ran.title] = self.cards.profile(self.request(ran.strategy))
+        nbytes = self.host(profile).node_bytes
+        verdict = "DOES NOT FIT" if self.question.short_of_host(nbytes) else ran.verdict
+        found = {"source": "recorded", "host_bytes": nbytes, "verdict": verdict}
+        return ran.model_copy(update=found | stepped(ran.strategy, self.recorded_step(ran, self.question.gpu)))
 
     def step(
         self, strategy: Strategy, work: Work, gpu: Gpu | None = None, launches: Launches | None = None
@@ -504,13 +499,6 @@ def stepped(strategy: Strategy, step: StepTime) -> dict[str, Any]:
     """What an estimate says of its speed."""
     samples = strategy.micro_batch_size * strategy.grad_accum_steps
     return {"step": step, "samples_per_second_per_gpu": step.seconds.per(samples)}
-
-
-def _title(option: Option, micro_batch_size: int, blocks: int) -> str:
-    """`ZeRO-2 on 8, AdamW, micro-batch 6, 4 of 20 blocks recomputed`."""
-    said = {0: "nothing recomputed", option.count: "all blocks recomputed"}
-    recomputed = said.get(blocks, f"{blocks} of {option.count} blocks recomputed")
-    return f"{option.title}, micro-batch {micro_batch_size}, {recomputed}"
 
 
 def as_fast_as(one: Estimate, other: Estimate) -> bool:

@@ -1,4 +1,4 @@
-"""The cards of a run."""
+"""GPUs, intervals, the seconds of a step, and how measured steps move predicted ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bigdit.strategy import Strict
 
 
 class Cluster(Strict):
-    """The cards of the run: `gpus` of them, `gpus_per_node` in a machine, machines joined by `network_gbs`.
+    """The GPUs of the run: `gpus` of them, `gpus_per_node` in a machine, machines joined by `network_gbs`.
 
     `network_gbs`: 10⁹ bytes a second that one machine sends, and receives at the same time.
     """
@@ -73,18 +73,18 @@ PARTS = (
     "collectives",
     "copies to and from the host",
 )
-"""Where the seconds go. `launches` are those in which the card waits for the next kernel; `host` is what the host's
+"""Where the seconds go. `launches` are those in which the GPU waits for the next kernel; `host` is what the host's
 cores compute: optimizer and average that were moved there."""
 
 NO_TIME = Interval(low=0, high=0)
 
 
 class StepTime(Strict):
-    """Seconds of one optimizer step on every card of the cluster.
+    """Seconds of one optimizer step on every GPU of the cluster.
 
     `parts` (of PARTS) add up to `seconds`, low to low and high to high. What can run at the same time as kernels
     (launches, collectives, copies) counts in the low bound only by what lasts beyond them, in the high bound whole.
-    `launches`: all of them, whether the card waits or not, as no receipt has moved them.
+    `launches`: all of them, whether the GPU waits or not, as no receipt has moved them.
     """
 
     seconds: Interval
@@ -93,7 +93,7 @@ class StepTime(Strict):
 
 
 LAUNCHED_SECONDS = Interval(low=5e-6, high=45e-6)
-"""Of the host, for each launch that an emulated card counts: Python, dispatcher, autograd, launch.
+"""Of the host, for each launch that an emulated GPU counts: Python, dispatcher, autograd, launch.
 
 Low as of LAUNCH_SECONDS in roofline.py. High: what steps took for each launch on an H100 and a virtual machine's Xeon
 where kernels filled 23 to 68 % of them: 26 µs (dit-b-4), 27 (Sana with ZeRO-2), 44 (pixart-alpha 256); the host cannot
@@ -110,7 +110,7 @@ class Launches:
 
 
 def launches_of(launched: Mapping[str, Launched], micro_batches: int) -> Launches | None:
-    """From what a step of so many micro-batches had an emulated card do, by phase; None where none was counted."""
+    """From what a step of so many micro-batches had an emulated GPU do, by phase; None where none was counted."""
     if not launched:
         return None
     step = sum(each.launches for phase, each in launched.items() if phase in ("step", "ema"))
@@ -129,7 +129,7 @@ class Handed(Strict):
 
 
 def bound(waits: Interval, seconds: Interval) -> Literal["yes", "possible", "no"]:
-    """Whether a step of `seconds` is bound by launches, for which the card `waits`."""
+    """Whether a step of `seconds` is bound by launches, for which the GPU `waits`."""
     ends = [waits.low > seconds.low / 2, waits.high > seconds.high / 2]
     return "yes" if all(ends) else "possible" if any(ends) else "no"
 
