@@ -39,14 +39,14 @@ def make_plan(question: Question, *, progress: Say | None = None) -> Plan:
     decides = (*known, *(receipt.digest() for receipt in own))
     plan = PLANS.find(decides)
     if plan is None:
-        with Cards(question.gpu) as cards:  # its libraries are imported while the search is
-            plan, lasts = made(question, own, cards, progress or (lambda line: None))
+        with Cards(question.gpu) as gpus:  # its libraries are imported while the search is
+            plan, lasts = made(question, own, gpus, progress or (lambda line: None))
         if lasts:
             PLANS.keep(decides, plan)
     return plan.noted(notices)  # of files that decide nothing: they may be others the next time
 
 
-def made(question: Question, own: Sequence[Receipt], cards: Cards, say: Say) -> tuple[Plan, bool]:
+def made(question: Question, own: Sequence[Receipt], gpus: Cards, say: Say) -> tuple[Plan, bool]:
     """The plan for `question` by emulated GPUs, and their `own` receipts; and whether it may be cached: what took too
     long or could not be run may be this minute's, as on a busy machine. `say` is told what is going on, in a line.
 
@@ -56,12 +56,12 @@ def made(question: Question, own: Sequence[Receipt], cards: Cards, say: Say) -> 
 
     began = time.perf_counter()
     stages = _Stages(f"planning the training of {question.model.name}", say)
-    cards.done = stages.count
+    gpus.done = stages.count
     stages.begin("which engines and settings fit")
-    checked, more = check(own, question.gpu, cards)
+    checked, more = check(own, question.gpu, gpus)
     calibration = Calibration(tuple(checked), routed=FAMILIES[question.model.spec.class_name].routed)
-    plan = _plan(Planner(question, cards, calibration), stages)
-    unanswered = [f"not run on an emulated GPU: {why}" for why in cards.unanswered]
+    plan = _plan(Planner(question, gpus, calibration), stages)
+    unanswered = [f"not run on an emulated GPU: {why}" for why in gpus.unanswered]
     seconds = round(time.perf_counter() - began, 3)
     return plan.model_copy(update={"seconds": seconds}).noted([*more, *unanswered]), not unanswered
 
@@ -136,8 +136,8 @@ def _plan(planner: Planner, stages: _Stages) -> Plan:
         waterfall=steps,
         calibration=planner.calibration.source(chosen.strategy),
         notices=(*assumed, *uncounted(question.samples), *profile.notices, *notices),
-        versions=profile.versions | {"torch": planner.cards.build.split()[0]},
-        emulated=planner.cards.build,
+        versions=profile.versions | {"torch": planner.gpus.build.split()[0]},
+        emulated=planner.gpus.build,
         catalogue=revision(),
         seconds=1.0,
     )
@@ -149,7 +149,7 @@ def _dataset(planner: Planner, batch: BatchShape) -> DatasetNeed | None:
     if planner.question.images is None:
         return None
     requests = encoding_requests(planner.question)
-    attempts = planner.cards.attempts([(request, UNLIMITED) for request in requests.values()])
+    attempts = planner.gpus.attempts([(request, UNLIMITED) for request in requests.values()])
     found = {samples: each for samples, each in zip(requests, attempts, strict=True) if isinstance(each, Attempt)}
     return dataset_need(planner.question, batch, found if len(found) == len(requests) else {})
 

@@ -147,7 +147,7 @@ class Learnt(Strict):
     speeds: dict[str, StepRatio]
 
 
-def check(receipts: Iterable[Receipt], gpu: Gpu, cards: Cards) -> tuple[list[Checked], list[str]]:
+def check(receipts: Iterable[Receipt], gpu: Gpu, gpus: Cards) -> tuple[list[Checked], list[str]]:
     """Run what each receipt was asked for on emulated GPUs, and predict it; a line for each that cannot be.
 
     A receipt of torch's default allocator has another reserved peak, which is run with it.
@@ -159,18 +159,18 @@ def check(receipts: Iterable[Receipt], gpu: Gpu, cards: Cards) -> tuple[list[Che
             notices.append(f"{problem}: its blocks were compiled")
             continue
         try:
-            checked.append(_checked(each, gpu, cards))
+            checked.append(_checked(each, gpu, gpus))
         except (UserError, WorkerError) as error:
             notices.append(f"{problem}: {str(error).splitlines()[0]}")
     return checked, notices
 
 
-def _checked(each: Receipt, gpu: Gpu, cards: Cards) -> Checked:
+def _checked(each: Receipt, gpu: Gpu, gpus: Cards) -> Checked:
     from bigdit.speed.step import step_time  # here: it imports numpy, and a plan of the cache does without
     from bigdit.speed.work import work_of
 
     request = StepRequest(model=each.model, batch=each.batch, strategy=each.strategy, objective=each.objective)
-    attempt = cards.attempt(request, counted=True)
+    attempt = gpus.attempt(request, counted=True)
     reserved = attempt.peak_reserved_bytes
     if not each.expandable_segments:
         with Cards(gpu, 1, expandable_segments=False) as others:

@@ -380,8 +380,8 @@ def encode_batch(run: RunConfig, gpu: Gpu, processes: int = 1) -> EncodeBatch | 
     if not requests:
         return None
     text = run.encoders.text
-    with Cards(gpu, 1) as cards:
-        encoding = {samples: cards.attempt(request) for samples, request in requests.items()}
+    with Cards(gpu, 1) as gpus:
+        encoding = {samples: gpus.attempt(request) for samples, request in requests.items()}
     need = encoders_need(encoding, None if text is None else text_bytes(text), frames_of(_largest(run)))
     way = need.way(gpu, processes)
     within = room(gpu, processes, KEPT_FREE)

@@ -318,8 +318,8 @@ def _larger_gpu(planner: Planner, nearest: Estimate) -> list[Estimate]:
         other = planner.about(question.model_copy(update={"gpu": gpu}))
         room = safe_bytes(gpu, other.non_torch(strategy), planner.margin)
         try:
-            with Cards(gpu, 1) as cards:
-                attempt = cards.attempt(other.request(strategy), room, to_end=False)
+            with Cards(gpu, 1) as emulated:
+                attempt = emulated.attempt(other.request(strategy), room, to_end=False)
         except (UserError, WorkerError):
             continue
         if not attempt.fits:

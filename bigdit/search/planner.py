@@ -78,7 +78,7 @@ class Planner:
     """
 
     question: Question
-    cards: Cards
+    gpus: Cards
     calibration: Calibration
     options: dict[str, Option] = field(default_factory=dict)
     rejected: list[Rejected] = field(default_factory=list)
@@ -87,7 +87,7 @@ class Planner:
 
     def about(self, question: Question) -> Planner:
         """A planner of another question, by the same GPUs and receipts."""
-        return Planner(question, self.cards, self.calibration)
+        return Planner(question, self.gpus, self.calibration)
 
     @property
     def margin(self) -> Margin:
@@ -106,7 +106,7 @@ class Planner:
 
     def unlimited(self, strategies: Iterable[Strategy], **counted: Any) -> list[Attempt | Failure]:
         """An attempt of each, side by side, on a GPU without a limit; cached."""
-        return self.cards.attempts([(self.request(each), UNLIMITED) for each in strategies], **counted)
+        return self.gpus.attempts([(self.request(each), UNLIMITED) for each in strategies], **counted)
 
     def non_torch(self, strategy: Strategy) -> ByteRange:
         """What the process takes of the GPU besides torch."""
@@ -202,7 +202,7 @@ class Planner:
             reserved, most = attempt.peak_reserved_bytes, self.question.gpu.usable_bytes - each.non_torch.low_bytes
             ran = self.ran(each, attempt, each.strategy)
             if reserved > most:
-                (last,) = self.cards.attempts([(self.request(each.strategy), max(most, 1))])
+                (last,) = self.gpus.attempts([(self.request(each.strategy), max(most, 1))])
                 if isinstance(last, Attempt) and last.ran:
                     within = self.reserving(last.peak_reserved_bytes, each.non_torch)
                     ran = ran.model_copy(update=within | {"verdict": "TIGHT"})
@@ -213,7 +213,7 @@ class Planner:
     def record(self, ran: Estimate) -> Estimate:
         """What ran, recorded: with seconds and CPU memory of the record. Raises UserError and WorkerError where it
         cannot be recorded."""
-        profile = self.profiles[ran.title] = self.cards.profile(self.request(ran.strategy))
+        profile = self.profiles[ran.title] = self.gpus.profile(self.request(ran.strategy))
         nbytes = self.host(profile).node_bytes
         verdict = "DOES NOT FIT" if self.question.short_of_host(nbytes) else ran.verdict
         found = {"source": "recorded", "host_bytes": nbytes, "verdict": verdict}
@@ -476,7 +476,7 @@ class Planner:
                     continue
                 known = option.ran(blocks) if size == question.resolution else {}
                 row = Row(partial(request, size, blocks), pixels / _area(size), pixel_bytes * _area(size), known)
-                found = self.cards.largest(row, capacity_bytes)
+                found = self.gpus.largest(row, capacity_bytes)
                 limits[size] = None if found is None else int(found[0])
                 if found is not None:
                     pixels = found[0] * _area(size)

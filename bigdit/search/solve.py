@@ -61,7 +61,7 @@ def _nearest(planner: Planner, least: Estimate) -> Estimate:
     """What comes nearest to fitting. Raises UserError where it cannot be run."""
     (ran,) = planner.run([least])
     if ran is None:
-        planner.cards.attempt(planner.request(least.strategy))  # raises why
+        planner.gpus.attempt(planner.request(least.strategy))  # raises why
         raise UserError(f"{least.option}: two steps could not be run")
     return planner.record(ran)
 
@@ -173,7 +173,7 @@ def best_that_runs(planner: Planner, ahead: Ahead, *, lossless_later: bool) -> E
         order = [each for each in _ranked(planner) if each.title not in refused]
         order = [each for each in order if each.lossless or not lossless_later]
         if order and order[0].title not in ran and len(ran) < MOST_RUN:
-            asked = _pair(planner, order)[: planner.cards.count]
+            asked = _pair(planner, order)[: planner.gpus.count]
             ran |= zip((each.title for each in asked), planner.run(asked), strict=True)
             continue
         best = held("FITS")
