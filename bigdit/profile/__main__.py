@@ -63,7 +63,8 @@ def _alike(request: StepRequest) -> str:
     strategy = request.strategy
     encoders = None if request.encoders is None else request.encoders.model_dump_json()
     lora = None if strategy.lora is None else strategy.lora.model_dump_json()
-    return f"{request.model.model_dump_json()} {encoders} {lora} {strategy.precision}"
+    dtype = strategy.precision.removesuffix("_sr")  # rounds stochastically what has the same dtype
+    return f"{request.model.model_dump_json()} {encoders} {lora} {dtype}"
 
 
 def _answer(line: str) -> str:
