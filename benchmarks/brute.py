@@ -127,7 +127,7 @@ class Space:
         """The way at one micro-batch size; None, with a line in `failed`, where it could not run."""
         strategy, accumulated = self._sized(way.strategy, size)
         request = self._request(strategy)
-        (attempt,) = self.cards.attempts([(request, UNLIMITED)], counted=lambda _: True)
+        (attempt,) = self.cards.attempts([(request, UNLIMITED)], counted=lambda _: "step")
         if not isinstance(attempt, Attempt) or not attempt.ran:
             why = attempt.out_of_memory if isinstance(attempt, Attempt) else attempt
             self.failed[f"{way.title}: {str(why).splitlines()[0]}"] = None

@@ -69,7 +69,7 @@ def ran(model: str, gpu: str, texts: Sequence[str], vae_dtype: Literal["fp32", "
     card = catalog.gpu(gpu)
     requests = [request(model, card, text, vae_dtype) for text in texts]
     with Cards(card) as cards:
-        return [_found(cards.attempt(each, counted=True), each, card) for each in requests]
+        return [_found(cards.attempt(each, counted="step"), each, card) for each in requests]
 
 
 def profiles(model: str, gpu: str, texts: Sequence[str]) -> list[Profile]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -78,7 +79,7 @@ def compare(gpu: Card = None, receipts: Folder = None, as_json: Json = False) ->
                 "measured_peak_reserved_bytes": each.receipt.measured_peak_reserved_bytes,
                 "predicted_peak_reserved_bytes": each.peak_reserved_bytes,
                 "seconds_per_step": None if each.receipt.emulated else each.receipt.seconds_per_step,
-                "predicted_seconds_per_step": each.step.seconds.model_dump(),
+                "predicted_seconds_per_step": asdict(each.step.seconds),
             }
             for each in checked
         ]

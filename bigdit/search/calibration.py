@@ -170,7 +170,7 @@ def _checked(each: Receipt, gpu: Gpu, gpus: Cards) -> Checked:
     from bigdit.speed.work import work_of
 
     request = StepRequest(model=each.model, batch=each.batch, strategy=each.strategy, objective=each.objective)
-    attempt = gpus.attempt(request, counted=True)
+    attempt = gpus.attempt(request, counted="step")
     reserved = attempt.peak_reserved_bytes
     if not each.expandable_segments:
         with Cards(gpu, 1, expandable_segments=False) as others:

@@ -13,7 +13,7 @@ from typing import Any
 from bigdit.catalog import Gpu
 from bigdit.config.plan_file import LargestMicroBatch
 from bigdit.memory.process import ByteRange, beside_training
-from bigdit.profile.attempt import UNLIMITED, Attempt, Profile, StepRequest, request_for
+from bigdit.profile.attempt import UNLIMITED, Attempt, Counted, Profile, StepRequest, request_for
 from bigdit.profile.cards import LARGEST_MICRO_BATCH, Cards, Row
 from bigdit.search.calibration import UNPROVED, Calibration
 from bigdit.search.option import (
@@ -270,28 +270,29 @@ class Planner:
 
     # Options: explored by a few attempts of the whole model each.
 
-    def explored(self, strategies: Sequence[Strategy]) -> list[Attempt | Failure]:
+    def explored(self, strategies: Sequence[Strategy], *, variant: bool = False) -> list[Attempt | Failure]:
         """Attempts for predictions. Work is counted at FIRST, and at all sizes where nothing is recomputed: what
         recomputing adds grows with the samples alone. Packed weights have the optimizer's work of plain ones, and each
-        swapped block adds as much."""
+        swapped block adds as much. Of a `variant` the update alone is counted."""
 
-        def counted(request: StepRequest) -> bool:
+        def counted(request: StepRequest) -> Counted:
             strategy = request.strategy
             packed = strategy.lora is not None and strategy.lora.base != "bf16"
             few = strategy.blocks_to_swap == LEAST_SWAPPED < self.question.model.block_count
             first = strategy.micro_batch_size == FIRST or strategy.checkpointed_blocks == 0
-            return first and not packed and not few
+            if packed or few or not first:
+                return "nothing"
+            return "update" if variant else "step"
 
         return self.unlimited(strategies, counted=counted)
 
     def explore(self, proposed: Sequence[Option]) -> list[Rejected]:
         """Add options, bases before what varies them or explored already; returns those that could not be run."""
-        firsts = {each.title: self._firsts(each) for each in proposed}
-        self.explored([strategy for each in firsts.values() for strategy in each])  # side by side, and cached
-        self.explored([each for option in proposed for each in self._seconds(firsts[option.title])])
+        with ThreadPoolExecutor(max(len(proposed), 1)) as aside:  # none waits for another's first attempts
+            ran = [*aside.map(self._attempts_of, proposed)]
         failed = []
-        for option in proposed:
-            problem = self._explore(option, firsts[option.title])
+        for option, (strategies, attempts) in zip(proposed, ran, strict=True):
+            problem = self._explore(option, strategies, attempts)
             if problem is None:
                 self.options.setdefault(option.title, option)
             else:
@@ -304,25 +305,37 @@ class Planner:
         none, full = (_recomputing(option.strategy, each, FIRST) for each in (0, self.question.model.block_count))
         return [none, full] if option.base is None else [none]
 
-    def _seconds(self, firsts: Sequence[Strategy]) -> list[Strategy]:
+    def _first(self, option: Option) -> Attempt | Failure:
+        return self.explored(self._firsts(option)[:1], variant=option.base is not None)[0]
+
+    def _attempts_of(self, option: Option) -> tuple[list[Strategy], list[Attempt | Failure]]:
+        """The first attempts of an option; and of a base, one of each at about the largest micro-batch that fits."""
+        firsts = self._firsts(option)
+        ran = self.explored(firsts, variant=option.base is not None)
+        seconds = self._seconds(firsts, ran)
+        return [*firsts, *seconds], [*ran, *self.explored(seconds)]
+
+    def _seconds(self, firsts: Sequence[Strategy], found: Sequence[Attempt | Failure]) -> list[Strategy]:
         """Each at a micro-batch about as large as fits: there predictions are needed."""
-        ran = [each for each in self.explored(firsts) if isinstance(each, Attempt)]
+        ran = [each for each in found if isinstance(each, Attempt)]
         if len(firsts) == 1 or len(ran) < len(firsts):
             return []
         none, full = map(sample_bytes, ran)
         # A block that is recomputed is there with what its backward pass takes.
         block = max(none - full, 0) / max(self.question.model.block_count, 1)
-        found = []
+        seconds = []
         for strategy, first, sample in zip(firsts, ran, (none, full + 2 * block), strict=True):
             largest = [*self.micro_batch_sizes(strategy)][-1]
             size = min(filling(first, sample, self.capacity(strategy)), largest)
-            found.append(strategy.with_micro_batch_size(max(size, SECOND)))
-        return found
+            seconds.append(strategy.with_micro_batch_size(max(size, SECOND)))
+        return seconds
 
-    def _explore(self, option: Option, firsts: Sequence[Strategy]) -> str | None:
+    def _explore(
+        self, option: Option, strategies: Sequence[Strategy], attempts: Sequence[Attempt | Failure]
+    ) -> str | None:
         """Have the option predict; or why it could not be run."""
-        strategies, ran = [*firsts, *self._seconds(firsts)], []
-        for each in self.explored(strategies):
+        ran = []
+        for each in attempts:
             if not isinstance(each, Attempt):
                 return str(each).splitlines()[0]
             ran.append(each)
@@ -343,12 +356,15 @@ class Planner:
         memory; and those of which the GPU holds the state, and the machine does not. The others are rejected."""
         question, engines, short = self.question, list[Option](), list[Option]()
         bases = [each for each in group if each.base is None]
-        self.explored([self._firsts(each)[0] for each in bases])  # side by side, and cached
+        # Side by side, and cached from here on. A single GPU has one engine as a rule, of which all is explored.
+        soon = [each for each in group if not each.strategy.blocks_to_swap] if question.cluster.gpus == 1 else bases
+        with ThreadPoolExecutor(max(len(soon), 1)) as aside:
+            [*aside.map(self._first, soon)]
         for base in bases:
             most = question.gpu.usable_bytes - self.non_torch(base.strategy).low_bytes
             on_host: dict[str, int] = {}  # of those that the GPU holds
             for each in (each for each in group if base in (each, each.base)):
-                (found,) = self.explored(self._firsts(each)[:1])  # where it failed, exploring says why
+                found = self._first(each)  # where it failed, exploring says why
                 state = host_peak(found) if isinstance(found, Attempt) else 0
                 host = node_bytes(state, question.cluster, question.samples)
                 holds = not isinstance(found, Attempt) or state_bytes(found) <= most

@@ -126,7 +126,7 @@ def test_an_emulated_card_s_receipt_teaches_nothing_of_the_real_one(cards, tmp_p
 def test_measured_steps_move_and_narrow_the_prediction(cards):
     strategy = receipt_of().strategy
     request = StepRequest(model=SANA, batch=SHAPE, strategy=strategy)
-    work = work_of(cards.attempt(request, counted=True).work, strategy)
+    work = work_of(cards.attempt(request, counted="step").work, strategy)
     plain = step_time(work, strategy, A100, Cluster()).seconds
     measured = [receipt_of(seconds_per_step=plain.middle * times) for times in (1.5, 1.6, 1.7)]
     checked, notices = check(measured, A100, cards)
