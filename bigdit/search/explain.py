@@ -22,7 +22,7 @@ from bigdit.search.plan import (
     verdict_of,
 )
 from bigdit.search.planner import Planner, stepped
-from bigdit.search.solve import explored
+from bigdit.search.solve import explore_group
 from bigdit.search.space import proposals
 from bigdit.strategy import BITSANDBYTES, EmaSpec, OptimizerSpec, Precision, Strategy
 from bigdit.units import gib
@@ -283,7 +283,7 @@ def _best(planner: Planner) -> Estimate | None:
     proposed, _ = proposals(planner.question)
     for resort in sorted({each.last_resort for each in proposed}):
         group = [each for each in proposed if each.last_resort == resort]
-        explored(planner, group, planner.hopeful(group)[0])
+        explore_group(planner, group, planner.hopeful(group)[0])
         for _ in range(MOST_RUN):
             options = planner.options.values()
             order = planner.preferred(each for option in options for each in planner.fitting(option))

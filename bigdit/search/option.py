@@ -232,7 +232,9 @@ class Option:
     found: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
     steps: dict[tuple[int, int, int], StepTime] = field(default_factory=dict, repr=False)
 
-    def explored(self, none: Policy, full: Policy, count: int, anchor: Attempt, alike: Option | None = None) -> Option:
+    def predicting(
+        self, none: Policy, full: Policy, count: int, anchor: Attempt, alike: Option | None = None
+    ) -> Option:
         """This option with what it predicts by; `alike` has the same activations, and so the same corrections."""
         self.none, self.full, self.count, self.anchor = none, full, count, anchor
         if alike is not None:

@@ -270,7 +270,7 @@ class Planner:
 
     # Options: explored by a few attempts of the whole model each.
 
-    def explored(self, strategies: Sequence[Strategy], *, variant: bool = False) -> list[Attempt | Failure]:
+    def probe(self, strategies: Sequence[Strategy], *, variant: bool = False) -> list[Attempt | Failure]:
         """Attempts for predictions. Work is counted at FIRST, and at all sizes where nothing is recomputed: what
         recomputing adds grows with the samples alone. Packed weights have the optimizer's work of plain ones, and each
         swapped block adds as much. Of a `variant` the update alone is counted."""
@@ -289,14 +289,23 @@ class Planner:
     def explore(self, proposed: Sequence[Option]) -> list[Rejected]:
         """Add options, bases before what varies them or explored already; returns those that could not be run."""
         with ThreadPoolExecutor(max(len(proposed), 1)) as aside:  # none waits for another's first attempts
-            ran = [*aside.map(self._attempts_of, proposed)]
-        failed = []
-        for option, (strategies, attempts) in zip(proposed, ran, strict=True):
-            problem = self._explore(option, strategies, attempts)
-            if problem is None:
-                self.options.setdefault(option.title, option)
+            found = [*aside.map(self._attempts_of, proposed)]
+        failed, count = [], self.question.model.block_count
+        for option, (strategies, attempts) in zip(proposed, found, strict=True):
+            ran = [each for each in attempts if isinstance(each, Attempt)]
+            problems = [str(each).splitlines()[0] for each in attempts if not isinstance(each, Attempt)]
+            base = None if option.base is None else self.options.get(option.base.title)
+            if base is None and option.base is not None:
+                problems.append("what it varies could not be run")
+            if problems:
+                failed.append(Rejected(choice=option.title, reason=problems[0]))
+                continue
+            if base is None:
+                none = _policy(option.strategy, strategies[::2], ran[::2])
+                full = _policy(option.strategy, strategies[1::2], ran[1::2], none)
             else:
-                failed.append(Rejected(choice=option.title, reason=problem))
+                none, full = (each.varied(option.strategy, base.anchor, ran[0]) for each in (base.none, base.full))
+            self.options.setdefault(option.title, option.predicting(none, full, count, ran[0], base))
         return failed
 
     def _firsts(self, option: Option) -> list[Strategy]:
@@ -306,14 +315,14 @@ class Planner:
         return [none, full] if option.base is None else [none]
 
     def _first(self, option: Option) -> Attempt | Failure:
-        return self.explored(self._firsts(option)[:1], variant=option.base is not None)[0]
+        return self.probe(self._firsts(option)[:1], variant=option.base is not None)[0]
 
     def _attempts_of(self, option: Option) -> tuple[list[Strategy], list[Attempt | Failure]]:
         """The first attempts of an option; and of a base, one of each at about the largest micro-batch that fits."""
         firsts = self._firsts(option)
-        ran = self.explored(firsts, variant=option.base is not None)
+        ran = self.probe(firsts, variant=option.base is not None)
         seconds = self._seconds(firsts, ran)
-        return [*firsts, *seconds], [*ran, *self.explored(seconds)]
+        return [*firsts, *seconds], [*ran, *self.probe(seconds)]
 
     def _seconds(self, firsts: Sequence[Strategy], found: Sequence[Attempt | Failure]) -> list[Strategy]:
         """Each at a micro-batch about as large as fits: there predictions are needed."""
@@ -329,27 +338,6 @@ class Planner:
             size = min(filling(first, sample, self.capacity(strategy)), largest)
             seconds.append(strategy.with_micro_batch_size(max(size, SECOND)))
         return seconds
-
-    def _explore(
-        self, option: Option, strategies: Sequence[Strategy], attempts: Sequence[Attempt | Failure]
-    ) -> str | None:
-        """Have the option predict; or why it could not be run."""
-        ran = []
-        for each in attempts:
-            if not isinstance(each, Attempt):
-                return str(each).splitlines()[0]
-            ran.append(each)
-        count = self.question.model.block_count
-        if option.base is None:
-            none = _policy(option.strategy, strategies[::2], ran[::2])
-            full = _policy(option.strategy, strategies[1::2], ran[1::2], none)
-            option.explored(none, full, count, ran[0])
-        elif (base := self.options.get(option.base.title)) is None:
-            return "what it varies could not be run"
-        else:
-            none, full = (each.varied(option.strategy, base.anchor, ran[0]) for each in (base.none, base.full))
-            option.explored(none, full, count, ran[0], base)
-        return None
 
     def hopeful(self, group: Sequence[Option]) -> tuple[list[Option], list[Option]]:
         """Engines of the group whose state, with any of their optimizers, leaves anything of the GPU and of a machine's
@@ -398,7 +386,7 @@ class Planner:
         sizes = [max(each.reserved) for each in (base.none, base.full)]
         between = max(round(math.sqrt(sizes[0] * sizes[1])), SECOND)
         strategies = [_recomputing(strategy, count, size) for size in (FIRST, between)]
-        ran = [each for each in self.explored(strategies) if isinstance(each, Attempt)]
+        ran = [each for each in self.probe(strategies) if isinstance(each, Attempt)]
         if len(ran) < 2:
             return
         kept = _policy(strategy, strategies, ran, base.none)
@@ -406,7 +394,7 @@ class Planner:
             full = kept if option is base else kept.varied(option.strategy, base.anchor, option.anchor)
             checkpointing = option.strategy.model_copy(update={"checkpointing": "selective"})
             made = Option(f"{option.title}, selective", checkpointing, option.base, option.last_resort)
-            self.options[made.title] = made.explored(option.none, full, option.count, option.anchor, option)
+            self.options[made.title] = made.predicting(option.none, full, option.count, option.anchor, option)
 
     def swapped(self, group: Sequence[Option]) -> list[Rejected]:
         """For each of the group that swaps blocks, add options that swap the fewest with which anything fits, and
@@ -432,7 +420,7 @@ class Planner:
         least, recomputed = min(LEAST_SWAPPED, most), _recomputing(strategy, self.question.model.block_count, FIRST)
         places = [recomputed.model_copy(update={"blocks_to_swap": blocks}) for blocks in (0, least, most)]
         ran = []
-        for each in self.explored(places):
+        for each in self.probe(places):
             if not isinstance(each, Attempt):
                 return each
             ran.append(each)
@@ -455,7 +443,7 @@ class Planner:
             strategy = option.strategy.model_copy(update={"blocks_to_swap": first})
             none, full = (moved.of(each, first) for each in (base.none, base.full))
             made = Option(title, strategy, option.base, option.last_resort, corrections)
-            return made.explored(none, full, count, base.anchor)
+            return made.predicting(none, full, count, base.anchor)
 
         numbers = range(LEAST_SWAPPED, most)
         fewest = bisect_left(numbers, True, key=lambda first: swapping(first).reserved(least, recomputed) <= room)

@@ -31,7 +31,7 @@ def search(planner: Planner, ahead: Ahead) -> Estimate:
         group = [each for each in proposed if each.last_resort == resort]
         engines, short = planner.hopeful(group)
         short_of_host += short
-        failed = explored(planner, group, engines)
+        failed = explore_group(planner, group, engines)
         if planner.question.model.params is None and failed and not planner.options:  # a user's model takes no step
             name = planner.question.model.name
             raise UserError(*dict.fromkeys(f"{name}: {each.reason.removeprefix('model.kwargs.')}" for each in failed))
@@ -66,7 +66,7 @@ def _nearest(planner: Planner, least: Estimate) -> Estimate:
     return planner.record(ran)
 
 
-def explored(planner: Planner, group: Sequence[Option], engines: Sequence[Option]) -> list[Rejected]:
+def explore_group(planner: Planner, group: Sequence[Option], engines: Sequence[Option]) -> list[Rejected]:
     """Add options: the group's `engines`, other optimizers, masters and EMAs of the best of them (of all where nothing
     fits yet), and swapped blocks. Returns what could not be run."""
     variants = [each for each in group if each.base in engines and not each.strategy.blocks_to_swap]
