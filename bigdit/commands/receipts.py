@@ -49,7 +49,7 @@ def compare(gpu: Card = None, receipts: Folder = None, as_json: Json = False) ->
     from bigdit import log
     from bigdit.profile.cards import Cards
     from bigdit.report.receipts import compared, summary
-    from bigdit.search.calibration import check, memory_margin, of_gpu, step_ratio
+    from bigdit.search.calibration import Calibration, check, of_gpu
     from bigdit.units import how_many
 
     found = _read(receipts)
@@ -60,10 +60,10 @@ def compare(gpu: Card = None, receipts: Folder = None, as_json: Json = False) ->
             own = [*of_gpu(found, card), *of_gpu(found, card, emulated=True)]
             checked, notices = check(own, card, emulated)
         lines = summary(checked)
-        margin = memory_margin(checked)
-        if margin is not None:
+        calibration = Calibration(checked)
+        if (margin := calibration.measured_margin) is not None:
             lines.append(f"plans for this card take {margin.share:.1%} more memory into account: {margin.source}")
-        kinds = [step_ratio(checked, each.receipt.strategy) for each in checked]
+        kinds = [calibration.ratio(each.receipt.strategy) for each in checked]
         lines += dict.fromkeys(f"their speed is calibrated by {kind.source}" for kind in kinds if kind is not None)
         for line in notices:
             log.notice(f"note: {line}")
@@ -97,7 +97,7 @@ def calibrate(gpu: Card = None, receipts: Folder = None, as_json: Json = False) 
     from bigdit.errors import UserError
     from bigdit.profile.cards import Cards
     from bigdit.report.receipts import margins, speeds
-    from bigdit.search.calibration import check, learnt, left_out, of_gpu
+    from bigdit.search.calibration import Calibration, check, left_out, of_gpu
     from bigdit.units import how_many
 
     found = _read(receipts)
@@ -108,7 +108,7 @@ def calibrate(gpu: Card = None, receipts: Folder = None, as_json: Json = False) 
         for line in [*left_out(found, card), *notices]:
             log.notice(f"note: {line}")
         if checked:
-            learned.append(learnt(card, checked))
+            learned.append(Calibration(checked).learnt(card))
     if not learned:
         raise UserError(
             f"receipts calibrate: none of {how_many(len(found), 'receipt')} is usable of "
