@@ -11,7 +11,7 @@ from functools import partial
 
 from bigdit.config.plan_file import LargestMicroBatch
 from bigdit.profile.attempt import UNLIMITED, Attempt, Counted, StepRequest
-from bigdit.profile.cards import Row
+from bigdit.profile.cards import LARGEST_MICRO_BATCH, Row
 from bigdit.search.candidates import Candidate, Option, Planner, largest_micro_batch, micro_batch_sizes, quarters
 from bigdit.search.plan import Rejected, node_bytes
 from bigdit.search.predict import (
@@ -292,6 +292,10 @@ NEAR = 0.05
 many fit as of that: they are not looked for."""
 
 
+CLEARLY = 0.75
+"""A micro-batch for whose last sample less than this share is left does not fit with larger samples either."""
+
+
 def limits_of(planner: Planner, chosen: Candidate) -> Limits:
     """The limits of each size, looked for from what is predicted of the planned one; without those of which an attempt
     failed."""
@@ -314,6 +318,7 @@ def limits_of(planner: Planner, chosen: Candidate) -> Limits:
         expected = largest_micro_batch(chosen.option, blocks, capacity_bytes)
         pixels, pixel_bytes = float(expected * planned), _sample_bytes(chosen.option, expected, blocks) / planned
         limits: dict[tuple[int, int], int | None] = {}
+        short: dict[int, int] = {}  # what does not fit, clearly, by the area of its samples
         for size in sizes:
             if not wanted(size, blocks):
                 continue
@@ -321,11 +326,15 @@ def limits_of(planner: Planner, chosen: Candidate) -> Limits:
                 limits[size] = limits[size[::-1]]
                 continue
             known = chosen.option.ran(blocks) if size == question.resolution else {}
-            row = Row(partial(request, size, blocks), pixels / _area(size), pixel_bytes * _area(size), known)
+            area = _area(size)
+            failing = min((size for smaller, size in short.items() if smaller <= area), default=LARGEST_MICRO_BATCH + 1)
+            row = Row(partial(request, size, blocks), pixels / area, pixel_bytes * area, known, failing)
             found = planner.cards.largest(row, capacity_bytes)
             limits[size] = None if found is None else int(found[0])
             if found is not None:
-                pixels = found[0] * _area(size)
+                pixels = found[0] * area
+                if found[0] % 1 < CLEARLY:
+                    short[area] = int(found[0]) + 1
                 if size == question.resolution:
                     chosen.option.note(blocks, found[1])
         return limits
