@@ -94,14 +94,14 @@ def run(
     from bigdit.checkpoint import PostHoc, find_checkpoint
     from bigdit.files import write_json
     from bigdit.sampling import Sampler, SamplingOptions
-    from bigdit.shortage import bounded, told
+    from bigdit.shortage import bounded, memory_errors
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found, notices = find_checkpoint(checkpoint)
     for line in notices:
         log.notice(line)
     with bounded(device):
-        with told(f"--checkpoint {found.folder}: loading it", device, "a device with more memory is needed"):
+        with memory_errors(f"--checkpoint {found.folder}: loading it", device, "a device with more memory is needed"):
             posthoc = None if ema_width is None else PostHoc(found, ema_width)
             if posthoc is not None:
                 log.notice(posthoc.said)

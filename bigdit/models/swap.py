@@ -203,7 +203,7 @@ def _locked(nbytes: int, pin: bool, of_all: int) -> torch.Tensor:
     except RuntimeError as error:
         if not shortage.ran_out(error):
             raise
-        there = shortage.said(None, *shortage.room(torch.device("cpu")))
+        there = shortage.message(None, *shortage.room(torch.device("cpu")))
         raise UserError(
             f"strategy.blocks_to_swap: {gib(of_all)} of weights wait in page-locked memory of the host, which ran out: "
             f"{gib(nbytes)} were asked for, {there}; swap fewer blocks, or raise what limits this process (ulimit -l "

@@ -27,7 +27,7 @@ from bigdit.errors import UserError
 from bigdit.models.swap import moved
 from bigdit.sampling.conditions import Given, Labels, SamplingOptions, Words
 from bigdit.sampling.encoded import Encoded, encoded, give_back
-from bigdit.shortage import ran_out, room, told
+from bigdit.shortage import memory_errors, ran_out, room
 from bigdit.store.part import Shape
 from bigdit.strategy import ModelSpec, Strategy
 from bigdit.units import gib
@@ -71,7 +71,7 @@ class Sampler:
         """The model as it draws, loaded anew. Raises UserError where weights cannot be read, or memory does not do."""
         if self._posthoc is None:  # which has verified all that it is made of
             verify(self._checkpoint)
-        with told(f"--checkpoint {self._checkpoint.folder}: loading it", self._device, _MORE):
+        with memory_errors(f"--checkpoint {self._checkpoint.folder}: loading it", self._device, _MORE):
             return model_of(self._checkpoint, self._run, self._spec, self._device, ema=self._ema, posthoc=self._posthoc)
 
     def check(self, options: SamplingOptions, captions: Mapping[str, Sequence[str]], images: int = 0) -> None:
@@ -124,7 +124,7 @@ class Sampler:
         """
         self.check(options, {Words().label: captions}, len(images))
         shape = self._latents(options)
-        with told(f"--checkpoint {self._checkpoint.folder}: encoding captions", self._device, _MORE):
+        with memory_errors(f"--checkpoint {self._checkpoint.folder}: encoding captions", self._device, _MORE):
             fed = self._run, self._spec, self._known, captions, images
             given = encoded(*fed, options, self._codec, self._device, Words())
         model = self.model()
@@ -148,7 +148,7 @@ class Sampler:
         give_back(self._device)
         self._codec.move(self._device)
         for each in latents:
-            with told(f"{options.size}: decoding it", self._device, "a smaller --size takes less"):
+            with memory_errors(f"{options.size}: decoding it", self._device, "a smaller --size takes less"):
                 pixels = self._pixels(each)
             yield pixels
 
@@ -210,7 +210,7 @@ class Sampler:
         drawing = f"{options.size}: drawing 1 at once"
         if least > free:
             raise UserError(f"{drawing} takes {gib(least)} at least, and {gib(free)} of {gib(total)} are free; {_LESS}")
-        with told(drawing, self._device, _LESS):
+        with memory_errors(drawing, self._device, _LESS):
             return self._draw(model, given, numbers, shape, options)
 
     def _draw(
@@ -242,10 +242,6 @@ def _least_bytes(shape: Shape, guidance: float) -> int:
     return (3 if guidance == 1 else 5) * 4 * math.prod(shape)
 
 
-_FORWARD = {"checkpointed_blocks": 0, "offload_activations": False, "compile_blocks": False}
-"""What of a strategy is of no use, or of too little, where nothing is trained."""
-
-
 def model_of(
     checkpoint: Checkpoint, run: RunConfig, spec: ModelSpec, device: torch.device, *, ema: bool, posthoc: PostHoc | None
 ) -> nn.Module:
@@ -260,7 +256,7 @@ def model_of(
         model = models.skeleton(spec, dtype=dtype)
     else:
         model = load_model(spec, run.model.init_from, dtype=dtype)
-    model = models.equip(model, family, strategy.model_copy(update=_FORWARD | {"blocks_to_swap": swapped}))
+    model = models.equip(model, family, strategy.forward_only.model_copy(update={"blocks_to_swap": swapped}))
     if posthoc is None:
         load_weights(checkpoint, model, average=ema)
     else:

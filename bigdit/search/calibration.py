@@ -94,7 +94,7 @@ def check(receipts: Iterable[Receipt], gpu: Gpu, cards: Cards) -> tuple[list[Che
     checked, notices = [], []
     for each in receipts:
         left_out = f"the receipt of {each.model.name}, {each.written}, is left out"
-        if each.strategy.compile_blocks:
+        if each.strategy.plan_notice:
             notices.append(f"{left_out}: its blocks were compiled")
             continue
         try:

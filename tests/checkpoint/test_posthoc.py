@@ -247,8 +247,8 @@ def test_what_snapshots_take_of_the_disk_is_said_and_a_full_one_is_a_line(featur
     monkeypatch.setattr(write, "save_file", to_a_full_disk)
     assert run(features, tmp_path, *WIDTHS, "train.snapshot_every=2", "train.checkpoint_every=99") == 1
     said = capfd.readouterr().err
-    assert "note: snapshots of 2 averages take " in said
-    assert " of disk each, and the 4 of train.steps 8 (train.snapshot_every 2) " in said
+    assert "note: each snapshot of 2 EMAs takes " in said
+    assert " of disk, and all 4 of train.steps 8 (train.snapshot_every 2) take " in said
     assert f"error: cannot write the snapshot of averages {tmp_path}/averages/step-00000002: " in said
     assert " are free there; make room, raise train.snapshot_every, or choose another output\n" in said
     assert not list((tmp_path / "averages").iterdir())

@@ -48,7 +48,7 @@ def test_resuming_changes_nothing(features, tmp_path, engine):
     (stopped / "checkpoints/latest").write_text("step-00000005\n")
     done = train(features, stopped, *more, engine=engine)
     assert done.returncode == 0, done.stderr
-    assert f"going on from {stopped}/checkpoints/step-00000005, step 5" in " ".join(done.stderr.split())
+    assert f"resuming from {stopped}/checkpoints/step-00000005, step 5" in " ".join(done.stderr.split())
     assert "Warning" not in done.stderr
     curves = [
         [(row["lr"], row["loss"]) for row in read_metrics(output / "metrics.jsonl")] for output in (straight, stopped)
