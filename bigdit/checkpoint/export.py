@@ -1,6 +1,6 @@
 """The weights of a checkpoint in diffusers' format, a file at a time: the model is never whole in memory.
 
-Averages of a width that was not kept are made after the run of those that were (Karras et al., arXiv:2312.02696).
+An EMA of another width is made after the run, from those that were kept (Karras et al., arXiv:2312.02696).
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from bigdit.strategy import EmaSpec, LoraSpec, ModelSpec, Strategy
 from bigdit.units import MIB
 
 MOST_ERROR = 0.05
-"""Of the profile that is made, as a share of the length of the wanted one."""
+"""The largest error of a post-hoc profile, as a share of the length of the requested one."""
 _AT_ONCE = 64 * MIB // 8
-"""Elements that are summed up together; a file's header is read once for them."""
+"""Elements that are summed together; a file's header is read once for them."""
 
 
 class PostHoc:
-    """The average of `width` at the step of a checkpoint, of its own averages and those of its run's snapshots.
+    """The EMA of `width` at a checkpoint's step, from its own EMAs and those of its run's snapshots.
 
-    `error`: of its profile, as a share of the wanted one's length; `said` tells of it. All files are verified.
+    `error`: of its profile, as a share of the requested one's length; `message` tells it. All files are verified.
     Raises UserError where there are no snapshots, or the width is too far from those that were kept.
     """
 
@@ -72,7 +72,7 @@ class PostHoc:
             verify(each)
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Fill parameters by name, summed up in fp64; some at a time, however many there are."""
+        """Fill parameters by name with sums in fp64, some at a time."""
         for names in _groups(tensors):
             sums = {name: torch.zeros(tensors[name].shape, dtype=torch.float64) for name in names}
             for each, shares in zip(self._kept, self._shares, strict=True):
@@ -87,12 +87,12 @@ class PostHoc:
 
     @torch.no_grad()
     def load(self, model: nn.Module) -> None:
-        """Fill the parameters that are trained, of a model with adapters theirs alone, rounded to their dtypes."""
+        """Fill the trained parameters, of a model with adapters theirs alone, rounded to their dtypes."""
         self.fill(trained(model))
 
 
 def _kept(checkpoint: Checkpoint) -> Iterator[Saved]:
-    """What averages can be made of: the checkpoint is a snapshot too."""
+    """What EMAs can be made of: the snapshots, and the checkpoint itself."""
     for each in (*snapshots_of(checkpoint), checkpoint):
         if each.state["updates"]:  # none where all steps were skipped
             yield each
@@ -112,13 +112,14 @@ def _groups(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
 
 Array = npt.NDArray[np.float64]
 _LEAST = 1e-12
-"""Of the largest singular value: what is below it of snapshots that lie close is rounding, of sums of 16 digits."""
+"""Relative to the largest singular value. Below it there is rounding: of snapshots that lie close, summed with 16
+digits."""
 
 
 def coefficients(kept: Sequence[tuple[int, float]], wanted: tuple[int, float]) -> tuple[Array, float]:
-    """(how much of each average makes the wanted one, the error of its profile as a share of its own length).
+    """(how much of each EMA makes the requested one, the error of its profile as a share of its own length).
 
-    All are (steps taken in, width). The coefficients add up to one, as weights that stand still must stay.
+    All are (steps taken in, width). The coefficients sum up to one, because constant weights must stay as they are.
     """
     steps, widths = np.array(kept, dtype=np.float64).T
     exponents = np.array([exponent(width) for width in widths])
@@ -159,12 +160,12 @@ def export(
     *,
     replace: bool = True,
 ) -> None:
-    """Write `transformer/`, and `transformer_ema/` where there is an average, to `folder`, whole or not at all; with
-    `posthoc` that average, and around them the `pipeline` that is given.
+    """Write `transformer/`, and `transformer_ema/` where there is an EMA, to `folder`, whole or not at all.
 
-    Weights are fp32; of LoRA they are the adapters, as diffusers' `load_lora_weights` and ComfyUI read them. The
-    checkpoint's files were verified before, and no other process writes the folder. Raises UserError where it cannot be
-    written, and where it holds anything that is not to be `replace`d.
+    With `posthoc` it is that EMA. The `pipeline`, where one is given, is written around them. Weights are fp32; of LoRA
+    they are the adapters, as diffusers' `load_lora_weights` and ComfyUI read them. The checkpoint was verified before,
+    and no other process writes the folder. Raises UserError where it cannot be written, or holds anything and is not to
+    be `replace`d.
     """
     try:
         with filling(folder) as temporary:

@@ -1,15 +1,15 @@
-"""Where checkpoints lie: `OUTPUT/checkpoints/step-00000800`, and a file `latest` beside them.
+"""Where checkpoints lie: `OUTPUT/checkpoints/step-00000800`, and a file `latest` next to them.
 
-    engine/       rank-00000-of-00002.safetensors: the runs of masters, optimizer state and average that a process had
+    engine/       rank-00000-of-00002.safetensors: the runs of masters, optimizer state and EMA that a process had
     state.json    step, lineage, model and its parameters' shapes, strategy, versions, and checksums: of each other file
                   and of itself
 
-`latest` names the checkpoint that the run goes on from; it moves last.
+`latest` names the checkpoint that the run resumes from; it changes last.
 
-Snapshots of a run's averages: `OUTPUT/averages/step-00000800`, as checkpoints lie, but of the averages alone.
+Snapshots of a run's EMAs: `OUTPUT/averages/step-00000800`, laid out as checkpoints, with EMAs alone.
 
-    engine/          rank-00000-of-00002.safetensors: the runs of averages that a process had
-    snapshot.json    step, how many steps the averages have taken in, model, strategy, shapes, checksums
+    engine/          rank-00000-of-00002.safetensors: the runs of EMAs that a process had
+    snapshot.json    step, how many steps the EMAs have taken in, model, strategy, shapes, checksums
 
 A checkpoint names those of its own course, each by the checksum of its snapshot.json.
 """
@@ -45,9 +45,9 @@ _ZEROS = memoryview(bytes(_CHUNK))
 
 
 class SavedState(Strict):
-    """What the JSON of a folder of tensors says, but for its own checksum.
+    """What the JSON of a folder of tensors holds, except its own checksum.
 
-    `updates`: how many steps the averages have taken in, None without; `parameters`: their shapes; `checksums`: of each
+    `updates`: how many steps the EMAs have taken in, None without; `parameters`: their shapes; `checksums`: of each
     file, by its path in the folder.
     """
 
@@ -61,7 +61,7 @@ class SavedState(Strict):
 
 
 class CheckpointState(SavedState):
-    """What state.json says. Keys with a default are those that earlier versions wrote nothing of."""
+    """What state.json holds. Keys with a default are missing in earlier versions."""
 
     lineage: list[Natural]
     local: Switch
@@ -74,14 +74,14 @@ class CheckpointState(SavedState):
 
 @dataclass(frozen=True)
 class Saved:
-    """A whole folder of tensors by name on disk, and what the JSON in it says."""
+    """A whole folder of tensors by name on disk, and its JSON."""
 
     folder: Path
     state: dict[str, Any]
 
     @property
     def step(self) -> int:
-        """How many optimizer steps were taken."""
+        """Finished optimizer steps."""
         return int(self.state["step"])
 
     @property
@@ -90,27 +90,27 @@ class Saved:
         return self.folder / ENGINE
 
     def files(self) -> list[Path]:
-        """Those that the JSON has checksums of."""
+        """Those whose checksums the JSON holds."""
         return [self.folder / name for name in sorted(self.state["checksums"])]
 
 
 @dataclass(frozen=True)
 class Checkpoint(Saved):
-    """A whole checkpoint on disk and what its state.json says."""
+    """A whole checkpoint on disk, and its state.json."""
 
     @property
     def lineage(self) -> list[int]:
-        """Steps of the checkpoints that this one came from, as far as they were there, and its own."""
+        """Steps of the checkpoints that this one descends from, as far as they were there, and its own."""
         return list(map(int, self.state["lineage"]))
 
     @property
     def has_average(self) -> bool:
-        """Whether a moving average of the weights was kept."""
+        """Whether it holds an EMA of the weights."""
         return self.state["strategy"].get("ema") is not None
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """A checkpoint's folder. Raises UserError where its state.json is missing or is not what was written."""
+    """A checkpoint's folder. Raises UserError where its state.json is missing or was changed."""
     kept, _ = read_state(folder, STATE, "a checkpoint", CheckpointState)
     if NAME.fullmatch(folder.name) and folder.name != name_of(kept["step"]):
         raise UserError(f"{folder} holds {name_of(kept['step'])}: it lies in the place of another")
@@ -118,8 +118,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def read_state(folder: Path, name: str, kind: str, expected: type[SavedState]) -> tuple[dict[str, Any], str]:
-    """What `write_state` wrote under the keys that are `expected`, and its checksum. Raises UserError where it is
-    missing or is not what was written."""
+    """What `write_state` wrote under the `expected` keys, and its checksum. Raises UserError where it is missing or was
+    changed."""
     file = folder / name
     try:
         state = read_json(file)
@@ -149,7 +149,7 @@ def name_of(step: int) -> str:
 
 
 def write_state(folder: Path, state: dict[str, Any], name: str = STATE) -> Path:
-    """Write a JSON into the folder, with a checksum of what it says."""
+    """Write a JSON into the folder, with a checksum of its content."""
     plain = json.loads(json.dumps(state, default=str))
     write_json(folder / name, plain | {_CHECKSUM: _digest(plain)})
     return folder / name
@@ -170,7 +170,7 @@ def checksum(file: Path) -> str:
 
 
 def _next_data(file: int, at: int, size: int) -> int:
-    """Where a hole at this place ends: its zeros, most of a checkpoint of an emulated card, need not be read."""
+    """Where a hole in the file ends. Its zeros, most of an emulated GPU's checkpoint, need not be read."""
     try:
         return os.lseek(file, at, os.SEEK_DATA)
     except OSError as error:
@@ -188,25 +188,25 @@ SNAPSHOT = "snapshot.json"
 
 @dataclass(frozen=True)
 class Snapshot(Saved):
-    """A whole snapshot on disk; `digest` is the checksum of what its snapshot.json says."""
+    """A whole snapshot on disk; `digest` is the checksum of its snapshot.json."""
 
     digest: str
 
 
 def write_snapshot(folder: Path, state: dict[str, Any]) -> Path:
-    """Write snapshot.json, with a checksum of what it says."""
+    """Write snapshot.json, with a checksum of its content."""
     return write_state(folder, {key: state[key] for key in SavedState.model_fields}, SNAPSHOT)
 
 
 def open_snapshot(folder: Path) -> Snapshot:
-    """A snapshot's folder. Raises UserError where its snapshot.json is missing or is not what was written."""
+    """A snapshot's folder. Raises UserError where its snapshot.json is missing or was changed."""
     return Snapshot(folder, *read_state(folder, SNAPSHOT, "a snapshot of averages", SavedState))
 
 
 def snapshots_of(checkpoint: Checkpoint) -> list[Snapshot]:
-    """Those that the checkpoint's run made before it and that are there still, the oldest first.
+    """The snapshots that the checkpoint's run made before it and that still exist, the oldest first.
 
-    Raises UserError where another run's lies in the place of one.
+    Raises UserError where another run's is in the place of one.
     """
     root, found = checkpoint.folder.absolute().parents[1] / AVERAGES, []
     for name, digest in sorted(checkpoint.state["snapshots"].items()):
@@ -222,10 +222,10 @@ def snapshots_of(checkpoint: Checkpoint) -> list[Snapshot]:
 
 
 def latest(output: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint that a run goes on from, or None before the first; and what a person should know of the choice.
+    """The checkpoint that a run resumes from, or None before the first; and notices about the choice.
 
-    It is the one that `latest` names, or, where that is missing or not readable, the whole one that was saved last.
-    Raises UserError where `latest` names one that is not whole.
+    It is the one that `latest` names; where that is missing or not readable, the whole one that was saved last. Raises
+    UserError where `latest` names one that is not whole.
     """
     root = output / CHECKPOINTS
     name, why = _named(root / LATEST)
@@ -252,7 +252,7 @@ def find_checkpoint(path: Path) -> tuple[Checkpoint, list[str]]:
 
 
 def whole(root: Path) -> list[Checkpoint]:
-    """The checkpoints in `root` whose state.json is as it was written and whose files are there."""
+    """The checkpoints in `root` whose state.json is intact and whose files exist."""
     found = []
     for folder in sorted(root.iterdir()) if root.is_dir() else ():
         if not NAME.fullmatch(folder.name):
@@ -272,7 +272,7 @@ def newest(found: list[Checkpoint]) -> Checkpoint:
 
 
 def advice(root: Path, damaged: str) -> str:
-    """What a person can do where the checkpoint of the name `damaged` is not whole."""
+    """What a person can do where the checkpoint named `damaged` is not whole."""
     others = [found for found in whole(root) if found.folder.name != damaged]
     if not others:
         return "there is no other; choose another output to start anew"
@@ -280,7 +280,7 @@ def advice(root: Path, damaged: str) -> str:
 
 
 def _named(pointer: Path) -> tuple[str | None, str]:
-    """What `latest` names, or None and why."""
+    """The name in `latest`; or None, and why."""
     try:
         text = read_bytes(pointer).decode().strip()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Take a run up from a checkpoint, whichever engine and however many processes saved it."""
+"""Resume a run from a checkpoint, whichever engine and however many processes saved it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from bigdit.models.adapters import FILE as ADAPTERS
 from bigdit.strategy import ModelSpec
 
 _RANDOM = "rng."
-"""How the states of generators began that checkpoints of bf16_sr had, a process each."""
+"""The prefix of generator states in earlier checkpoints of bf16_sr, one a process."""
 
 
 def restore(checkpoint: Checkpoint, engine: Engine, peers: Peers, ema: Ema | None = None) -> list[str]:
-    """Put masters, optimizer state and average in place, on all processes; what a person should know of it.
+    """Put masters, optimizer state and EMA in place, on all processes; returns notices.
 
-    Its files were verified before. Raises UserError where it holds another model's, or another optimizer's state.
+    The files were verified before. Raises UserError where they hold another model's, or another optimizer's state.
     """
     reader = HuggingFaceStorageReader(str(checkpoint.engine))
     saved = reader.read_metadata().state_dict_metadata.keys()
@@ -61,7 +61,7 @@ def written_here(source: Path) -> bool:
 
 
 def check_whole(source: Path) -> None:
-    """Raise UserError where a checkpoint or an export holds LoRA adapters alone, and no weights to start from."""
+    """Raise UserError where a checkpoint or an export holds only LoRA adapters, and no weights to start from."""
     if (source / STATE).is_file():
         state = open_checkpoint(source).state
         if state["strategy"].get("lora") is not None:
@@ -72,9 +72,9 @@ def check_whole(source: Path) -> None:
 
 
 def load_model(spec: ModelSpec, source: Path, *, dtype: torch.dtype) -> nn.Module:
-    """The model on the host with the weights in `source`, model.init_from: a folder of diffusers', or a checkpoint.
+    """The model in CPU memory with the weights in `source`, model.init_from: a diffusers folder, or a checkpoint.
 
-    Raises UserError where it holds neither, or another model's, with what is other about it, or is damaged.
+    Raises UserError where it holds neither, or is damaged, or is of another model, with the differences.
     """
     try:
         check_whole(source)
@@ -92,7 +92,7 @@ def load_model(spec: ModelSpec, source: Path, *, dtype: torch.dtype) -> nn.Modul
 
 
 def _others(spec: ModelSpec, source: Path) -> str:
-    """What the weights in `source` say of their model that this one is not."""
+    """How the model of the weights in `source` differs from this one."""
     try:
         had = open_checkpoint(source).state["model"] if (source / STATE).is_file() else None
         had = had or read_model_config(source / "config.json").model_dump(mode="json")
@@ -107,25 +107,25 @@ def _others(spec: ModelSpec, source: Path) -> str:
 
 @torch.no_grad()
 def load_weights(checkpoint: Checkpoint, model: nn.Module, *, average: bool = False) -> None:
-    """Fill the parameters that are trained, of a model with adapters theirs alone, rounded to their dtypes.
+    """Fill the trained parameters, of a model with adapters theirs alone, rounded to their dtypes.
 
-    With `average` from the moving average. Raises UserError where the checkpoint is of another model.
+    With `average` from the EMA. Raises UserError where the checkpoint is of another model.
     """
     load_kind(checkpoint, AVERAGE if average else "master", trained(model))
 
 
 def trained(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Its parameters that are trained, by name."""
+    """The trained parameters by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def load_kind(checkpoint: Saved, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fill parameters by name with the `master`s or averages that were saved of them."""
+    """Fill parameters by name with their saved `master`s or EMAs."""
     load_tensors(checkpoint, {f"{kind}.{name}": tensor for name, tensor in tensors.items()})
 
 
 def load_tensors(checkpoint: Saved, tensors: dict[str, torch.Tensor]) -> None:
-    """Fill tensors by the names that they were saved under, whole. Raises UserError where one is not there."""
+    """Fill whole tensors by the names under which they were saved. Raises UserError where one is missing."""
     wanted = {name: _whole(tensor) for name, tensor in tensors.items()}
     _load(checkpoint, wanted, HuggingFaceStorageReader(str(checkpoint.engine)), Peers())
 

@@ -1,4 +1,4 @@
-"""Whether a run can go on from a checkpoint: the same numbers, however many processes and whichever engine."""
+"""Whether a run can resume from a checkpoint: with the same numbers, on any engine and number of processes."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ BESIDE = (
     # What of another model, or other pictures, is refused or said by what they are.
     *("model.name", "model.path", "model.class_name", "model.kwargs", "data.images", "train.epochs", "train.seed"),
 )
-"""Keys whose change is no matter of what is trained: all others are. `train.steps` is one where no rate falls by it."""
+"""Keys that change nothing of what is trained; all others do. `train.steps` does where the learning rate depends on
+it."""
 
 _TRAINED = ("optimizer", "gradient_clipping", "precision", "ema", "lora", "features")
-"""Of a strategy, what changes what is trained; the rest is how it is stepped."""
+"""Keys of a strategy that change what is trained; the rest is how it is stepped."""
 
 _MOST = 60
-"""Letters of a value."""
+"""Letters of a value that a message shows."""
 
 _ANY: TypeAdapter[ObjectiveSpec] = TypeAdapter(ObjectiveSpec)
 
 
 def check_resumable(checkpoint: Checkpoint, model: ModelSpec, strategy: Strategy) -> None:
-    """Raise UserError with every difference that keeps this run from going on from here."""
+    """Raise UserError with every difference that keeps this run from resuming here."""
     saved_model, was = checkpoint.state["model"], Strategy.model_validate(checkpoint.state["strategy"])
     of_model = [
         f"{checkpoint.folder} holds {key} {found!r}, and the run's model has {wanted!r}; choose another output"
@@ -72,7 +73,7 @@ def check_resumable(checkpoint: Checkpoint, model: ModelSpec, strategy: Strategy
 
 
 def check_objective(checkpoint: Checkpoint, objective: ObjectiveSpec) -> None:
-    """Raise UserError where the run would have the model predict something else than it learned, or of other noise."""
+    """Raise UserError where the run's objective would predict something else than was learned, or from other noise."""
     try:
         before = _ANY.validate_python(checkpoint.state["run"]["objective"])  # keys are added, with their defaults
     except (KeyError, ValidationError):
@@ -87,15 +88,15 @@ def check_objective(checkpoint: Checkpoint, objective: ObjectiveSpec) -> None:
 
 
 def _elsewhere(checkpoint: Checkpoint) -> str:
-    """What a run can do that does not go on from here. Adapters alone are no weights to start from."""
+    """What a run can do that cannot resume here. Adapters alone are no weights to start from."""
     if checkpoint.state["strategy"].get("lora") is not None:
         return "choose another output, where adapters start anew"
     return f"choose another output; there model.init_from={checkpoint.folder} starts from these weights"
 
 
 def changed_since(checkpoint: Checkpoint, run: RunConfig) -> list[str]:
-    """What the run, whose objective is resolved as the checkpoint's is, says otherwise than before of what is trained,
-    a line each: all of its keys, but for those that leave it as it is, and those that are held against it elsewhere."""
+    """How the run differs from the checkpoint's in what is trained, a line a key. Its objective is resolved as the
+    checkpoint's is. Keys that are checked elsewhere are left out."""
     before, now = (_trained_by(each) for each in (_run_of(checkpoint), run))
     beside = BESIDE if run.train.lr_schedule != "constant" else {*BESIDE, "train.steps"}
     return [
@@ -116,7 +117,7 @@ def _run_of(checkpoint: Checkpoint) -> RunConfig:
 
 
 def layout(strategy: Strategy) -> str:
-    """What decides how masters lie on the processes, for people."""
+    """How masters lie on the processes, for people."""
     if strategy.engine == "single":
         return "single"
     stage = "" if strategy.zero_stage is None else f" ZeRO-{strategy.zero_stage}"

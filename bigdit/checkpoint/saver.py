@@ -1,4 +1,10 @@
-"""Checkpoints while training goes on: a copy to the host, then a thread that writes it."""
+"""Checkpoints while training goes on: a copy to CPU memory, which a thread writes.
+
+Torch's distributed checkpoint sees our state as one-dimensional runs by name, of which each process has some. A process
+writes a file of safetensors in one pass, in the layout that torch's HuggingFaceStorageReader reads. Torch's own writer
+of that layout makes the bytes of a whole file first. Its other layouts have a metadata file that is a pickle, which we
+neither write nor read.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +39,16 @@ from bigdit.files import TEMPORARY, fsync_folder, write_text
 from bigdit.units import how_many
 
 _LEAVE_AFTER_S = 60.0
-"""How long a run that failed waits for the checkpoint that it was writing."""
+"""Seconds that a failed run waits for the checkpoint that it is writing."""
 _AT_ONCE = 1 << 20
-"""Weights that are looked at together: asking whether they are finite takes several times their bytes."""
+"""Weights that are tested together: testing whether they are finite takes several times their bytes."""
 _ROOM_FOR_AVERAGES = "make room, raise train.snapshot_every, or choose another output"
 _ROOM = "make room for one checkpoint more than train.keep_checkpoints, or choose another output"
 
 
 @dataclass(frozen=True)
 class Keeping:
-    """The last `last` checkpoints stay, and those of steps that `every` divides."""
+    """The last `last` checkpoints are kept, and those of steps that `every` divides."""
 
     last: int
     every: int | None = None
@@ -51,8 +57,8 @@ class Keeping:
 class Saver:
     """Saves to `output`, one checkpoint at a time; all processes make one and call it alike.
 
-    `found` is the checkpoint that the run goes on from; `last` the newest that is whole. `then` is called with each
-    that is whole, on the main process, in the thread.
+    `found`: the checkpoint that the run resumes from; `last`: the newest whole one. The main process's thread calls
+    `then` with each whole checkpoint.
     """
 
     def __init__(
@@ -102,11 +108,11 @@ class Saver:
         whole: bool = True,
         snapshot: bool = False,
     ) -> float:
-        """Copy the training state to the host and have it written as the checkpoint of `step`; the copy's seconds.
+        """Copy the training state to CPU memory, to be written as the checkpoint of `step`; returns the copy's seconds.
 
-        `snapshot`: its averages are written as one before; where not `whole`, they alone. `described` is what
-        state.json says beside it, as JSON. Waits for what was saved before, whose UserError it raises: it cannot be
-        written, or its weights are not finite.
+        `snapshot`: the EMA is written as a snapshot before; where not `whole`, it alone. `described`: what state.json
+        says besides, as JSON. Waits for the save before, and raises its UserError: it could not be written, or its
+        weights are not finite.
         """
         self.wait()
         began = time.perf_counter()
@@ -120,7 +126,7 @@ class Saver:
         return time.perf_counter() - began
 
     def wait(self) -> None:
-        """Until what was saved is whole. Raises UserError where it could not be."""
+        """Wait until what was saved is whole. Raises UserError where it could not be."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -174,10 +180,8 @@ def _count_not_finite(piece: torch.Tensor) -> int:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Take away what was being written or deleted there when an earlier run was killed: it has no final name.
-
-    Raises UserError where it cannot.
-    """
+    """Remove what a killed run was writing or deleting there: it has no final name. Raises UserError where it
+    cannot."""
     for left in folder.glob(f"{TEMPORARY}*"):
         try:
             shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
@@ -187,7 +191,7 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def _not_finite(copies: dict[str, Place], final: Path, last: Path | None) -> str | None:
-    """What is wrong with weights that are not finite: they are not saved."""
+    """What is wrong where weights are not finite: they are not saved."""
     counts = {
         name: sum(map(_count_not_finite, place.tensor.split(_AT_ONCE)))
         for name, place in copies.items()
@@ -205,16 +209,16 @@ def _not_finite(copies: dict[str, Place], final: Path, last: Path | None) -> str
 
 
 def kept_steps(lineage: Sequence[int], keep: int, keep_every: int | None) -> list[int]:
-    """Of the steps that a run saved on its way, in their order, the last `keep` and multiples of `keep_every`."""
+    """Of the steps that a run saved, in their order: the last `keep`, and multiples of `keep_every`."""
     return [
         step for i, step in enumerate(lineage) if i >= len(lineage) - keep or (keep_every and step % keep_every == 0)
     ]
 
 
 def prune(root: Path, lineage: Sequence[int], kept: Sequence[int]) -> None:
-    """Delete what the run saved on its way and does not keep. A folder is renamed before, so that none is half there.
+    """Delete what the run saved and does not keep. A folder is renamed before, so that none is half there.
 
-    Checkpoints that are not of this lineage, such as those after an earlier one that the run went back to, stay.
+    Checkpoints of another lineage stay, such as those after an earlier one that the run went back to.
     """
     for step in sorted(set(lineage) - set(kept)):
         folder = root / name_of(step)

@@ -15,9 +15,9 @@ from bigdit.files import write_json
 
 
 def verify(found: Saved, peers: Peers | None = None) -> None:
-    """Raise UserError where a file is missing, too many or not what was written.
+    """Raise UserError where a file is missing, too many or changed.
 
-    Where several processes call it, with their `peers`, each reads some of the files; what one finds, all raise.
+    Where several processes call it, with their `peers`, each reads some of the files. All raise the problem of one.
     """
     peers = Peers() if peers is None else peers
     kind, said = _named(found)
@@ -43,7 +43,7 @@ def _problem(found: Saved, file: Path) -> list[str]:
 
 
 def _named(found: Saved) -> tuple[str, str]:
-    """What it is called, and its JSON."""
+    """Its kind, and the name of its JSON."""
     return ("checkpoint", STATE) if isinstance(found, Checkpoint) else ("snapshot", SNAPSHOT)
 
 
@@ -58,12 +58,12 @@ _AGAIN = "copy it again, or `bigdit export` it anew"
 
 
 def write_checksums(folder: Path) -> None:
-    """Write down the xxh3-128 of each file that is in the folder. Raises UserError where it cannot be written."""
+    """Write the xxh3-128 of each file in the folder. Raises UserError where it cannot be written."""
     write_json(folder / CHECKSUMS, {file.name: checksum(file) for file in sorted(folder.iterdir())})
 
 
 def check_exported(folder: Path) -> None:
-    """Raise UserError where a file of an exported folder is missing, too many or not what was written.
+    """Raise UserError where a file of an exported folder is missing, too many or changed.
 
     A folder without checksums, as others write it, is not judged.
     """

@@ -48,7 +48,8 @@ from bigdit.units import gib
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Writes each run once, where several processes have it (HSDP's replicas, numbers) by the one with least to do."""
+    """Writes each run once. Of several processes that have it (HSDP's replicas, numbers) the one with least work
+    does."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -63,7 +64,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Fills each run from those that were saved of the same name, however those were cut."""
+    """Fills each run from the saved runs of the same name, however those were cut."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -107,11 +108,11 @@ def _written(name: str, place: Place) -> WriteItem:
 
 
 OFFSETS = "DCP_SHARDING_INFO"
-"""Where the reader looks for the place of each run. Source: torch/distributed/checkpoint/_hf_utils.py."""
+"""Where the reader looks for the offset of each run. Source: torch/distributed/checkpoint/_hf_utils.py."""
 
 
 class ShardFileWriter(StorageWriter):
-    """Writes this process's runs to `file`; none where it has nothing to write."""
+    """Writes this process's runs to `file`; no file where there is nothing to write."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -136,7 +137,7 @@ class ShardFileWriter(StorageWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Nothing: each file says by itself what it holds."""
+        """Nothing: each file describes itself."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -149,7 +150,7 @@ T = TypeVar("T")
 class Writer:
     """Writes folders of `kind`, such as `checkpoint`; all processes make one and call it alike.
 
-    `describe` writes into a folder what its main process is to say of it; `room`: what a person can do on a full disk.
+    `describe` writes the main process's JSON into a folder; `room`: what a person can do on a full disk.
     """
 
     def __init__(self, peers: Peers, kind: str, describe: Callable[[Path, dict[str, Any]], Path], room: str) -> None:
@@ -158,8 +159,8 @@ class Writer:
     def write(
         self, final: Path, copies: dict[str, Place], state: dict[str, Any], then: Callable[[], None] = lambda: None
     ) -> None:
-        """Make `final` of them and of `state`; once it is there, the main process calls `then`. Raises UserError on
-        all processes where one cannot write."""
+        """Make `final` from the copies and `state`; once it is there, the main process calls `then`. Raises UserError
+        on all processes where one cannot write."""
         world, temporary = self._peers.world, final.with_name(f"{TEMPORARY}{final.name}")
         file = temporary / ENGINE / f"rank-{world.rank:05d}-of-{world.world_size:05d}.safetensors"
         self._together(final, lambda: _make(temporary / ENGINE) if world.is_main else None)
@@ -194,7 +195,7 @@ class Writer:
         then()
 
     def _together(self, final: Path, action: Callable[[], T]) -> T:
-        """What `action` gives here. Where it cannot write on one process, all raise UserError."""
+        """What `action` returns here. Where it cannot write on one process, all raise UserError."""
         result: T | None = None
         problem = None
         try:
@@ -212,7 +213,7 @@ class Writer:
 
 
 def _make(folder: Path) -> None:
-    """An empty folder, whatever an interrupted save left there."""
+    """Make an empty folder, whatever an interrupted save left there."""
     shutil.rmtree(folder.parent, ignore_errors=True)
     folder.mkdir(parents=True)
 

@@ -1,4 +1,4 @@
-"""From losses to gradients, and from gradients to whether they are stepped with: where torch itself holds them."""
+"""From losses to gradients, and whether to step: for engines that leave gradients to torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from bigdit.strategy import Strategy
 
 
 class Backward:
-    """The backward passes of a step and their verdict, alike for every engine that leaves gradients to torch.
+    """The backward passes of a step, and whether it is taken: alike for every engine that leaves gradients to torch.
 
-    fp16 scales the loss dynamically. `together`: a loss counts on all processes, or on none. `taken`: with
-    optimizer_in_backward, whether the pass that runs is stepped with.
+    fp16 scales the loss dynamically. `together`: all processes take a step, or none. `taken`: with
+    optimizer_in_backward, whether the current pass is stepped.
     """
 
     def __init__(self, strategy: Strategy, *, together: bool) -> None:
@@ -34,9 +34,9 @@ class Backward:
     def judge(
         self, losses: Sequence[torch.Tensor], norm_of_all: Callable[[], torch.Tensor]
     ) -> tuple[Stepped, torch.Tensor | float | None]:
-        """Whether to step, and what to multiply the gradients with before: unscaled and clipped; None: as they are.
+        """Whether to step, and the factor of the gradients, which unscales and clips; None: they stay as they are.
 
-        `norm_of_all`: of the gradients as they are, on every process; asked for where it is needed.
+        `norm_of_all`: the norm of the present gradients over all processes; called only where it is needed.
         """
         limit, scaler = self._strategy.gradient_clipping, self.scaler
         if limit is None and scaler is None:

@@ -85,7 +85,7 @@ class DeepSpeedEngine(Engine):
             self.model.step()
 
     def step(self, lr: float, losses: Sequence[torch.Tensor]) -> Stepped:
-        """DeepSpeed's wrappers pass over gradients that are not finite. Stage 0 in fp32 has none of them."""
+        """DeepSpeed's wrappers skip gradients that are not finite. Stage 0 in fp32 has no wrapper."""
         optim.set_lr(self.optimizer, lr)
         if self._zero is self.optimizer and not are_finite(losses, together=True):
             self._pass_over()
@@ -112,7 +112,7 @@ class DeepSpeedEngine(Engine):
                 torch._foreach_copy_(weights, masters)
 
     def _pass_over(self) -> None:
-        """To DeepSpeed this is a micro-batch that more follow, and its gradients are gone."""
+        """To DeepSpeed this is a micro-batch before others, without gradients."""
         self.model.zero_grad()
         self.model.set_gradient_accumulation_boundary(False)
         self.model.step()
@@ -128,7 +128,7 @@ class DeepSpeedEngine(Engine):
             yield from [bucket.buffer] if isinstance(bucket.buffer, torch.Tensor) else bucket.buffer or ()
 
     def gradients(self) -> Iterable[torch.Tensor]:
-        """Gradients that DeepSpeed holds now beside those of parameters and masters: averaged, or of its partition."""
+        """Gradients that DeepSpeed holds apart from parameters and masters: averaged ones, or its partition's."""
         for name in ("averaged_gradients", "all_grad_tensors", "accumulated_grads_in_cpu"):
             for held in (getattr(self._zero, name, None) or {}).values():
                 yield from [held] if isinstance(held, torch.Tensor) else held or ()
@@ -164,7 +164,7 @@ class DeepSpeedEngine(Engine):
 
 
 def _of_flat_group(name: str, param: Any) -> Shard | None:
-    """ZeRO-1 and 2 cut a group's parameters, laid end to end, into equal runs: here are some, or a part of one."""
+    """ZeRO-1 and 2 cut a group's concatenated parameters into equal runs: this process has some, or a part of one."""
     mapping = param._hp_mapping
     if mapping is None:
         return None
@@ -173,8 +173,8 @@ def _of_flat_group(name: str, param: Any) -> Shard | None:
 
 
 def forget(engine: Engine | None = None) -> None:
-    """Undo what ZeRO-3 changed for the whole process, so that another engine can follow in it, and take apart this one,
-    which hooks in the gradients' accumulators hold."""
+    """Undo what ZeRO-3 changed for the whole process, so that another engine can follow. `engine` is taken apart: hooks
+    in the gradients' accumulators hold it."""
     if engine is not None:
         engine.model.destroy()
     if F.linear is zero3_linear_wrap:
@@ -193,7 +193,7 @@ def _check_fp16(strategy: Strategy) -> None:
 
 
 def check_document(strategy: Strategy) -> None:
-    """Raise UserError for what of the document DeepSpeed alone can judge: its sections' keys and values."""
+    """Raise UserError for what DeepSpeed alone can judge in the document: its sections' keys and values."""
     said = "strategy.ds_config: DeepSpeed does not take it"
     try:
         DeepSpeedConfig(strategy.ds_document)
@@ -212,7 +212,7 @@ def _told(detail: ErrorDetails) -> str:
 
 
 def _on_device(strategy: Strategy, model: nn.Module, device: torch.device) -> nn.Module:
-    """The model where it will train; with ZeRO-3 a parameter at a time, so that it is never whole on the device."""
+    """The model on its device. With ZeRO-3 one parameter at a time, so that it is never whole there."""
     if strategy.zero_stage == 3:
         Init(module=model, config_dict_or_path=strategy.ds_document, dtype=compute_dtype(strategy))
         for module in model.modules():
@@ -223,7 +223,7 @@ def _on_device(strategy: Strategy, model: nn.Module, device: torch.device) -> nn
 
 
 def _masters(zero: object) -> list[torch.Tensor]:
-    """The fp32 tensors that the inner optimizer steps, by the names that each of DeepSpeed's wrappers gives them."""
+    """The fp32 tensors that the inner optimizer steps, by the names in each of DeepSpeed's wrappers."""
     if isinstance(zero, torch.optim.Optimizer):  # stage 0 in fp32: no wrapper
         return [p for group in zero.param_groups for p in group["params"]]
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 def is_finite(number: torch.Tensor) -> bool:
     """Whether a number on the device is finite. Waits for the device.
 
-    Asked by its contrary: what is read of an emulated GPU is False, and there nothing overflows.
+    The test is inverted: an emulated GPU reads every value as False, and nothing overflows there.
     """
     return not bool(torch.isfinite(number).logical_not())
 
@@ -29,10 +29,10 @@ GROWTH_INTERVAL = 2000
 
 
 class LossScaler:
-    """The factor on the loss: doubled after 2000 steps without an overflow, halved at each.
+    """The factor of the loss: doubled after 2000 steps without an overflow, halved at each.
 
-    Source: Micikevicius et al., arXiv:1710.03740, §3.2; the constants are those of torch.amp.GradScaler, which
-    wants all gradients of an optimizer at once, in fp32.
+    Source: Micikevicius et al., arXiv:1710.03740, §3.2; the constants are those of torch.amp.GradScaler, which needs
+    all gradients of an optimizer at once, in fp32.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class LossScaler:
         self._steps_since = 0
 
     def overflowed(self, norm: torch.Tensor) -> bool:
-        """Whether the scaled gradients, of which `norm` is the norm, have an infinity or NaN: skip this step then.
+        """Whether the scaled gradients, whose norm is `norm`, have an infinity or NaN: then skip this step.
 
         Adapts `scale` for the coming steps. All processes must pass the norm of all gradients.
         """
@@ -53,9 +53,9 @@ class LossScaler:
         return False
 
     def state_dict(self) -> dict[str, float]:
-        """What `load_state_dict` goes on from, by the names of torch.amp.GradScaler."""
+        """The state for `load_state_dict`, by the names of torch.amp.GradScaler."""
         return {"scale": self.scale, "_growth_tracker": self._steps_since}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from a `state_dict`."""
+        """Continue from a `state_dict`."""
         self.scale, self._steps_since = float(state["scale"]), int(state["_growth_tracker"])

@@ -1,4 +1,4 @@
-"""One process: plain PyTorch, with fp32 master weights beside bf16 or fp16 ones."""
+"""One process: plain PyTorch, with fp32 master weights for bf16 or fp16 ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 class SingleEngine(Engine):
-    """bf16 and fp16 keep fp32 masters, and turn the gradients to fp32 chunk by chunk as the optimizer takes them.
+    """bf16 and fp16 have fp32 masters; gradients become fp32 chunk by chunk, as the optimizer needs them.
 
     In the other precisions the parameters are their own masters. fp16 scales the loss dynamically.
     """
@@ -93,7 +93,7 @@ class SingleEngine(Engine):
         return stepped
 
     def _step_masters(self, losses: Sequence[torch.Tensor]) -> Stepped:
-        """Step the masters that have a gradient, a chunk at a time: the optimizer passes over the others."""
+        """Step the masters that have a gradient, a chunk at a time: the optimizer skips the others."""
         stepped, factor = self._backward.judge(losses, lambda: _norm(self._gradients()))
         if not stepped.taken:
             self.model.zero_grad(set_to_none=True)
@@ -123,7 +123,7 @@ def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _widen(pairs: list[Pair]) -> None:
-    """Hand the gradients of parameters to their masters, in fp32."""
+    """Move the gradients of parameters to their masters, in fp32."""
     for _, master in pairs:
         master.grad = torch.empty_like(master)
     torch._foreach_copy_([master.grad for _, master in pairs], [param.grad for param, _ in pairs])

@@ -1,6 +1,6 @@
-"""Optimizers by name, each built over the tensors that an engine hands it (parameters or fp32 masters).
+"""Optimizers by name, each over the tensors that an engine hands it: parameters, or fp32 masters.
 
-Who owns these tensors, and in which precision, is `engines`; the learning rate is `train/loop.py`.
+`engines` owns these tensors and their precision; the learning rate is `train/loop.py`'s.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = ["build", "groups", "set_lr", "step_alone", "step_in_backward"]
 def build(spec: OptimizerSpec, params: Groups, *, stochastic_rounding: bool = False) -> Optimizer:
     """The optimizer that `spec` names, over `params` or `groups` of them.
 
-    `stochastic_rounding`: `params` are bf16 without fp32 masters, and updates are rounded into them so that
-    they are right on average. `spec.eps` is Adam's alone.
+    `stochastic_rounding`: `params` are bf16 without fp32 masters, and updates are rounded into them so that their
+    expectation is exact. `spec.eps` is Adam's alone.
     """
     if spec.name in BITSANDBYTES:
         return libraries.bitsandbytes(spec, params)
@@ -52,7 +52,7 @@ def build(spec: OptimizerSpec, params: Groups, *, stochastic_rounding: bool = Fa
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
-    """Use `lr` in the coming step, for all parameters."""
+    """Use `lr` in the next step, for all parameters."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):  # torchao's
             group["lr"].fill_(lr)

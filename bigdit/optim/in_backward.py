@@ -1,4 +1,4 @@
-"""Optimizer steps inside the backward pass: a gradient is used where it appears, and freed.
+"""Optimizer steps inside the backward pass: each gradient is used where it appears, and freed.
 
 Source: Lv et al., arXiv:2306.09782 (LOMO), §3.1: the gradients of all parameters never exist at once.
 """
@@ -21,8 +21,8 @@ def step_in_backward(
 ) -> None:
     """Have `optimizer` step each of `params` as soon as its gradient is accumulated, with the lr set before.
 
-    `masters`: the fp32 tensors that the optimizer updates, one a parameter, where they are not the parameters.
-    `taken`: whether this backward pass's step is; gradients are freed all the same.
+    `masters`: the fp32 tensors that the optimizer updates, one a parameter, where they are not the parameters. `taken`:
+    whether this pass is stepped; gradients are freed anyway.
     """
     params = list(params)
     for param, master in zip(params, params if masters is None else masters, strict=True):
@@ -30,7 +30,7 @@ def step_in_backward(
 
 
 def step_alone(optimizer: Optimizer, param: torch.Tensor) -> None:
-    """One step of `param`, whose gradient is there, in its own group; the others are not looked at."""
+    """Step `param` alone, whose gradient is there, with the settings of its group."""
     groups = optimizer.param_groups
     # By identity: tensors compare by their values. ZeRO-3 empties the groups between steps: the first one serves.
     own = next((group for group in groups if any(other is param for other in group["params"])), groups[0])

@@ -1,4 +1,4 @@
-"""What a batch of pictures is conditioned on, and what guidance leads away from (Ho & Salimans, arXiv:2207.12598)."""
+"""The conditions of a batch of images, and what guidance leads away from (Ho & Salimans, arXiv:2207.12598)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from bigdit.strategy import ModelSpec
 class SamplingOptions:
     """`height` and `width` in pixels, and `frames` of a video; `guidance` 1 is none (Ho & Salimans, arXiv:2207.12598).
 
-    `negative`: what guidance leads away from; left out, the empty caption, or no class. `sampler`: left out, the
-    objective's own. `micro_batch_size`: pictures at once, where memory does for as many.
+    `negative`: what guidance leads away from; None: the empty caption, or no class. `sampler`: None: the objective's
+    default. `micro_batch_size`: images at once, where memory suffices.
     """
 
     height: int
@@ -45,25 +45,25 @@ class SamplingOptions:
 
     @property
     def size(self) -> str:
-        """The option that asks for it."""
+        """The option that asks for this size."""
         return f"--size {'x'.join(map(str, self.bucket))}"
 
     @property
     def guided(self) -> bool:
-        """Whether it leads away from anything."""
+        """Whether guidance is used."""
         return self.guidance != 1
 
 
 @dataclass(frozen=True)
 class Given:
-    """What a batch is conditioned on."""
+    """The conditions of a batch."""
 
     text_embeds: torch.Tensor | None
     text_mask: torch.Tensor | None
     extras: Mapping[str, torch.Tensor]
 
     def rows(self, numbers: Sequence[int], device: torch.device, dtype: torch.dtype) -> Given:
-        """Those of the batch with these numbers, as a model that computes in `dtype` is fed them."""
+        """Those with these numbers, for a model that computes in `dtype`."""
 
         def chosen(tensor: torch.Tensor) -> torch.Tensor:
             return condition(tensor[list(numbers)], device, dtype)
@@ -73,7 +73,7 @@ class Given:
 
 
 class Texts:
-    """Captions as the run's text encoder has them, on the host; the encoder takes nothing any more."""
+    """Captions as the run's text encoder embeds them, in CPU memory; the encoder is freed."""
 
     def __init__(
         self, config: TextEncoderConfig, captions: Sequence[str], options: SamplingOptions, device: torch.device
@@ -86,25 +86,25 @@ class Texts:
         self._most = {name: most for name, (most, _) in shapes_of(encoder).items()}
 
     def of(self, numbers: Sequence[int]) -> Given:
-        """Those of captions by their numbers; with guidance, the one after the last is what it leads away from."""
+        """Those of captions by their numbers. With guidance the number after the last is what it leads away from."""
         return Given(*padded([self._texts[number] for number in numbers], self._most))
 
 
 @dataclass(frozen=True)
 class Words:
-    """What a user calls the classes that are asked for, and how guidance is left out."""
+    """The user's option for classes, and how to turn guidance off."""
 
     label: str = "--label"
     unguided: str = "pass --guidance 1"
 
 
 class Labels:
-    """Classes, which a checkpoint knows by their names or their number."""
+    """Classes, by their names or numbers in a checkpoint."""
 
     def __init__(
         self, known: Known, spec: ModelSpec, labels: Sequence[str], options: SamplingOptions, words: Words
     ) -> None:
-        """Raises UserError with all that are unknown."""
+        """Raises UserError with all unknown classes."""
         asked = [(words.label, label) for label in labels]
         if options.guided and options.negative is not None:
             asked.append(("--negative", options.negative))
@@ -121,7 +121,7 @@ class Labels:
 
 
 def _numbers(classes: Classes, asked: Sequence[tuple[str, str]]) -> list[int]:
-    """Of labels, each with the option that asked for it. Raises UserError with all that are unknown."""
+    """The numbers of labels, each with its option. Raises UserError with all that are unknown."""
     found, problems = [], []
     for option, label in asked:
         try:
@@ -142,8 +142,10 @@ def conditions_of(
     device: torch.device,
     words: Words = Words(),
 ) -> Texts | Labels:
-    """Of these captions, if the run is fed any, or of classes that are `known` to it; what encodes them is on `device`
-    meanwhile. Raises UserError where it cannot be loaded, and for a class that is unknown."""
+    """Those of these captions, if the run has captions, or of classes that are `known` to it; encoded on `device`.
+
+    Raises UserError where an encoder cannot be loaded, and for an unknown class.
+    """
     if run.encoders.text is not None:
         return Texts(run.encoders.text, captions, options, device)
     assert known is not None  # of a run without captions

@@ -1,4 +1,4 @@
-"""What encoders make of all captions and first frames, on the host and one after another, before anything is drawn."""
+"""All captions and first frames are encoded one after another, to CPU memory, before anything is generated."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from bigdit.strategy import ModelSpec
 
 
 def give_back(device: torch.device) -> None:
-    """Have the device get back what nothing holds any more: of pipelines parts hold each other, and torch's allocator
-    keeps what was freed."""
+    """Return unused memory to the device: parts of pipelines hold each other, and torch's allocator keeps freed
+    memory."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -38,7 +38,7 @@ _ONE = Clip(1, 1)
 
 
 def asked_image(option: str, path: Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """As first_image. Raises UserError, which names the option or key that asked for it, where there is none."""
+    """As first_image. Raises UserError, with the option or key that asked for it, where there is none."""
     try:
         return first_image(path, max_pixels)
     except (OSError, Unusable) as error:
@@ -46,7 +46,7 @@ def asked_image(option: str, path: Path, max_pixels: int = MAX_PIXELS) -> Image.
 
 
 def first_image(path: Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """The picture of a file, or the first frame of a video, upright, of mode RGB or L. Raises FileNotFoundError;
+    """The image of a file, or the first frame of a video, upright, of mode RGB or L. Raises FileNotFoundError;
     Unusable, with the reason; UserError where it cannot be read."""
     if not is_video(path):
         return decode(read_file(path, PICTURE_BYTES), max_pixels)
@@ -59,8 +59,11 @@ def first_image(path: Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
 def first_frame_extras(
     frames: FirstFrames, images: Sequence[Image.Image], bucket: tuple[int, ...]
 ) -> dict[str, torch.Tensor]:
-    """The extras [images, …] fp32, on the host, of videos of `bucket` [(frames,) height, width] that begin with these
-    images; a picture is cropped to the bucket as extraction does it."""
+    """The extras [images, …] fp32, in CPU memory, of videos of `bucket` [(frames,) height, width] that begin with these
+    images.
+
+    An image is cropped to the bucket as extraction does it.
+    """
     found = [_extras(frames, each, bucket) for each in images]  # one by one: a whole video is made of each
     return {name: torch.cat([each[name] for each in found]).float() for name in found[0]}
 
@@ -77,7 +80,7 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Encoded:
-    """Of so many pictures; `begun`: the extras of their first frames, a row each."""
+    """The conditions of so many images; `begun`: the extras of their first frames, a row each."""
 
     count: int
     guided: bool
@@ -85,8 +88,8 @@ class Encoded:
     begun: Mapping[str, torch.Tensor]
 
     def of(self, numbers: Sequence[int], device: torch.device, dtype: torch.dtype) -> Given:
-        """What these pictures are conditioned on; with guidance, followed by what they are led away from, which begins
-        alike."""
+        """The conditions of these images. With guidance, those that it leads away from follow, with the same first
+        frames."""
         asked = [*numbers, *([self.count] * len(numbers) if self.guided else [])]
         given = self.texts.of(asked)
         frames = [*numbers, *numbers] if self.guided else list(numbers)
@@ -105,9 +108,11 @@ def encoded(
     device: torch.device,
     words: Words,
 ) -> Encoded:
-    """Of captions and `images`, one for all or one for each, by the run's encoders, which have `device` in turn and are
-    gone from it then, and by `codec`, which is on the host. Raises UserError where one cannot be loaded, and in `words`
-    for a class that is unknown."""
+    """Encode captions and `images`, one for all or one for each, with the run's encoders, which use `device` in turn.
+
+    `codec` stays in CPU memory. Raises UserError where an encoder cannot be loaded, and in `words` for an unknown
+    class.
+    """
     texts = conditions_of(run, spec, known, captions, options, device, words)
     give_back(device)
     begun = _begun(run, images, options, codec, device)

@@ -1,7 +1,7 @@
-"""Pictures or videos from captions or classes by a trained checkpoint, with classifier-free guidance.
+"""Images or videos from captions or classes by a trained checkpoint, with classifier-free guidance.
 
-What encodes, draws and decodes has the device in turn, and alone: no card holds all of it that holds each of them.
-Where one has room for it, what decodes comes between batches, beside the model: pictures come soon after being drawn.
+The encoders, the model and the decoder use the device in turn: together they may not fit a GPU that holds each of them.
+Where there is room, the decoder runs between batches, next to the model, so that images come early.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from bigdit.strategy import ModelSpec, Strategy
 from bigdit.units import gib
 
 Shown = Callable[[str, Iterator[torch.Tensor], int], Iterator[torch.Tensor]]
-"""Passes on what is made, one by one, by the name of what makes it and how many there will be."""
+"""Passes results on, one by one; it is given the name of what makes them, and their number."""
 
 _HOST = torch.device("cpu")
 _LESS = "a smaller --size or fewer captions take less"
@@ -41,16 +41,19 @@ _MORE = "a device with more memory is needed"
 
 
 class Sampler:
-    """Draws with the model of a checkpoint, as its run computed it, and the encoders it was trained on.
+    """Generates with a checkpoint's model, in the dtype of its run, and the encoders it was trained with.
 
-    `captions`: whether it is fed captions, and not classes.
+    `captions`: whether its conditions are captions, and not classes.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, device: torch.device, *, ema: bool = False, posthoc: PostHoc | None = None
     ) -> None:
-        """With `ema` of the moving average of the weights, with `posthoc` of that one of them. What decodes is loaded,
-        on the host, and nothing else yet. Raises UserError where it cannot be, or no average was kept."""
+        """With `ema` from the EMA of the weights, with `posthoc` from that one. Only the decoder is loaded now, in CPU
+        memory.
+
+        Raises UserError where it cannot be loaded, or there is no EMA.
+        """
         if ema and not checkpoint.has_average:
             raise UserError(
                 f"--ema: {checkpoint.folder} holds no moving average of the weights; train with strategy.ema"
@@ -68,15 +71,15 @@ class Sampler:
         self.buckets, self.fps, self.captions = run.data.buckets, run.data.fps, run.encoders.text is not None
 
     def model(self) -> nn.Module:
-        """The model as it draws, loaded anew. Raises UserError where weights cannot be read, or memory does not do."""
+        """The model that generates, newly loaded. Raises UserError where weights cannot be read, or memory runs out."""
         if self._posthoc is None:  # which has verified all that it is made of
             verify(self._checkpoint)
         with memory_errors(f"--checkpoint {self._checkpoint.folder}: loading it", self._device, _MORE):
             return model_of(self._checkpoint, self._run, self._spec, self._device, ema=self._ema, posthoc=self._posthoc)
 
     def check(self, options: SamplingOptions, captions: Mapping[str, Sequence[str]], images: int = 0) -> None:
-        """Raise UserError where captions or classes, by what a user called each of them, and so many `images` cannot be
-        drawn so: known before weights are loaded."""
+        """Raise UserError for captions or classes, by their options, and so many `images` that this model cannot take,
+        before weights are loaded."""
         self._check_images(images, sum(map(len, captions.values())))
         if options.sampler is not None:
             objectives.check_sampler(self._objective, options.sampler)
@@ -99,10 +102,12 @@ class Sampler:
         images: Sequence[Image.Image] = (),
         shown: Shown = lambda what, found, total: found,
     ) -> Iterator[torch.Tensor]:
-        """One picture a caption, or a class by its name or number: uint8 [channels, (frames,) height, width]. Picture i
-        depends on caption i and seed + i, and of a model of videos that begin with a picture on image i; one image is
-        for all. Each comes when its batch is drawn; where memory does not do for what decodes beside the model, when
-        all are. `shown` sees what is drawn, and what is decoded at the end. Raises UserError as `draw` and `decode`."""
+        """One image a caption, or a class by its name or number: uint8 [channels, (frames,) height, width].
+
+        Image i depends on caption i and seed + i; for image-to-video models also on image i, where one image serves for
+        all. An image comes after its batch; where the decoder does not fit next to the model, after all batches.
+        `shown` sees what is generated, and what is decoded at the end. Raises UserError as `generate` and `decode`.
+        """
         waiting: list[torch.Tensor] = []
         for latents in shown("draw", self.draw(captions, options, images), len(captions)):
             pixels = None if waiting else self._decode_beside(latents, options)
@@ -117,10 +122,10 @@ class Sampler:
     def draw(
         self, captions: Sequence[str], options: SamplingOptions, images: Sequence[Image.Image] = ()
     ) -> Iterator[torch.Tensor]:
-        """The latents [C, (f,) h, w] of each picture, on the host; the model is gone when the last one is drawn.
+        """The latents [C, (f,) h, w] of each image, in CPU memory; the model is freed after the last one.
 
-        A batch for which memory does not do is halved. Raises UserError where it does not do for what encodes, for the
-        model or for one picture, for a class that is unknown, and where images are missing or too many.
+        A batch that does not fit is halved. Raises UserError where an encoder, the model or a single image does not
+        fit, for an unknown class, and where images are missing or too many.
         """
         self.check(options, {Words().label: captions}, len(images))
         shape = self._latents(options)
@@ -143,8 +148,8 @@ class Sampler:
 
     @torch.no_grad()
     def decode(self, latents: Iterable[torch.Tensor], options: SamplingOptions) -> Iterator[torch.Tensor]:
-        """Their pictures, one at a time, since a picture takes much more than its latents. Raises UserError where
-        memory does not do for one."""
+        """Their images, one at a time, since an image takes much more memory than its latents. Raises UserError where
+        one does not fit."""
         give_back(self._device)
         self._codec.move(self._device)
         for each in latents:
@@ -154,7 +159,7 @@ class Sampler:
 
     @torch.no_grad()
     def _decode_beside(self, latents: torch.Tensor, options: SamplingOptions) -> torch.Tensor | None:
-        """The picture of these latents beside the model; None, and a note, where memory does not do for that."""
+        """The image of these latents, decoded next to the model; None, and a note, where memory does not suffice."""
         try:
             self._codec.move(self._device)
             return self._pixels(latents)
@@ -170,7 +175,7 @@ class Sampler:
         return to_bytes(self._codec.decode(latents[None].to(self._device)))[0].cpu()
 
     def _latents(self, options: SamplingOptions) -> Shape:
-        """The shape of the latents of one picture. Raises UserError where the codec or the model has none of it."""
+        """The shape of an image's latents. Raises UserError where the codec or the model does not support it."""
         size, side = options.size, self._codec.downsample
         if options.height % side or options.width % side:
             nearest = "x".join(map(str, fitting_bucket(options.bucket, side)))
@@ -197,8 +202,8 @@ class Sampler:
     def _attempt(
         self, model: nn.Module, given: Encoded, numbers: range, shape: Shape, options: SamplingOptions
     ) -> torch.Tensor | None:
-        """Their latents; None where memory does not do for so many: the error, which holds what was allocated, ends
-        here. Raises UserError where it does not do for one."""
+        """Their latents; None where so many do not fit: the error, which holds what was allocated, ends here. Raises
+        UserError where one does not fit."""
         least, (free, total) = len(numbers) * _least_bytes(shape, options.guidance), room(self._device)
         if len(numbers) > 1:
             try:
@@ -237,15 +242,18 @@ class Sampler:
 
 
 def _least_bytes(shape: Shape, guidance: float) -> int:
-    """What a picture takes at the least, in fp32: latents, noise and what the model predicts; with guidance twice what
-    the model is fed and predicts, beside noise. A host's memory is not refused, but ends."""
+    """The least that an image takes, in fp32: latents, noise and the prediction; with guidance two of latents and
+    prediction.
+
+    A CPU does not refuse memory: the kernel ends the process.
+    """
     return (3 if guidance == 1 else 5) * 4 * math.prod(shape)
 
 
 def model_of(
     checkpoint: Checkpoint, run: RunConfig, spec: ModelSpec, device: torch.device, *, ema: bool, posthoc: PostHoc | None
 ) -> nn.Module:
-    """The model on `device`, of the weights, with `ema` of their average, or of that one. The checkpoint was verified.
+    """The model on `device`, with the weights, their EMA with `ema`, or that EMA. The checkpoint was verified.
 
     Raises UserError where weights cannot be read.
     """

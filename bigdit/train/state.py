@@ -22,8 +22,8 @@ from bigdit.dist import World
 from bigdit.engines import Ema, Engine
 from bigdit.errors import UserError
 from bigdit.models import Family
-from bigdit.models.arguments import arguments
 from bigdit.models.equip import compile_notices
+from bigdit.models.family import arguments
 from bigdit.objective_spec import ObjectiveSpec
 from bigdit.strategy import ModelSpec, Strategy
 from bigdit.train.data import TrainData

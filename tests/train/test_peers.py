@@ -232,8 +232,8 @@ def test_processes_that_could_not_speak(capfd, monkeypatch, host_bytes, counted)
     said = capfd.readouterr().err
     assert said.startswith("error: rank 1 (process ")
     assert said.endswith(
-        f") was ended by SIGKILL (by hand, or because memory ran out: this machine has 32.00 GiB, and {counted}); rank 0 "
-        "waited for it and had to be killed\n"
+        f") was ended by SIGKILL (by hand, or because memory ran out: this machine has 32.00 GiB, and {counted}); rank "
+        "0 waited for it and had to be killed\n"
     )
 
 
