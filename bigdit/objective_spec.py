@@ -115,11 +115,11 @@ class DdpmSpec(Strict):
         if self.betas != "squaredcos_cap_v2" and self.timesteps * (self.beta_start + self.beta_end) > _MOST_NOISE:
             raise ValueError(
                 f"{self.timesteps} timesteps with betas from {self.beta_start:g} to {self.beta_end:g} leave nothing of "
-                "the picture long before the last; set fewer timesteps, or a smaller beta_end"
+                "the image long before the last; set fewer timesteps, or a smaller beta_end"
             )
         if self.zero_terminal_snr and self.prediction == "epsilon":
             raise ValueError(
-                "zero_terminal_snr leaves noise alone in the last timestep, which says nothing of the picture where "
+                "zero_terminal_snr leaves noise alone in the last timestep, which says nothing of the image where "
                 "prediction is epsilon; set prediction to v"
             )
         if self.min_snr_gamma is not None and self.p2_gamma is not None:

@@ -28,6 +28,7 @@ import xxhash
 from pydantic import StringConstraints, ValidationError
 from pydantic_core import PydanticUndefined
 
+from bigdit.checkpoint.peers import Peers
 from bigdit.config.run import AVERAGES, CHECKPOINTS
 from bigdit.documents import read_json
 from bigdit.errors import UserError
@@ -104,7 +105,7 @@ class Checkpoint(Saved):
         return list(map(int, self.state["lineage"]))
 
     @property
-    def has_average(self) -> bool:
+    def has_ema(self) -> bool:
         """Whether it holds an EMA of the weights."""
         return self.state["strategy"].get("ema") is not None
 
@@ -200,7 +201,7 @@ def write_snapshot(folder: Path, state: dict[str, Any]) -> Path:
 
 def open_snapshot(folder: Path) -> Snapshot:
     """A snapshot's folder. Raises UserError where its snapshot.json is missing or was changed."""
-    return Snapshot(folder, *read_state(folder, SNAPSHOT, "a snapshot of averages", SavedState))
+    return Snapshot(folder, *read_state(folder, SNAPSHOT, "a snapshot of the EMA", SavedState))
 
 
 def snapshots_of(checkpoint: Checkpoint) -> list[Snapshot]:
@@ -216,7 +217,7 @@ def snapshots_of(checkpoint: Checkpoint) -> list[Snapshot]:
         if found[-1].digest != digest:
             raise UserError(
                 f"{root / name} is not the snapshot that {checkpoint.folder} was trained with, but another run's, or "
-                "of another course of this one; take it away, and averages are made without it"
+                "of another course of this one; remove it, and EMAs are made without it"
             )
     return sorted(found, key=lambda each: each.step)
 
@@ -275,8 +276,8 @@ def advice(root: Path, damaged: str) -> str:
     """What a person can do where the checkpoint named `damaged` is not whole."""
     others = [found for found in whole(root) if found.folder.name != damaged]
     if not others:
-        return "there is no other; choose another output to start anew"
-    return f"to go on from the one before, write {newest(others).folder.name} into {root / LATEST}"
+        return "there is no other; choose another output to start again"
+    return f"to resume from the one before, write {newest(others).folder.name} into {root / LATEST}"
 
 
 def _named(pointer: Path) -> tuple[str | None, str]:
@@ -290,3 +291,74 @@ def _named(pointer: Path) -> tuple[str | None, str]:
     if NAME.fullmatch(text):
         return text, ""
     return None, f"{pointer} holds {text[:40]!r}, which is no checkpoint's name"
+
+
+def verify(found: Saved, peers: Peers | None = None) -> None:
+    """Raise UserError where a file is missing, too many or changed.
+
+    Where several processes call it, with their `peers`, each reads some of the files. All raise the problem of one.
+    """
+    peers = Peers() if peers is None else peers
+    kind, document = _names_of(found)
+    more = set(found.engine.glob("*.safetensors")) - set(found.files())
+    problems = [f"{min(more)} is no part of its {kind}: {document} does not name it; remove it"] if more else []
+    for file in found.files()[peers.world.rank :: peers.world.world_size]:
+        problems += _problem(found, file)
+    peers.agree(problems[0] if problems else None)
+
+
+def _problem(found: Saved, file: Path) -> list[str]:
+    kind, document = _names_of(found)
+    name = str(file.relative_to(found.folder))
+    if not file.is_file():
+        return [f"the {kind} {found.folder} lacks {name}; {_advice(found)}"]
+    try:
+        if checksum(file) == found.state["checksums"][name]:
+            return []
+        why = f"its checksum is not the one in {document}"
+    except OSError as error:
+        why = str(error)
+    return [f"{file} is damaged: {why}; {_advice(found)}"]
+
+
+def _names_of(found: Saved) -> tuple[str, str]:
+    """Its kind, and the name of its JSON."""
+    return ("checkpoint", STATE) if isinstance(found, Checkpoint) else ("snapshot", SNAPSHOT)
+
+
+def _advice(found: Saved) -> str:
+    if isinstance(found, Checkpoint):
+        return advice(found.folder.parent, found.folder.name)
+    return "remove the snapshot, and EMAs are made without it"
+
+
+CHECKSUMS = "checksums.json"
+_AGAIN = "copy it again, or run `bigdit export` again"
+
+
+def write_checksums(folder: Path) -> None:
+    """Write the xxh3-128 of each file in the folder. Raises UserError where it cannot be written."""
+    write_json(folder / CHECKSUMS, {file.name: checksum(file) for file in sorted(folder.iterdir())})
+
+
+def check_exported(folder: Path) -> None:
+    """Raise UserError where a file of an exported folder is missing, too many or changed.
+
+    A folder without checksums, as others write it, is not judged.
+    """
+    file = folder / CHECKSUMS
+    try:
+        sums: dict[str, str] = read_json(file)
+        more = {each.name for each in folder.glob("*.safetensors")} - sums.keys()
+        lacking = [name for name in sums if not (folder / name).is_file()]
+        changed = [name for name, known in sums.items() if name not in lacking and checksum(folder / name) != known]
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{file} is damaged or cannot be read ({error}); {_AGAIN}") from None
+    if lacking:
+        raise UserError(f"{folder} lacks {lacking[0]}, which its {CHECKSUMS} names; {_AGAIN}")
+    if changed:
+        raise UserError(f"{folder / changed[0]} is damaged: its checksum is not the one in {CHECKSUMS}; {_AGAIN}")
+    if more:
+        raise UserError(f"{folder / min(more)} is no part of its export: {CHECKSUMS} does not name it; remove it")

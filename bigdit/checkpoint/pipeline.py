@@ -26,7 +26,7 @@ from bigdit.objective_spec import ObjectiveSpec
 from bigdit.strategy import ModelSpec
 
 _TRANSFORMER, _SCHEDULER, _VAE = "transformer", "scheduler", "vae"
-_KEYS = "encoders.text.pipeline, and beside encoders.image.path and model.init_from,"
+_KEYS = "encoders.text.pipeline, and next to encoders.image.path and model.init_from,"
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def pipeline_of(checkpoint: Checkpoint) -> Pipeline | str:
     if run.strategy.lora is not None:
         loader = models.loaded_by(spec.class_name, index.get("_class_name"))
         if loader is None:
-            return f"diffusers loads no adapters of {spec.class_name}; `bigdit sample` draws with them"
+            return f"diffusers loads no adapters of {spec.class_name}; `bigdit sample` generates with them"
         return f"adapters are loaded over {base}, by {loader}"
     wanted = [name for name, entry in index.items() if _is_part(entry) and name not in (_TRANSFORMER, _SCHEDULER)]
     parts = {name: base / name for name in wanted}
@@ -144,7 +144,7 @@ def copy_part(source: Path, folder: Path) -> None:
 def _problems(part: Path, file: Path) -> Iterator[str]:
     if not file.exists():  # a hub's cache has links in the place of files
         yield f"{file} is a link to {file.readlink()}, which is missing"
-    elif leads_out(part, file):  # whose copy would be published with the weights
+    elif leads_out(part, file):  # its target would be published with the weights
         yield f"{file} is a link out of its folder; copy there what it leads to"
     elif not file.is_dir():
         check_regular(file)
@@ -156,7 +156,7 @@ def _damages(file: Path) -> Iterator[str]:
         yield pointer
     elif file.suffix == ".safetensors":
         try:
-            with safe_open(file, "np"):  # it holds the file's length against its header
+            with safe_open(file, "np"):  # it checks the file's length against its header
                 pass
         except SafetensorError as error:
             yield f"{file} is damaged or cut off ({error})"

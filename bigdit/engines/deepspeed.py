@@ -20,8 +20,8 @@ from torch import nn
 
 from bigdit import libraries, optim
 from bigdit.config.wrong import shown
-from bigdit.engines.protocol import Engine, Shard, Stepped, compute_dtype, whole
-from bigdit.engines.scaling import LossScaler, are_finite
+from bigdit.engines.backward import LossScaler, Stepped, are_finite
+from bigdit.engines.protocol import Engine, Shard, compute_dtype, whole
 from bigdit.errors import UserError
 from bigdit.strategy import Strategy
 
@@ -33,9 +33,9 @@ def _no_shm_op() -> None:
     return None
 
 
-# DeepSpeed's collectives of CPUs serve tensor-parallel inference alone: training on a CPU reduces by gloo. Each process
-# would take 66 MiB of shared memory for them, and a machine's first compile them for most of a minute. Source:
-# inference_all_reduce in deepspeed/comm/torch.py, DeepSpeed 0.19, whose parent has another attribute by its name.
+# DeepSpeed's collectives for CPUs serve tensor-parallel inference alone: training on a CPU reduces with gloo. Each
+# process would take 66 MiB of shared memory for them, and the first on a machine compiles them for most of a minute.
+# Source: inference_all_reduce in deepspeed/comm/torch.py, DeepSpeed 0.19. (deepspeed.comm.torch is another attribute.)
 importlib.import_module("deepspeed.comm.torch").build_shm_op = _no_shm_op  # type: ignore[attr-defined]
 
 
@@ -43,8 +43,8 @@ def _without_passes() -> bool:
     return False
 
 
-# Each engine on a card registers the passes of DeepSpeed's own compiler, which imports torch's for that: a second of
-# every start. Nothing here calls it. Source: DeepSpeedEngine.__init__ in deepspeed/runtime/engine.py, DeepSpeed 0.19.
+# On a GPU each engine registers passes of DeepSpeed's own compiler, and imports torch's compiler for that: a second at
+# each start. Nothing here calls it. Source: DeepSpeedEngine.__init__ in deepspeed/runtime/engine.py, DeepSpeed 0.19.
 _runtime = importlib.import_module("deepspeed.runtime.engine")
 _runtime.is_deepcompile_supported = _without_passes  # type: ignore[attr-defined]
 
@@ -61,10 +61,10 @@ class DeepSpeedEngine(Engine):
         model = _on_device(strategy, model, device)
         optimizer = optim.build(strategy.optimizer, optim.groups(strategy.optimizer, model))
         names = {param: name for name, param in model.named_parameters()}
-        # As the groups have them: DeepSpeed's masters follow each other group by group.
+        # In the order of the groups, as DeepSpeed's masters are.
         self._trained = [(names[param], param) for group in optimizer.param_groups for param in group["params"]]
         # Some of DeepSpeed's wrappers step once on zero gradients to allocate the state. That must not decay the
-        # weights (learning rate 0), nor count in Adam's bias correction (the state is dropped, and comes anew).
+        # weights (learning rate 0), nor count in Adam's bias correction (the state is dropped, and made again).
         optim.set_lr(optimizer, 0.0)
         self.model, zero, *_ = deepspeed.initialize(
             model=model,
@@ -194,17 +194,17 @@ def _check_fp16(strategy: Strategy) -> None:
 
 def check_document(strategy: Strategy) -> None:
     """Raise UserError for what DeepSpeed alone can judge in the document: its sections' keys and values."""
-    said = "strategy.ds_config: DeepSpeed does not take it"
+    rejected = "strategy.ds_config: DeepSpeed rejects it"
     try:
         DeepSpeedConfig(strategy.ds_document)
     except ValidationError as error:
-        raise UserError(*(f"{said}: {_told(detail)}" for detail in error.errors(include_url=False))) from None
-    except Exception as error:  # pydantic's, DeepSpeed's own, assertions: all are of what the document says
+        raise UserError(*(f"{rejected}: {_problem(detail)}" for detail in error.errors(include_url=False))) from None
+    except Exception as error:  # pydantic's, DeepSpeed's own, assertions: all are about the document
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{said}: {reason}") from error
+        raise UserError(f"{rejected}: {reason}") from error
 
 
-def _told(detail: ErrorDetails) -> str:
+def _problem(detail: ErrorDetails) -> str:
     key = ".".join(map(str, detail["loc"]))
     if detail["type"] == "extra_forbidden":
         return f"{key}: unknown key"

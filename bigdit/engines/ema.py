@@ -14,7 +14,7 @@ from bigdit.engines.protocol import Engine
 from bigdit.strategy import EmaSpec
 from bigdit.units import MIB
 
-# What is copied at once where weights and average are apart; on the host it is pinned, and stays.
+# What is copied at once where weights and EMA are on different devices, through a pinned buffer that stays.
 CHUNK_ELEMENTS = 64 * MIB // 4
 
 
@@ -140,7 +140,7 @@ def _swap_rounded(average: torch.Tensor, weights: torch.Tensor, *, back: bool) -
     bits, half = average.view(torch.int32), 1 << 15
     if not back:
         bits.add_(half)
-    _swap(bits.view(torch.int16)[1::2], weights.view(torch.int16))  # as processors with cards have it: upper half last
+    _swap(bits.view(torch.int16)[1::2], weights.view(torch.int16))  # little-endian: upper half last
     if back:
         bits.sub_(half)
 

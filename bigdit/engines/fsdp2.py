@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from bigdit import optim
 from bigdit.dist import World
-from bigdit.engines.backward import Backward
-from bigdit.engines.protocol import Engine, Shard, Stepped, compute_dtype
+from bigdit.engines.backward import Backward, Stepped
+from bigdit.engines.protocol import Engine, Shard, compute_dtype
 from bigdit.models import Family
 from bigdit.optim.factored import sum_over_shards
 from bigdit.strategy import FACTORED, Strategy
@@ -37,7 +37,7 @@ class Fsdp2Engine(Engine):
         self.device = device
         _shard(model, [*family.shared(model), *family.blocks(model), model], strategy, device)
         self.model = model
-        # In a forward pass the model has whole parameters in their place.
+        # Taken now: in a forward pass the model has whole parameters in their place.
         self._params: dict[str, DTensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.masters = _stepped(strategy, self._params.values())
         self.optimizer = optim.build(
@@ -126,7 +126,7 @@ def _shard(model: nn.Module, units: list[nn.Module], strategy: Strategy, device:
     mesh = _mesh(strategy, device)
     # Inputs are cast by the step: FSDP2's own cast would round t, which the embedding needs in fp32.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    # The rest of the model is needed first in the backward pass, so that None keeps it gathered after the forward.
+    # None keeps the rest of the model gathered after the forward pass: the backward pass needs it first.
     reshard = None if strategy.reshard_after_forward else False
     offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if strategy.cpu_offload else OffloadPolicy()
 
@@ -139,7 +139,7 @@ def _shard(model: nn.Module, units: list[nn.Module], strategy: Strategy, device:
     for unit in units:
         for module in unit.modules():
             if module not in moved:
-                module._apply(place, recurse=False)  # which has layers of a quantised base quantise their weights
+                module._apply(place, recurse=False)  # layers of a quantised base quantise their weights in it
             moved.add(module)
         fully_shard(
             unit,

@@ -12,16 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from bigdit.engines.scaling import LossScaler
+from bigdit.engines.backward import LossScaler, Stepped
 from bigdit.strategy import Strategy
-
-
-@dataclass(frozen=True)
-class Stepped:
-    """`taken`: whether weights and state changed; `grad_norm`: before clipping, where the strategy clips."""
-
-    taken: bool
-    grad_norm: torch.Tensor | None = None
 
 
 class Engine(Protocol):

@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 from bigdit import optim
-from bigdit.engines.backward import Backward
-from bigdit.engines.protocol import Engine, Shard, Stepped, whole
+from bigdit.engines.backward import Backward, Stepped
+from bigdit.engines.protocol import Engine, Shard, whole
 from bigdit.models.swap import moved, swap_of, with_data
 from bigdit.strategy import Strategy
 from bigdit.units import MIB
 
-# The fp32 gradients that exist at once. All of them would cost 4 bytes a parameter and decide the peak.
+# The fp32 gradients that exist at once. All of them would take 4 bytes a parameter, and be the peak.
 CHUNK_BYTES = 256 * MIB
-# Of these, what is made at once of adapters' gradients, which are many and small. Others are turned one by one: those
-# of a list live on while their fp32 copies are made, and with whole models the step may be what takes most.
+# Of these, the adapters' gradients that are made at once: they are many and small. Others are converted one by one. A
+# list keeps its gradients while their fp32 copies are made, and in full fine-tuning the step may be the peak phase.
 LIST_BYTES = 2 * MIB
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """A parameter and its master."""
@@ -106,7 +106,7 @@ class SingleEngine(Engine):
             gradients = [master.grad for master in masters if master.grad is not None]
             if factor is not None and gradients:
                 torch._foreach_mul_(gradients, factor)
-            del gradients  # or they would live on while the next chunk's are made
+            del gradients  # else they stay allocated while the next chunk's are made
             self.optimizer.step()
             for master in masters:
                 master.grad = None

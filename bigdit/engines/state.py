@@ -26,7 +26,7 @@ from bigdit.engines.ema import Ema
 from bigdit.engines.protocol import Engine, Shard
 
 LOCAL = "local."
-AVERAGE = "ema"
+EMA = "ema"
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ def places(engine: Engine, ema: Ema | None, rank: int) -> dict[str, Place]:
     return found
 
 
-def average_kind(i: int) -> str:
+def ema_kind(i: int) -> str:
     """The name under which average number i (from 0) of a parameter is saved."""
-    return f"{AVERAGE}{i + 1}" if i else AVERAGE
+    return f"{EMA}{i + 1}" if i else EMA
 
 
-@torch.no_grad()  # or each shard of a DTensor is an operation of autograd's, a tenth of what a recorded step takes
+@torch.no_grad()  # else autograd records each shard of a DTensor, a tenth of a recorded step's time
 def checkpoint_bytes(engine: Engine, ema: Ema | None) -> int:
     """The bytes that this process copies to CPU memory to save its current state."""
     return sum(
@@ -83,7 +83,7 @@ def _held(engine: Engine, ema: Ema | None, rank: int) -> Iterator[tuple[str, Any
         master = engine.masters[shard.master]
         yield f"master.{shard.name}", _local(master), shard
         for i, averages in enumerate([] if ema is None else ema.every):
-            yield f"{average_kind(i)}.{shard.name}", averages[shard.master], shard
+            yield f"{ema_kind(i)}.{shard.name}", averages[shard.master], shard
         for key, value in engine.optimizer.state.get(master, {}).items():
             if _is_elementwise(value, master):
                 yield f"state.{key}.{shard.name}", _local(value), shard

@@ -82,7 +82,7 @@ def _learns_variance(objective: DdpmSpec, output: torch.Tensor, channels: int) -
     if objective.learned_variance and not has:
         raise UserError(
             f"objective.learned_variance is true, and the model predicts {output.shape[1]} channels of latents with "
-            f"{channels}, no variance beside them; set it to false, or model.kwargs.out_channels to {2 * channels}"
+            f"{channels}, no variance after them; set it to false, or model.kwargs.out_channels to {2 * channels}"
         )
     return has and objective.learned_variance is not False
 

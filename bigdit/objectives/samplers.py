@@ -72,7 +72,7 @@ def _times_of_flow(scheduler: Any, sampler: SamplerName) -> torch.Tensor:
     """
     scheduler.set_begin_index(0)
     if sampler == "dpmsolver++":
-        scheduler.sigmas[0] = 1.0  # diffusers' is of 1 - 1/1000, and the samples begin as noise alone
+        scheduler.sigmas[0] = 1.0  # diffusers' is for 1 - 1/1000, but samples begin as pure noise
     return torch.as_tensor(scheduler.sigmas[:-1])
 
 
@@ -91,16 +91,16 @@ def _of_flow(objective: FlowMatchingSpec, sampler: SamplerName, tokens: int) -> 
         return diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
     if sampler == "heun":
         return diffusers.FlowMatchHeunDiscreteScheduler(shift=shift)
-    said: dict[str, Any] = {"use_flow_sigmas": True, "flow_shift": shift, "prediction_type": "flow_prediction"}
+    options: dict[str, Any] = {"use_flow_sigmas": True, "flow_shift": shift, "prediction_type": "flow_prediction"}
     if sampler == "unipc":
-        return diffusers.UniPCMultistepScheduler(**said)
-    return diffusers.DPMSolverMultistepScheduler(**said)
+        return diffusers.UniPCMultistepScheduler(**options)
+    return diffusers.DPMSolverMultistepScheduler(**options)
 
 
 def _of_ddpm(objective: DdpmSpec, sampler: SamplerName) -> Any:
     import diffusers
 
-    said: dict[str, Any] = {
+    options: dict[str, Any] = {
         "num_train_timesteps": objective.timesteps,
         "beta_schedule": objective.betas,
         "beta_start": objective.beta_start,
@@ -110,15 +110,15 @@ def _of_ddpm(objective: DdpmSpec, sampler: SamplerName) -> Any:
         "timestep_spacing": "trailing",
     }
     if objective.snr_shift != 1.0:
-        said["trained_betas"] = shifted_betas(objective)
+        options["trained_betas"] = shifted_betas(objective)
     if sampler == "ddim":
-        return diffusers.DDIMScheduler(**said, clip_sample=False)
+        return diffusers.DDIMScheduler(**options, clip_sample=False)
     if sampler == "unipc":
-        return diffusers.UniPCMultistepScheduler(**said)
-    return diffusers.DPMSolverMultistepScheduler(**said)
+        return diffusers.UniPCMultistepScheduler(**options)
+    return diffusers.DPMSolverMultistepScheduler(**options)
 
 
-def scheduler_config(objective: ObjectiveSpec, class_name: str, said: dict[str, Any]) -> dict[str, Any] | str:
+def scheduler_config(objective: ObjectiveSpec, class_name: str, given: dict[str, Any]) -> dict[str, Any] | str:
     """The configuration of diffusers' scheduler of that class for the objective, with all else as `given`; or why it
     cannot follow the objective, for people."""
     import diffusers
@@ -129,9 +129,9 @@ def scheduler_config(objective: ObjectiveSpec, class_name: str, said: dict[str, 
     known = inspect.signature(scheduler.__init__).parameters
     found = _config_of_ddpm(objective, known) if isinstance(objective, DdpmSpec) else _config_of_flow(objective, known)
     if isinstance(found, str):
-        return f"the pipeline's {class_name} {found}; `bigdit sample` draws with them"
-    # Whole, as save_pretrained writes it: what it left out is what the class takes.
-    config: dict[str, Any] = dict(scheduler.from_config(said | found).config)
+        return f"the pipeline's {class_name} {found}; `bigdit sample` generates with them"
+    # Whole, as save_pretrained writes it, with the class's defaults.
+    config: dict[str, Any] = dict(scheduler.from_config(given | found).config)
     return {key: value for key, value in config.items() if key != "_use_default_values"} | {"_class_name": class_name}
 
 
@@ -171,7 +171,7 @@ def _config_of_ddpm(objective: DdpmSpec, known: Any) -> dict[str, Any] | str:
     elif objective.zero_terminal_snr:
         return "knows no zero terminal SNR, which the weights were trained by"
     if objective.zero_terminal_snr:
-        found["timestep_spacing"] = "trailing"  # or the last timestep is left out: arXiv:2305.08891, section 3.3
+        found["timestep_spacing"] = "trailing"  # else the last timestep is left out: arXiv:2305.08891, section 3.3
     if "snr_shift_scale" in known:
         found["snr_shift_scale"] = objective.snr_shift
     elif objective.snr_shift != 1.0:

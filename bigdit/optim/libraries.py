@@ -30,7 +30,7 @@ def bitsandbytes(spec: OptimizerSpec, params: Groups) -> Optimizer:
     adamw = PagedAdamW8bit if spec.name == "paged_adamw_8bit" else AdamW8bit
     optimizer = adamw(params, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay)
     if spec.name == "paged_adamw_8bit":
-        # Not before: DeepSpeed moves the weights after it was given the optimizer.
+        # Not before: DeepSpeed moves the weights after it gets the optimizer.
         optimizer.register_step_pre_hook(_refuse_cpu)
     return optimizer
 
@@ -53,8 +53,8 @@ def torchao(spec: OptimizerSpec, params: Groups, *, stochastic_rounding: bool) -
     from torchao.optim import AdamW4bit, AdamW8bit, subclass_4bit, subclass_8bit
     from torchao.optim.adam import _AdamW
 
-    # Its maps are made by tensor operations at first use and kept: the first optimizer of a process would be unlike
-    # the others, and an attempt unlike the run.
+    # Tensor operations make its maps at first use, and it keeps them: a process's first optimizer would allocate more
+    # than others, and an attempt more than the run.
     for maps in (subclass_4bit, subclass_8bit):
         maps.get_qmap_signed.cache_clear()
         maps.get_qmap_unsigned.cache_clear()
@@ -91,6 +91,6 @@ def _as_written(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _quantised_zeros(zeros: Callable[..., torch.Tensor], p: torch.Tensor, *args: Any) -> torch.Tensor:
-    # The dtype of quantised state is an appearance, which torchao's views lose: a DTensor of bf16 weights' state
-    # would then say bf16, and its part fp32. Here both say fp32, in which the step computes.
+    # The dtype of quantised state is nominal, and torchao's views lose it: a DTensor of bf16 weights' state would be
+    # bf16, and its local part fp32. Here both are fp32, in which the step computes.
     return zeros(SimpleNamespace(shape=p.shape, device=p.device, dtype=torch.float32), *args)

@@ -310,7 +310,7 @@ class Costs:
         if False not in on_host:
             return "host"
         if not counted.is_copy:
-            return "device"  # a kernel that was handed a number, or an index, of the host's
+            return "device"  # a kernel that got a number, or an index, from CPU memory
         # What is written comes last; a list that is copied into comes first, and nothing is returned.
         return "to host" if (on_host[-1] if results else on_host[0]) else "to device"
 

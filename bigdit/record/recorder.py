@@ -56,8 +56,8 @@ class Recorder(Counting):
         super().__exit__(*error)
         if self._collect:
             gc.enable()
-        if self._froze:  # else the process has frozen its libraries itself, and leaves without taking them apart
-            gc.unfreeze()  # what stays frozen to its end, libraries such as Triton tell of as leaked
+        if self._froze:  # else the process froze its libraries itself, and ends without tearing them down
+            gc.unfreeze()  # libraries such as Triton report what stays frozen as leaked
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operation, whose storages are known from here on."""
@@ -67,7 +67,7 @@ class Recorder(Counting):
         for tensor in result if isinstance(result, list | tuple) else (result,):
             if isinstance(tensor, torch.Tensor):
                 self._see(tensor, func)
-        # Torch puts copies to the host that nobody waits for into page-locked memory.
+        # Torch puts non-blocking copies to the CPU into page-locked memory.
         # Source: `_to_copy` in aten/src/ATen/native/TensorConversions.cpp.
         unawaited = func is _TO and kwargs.get("non_blocking") and args[0].is_cuda and result.device.type == HOST
         if func is _PIN or kwargs.get("pin_memory") or unawaited:

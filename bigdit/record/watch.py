@@ -69,7 +69,7 @@ class Watch:
         recorder.mark(engine.masters, "master weight")
         recorder.mark(() if ema is None else ema.tensors(), "EMA")
         recorder.mark(engine.buffers(), "engine buffer")
-        recorder.mark_rest("engine buffer")  # what the engine's start left behind
+        recorder.mark_rest("engine buffer")  # left by the engine's start
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -10,31 +10,29 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-Picture = npt.NDArray[np.uint8]
+Pixels = npt.NDArray[np.uint8]
 """[height, width] gray or [height, width, 3]."""
 
 
-def png(picture: Picture) -> bytes:
+def png(image: Pixels) -> bytes:
     """PNG bytes of one image."""
-    from PIL import Image
-
     buffer = BytesIO()
-    Image.fromarray(picture).save(buffer, format="png")
+    Image.fromarray(image).save(buffer, format="png")
     return buffer.getvalue()
 
 
-def grid_png(pictures: Sequence[Picture], captions: Sequence[str], columns: int = 5) -> bytes:
+def grid_png(images: Sequence[Pixels], captions: Sequence[str], columns: int = 5) -> bytes:
     """PNG bytes: images in rows of `columns`, small ones enlarged without smoothing, captions below."""
     from matplotlib.figure import Figure
 
-    columns = min(columns, len(pictures))
-    rows = -(-len(pictures) // columns)
+    columns = min(columns, len(images))
+    rows = -(-len(images) // columns)
     figure = Figure(figsize=(1.8 * columns, 2.15 * rows), dpi=120, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for axis in axes:
         axis.axis("off")
-    for axis, picture, caption in zip(axes, pictures, captions, strict=False):
-        axis.imshow(picture, cmap="gray" if picture.ndim == 2 else None, vmin=0, vmax=255, interpolation="nearest")
+    for axis, image, caption in zip(axes, images, captions, strict=False):
+        axis.imshow(image, cmap="gray" if image.ndim == 2 else None, vmin=0, vmax=255, interpolation="nearest")
         axis.set_title("\n".join(textwrap.wrap(caption, 24)), fontsize=8)
     buffer = BytesIO()
     figure.savefig(buffer, format="png", bbox_inches="tight")

@@ -25,8 +25,7 @@ from bigdit.encoders.fit import size_misfits
 from bigdit.engines import compute_dtype
 from bigdit.errors import UserError
 from bigdit.models.swap import moved
-from bigdit.sampling.conditions import Given, Labels, SamplingOptions, Words
-from bigdit.sampling.encoded import Encoded, encoded, give_back
+from bigdit.sampling.conditions import Encoded, Given, Labels, SamplingOptions, Words, encoded, give_back
 from bigdit.shortage import memory_errors, ran_out, room
 from bigdit.store.part import Shape
 from bigdit.strategy import ModelSpec, Strategy
@@ -35,7 +34,7 @@ from bigdit.units import gib
 Shown = Callable[[str, Iterator[torch.Tensor], int], Iterator[torch.Tensor]]
 """Passes results on, one by one; it is given the name of what makes them, and their number."""
 
-_HOST = torch.device("cpu")
+_CPU = torch.device("cpu")
 _LESS = "a smaller --size or fewer captions take less"
 _MORE = "a device with more memory is needed"
 
@@ -54,17 +53,15 @@ class Sampler:
 
         Raises UserError where it cannot be loaded, or there is no EMA.
         """
-        if ema and not checkpoint.has_average:
-            raise UserError(
-                f"--ema: {checkpoint.folder} holds no moving average of the weights; train with strategy.ema"
-            )
+        if ema and not checkpoint.has_ema:
+            raise UserError(f"--ema: {checkpoint.folder} holds no EMA of the weights; train with strategy.ema")
         run = parse_run(checkpoint.state["run"], str(checkpoint.folder))
         spec = ModelSpec.model_validate(checkpoint.state["model"])
         self._checkpoint, self._run, self._spec, self._device = checkpoint, run, spec, device
         self._ema, self._posthoc = ema, posthoc
         self._family = models.family(spec.class_name)
         self._dtype = compute_dtype(Strategy.model_validate(checkpoint.state["strategy"]))
-        self._codec = load_image_codec(run.encoders.image, _HOST)
+        self._codec = load_image_codec(run.encoders.image, _CPU)
         self._known: Any = (checkpoint.state["data"] or {}).get("classes")
         self._begins = run.encoders.first_frame is not None
         self._objective = objective_of(spec, run.objective)
@@ -72,7 +69,7 @@ class Sampler:
 
     def model(self) -> nn.Module:
         """The model that generates, newly loaded. Raises UserError where weights cannot be read, or memory runs out."""
-        if self._posthoc is None:  # which has verified all that it is made of
+        if self._posthoc is None:  # else it has verified all its files
             verify(self._checkpoint)
         with memory_errors(f"--checkpoint {self._checkpoint.folder}: loading it", self._device, _MORE):
             return model_of(self._checkpoint, self._run, self._spec, self._device, ema=self._ema, posthoc=self._posthoc)
@@ -109,8 +106,8 @@ class Sampler:
         `shown` sees what is generated, and what is decoded at the end. Raises UserError as `generate` and `decode`.
         """
         waiting: list[torch.Tensor] = []
-        for latents in shown("draw", self.draw(captions, options, images), len(captions)):
-            pixels = None if waiting else self._decode_beside(latents, options)
+        for latents in shown("generate", self.generate(captions, options, images), len(captions)):
+            pixels = None if waiting else self._decode_early(latents, options)
             if pixels is None:
                 waiting.append(latents)
             else:
@@ -119,7 +116,7 @@ class Sampler:
             yield from shown("decode", self.decode(waiting, options), len(waiting))
 
     @torch.no_grad()
-    def draw(
+    def generate(
         self, captions: Sequence[str], options: SamplingOptions, images: Sequence[Image.Image] = ()
     ) -> Iterator[torch.Tensor]:
         """The latents [C, (f,) h, w] of each image, in CPU memory; the model is freed after the last one.
@@ -135,13 +132,15 @@ class Sampler:
         model = self.model()
         start, most = 0, options.micro_batch_size
         while start < len(captions):
-            self._codec.move(_HOST)
+            self._codec.move(_CPU)
             numbers = range(start, min(start + most, len(captions)))
             latents = self._attempt(model, given, numbers, shape, options)
             if latents is None:
                 most = len(numbers) // 2
-                log.notice(f"note: {options.size}: memory does not do for {len(numbers)} at once; going on with {most}")
-                give_back(self._device)  # what the larger batch left in pieces
+                log.notice(
+                    f"note: {options.size}: memory does not suffice for {len(numbers)} at once; continuing with {most}"
+                )
+                give_back(self._device)  # the larger batch left fragments
                 continue
             yield from latents.cpu()
             start += len(numbers)
@@ -158,7 +157,7 @@ class Sampler:
             yield pixels
 
     @torch.no_grad()
-    def _decode_beside(self, latents: torch.Tensor, options: SamplingOptions) -> torch.Tensor | None:
+    def _decode_early(self, latents: torch.Tensor, options: SamplingOptions) -> torch.Tensor | None:
         """The image of these latents, decoded next to the model; None, and a note, where memory does not suffice."""
         try:
             self._codec.move(self._device)
@@ -166,9 +165,9 @@ class Sampler:
         except (RuntimeError, MemoryError) as error:
             if not ran_out(error):
                 raise
-        self._codec.move(_HOST)
+        self._codec.move(_CPU)
         give_back(self._device)
-        log.notice(f"note: {options.size}: no room to decode beside the model; pictures come when all are drawn")
+        log.notice(f"note: {options.size}: no room to decode next to the model; images come when all are generated")
         return None
 
     def _pixels(self, latents: torch.Tensor) -> torch.Tensor:
@@ -184,7 +183,7 @@ class Sampler:
         if options.frames is not None and (options.frames - 1) % step:
             raise UserError(f"{size} has {options.frames} frames, and the codec takes one and then multiples of {step}")
         if options.frames is not None and self.fps is None:
-            raise UserError(f"{size} has frames, and the run was trained on pictures; give HEIGHTxWIDTH")
+            raise UserError(f"{size} has frames, and the run was trained on images; give HEIGHTxWIDTH")
         shape = self._codec.latent_shape(options.bucket)
         if misfits := size_misfits(self._spec, [shape]):
             raise UserError(f"{size} gives {misfits[0]}")
@@ -192,10 +191,10 @@ class Sampler:
 
     def _check_images(self, images: int, captions: int) -> None:
         if not self._begins and images:
-            raise UserError("--image: the model's videos begin with no picture; leave it out")
+            raise UserError("--image: the model's videos begin with no image; leave it out")
         if self._begins and images not in (1, captions):
             raise UserError(
-                f"--image: the model's videos begin with a picture: {images} were given for {captions} captions; pass "
+                f"--image: the model's videos begin with an image: {images} were given for {captions} captions; pass "
                 "one for all, or one for each"
             )
 
@@ -207,18 +206,20 @@ class Sampler:
         least, (free, total) = len(numbers) * _least_bytes(shape, options.guidance), room(self._device)
         if len(numbers) > 1:
             try:
-                return self._draw(model, given, numbers, shape, options) if least <= free else None
+                return self._generate(model, given, numbers, shape, options) if least <= free else None
             except (RuntimeError, MemoryError) as error:
                 if not ran_out(error):
                     raise
                 return None
-        drawing = f"{options.size}: drawing 1 at once"
+        generating = f"{options.size}: generating 1 at once"
         if least > free:
-            raise UserError(f"{drawing} takes {gib(least)} at least, and {gib(free)} of {gib(total)} are free; {_LESS}")
-        with memory_errors(drawing, self._device, _LESS):
-            return self._draw(model, given, numbers, shape, options)
+            raise UserError(
+                f"{generating} takes {gib(least)} at least, and {gib(free)} of {gib(total)} are free; {_LESS}"
+            )
+        with memory_errors(generating, self._device, _LESS):
+            return self._generate(model, given, numbers, shape, options)
 
-    def _draw(
+    def _generate(
         self, model: nn.Module, given: Encoded, numbers: range, shape: Shape, options: SamplingOptions
     ) -> torch.Tensor:
         seeds = [options.seed + number for number in numbers]
@@ -259,14 +260,14 @@ def model_of(
     """
     strategy = Strategy.model_validate(checkpoint.state["strategy"])
     family, dtype = models.family(spec.class_name), compute_dtype(strategy)
-    swapped = strategy.blocks_to_swap if device.type == "cuda" else 0  # on a host it would save nothing
+    swapped = strategy.blocks_to_swap if device.type == "cuda" else 0  # on a CPU it would save nothing
     if strategy.lora is None or run.model.init_from is None:
         model = models.skeleton(spec, dtype=dtype)
     else:
         model = load_model(spec, run.model.init_from, dtype=dtype)
     model = models.equip(model, family, strategy.forward_only.model_copy(update={"blocks_to_swap": swapped}))
     if posthoc is None:
-        load_weights(checkpoint, model, average=ema)
+        load_weights(checkpoint, model, ema=ema)
     else:
         posthoc.load(model)
     return moved(model, device).eval()

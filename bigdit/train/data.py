@@ -29,7 +29,7 @@ from bigdit.loader.order import Order
 from bigdit.loader.raw_store import RawStore
 from bigdit.loader.stages import none_left
 from bigdit.loader.stream import FeatureStream
-from bigdit.sampling.encoded import asked_image
+from bigdit.sampling.conditions import asked_image
 from bigdit.sources.open import check_sources, open_source
 from bigdit.store import FeatureStore
 from bigdit.store.files import url_of

@@ -15,8 +15,7 @@ from commands import DIGITS, SINGLE, TINY
 from bigdit import models
 from bigdit.catalog.resolve import read_model_config
 from bigdit.checkpoint import find_checkpoint, pipeline_of, verify
-from bigdit.checkpoint.folder import LATEST, STATE, write_state
-from bigdit.checkpoint.verify import check_exported
+from bigdit.checkpoint.folder import LATEST, STATE, check_exported, write_state
 from bigdit.config import load_run
 from bigdit.config.stages import load_stages
 from bigdit.errors import UserError

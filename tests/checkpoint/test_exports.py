@@ -57,7 +57,7 @@ def flip(file):
         (lambda folder: (folder / "checksums.json").write_text("[]"), "/checksums.json is damaged or cannot be read"),
         (
             lambda folder: shutil.copy(folder / FILE, folder / "model.safetensors"),
-            "/model.safetensors is no part of its export: checksums.json does not name it; take it away",
+            "/model.safetensors is no part of its export: checksums.json does not name it; remove it",
         ),
     ],
     ids=["weights", "config", "no weights", "no config", "half", "none", "more"],

@@ -228,8 +228,8 @@ def test_a_checkpoint_that_the_run_cannot_go_on_from_is_refused(capsys, features
     status, _, said = dry_run(capsys, *chosen, "train.steps=9", "data.caption_dropout=0.3")
     assert (status, said) == (
         0,
-        f"note: {found} was trained with data.caption_dropout 0.1, and goes on with 0.3\n"
-        f"note: {found} was trained with train.steps 8, and goes on with 9\n",
+        f"note: {found} was trained with data.caption_dropout 0.1, and resumes with 0.3\n"
+        f"note: {found} was trained with train.steps 8, and resumes with 9\n",
     )
     for override, problem in {
         "objective.name=ddpm": f"{found} was trained with objective.name flow_matching, and the run asks for ddpm; ",

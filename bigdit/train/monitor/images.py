@@ -22,8 +22,7 @@ from bigdit.errors import UserError
 from bigdit.files import replacing
 from bigdit.models import Family
 from bigdit.objective_spec import ObjectiveSpec
-from bigdit.sampling.conditions import Given, SamplingOptions, Words
-from bigdit.sampling.encoded import asked_image, encoded
+from bigdit.sampling.conditions import Given, SamplingOptions, Words, asked_image, encoded
 from bigdit.sampling.grid import grid_png, moving_grid, small, stills_png, webp
 from bigdit.store.part import Shape
 from bigdit.store.schema import Known
