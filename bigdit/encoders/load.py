@@ -20,7 +20,7 @@ from bigdit.encoders.first_frame import FirstFrames, load_first_frames
 from bigdit.encoders.host_bytes import text_bytes
 from bigdit.encoders.text_encoder import Keep, TextEncoder, as_it_is
 from bigdit.errors import UserError
-from bigdit.shortage import ran_out, told
+from bigdit.shortage import memory_errors, ran_out
 from bigdit.store.text import Text
 from bigdit.units import gib
 
@@ -96,7 +96,7 @@ class Turns:
             self._note(self._said())
         if self._apart and self._here is not side:
             self._clear()
-        with told(side.title, self._device, side.less):
+        with memory_errors(side.title, self._device, side.less):
             if self._apart and self._here is not side:
                 side.to(self._device)
                 self._here = side
@@ -106,7 +106,9 @@ class Turns:
         """Have all wait on the host, the side that comes too: while they were there together it has put small weights
         between the others', which hold torch's segments. Raises UserError where the host has no room for them."""
         for each in self._sides:
-            with told(f"{each.title} that waits for its turn on the host", _HOST, "fewer workers take less of it"):
+            with memory_errors(
+                f"{each.title} that waits for its turn on the host", _HOST, "fewer workers take less of it"
+            ):
                 each.to(_HOST)
         gc.collect()  # what was half loaded, or half encoded, when memory ran out
         if torch.cuda.is_available():

@@ -155,7 +155,7 @@ def check(receipts: Iterable[Receipt], gpu: Gpu, gpus: Cards) -> tuple[list[Chec
     checked, notices = [], []
     for each in receipts:
         problem = f"the receipt of {each.model.name}, {each.written}, is left out"
-        if each.strategy.compile_blocks:
+        if each.strategy.plan_notice:
             notices.append(f"{problem}: its blocks were compiled")
             continue
         try:
