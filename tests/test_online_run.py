@@ -58,9 +58,9 @@ def huge():
 
 DAMAGES = {
     "3.png": {
-        b"": "damaged picture: it begins as none of PNG, JPEG, ",
-        b"I am a text": "damaged picture: it begins as none of PNG, JPEG, ",
-        half_a_jpeg(): "damaged picture: OSError: image file is truncated",
+        b"": "damaged image: it is none of PNG, JPEG, ",
+        b"I am a text": "damaged image: it is none of PNG, JPEG, ",
+        half_a_jpeg(): "damaged image: OSError: image file is truncated",
         huge(): "image of 400000000 pixels; data.max_pixels allows 89478485",
     },
     "3.txt": {
@@ -194,7 +194,7 @@ def test_of_two_processes_one_that_is_killed_or_finds_a_damaged_picture_ends_bot
         (folder / "3.png").write_bytes(b"I am a text")
         assert second.ends() == 1
         (line,) = [each for each in second.stderr.splitlines() if each.startswith("error: ")]
-        assert line.startswith("error: data.images: 3.png: damaged picture: ")
+        assert line.startswith("error: data.images: 3.png: damaged image: ")
 
 
 def test_captions_that_are_cut_on_the_way_are_counted(folder, tmp_path, capfd):

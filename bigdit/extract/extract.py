@@ -264,7 +264,7 @@ def _compared(path: Path, source: Source) -> _Changes:
         if then is None:
             changes.added.append(now.name)
         elif replace(then, times=now.times) != now:
-            captions_alone = (then.count, then.picture) == (now.count, now.picture)
+            captions_alone = (then.count, then.image) == (now.count, now.image)
             changes.edited.append(f"the caption of {now.name}" if captions_alone else now.name)
         elif then != now:
             changes.touched.append((start, end))

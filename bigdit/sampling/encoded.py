@@ -18,8 +18,8 @@ from bigdit.encoders.latents import bucket_pixels
 from bigdit.errors import UserError
 from bigdit.loader.buffers import extras_of
 from bigdit.sampling.conditions import Given, Labels, SamplingOptions, Texts, Words, conditions_of
-from bigdit.sources.disk import PICTURE_BYTES, read_file
-from bigdit.sources.picture import decode
+from bigdit.sources.disk import IMAGE_BYTES, read_file
+from bigdit.sources.image import decode
 from bigdit.sources.protocol import Unusable
 from bigdit.sources.videos import Clip, is_video, video_frames
 from bigdit.store.schema import Known
@@ -49,7 +49,7 @@ def first_image(path: Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """The picture of a file, or the first frame of a video, upright, of mode RGB or L. Raises FileNotFoundError;
     Unusable, with the reason; UserError where it cannot be read."""
     if not is_video(path):
-        return decode(read_file(path, PICTURE_BYTES), max_pixels)
+        return decode(read_file(path, IMAGE_BYTES), max_pixels)
     frame = next(video_frames(path, _ONE, max_pixels), None)
     if frame is None:
         raise Unusable("video without frames")

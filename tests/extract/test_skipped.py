@@ -33,7 +33,7 @@ def test_the_command_reports_what_was_skipped_and_why(flawed, tmp_path):
     store = report["store"]
     assert (store["pictures"], store["encoded"], store["buckets"]) == (4, 2, {"4x4x4": 2})
     assert [(item["index"], item["name"]) for item in store["skipped"]] == [(1, "b.png"), (3, "d.png")]
-    assert store["skipped"][0]["reason"].startswith("damaged picture: ")
+    assert store["skipped"][0]["reason"].startswith("damaged image: ")
     assert store["skipped"][1]["reason"] == "caption d.txt is missing"
     assert store == json.loads((tmp_path / "f/report.json").read_text())
     assert all_indices(tmp_path / "f") == [0, 2]
@@ -41,7 +41,7 @@ def test_the_command_reports_what_was_skipped_and_why(flawed, tmp_path):
     again = command(flawed, tmp_path / "f", "--workers", "2")
     assert f"{tmp_path}/f: 2 of 4 pictures encoded (2 of 4x4x4)" in again.stdout
     assert "nothing was left to do" in again.stdout
-    assert "2 skipped:\n  b.png: damaged picture" in again.stdout
+    assert "2 skipped:\n  b.png: damaged image" in again.stdout
 
 
 def test_captions_that_were_cut_are_counted_over_parts_and_told_wherever_a_store_is_shown(tmp_path):

@@ -278,7 +278,7 @@ def test_what_is_not_taken_online_is_refused(sd3, tmp_path, captioned):
         extract(run, model_spec(run.model))
     (tmp_path / "some.tar").touch()
     with pytest.raises(
-        UserError, match=r"holds tars, whose index is kept in data\.features, and strategy\.features is onli"
+        UserError, match=r"holds tars\. Their index needs data\.features, and strategy\.features is onli"
     ):
         trained(path, tmp_path / "run", *ONLINE, f"data.images={tmp_path}/some.tar")
     with pytest.raises(

@@ -66,7 +66,7 @@ def test_a_vaes_latents_are_kept_in_bfloat16(tmp_path, pictures, schema, text_en
     write_part(part_path(root, 0, 4), encoded, identity=part_identity(one_part, 0))
     store = FeatureStore.open(root)
     latents, _, indices = store.read((4, 8, 12), [1])
-    pixels = torch.from_numpy(np.asarray(Image.open(items[3].picture).convert("RGB")).copy()).permute(2, 0, 1)
+    pixels = torch.from_numpy(np.asarray(Image.open(items[3].path).convert("RGB")).copy()).permute(2, 0, 1)
     assert indices == [3]
     assert load_file(part_path(root, 0, 4))["latent/4x8x12"].dtype == torch.bfloat16
     # bfloat16 keeps 8 bits of significance; the batch of two that encoded it sums in another order.

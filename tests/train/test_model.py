@@ -251,7 +251,7 @@ def test_pictures_that_extraction_refuses_are_refused(capsys, tmp_path, features
             f"error: data.images: {pictures} is of kind folder, which has no columns; leave out image and captions\n",
         )
     status, _, said = dry_run(capsys, f"data.images={tmp_path}", f"data.features={tmp_path / 'none'}")
-    assert (status, said.partition(" (")[0]) == (1, f"error: data.images: {tmp_path} holds no pictures")
+    assert (status, said.partition(" (")[0]) == (1, f"error: data.images: {tmp_path} holds no images")
     assert dry_run(capsys, "data.images=/nowhere", f"data.features={features}")[::2] == (0, "")
 
 
