@@ -11,8 +11,7 @@ from tiny_sources import opened, save
 from bigdit import models
 from bigdit.checkpoint.pipeline import part_problem
 from bigdit.config.data import TextEncoderConfig, VaeCodec
-from bigdit.encoders.codecs import load_image_codec
-from bigdit.encoders.load import load_text_encoder
+from bigdit.encoders.load import load_image_codec, load_text_encoder
 from bigdit.errors import UserError
 from bigdit.models.exchange import import_published
 from bigdit.sources.protocol import Unusable

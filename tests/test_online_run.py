@@ -85,7 +85,7 @@ def test_a_picture_that_is_damaged_on_the_way_is_named_and_the_run_goes_on_when_
             assert run(None, output, *online(folder), "train.steps=3") == 1
             (line,) = said(capfd, "error: ")
             assert line.startswith(f"error: data.images: 3.png: {why}")
-            assert "; mend or replace it, and the same command goes on; " in line
+            assert "; fix or replace it, and the same command resumes. " in line
             assert taken(output) == [1]
         (folder / name).write_bytes(whole)
     assert run(None, output, *online(folder), "train.steps=3") == 0
@@ -102,7 +102,7 @@ def test_pictures_that_are_others_when_a_run_goes_on_are_said_or_refused(folder,
     (folder / "3.png").rename(tmp_path / "3.png")
     assert run(None, output, *online(folder), "train.steps=2") == 1
     assert said(capfd, "error: ") == [
-        f"{refused}9 now, and 10 then; bring these back, have new ones in a further source at the end of the list, or "
+        f"{refused}9 now, and 10 then; restore them, put new ones into a source at the end of the list, or "
         "choose another output"
     ]
     tiny_sources.save(folder / "3.png", "digit 3", tiny_sources.gradient(12, 12))
@@ -118,7 +118,7 @@ def test_pictures_that_are_others_when_a_run_goes_on_are_said_or_refused(folder,
     length, changed, added, _ = said(capfd, "note: ")
     assert length == f"note: {where} was trained with train.steps 1, and goes on with 2"
     assert changed.startswith(f"note: 1 of 1 source of data.images changed since {where}: ")
-    assert added.startswith("note: data.images has 1 part more (2 samples) than before: what is new enters with epoch ")
+    assert added.startswith("note: data.images has 1 part more (2 samples) than before: new samples enter with epoch ")
     assert run(None, output, *online(folder), "train.steps=3") == 1
     (line,) = said(capfd, "error: ")
     assert "was trained on: 10 now, and 10 + 2 then; " in line

@@ -118,7 +118,7 @@ def _encoding(question: Question, watch: _Watch) -> None:
     assert request.encoders is not None
     frozen = FrozenEncoders(request.encoders)
     raw = raw_batch(request.encoders, request.batch, request.strategy)
-    sides = {PICTURES: frozen.of_pictures(), TEXTS: frozen.of_texts()}
+    sides = {PICTURES: frozen.of_images(), TEXTS: frozen.of_texts()}
     parameters = (each for modules in sides.values() for module in modules for each in module.parameters())
     watch.params = sum(each.numel() for each in parameters)
 

@@ -11,7 +11,7 @@ from bigdit.catalog.conditions import CLASS_LABEL, no_class
 from bigdit.config import RunConfig
 from bigdit.config.data import TextEncoderConfig
 from bigdit.encoders.load import load_text_encoder
-from bigdit.encoders.text_encoder import shapes_of
+from bigdit.encoders.protocol import shapes_of
 from bigdit.errors import UserError
 from bigdit.loader.batch import condition
 from bigdit.loader.buffers import padded

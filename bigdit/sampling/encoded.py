@@ -12,9 +12,9 @@ from PIL import Image
 
 from bigdit.config import RunConfig
 from bigdit.config.data import MAX_PIXELS
-from bigdit.encoders.codecs import ImageCodec
 from bigdit.encoders.first_frame import FirstFrames, load_first_frames
 from bigdit.encoders.latents import bucket_pixels
+from bigdit.encoders.protocol import ImageCodec
 from bigdit.errors import UserError
 from bigdit.loader.buffers import extras_of
 from bigdit.sampling.conditions import Given, Labels, SamplingOptions, Texts, Words, conditions_of

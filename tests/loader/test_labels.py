@@ -5,7 +5,7 @@ import torch
 from stores import stream_of
 
 from bigdit.errors import UserError
-from bigdit.loader.read import draw
+from bigdit.loader.order import draw
 from bigdit.loader.stages import data_state, plan_order
 from bigdit.models import Extra
 from bigdit.profile.steps import batch

@@ -141,7 +141,10 @@ def test_a_picture_of_108_megapixels_is_read_where_the_limit_is_raised(tmp_path)
         (b"\0\0\0\x18ftypheic\0\0\0\0", "image in HEIC, which is not supported; convert it to PNG or JPEG"),
         (b"\0\0\0\x18ftypmif1\0\0\0\0", "image in HEIC, which is not supported; convert it to PNG or JPEG"),
         (b"\xff\x0a\xfa\x1f", "image in JPEG XL, which is not supported; convert it to PNG or JPEG"),
-        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "image in SVG, which is not supported; convert it to PNG or JPEG"),
+        (
+            b"<svg xmlns='http://www.w3.org/2000/svg'/>",
+            "image in SVG, which is not supported; convert it to PNG or JPEG",
+        ),
         (b"no picture", "damaged image: it is none of PNG, JPEG, WEBP, AVIF, BMP, TIFF, GIF"),
     ],
 )
