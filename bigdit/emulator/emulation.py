@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
 
 from bigdit.catalog import Gpu
-from bigdit.emulator.repositories import option_for
+from bigdit.emulator.fake_weights import option_for
 from bigdit.memory.process import ByteRange, beside_torch
 from bigdit.strategy import Strict
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from bigdit.catalog.families import too_large
 from bigdit.documents import parse_json, read_mapping
-from bigdit.emulator.inside import holes
+from bigdit.emulator.inside import sparse
 from bigdit.errors import UserError, guard, nearest
 
 VARIANTS = {"fp16": "float16", "bf16": "bfloat16"}
@@ -38,15 +38,15 @@ def write_weights(config: Path, dtype: str) -> None:
         else:
             model, stem = _transformers_model(document, config.parent), "model"
         stored = str(document.get("dtype") or document.get("torch_dtype") or dtype)
-        if stored not in holes.DTYPES:
-            raise ValueError(f"dtype is {stored!r}; {nearest(stored, holes.DTYPES)}")
+        if stored not in sparse.DTYPES:
+            raise ValueError(f"dtype is {stored!r}; {nearest(stored, sparse.DTYPES)}")
     except Exception as error:  # what a constructor makes of arguments that it was not written for is of any class
         raise UserError(
             f"--fake-weights: no model can be built from {config}: {' '.join(str(error).split())}"
         ) from error
     for variant, variant_dtype in {"": stored, **VARIANTS}.items():
         name = f"{stem}.{variant}.safetensors" if variant else f"{stem}.safetensors"
-        holes.write(config.parent / name, _entries(model, variant_dtype), {"format": "pt"})
+        sparse.write(config.parent / name, _entries(model, variant_dtype), {"format": "pt"})
 
 
 def _diffusers_model(document: dict[str, Any], folder: Path) -> Any:
@@ -82,11 +82,11 @@ def _class_in(library: Any, name: str, kind: type) -> Any:
     return found
 
 
-def _entries(model: Any, dtype: str) -> list[holes.Entry]:
+def _entries(model: Any, dtype: str) -> list[sparse.Entry]:
     """What a file of the model holds: floating-point tensors in `dtype`, each shared one once, under its first name."""
     tensors = {id(tensor): (name, tensor) for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
     return [
-        holes.Entry(
+        sparse.Entry(
             _stored_name(model, name),
             dtype if tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch."),
             tuple(tensor.shape),

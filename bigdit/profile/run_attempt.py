@@ -153,7 +153,7 @@ class _Watch(Witness):
         self.packed_work: str | None = None
         self._counting: Counting | None = None
         self._phase: str | None = None
-        self._counts = importlib.import_module("bigdit_emulated.counts").read
+        self._counts = importlib.import_module("bigdit_emulated.libraries").read_counts
         self._host = importlib.import_module("bigdit_emulated.host").tensor_bytes
         self._host_before = self._host()[0] - host_bytes
         self.host_peaks = [0, 0]  # until the engine has started, and since

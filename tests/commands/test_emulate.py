@@ -261,7 +261,7 @@ def test_what_would_make_figures_wrong_is_said(tmp_path: Path) -> None:
     done = emulate("--gpu", "a40", "--json", "--", "python", script(tmp_path, NOTICES))
     assert done.returncode == 0, done.stderr
     said = "\n".join(done.report["notices"])
-    assert "Stateless holds no state after its step" in said
+    assert "Stateless has no state after its step" in said
     assert "first at train.py:13" in said
     assert "the script records the allocator's history itself" in said
     assert int(done.stderr.strip().splitlines()[-1]) > 0  # which it finds as it left it

@@ -215,18 +215,18 @@ def test_graphs_and_compiled_kernels_are_taken_and_counted():
         "a40",
         """
         import json, torch
-        from bigdit_emulated import counts
+        from bigdit_emulated import libraries
         x = torch.zeros(1 << 20, device="cuda")
-        before = counts.read()["launches"]
+        before = libraries.read_counts()["launches"]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = x * 2 + 1
-        captured = counts.read()["launches"] - before
+        captured = libraries.read_counts()["launches"] - before
         graph.replay()
-        replayed = counts.read()["launches"] - before - captured
+        replayed = libraries.read_counts()["launches"] - before - captured
         torch.special.airy_ai(x)  # a kernel that nvrtc compiles
         torch.cuda.synchronize()
-        print(json.dumps([captured, replayed, counts.read()["host_syncs"] > 0]))
+        print(json.dumps([captured, replayed, libraries.read_counts()["host_syncs"] > 0]))
         """,
     )
     assert found == [2, 2, True]
@@ -300,7 +300,7 @@ def test_calls_of_libraries_fills_and_copies_by_direction_are_counted():
         "a40",
         """
         import ctypes, json, torch
-        from bigdit_emulated import counts, libraries
+        from bigdit_emulated import libraries
         a, b = (torch.zeros(512, 512, device=f"cuda:{card}") for card in range(2))
         picture, kernel = torch.zeros(1, 3, 32, 32, device="cuda"), torch.zeros(4, 3, 3, 3, device="cuda")
         high, rows = torch.zeros(1 << 18, 16, device="cuda"), torch.zeros(8, 16, dtype=torch.uint8)
@@ -308,9 +308,9 @@ def test_calls_of_libraries_fills_and_copies_by_direction_are_counted():
         sizes = [ctypes.c_size_t(size) for size in (16, 16, 12, 8)]
 
         def counted(run):
-            before = counts.read()
+            before = libraries.read_counts()
             run()
-            return {name: count - before[name] for name, count in counts.read().items() if count != before[name]}
+            return {name: count - before[name] for name, count in libraries.read_counts().items() if count != before[name]}
 
         def in_rows():
             runtime = libraries.library("libcudart")

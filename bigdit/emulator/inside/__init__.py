@@ -14,17 +14,16 @@ def start() -> None:
     """Put the card in, and begin to observe where the parent wants to know: called once, before the script."""
     import sys
 
-    from . import imports, options
+    from . import imports, parent
 
     sys.meta_path.insert(0, imports.Finder())
     imports.before("torch", _before_torch)
     imports.after("torch", _after_torch)
-    if options.OUT:
-        from . import account, counts, deepspeed_engine, ending, history, notices, ooms, phases, steps
+    if parent.OUT:
+        from . import account, ending, history, libraries, notices, steps
 
-        observers = (history, notices, ooms, phases, steps, counts)
+        observers = (account, history, libraries, notices, steps)
         ending.install(account.write, [observer.forget for observer in observers])
-        deepspeed_engine.install()
 
 
 def _before_torch(spec: ModuleSpec) -> None:
@@ -39,11 +38,11 @@ def _before_torch(spec: ModuleSpec) -> None:
 
 
 def _after_torch(torch: Any) -> None:
-    from . import history, host, libraries, loads, loss_scaler, ooms, options, phases, saves, steps, values
+    from . import account, engines, history, host, libraries, parent, sparse, steps, values
 
     libraries.install(torch)
-    for part in (host, values, saves, loads):
+    for part in (host, values, sparse):
         part.install(torch)
-    if options.OUT:
-        for observer in (history, ooms, phases, steps, loss_scaler):
+    if parent.OUT:
+        for observer in (history, account, steps, engines):
             observer.install(torch)

@@ -7,11 +7,12 @@ import platform
 import re
 import resource
 import sys
+import threading
 import traceback
 from collections.abc import Iterable
 from typing import Any
 
-from . import counts, ending, files, history, loss_scaler, notices, ooms, replay, steps
+from . import ending, engines, history, libraries, notices, parent, replay, steps
 
 _ORDER = ("start", "forward", "backward", "step")
 _LARGEST = 40
@@ -22,11 +23,11 @@ def write(how: str, seconds: float) -> None:
     """Write the account, where this process used a card; and which of the hub's repositories it ended for want of."""
     absent = _absent_repository() if how == "exit" else None
     if absent is not None:
-        files.write_json(f"absent-{os.getpid()}.json", {"repository": absent})
+        parent.write_json(f"absent-{os.getpid()}.json", {"repository": absent})
     if not history.used():
         return
     history.fold(snapshot=f"snapshot-{ending.name}.pickle")
-    files.write_json(f"account-{ending.name}.json", _document(how, seconds))
+    parent.write_json(f"account-{ending.name}.json", _document(how, seconds))
 
 
 def _document(how: str, seconds: float) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def _document(how: str, seconds: float) -> dict[str, Any]:
     if how == "steps" and steps.done - steps.skipped < 2:
         notices.add("no backward pass ran beside the optimizer's state, which may be the peak: one step more shows it")
     world = _world_size(torch)
-    for name in counts.refused():
+    for name in libraries.refused():
         notices.add(f"{name} was called, and has no answer on an emulated card")
     return {
         "pid": os.getpid(),
@@ -53,14 +54,14 @@ def _document(how: str, seconds: float) -> dict[str, Any]:
         "skipped_steps": steps.skipped,
         "backwards": steps.backwards,
         "stepped_after_oom": steps.stepped_after_oom,
-        "computed_after_oom": ooms.computed_since(),
-        "loss_scaler": loss_scaler.seen,
+        "computed_after_oom": computed_since(),
+        "loss_scaler": engines.scales_loss,
         "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "cards": [_card(torch, card) for card in range(torch.cuda.device_count()) if _was_used(card)],
-        "out_of_memory": [_oom(at) for at in range(len(ooms.found))],
-        "out_of_memory_count": ooms.count,
-        "work": counts.read(),
-        "work_by_step": counts.by_step,
+        "out_of_memory": [_oom(at) for at in range(len(shortages))],
+        "out_of_memory_count": shortage_count,
+        "work": libraries.read_counts(),
+        "work_by_step": libraries.by_step,
         "notices": notices.found(),
     }
 
@@ -108,9 +109,9 @@ _LONGEST = 4000
 
 def _oom(at: int) -> dict[str, Any]:
     """The `at`th time that memory ran out, with what was live then on its card."""
-    found = ooms.found[at]
+    found = shortages[at]
     replayed = history.cards.get(found["card"], replay.Replay())
-    before = sum(each["card"] == found["card"] for each in ooms.found[:at])
+    before = sum(each["card"] == found["card"] for each in shortages[:at])
     live = replayed.ooms[before] if before < len(replayed.ooms) else []
     return found | {"allocated_bytes": sum(tensor.nbytes for tensor in live), "live": _groups(live, replayed)}
 
@@ -210,3 +211,54 @@ def _world_size(torch: Any) -> int:
 def _number(name: str) -> int | None:
     text = os.environ.get(name, "")
     return int(text) if text.isdigit() else None
+
+
+_MOST_SHORTAGES = 20
+shortages: list[dict[str, Any]] = []
+shortage_count = 0
+_launched = 0  # before memory ran out last
+
+
+def install(torch: Any) -> None:
+    history.when_begun.append(lambda: torch._C._cuda_attach_out_of_memory_observer(observe))
+
+
+def observe(card: int, asked: int, total: int, free: int) -> None:
+    """Called by the allocator when it gives up, before it raises."""
+    global shortage_count, _launched
+    shortage_count += 1
+    _launched = _launches()
+    steps.stepped_after_oom = False
+    if len(shortages) >= _MOST_SHORTAGES:
+        return
+    here = notices.of_stack(sys._getframe().f_back)
+    main = notices.of_stack(sys._current_frames().get(threading.main_thread().ident or 0))
+    if notices.places(here)[0] is None:  # a thread of autograd: the script waits for it
+        here += main
+    shortages.append(
+        {
+            "card": card,
+            "asked_bytes": asked,
+            "free_bytes": free,
+            "total_bytes": total,
+            "phase": steps.phase(),
+            "steps": steps.done,
+            "frames": notices.shown(here),
+        }
+    )
+
+
+def computed_since() -> bool:
+    """Whether anything was computed on a card after memory ran out last."""
+    return shortage_count > 0 and _launches() > _launched
+
+
+def forget() -> None:
+    global shortage_count
+    shortages.clear()
+    shortage_count = 0
+
+
+def _launches() -> int:
+    counted = libraries.read_counts()
+    return counted["launches"] + counted["library_calls"]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-from . import files, options
+from . import parent
 
 began = time.time()
 name = ""
@@ -47,8 +47,8 @@ def install(account: Callable[[str, float], None], forget: Sequence[Callable[[],
 def begin() -> None:
     """This process uses a card from now on; by exec it may be another program than one that did."""
     global name
-    name = f"{os.getpid()}-{files.count(f'begun-{os.getpid()}-*.json')}"
-    files.write_json(f"begun-{name}.json", {"argv": sys.argv, "rank": os.environ.get("RANK")})
+    name = f"{os.getpid()}-{parent.count(f'begun-{os.getpid()}-*.json')}"
+    parent.write_json(f"begun-{name}.json", {"argv": sys.argv, "rank": os.environ.get("RANK")})
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         _watch_for_termination()
 
@@ -58,13 +58,13 @@ def note_crowd(cards: int) -> None:
     counts = [os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")]
     processes = max((int(count) for count in counts if count.isdigit()), default=1)
     if processes > cards:
-        files.write_json(f"crowd-{os.getpid()}.json", {"processes": processes})
+        parent.write_json(f"crowd-{os.getpid()}.json", {"processes": processes})
 
 
 def refuse(reason: str) -> None:
     """End a process that cannot be emulated, with exit status 1. `bigdit emulate` says `reason`, a line, at its end."""
-    files.write_json(f"refused-{os.getpid()}.json", {"reason": reason})
-    if not options.OUT:  # nobody waits for it
+    parent.write_json(f"refused-{os.getpid()}.json", {"reason": reason})
+    if not parent.OUT:  # nobody waits for it
         sys.stderr.write(f"bigdit emulate: {reason}\n")
         sys.stderr.flush()
     os._exit(1)

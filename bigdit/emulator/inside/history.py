@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import ending, files, notices, options, replay
+from . import ending, notices, parent, replay
 
 _FOLD = 300_000
 """Events kept at most, about: what is older is summed up, or a long run would fill the host."""
@@ -96,7 +96,7 @@ def mark(phase: str, place: dict[str, Any] | None) -> None:
     if events > _FOLD:
         fold()
         _record(clear=True)
-        if options.SNAPSHOT:
+        if parent.SNAPSHOT:
             notices.add("the run is long: the snapshot for memory_viz has only its end")
 
 
@@ -108,8 +108,8 @@ def fold(*, snapshot: str = "") -> None:
     for card, events in enumerate(found["device_traces"]):
         if any(event["action"] != "snapshot" for event in events):  # which torch notes of cards that nobody used too
             cards.setdefault(card, replay.Replay()).feed(events)
-    if snapshot and options.SNAPSHOT:
-        files.write(snapshot, pickle.dumps(found, protocol=4))
+    if snapshot and parent.SNAPSHOT:
+        parent.write(snapshot, pickle.dumps(found, protocol=4))
 
 
 def forget() -> None:
