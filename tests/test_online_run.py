@@ -98,7 +98,7 @@ def test_pictures_that_are_others_when_a_run_goes_on_are_said_or_refused(folder,
     output, more = tmp_path / "run", tmp_path / "more"
     assert run(None, output, *online(folder), "train.steps=1") == 0
     where = f"{output}/checkpoints/step-00000001"
-    refused = f"error: data.images has other pictures than {where} was trained on: "
+    refused = f"error: data.images has other images than {where} was trained on: "
     (folder / "3.png").rename(tmp_path / "3.png")
     assert run(None, output, *online(folder), "train.steps=2") == 1
     assert said(capfd, "error: ") == [

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from bigdit.emulator import on_emulated_card
+from bigdit.emulator import on_emulated_gpu
 from bigdit.errors import UserError
 from bigdit.models.family import Family
 
@@ -33,7 +33,7 @@ def compile_blocks(model: nn.Module, family: Family, backend: str | Callable[...
     """
     if os.environ.get(_DISABLED) == "1":
         raise UserError(f"strategy.compile_blocks is true, and {_DISABLED} is 1; unset it, or leave compile_blocks out")
-    if on_emulated_card():
+    if on_emulated_gpu():
         return
     import torch._dynamo as dynamo  # which takes a second to import
 

@@ -170,7 +170,7 @@ def test_a_killed_process_that_verified_is_a_line(tmp_path):
         said = main.communicate()[1].decode()
     assert main.returncode == 1
     assert said.splitlines()[-1] == (
-        f"error: a process that verified {tmp_path}/store was killed, for lack of memory perhaps, or crashed: nothing "
+        f"error: a process that verified {tmp_path}/store was killed, perhaps for lack of memory, or crashed. Nothing "
         "was changed; verify again, with fewer --workers"
     )
 

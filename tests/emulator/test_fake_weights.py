@@ -231,7 +231,7 @@ def test_names_that_cannot_be_laid_out(tmp_path):
         ('{"tokenizer": "T5Tokenizer"}', r"tokenizer in its model_index\.json is no \[library, class\]"),
         ('{"tokenizer": ["transformers"]}', r"tokenizer in its model_index\.json is no \[library, class\]"),
         ('{"tokenizer": [null, 3]}', r"tokenizer in its model_index\.json is no \[library, class\]"),
-        ('{"tokenizer": ["x", "LlamaTokenizer"]}', r"lacks tokenizer/, and a LlamaTokenizer cannot be made here"),
+        ('{"tokenizer": ["x", "LlamaTokenizer"]}', r"lacks tokenizer/, and a LlamaTokenizer cannot be generated"),
         ('{"tokenizer": [', r"its model_index\.json is not JSON"),
         ("[]", r"its model_index\.json should hold"),
     ],

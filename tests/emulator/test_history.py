@@ -131,8 +131,8 @@ def test_an_account_is_data_of_a_fixed_form_or_nothing() -> None:
     for changed in (
         {"pid": -1},
         {"ended": "somehow"},
-        {"cards": [CARD | {"curve": [[0, 0, 0]] * 2001}]},
-        {"cards": [CARD | {"peak_reserved_bytes": "all of it"}]},
+        {"gpus": [CARD | {"curve": [[0, 0, 0]] * 2001}]},
+        {"gpus": [CARD | {"peak_reserved_bytes": "all of it"}]},
         {"command": "rm"},
         {"argv": ["x" * 10_000]},
     ):

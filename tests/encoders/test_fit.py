@@ -122,7 +122,7 @@ def test_samples_larger_than_a_plans_are_refused_and_smaller_ones_told_of():
         "for the size of this bucket",
         "its text has up to 64 tokens, and the plan is for 32 (batch.text)",
     ]
-    assert plan_misfits(plan, [(4, 3, 4, 6)], 32)[0].startswith("its bucket 4x3x4x6 is 3.0 times the largest")
+    assert plan_misfits(plan, [(4, 3, 4, 6)], 32)[0].startswith("its bucket 4x3x4x6 is 3.0 times the plan's largest")
     found = plan.model_copy(update={"micro_batch_sizes": (limit(16, 16, 8), limit(32, 32, 7))})
     assert plan_misfits(found, [(4, 8, 8)], 32) == []  # the plan found this size to fit its micro-batch
     assert len(plan_misfits(found, [(4, 16, 16)], 32)) == 1

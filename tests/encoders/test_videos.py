@@ -80,9 +80,7 @@ def test_every_vae_of_videos_gives_what_its_own_pass_over_them_does(class_name, 
     assert codec.decode(latents).shape == pixels.shape
     assert torch.allclose(codec.decode(latents), decoded, atol=1e-4)
     step = codec.temporal_downsample
-    with pytest.raises(
-        UserError, match=rf"4 × 16 × 24 has 4 frames, .* multiples of {step}; nearest: {5 - step} or 5$"
-    ):
+    with pytest.raises(UserError, match=rf"4 × 16 × 24 has 4 frames; .* multiple of {step}; nearest: {5 - step} or 5$"):
         codec.latent_shape((4, 16, 24))
 
 
@@ -125,7 +123,7 @@ def test_tiles_are_blended_and_said(tmp_path):
 def test_a_vae_of_pictures_takes_no_videos(tmp_path):
     kl().save_pretrained(tmp_path)
     codec = load_image_codec(VaeCodec(class_name="AutoencoderKL", path=tmp_path))
-    with pytest.raises(UserError, match=r"5 × 16 × 24 has frames, and AutoencoderKL encodes pictures; use \[16, 24\]$"):
+    with pytest.raises(UserError, match=r"5 × 16 × 24 has frames, and AutoencoderKL encodes images; use \[16, 24\]$"):
         codec.latent_shape((5, 16, 24))
 
 
@@ -149,7 +147,7 @@ SANA = {"class_name": "SanaTransformer2DModel", "kwargs": {}}
 )
 def test_latents_that_a_model_does_not_take_are_named(model, shape, misfits):
     name = "x".join(map(str, shape))
-    expected = [f"latents of {name}{', ' if 'pictures' in misfit else ' '}{misfit}" for misfit in misfits]
+    expected = [f"latents of {name}{', ' if 'images' in misfit else ' '}{misfit}" for misfit in misfits]
     assert size_misfits(ModelSpec(name="x", **model), [shape]) == expected
 
 

@@ -78,7 +78,7 @@ def test_an_interrupted_task_is_queued_again_as_it_is():
 
 def test_what_an_engine_lacks_is_said_before_encoding(pictures, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match="--engine slurm: sbatch was not found on this machine; run this where SLURM"):
+    with pytest.raises(UserError, match="--engine slurm: sbatch was not found on this machine; run this on a SLURM"):
         extract(*configured(pictures, tmp_path / "f"), engine=Slurm(1, {}))
     with pytest.raises(UserError, match=r"--resource: submitit rejects it: .*partiton"):
         extract(*configured(pictures, tmp_path / "f"), engine=Slurm(1, {"cluster": "local", "partiton": "gpu"}))

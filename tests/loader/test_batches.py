@@ -218,7 +218,7 @@ def test_small_buckets_are_told_of(tmp_path):
     order, notices = plan_order(FeatureStore.open(tmp_path / "store"), 64, 0, None, 0, tmp_path)
     assert notices == [
         "data.features has 40 samples, fewer than a global batch of 64 (strategy.global_batch_size): each step takes "
-        "more than an epoch, and repeats samples; lower strategy.global_batch_size, or add pictures"
+        "more than an epoch, and repeats samples; lower strategy.global_batch_size, or add images"
     ]
     first = order.batch(0)
     seen = Counter(zip(first.parts.tolist(), first.rows.tolist(), strict=True))

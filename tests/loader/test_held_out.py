@@ -110,8 +110,8 @@ def test_something_must_be_left_to_train_on(tmp_path):
     with pytest.raises(UserError) as refused:
         plan_order(store, 4, 0, None, 0, tmp_path, 40)
     assert str(refused.value) == (
-        f"validation.samples is 40, and {store.root} has 40 samples: none would be left to train on; hold out fewer, "
-        "such as 4, or add pictures"
+        f"validation.samples is 40, and {store.root} has 40 samples: none would be left to train on; set fewer, "
+        "such as 4, or add images"
     )
     _, notices = plan_order(store, 12, 0, None, 0, tmp_path, 26)
     assert any("fewer than a global batch of 12" in line for line in notices)

@@ -1,7 +1,7 @@
-"""What runs inside every python process of an emulated script, whatever environment that is of.
+"""Runs inside every python process of an emulated script, in any environment, as the package `bigdit_emulated`.
 
-The standard library, and torch where the script imports it; nothing of bigdit, which is not there. Never imported
-by bigdit's own processes, but for the parts that only compute (`replay`).
+It imports only the standard library, and torch if the script does. bigdit may be missing there. bigdit's own processes
+import only parts that need no emulation (`replay`, `sparse`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def start() -> None:
-    """Put the card in, and begin to observe where the parent wants to know: called once, before the script."""
+    """Provide the GPU, and begin to observe if the parent asks for accounts. Called once, before the script."""
     import sys
 
     from . import imports, parent
@@ -27,13 +27,13 @@ def start() -> None:
 
 
 def _before_torch(spec: ModuleSpec) -> None:
-    """The stub libraries, before torch asks for CUDA's."""
+    """Load the stub libraries before torch looks for CUDA's."""
     from . import ending, libraries
 
     if spec.submodule_search_locations:
         try:
             libraries.before_torch(next(iter(spec.submodule_search_locations)))
-        except libraries.NoCard as why:
+        except libraries.NoGpu as why:
             ending.refuse(str(why))
 
 

@@ -43,11 +43,11 @@ DTYPES = {
     "float64": ("F64", 8),
     "complex64": ("C64", 8),
 }
-"""The format's name of each dtype, by torch's and numpy's, and the bytes of an element."""
+"""The format's name of each dtype of torch, and the bytes of an element."""
 
 
 class Entry(NamedTuple):
-    """One tensor of a file: its name, its dtype as torch writes it without `torch.`, and its shape."""
+    """One tensor of a file: its name, its dtype (torch's name without `torch.`), and its shape."""
 
     name: str
     dtype: str
@@ -55,7 +55,7 @@ class Entry(NamedTuple):
 
 
 def nbytes(entry: Entry) -> int:
-    """The bytes of a tensor's data. Raises KeyError for a dtype that the format does not have."""
+    """The bytes of a tensor's data. Raises KeyError for an unsupported dtype."""
     count = DTYPES[entry.dtype][1]
     for size in entry.shape:
         count *= size
@@ -63,10 +63,10 @@ def nbytes(entry: Entry) -> int:
 
 
 def header(entries: Iterable[Entry], metadata: Mapping[str, str] | None = None) -> tuple[bytes, int]:
-    """The header of a file with these tensors, and how many bytes of data follow it: the widest elements first, so
-    that each tensor is aligned, as safetensors orders them.
+    """The header of a file with these tensors, and the bytes of its data.
 
-    Raises KeyError for a dtype that the format does not have.
+    The widest elements come first, as in safetensors, so that each tensor is aligned. Raises KeyError for an
+    unsupported dtype.
     """
     fields: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -83,8 +83,8 @@ def header(entries: Iterable[Entry], metadata: Mapping[str, str] | None = None) 
 
 
 def write(path: str | os.PathLike[str], entries: Iterable[Entry], metadata: Mapping[str, str] | None = None) -> int:
-    """Write such a file in the place of any other; the bytes that its data seems to have. The file system has to keep
-    holes: on one that does not, the data takes its room. Raises OSError where the file cannot be written."""
+    """Write a safetensors file whose data is a hole; returns the bytes of the data. On a file system without holes, the
+    data takes disk. Raises OSError if the file cannot be written."""
     head, data_bytes = header(entries, metadata)
     with open(path, "wb") as file:
         file.write(head)
@@ -93,7 +93,7 @@ def write(path: str | os.PathLike[str], entries: Iterable[Entry], metadata: Mapp
 
 
 WHOLE_BYTES = 2**20
-"""So much of the tensors of one file is written as it is."""
+"""The bytes of a file's tensors that are written as they are."""
 
 _now = threading.local()
 
@@ -118,14 +118,14 @@ def _saving(save: Callable[..., None]) -> Callable[..., None]:
         file = f if isinstance(f, (str, os.PathLike)) else _seekable(f)
         if file is None:  # a buffer in memory, or a pipe
             return save(obj, f, *args, **kwargs)
-        kwargs["_use_new_zipfile_serialization"] = True  # the old format, which few still ask for, has no holes
+        kwargs["_use_new_zipfile_serialization"] = True  # the old format cannot have holes
         _now.room, _now.left_out = WHOLE_BYTES, 0
         try:
             save(obj, file, *args, **kwargs)
         finally:
             left_out, _now.room = _now.left_out, None
         if left_out:
-            notices.add("torch.save: a saved file holds zeros in the place of its large tensors, which take no disk")
+            notices.add("torch.save: a saved file has zeros instead of its large tensors, which take no disk")
         return None
 
     return saving
@@ -147,7 +147,7 @@ def _writing_record(write_record: Callable[..., None]) -> Callable[..., None]:
 
 
 class _Seeking:
-    """A stream that lets torch seek in the file that it wraps: torch.distributed.checkpoint's own hides it."""
+    """A stream with the `seek` of the file that it wraps. The one of torch.distributed.checkpoint has none."""
 
     def __init__(self, stream: Any, file: Any) -> None:
         self._stream, self._file = stream, file
@@ -160,7 +160,7 @@ class _Seeking:
 
 
 def _seekable(stream: Any) -> Any:
-    """The stream, where a file on disk is behind it and nothing that would compress it; else None."""
+    """The stream, if it writes to a file on disk without compression; else None."""
     file = stream
     while type(file).__name__ == "NoCloseWriter" and hasattr(file, "raw"):
         file = file.raw
@@ -174,7 +174,7 @@ def _seekable(stream: Any) -> Any:
 
 
 def install_safetensors(module: Any) -> None:
-    """Have `save_file` of safetensors.torch write the header that it would, over a hole."""
+    """Have `save_file` of safetensors.torch write its header, followed by a hole."""
     module.save_file = _saving_safetensors(module, module.save_file)
 
 
@@ -185,14 +185,14 @@ def _saving_safetensors(module: Any, save_file: Callable[..., None]) -> Callable
         if entries is None or sum(map(nbytes, entries)) <= WHOLE_BYTES:
             return save_file(tensors, filename, metadata)
         write(filename, entries, metadata)
-        notices.add("safetensors: a saved file holds zeros in the place of its tensors, which take no disk")
+        notices.add("safetensors: a saved file has zeros instead of its tensors, which take no disk")
         return None
 
     return saving
 
 
 def _tensor_entries(module: Any, tensors: Any) -> list[Entry] | None:
-    """What the file would hold; None for what safetensors refuses, in its own words."""
+    """The tensors of the file; None if safetensors would raise."""
     if not isinstance(tensors, dict):
         return None
     entries = []
@@ -205,12 +205,12 @@ def _tensor_entries(module: Any, tensors: Any) -> list[Entry] | None:
     return None if shared else entries
 
 
-_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's, which older Pythons have no name for
-_AT_ONCE = 1 << 30  # bytes that are read; Linux reads no more than 2 GiB
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # older Pythons have no name for it
+_AT_ONCE = 1 << 30  # bytes of a read; Linux reads at most 2 GiB
 
 
 def install_loading(torch: Any) -> None:
-    """Have torch map files that are mostly holes as zeros, with what they hold copied into them."""
+    """Have torch map files that are mostly holes as zeros, into which their data is copied."""
     storage = torch.UntypedStorage
     storage.from_file = staticmethod(_from_file(torch, storage.from_file))
 
@@ -219,7 +219,7 @@ def _from_file(torch: Any, from_file: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(from_file)
     def mapped(filename: Any, shared: bool = False, nbytes: int = 0, **named: Any) -> Any:
         size = nbytes or named.get("size", 0)
-        there = size and not shared and os.path.isfile(filename)  # of what is not, torch says so itself
+        there = size and not shared and os.path.isfile(filename)  # torch reports missing files
         memory = _zeros_with_data(filename, size) if there else None
         if memory is None:
             return from_file(filename, shared, size)
@@ -229,7 +229,7 @@ def _from_file(torch: Any, from_file: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _zeros_with_data(path: str | os.PathLike[str], size: int) -> _Zeros | None:
-    """Zeros with the file's data in them; None where the file is not mostly holes, or shorter than that."""
+    """Zeros with the file's data; None if the file is not mostly holes, or shorter than `size`."""
     with open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size < size:
             return None
@@ -243,8 +243,7 @@ def _zeros_with_data(path: str | os.PathLike[str], size: int) -> _Zeros | None:
 
 
 class _Zeros(mmap.mmap):
-    """A private map of zeros, whose pages take no RAM as long as they are read alone; the libraries are told of it,
-    and know what of it nobody wrote (c/blank.c)."""
+    """A private map of zeros, whose pages take no RAM until they are written. c/blank.c tracks which pages were."""
 
     _address: ctypes.c_void_p
     _forget: Any
@@ -261,12 +260,12 @@ class _Zeros(mmap.mmap):
         return made
 
     def __del__(self) -> None:
-        if self._forget is not None:  # before the system may give the addresses to others
+        if self._forget is not None:  # before the system reuses the addresses
             self._forget(self._address)
 
 
 def _data(file: int, size: int) -> Iterator[tuple[int, int]]:
-    """Where the file holds data. Source: lseek(2); ENXIO says that there is none behind."""
+    """The ranges of a file with data. Source: lseek(2); ENXIO means that no data follows."""
     end = 0
     while end < size:
         try:
