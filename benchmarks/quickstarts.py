@@ -35,16 +35,16 @@ BOTH, FULL, LORA = ("LoRA", "full"), ("full",), ("LoRA",)
 OPTIONS = {"LoRA": ("--lora", "16"), "full": ("--full",)}
 MODELS = {
     "sana-1600m-1024": BOTH,
-    "flux.1-dev": BOTH,
-    "sd3.5-medium": BOTH,
-    "pixart-sigma-xl-2-1024": BOTH,
-    "wan2.1-t2v-1.3b": BOTH,
-    "qwen-image": LORA,
-    "dit-xl-2": FULL,
-    "z-image": LORA,
-    "wan2.2-ti2v-5b": LORA,
-    "wan2.1-t2v-14b": LORA,
     "sana-600m-1024": FULL,
+    "pixart-sigma-xl-2-1024": FULL,
+    "sd3.5-medium": BOTH,
+    "flux.1-dev": BOTH,
+    "qwen-image": LORA,
+    "z-image": LORA,
+    "wan2.1-t2v-1.3b": LORA,
+    "wan2.1-t2v-14b": LORA,
+    "wan2.2-ti2v-5b": LORA,
+    "dit-xl-2": FULL,
 }
 
 
