@@ -23,6 +23,7 @@ from bigdit.errors import UserError, guard
 from bigdit.files import write_json, write_text
 from bigdit.objective_spec import ObjectiveSpec
 from bigdit.recipes.recipe import beginning
+from bigdit.report.words import number
 from bigdit.strategy import Strict
 from bigdit.units import GIB
 
@@ -104,7 +105,10 @@ def answer(model: str, gpu: str, way: str) -> Answer:
 
 def table(model: str, found: dict[tuple[str, str, str], Answer]) -> str:
     """The rows of a model: a GPU and a way each."""
-    lines = ["| GPU | train | settings | GPU memory | samples/s |", "| --- | --- | --- | ---: | ---: |"]
+    lines = [
+        "| GPU | train | settings | GPU memory | CPU memory | samples/s |",
+        "| --- | --- | --- | ---: | ---: | ---: |",
+    ]
     for gpu, gb in GPUS.items():
         rows = [found[model, gpu, way] for way in MODELS[model] if (model, gpu, way) in found]
         lines += [f"| {gb} GB, `{gpu}` | {shown(row)} |" for row in rows]
@@ -113,11 +117,11 @@ def table(model: str, found: dict[tuple[str, str, str], Answer]) -> str:
 
 def shown(row: Answer) -> str:
     if row.verdict == "DOES NOT FIT":
-        return f"{row.way} | does not fit | – | –"
-    low, high = row.samples_per_second
+        return f"{row.way} | does not fit | – | – | –"
+    speed = "–".join(map(number, row.samples_per_second))
     title = row.title.removeprefix("single GPU, ") + ("" if row.lossless else " †")
-    tight = " (tight)" if row.verdict == "TIGHT" else ""
-    return f"{row.way} | {title}{tight} | {row.process_bytes / GIB:.1f} GiB | {low:.2g}–{high:.2g}"
+    title += " (tight)" if row.verdict == "TIGHT" else ""
+    return f"{row.way} | {title} | {row.process_bytes / GIB:.1f} GiB | {row.host_bytes / GIB:.0f} GiB | {speed}"
 
 
 def starts() -> str:
