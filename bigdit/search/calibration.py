@@ -106,7 +106,7 @@ def check(receipts: Iterable[Receipt], gpu: Gpu, cards: Cards) -> tuple[list[Che
 
 def _checked(each: Receipt, gpu: Gpu, cards: Cards) -> Checked:
     request = StepRequest(model=each.model, batch=each.batch, strategy=each.strategy, objective=each.objective)
-    attempt = cards.attempt(request, counted=True)
+    attempt = cards.attempt(request, counted="step")
     reserved = attempt.peak_reserved_bytes
     if not each.expandable_segments:
         with Cards(gpu, 1, expandable_segments=False) as others:

@@ -189,7 +189,7 @@ class Candidate:
     def selective(self) -> bool:
         return self.option.proposal.strategy.checkpointing == "selective" and self.blocks > 0
 
-    @property
+    @cached_property
     def rate(self) -> Interval:
         """Images a second of one card."""
         return self.step.seconds.per(self.micro_batch_size * self.grad_accum_steps)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from bigdit.config.plan_file import LargestMicroBatch
-from bigdit.profile.attempt import UNLIMITED, Attempt, StepRequest
+from bigdit.profile.attempt import UNLIMITED, Attempt, Counted, StepRequest
 from bigdit.profile.cards import Row
 from bigdit.search.candidates import Candidate, Option, Planner, largest_micro_batch, micro_batch_sizes, quarters
 from bigdit.search.plan import Rejected, node_bytes
@@ -36,17 +36,19 @@ Failure = Exception
 """Why an attempt has no answer."""
 
 
-def attempts(planner: Planner, strategies: Sequence[Strategy]) -> list[Attempt | Failure]:
+def attempts(planner: Planner, strategies: Sequence[Strategy], *, variant: bool = False) -> list[Attempt | Failure]:
     """An attempt of each, side by side, on a GPU without a limit; cached. Work is counted at FIRST, and at all sizes
     where nothing is recomputed: what recomputing adds grows with the samples alone. Packed weights have the optimizer's
-    work of plain ones, and each swapped block adds as much."""
+    work of plain ones, and each swapped block adds as much. Of a `variant` the update alone is counted."""
 
-    def counted(request: StepRequest) -> bool:
+    def counted(request: StepRequest) -> Counted:
         strategy = request.strategy
         packed = strategy.lora is not None and strategy.lora.base != "bf16"
         few = strategy.blocks_to_swap == LEAST_SWAPPED < planner.question.model.block_count
         first = strategy.micro_batch_size == FIRST or strategy.checkpointed_blocks == 0
-        return first and not packed and not few
+        if packed or few or not first:
+            return "nothing"
+        return "update" if variant else "step"
 
     return planner.cards.attempts([(planner.request(each), UNLIMITED) for each in strategies], counted=counted)
 
@@ -56,14 +58,13 @@ def explore(
 ) -> tuple[list[Option], list[Rejected]]:
     """An option for each proposal, bases standing before what varies them or being among the `known`; and those that
     could not be run."""
-    firsts = {each.title: _firsts(planner, each) for each in proposed}
-    attempts(planner, [strategy for each in firsts.values() for strategy in each])  # side by side, and cached
-    attempts(planner, [each for proposal in proposed for each in _seconds(planner, firsts[proposal.title])])
+    with ThreadPoolExecutor(max(len(proposed), 1)) as aside:  # none waits for another's first attempts
+        ran = [*aside.map(partial(_attempts_of, planner), proposed)]
     bases = {option.proposal.title: option for option in known}
     options, rejected = [], []
-    for proposal in proposed:
+    for proposal, attempted in zip(proposed, ran, strict=True):
         base = None if proposal.base is None else bases.get(proposal.base.title)
-        made = _option(planner, proposal, base, firsts[proposal.title])
+        made = _option(planner, proposal, base, attempted)
         if isinstance(made, str):
             rejected.append(Rejected(choice=proposal.title, reason=made))
         else:
@@ -78,27 +79,40 @@ def _firsts(planner: Planner, proposal: Proposal) -> list[Strategy]:
     return [none, full] if proposal.base is None else [none]
 
 
-def _seconds(planner: Planner, firsts: Sequence[Strategy]) -> list[Strategy]:
+def _first(planner: Planner, proposal: Proposal) -> Attempt | Failure:
+    return attempts(planner, _firsts(planner, proposal)[:1], variant=proposal.base is not None)[0]
+
+
+def _attempts_of(planner: Planner, proposal: Proposal) -> list[tuple[Strategy, Attempt | Failure]]:
+    """The first attempts of a proposal; and of a base, one of each at about the largest micro-batch that fits."""
+    firsts = _firsts(planner, proposal)
+    ran = attempts(planner, firsts, variant=proposal.base is not None)
+    seconds = _seconds(planner, firsts, ran)
+    return list(zip([*firsts, *seconds], [*ran, *attempts(planner, seconds)], strict=True))
+
+
+def _seconds(planner: Planner, firsts: Sequence[Strategy], found: Sequence[Attempt | Failure]) -> list[Strategy]:
     """Each at a micro-batch about as large as fits: there predictions are wanted."""
-    ran = [each for each in attempts(planner, firsts) if isinstance(each, Attempt)]
+    ran = [each for each in found if isinstance(each, Attempt)]
     if len(firsts) == 1 or len(ran) < len(firsts):
         return []
     none, full = map(sample_bytes, ran)
     # A block that is recomputed is there with what its backward pass takes beside it.
     block = max(none - full, 0) / max(planner.question.model.block_count, 1)
-    found = []
+    seconds = []
     for strategy, first, sample in zip(firsts, ran, (none, full + 2 * block), strict=True):
         largest = [*micro_batch_sizes(planner.question, strategy)][-1]
         size = min(filling(first, sample, planner.capacity(strategy)), largest)
-        found.append(strategy.with_micro_batch_size(max(size, SECOND)))
-    return found
+        seconds.append(strategy.with_micro_batch_size(max(size, SECOND)))
+    return seconds
 
 
-def _option(planner: Planner, proposal: Proposal, base: Option | None, firsts: Sequence[Strategy]) -> Option | str:
+def _option(
+    planner: Planner, proposal: Proposal, base: Option | None, found: Sequence[tuple[Strategy, Attempt | Failure]]
+) -> Option | str:
     """The option, or why it could not be run."""
-    strategies = [*firsts, *_seconds(planner, firsts)]
-    ran = []
-    for each in attempts(planner, strategies):
+    strategies, ran = [each for each, _ in found], []
+    for _, each in found:
         if not isinstance(each, Attempt):
             return str(each).splitlines()[0]
         ran.append(each)
@@ -138,13 +152,18 @@ def hopeful(planner: Planner, group: Sequence[Proposal]) -> Hopes:
     """What of the group is worth exploring, by what has neither activations nor batches."""
     question = planner.question
     bases = [each for each in group if each.base is None]
-    attempts(planner, [_firsts(planner, each)[0] for each in bases])  # side by side, and cached
+    if question.cluster.gpus == 1:  # as a rule one engine, all of whose optimizers are explored
+        soon = [each for each in group if not each.strategy.blocks_to_swap]
+        with ThreadPoolExecutor(max(len(soon), 1)) as aside:
+            [*aside.map(partial(_first, planner), soon)]  # cached from here on
+    else:
+        attempts(planner, [_firsts(planner, each)[0] for each in bases])  # side by side, and cached
     hopes = Hopes([], [], [])
     for base in bases:
         most = question.gpu.usable_bytes - planner.non_torch(base.strategy).low_bytes
         on_host: dict[str, int] = {}  # of those that the GPU holds
         for each in (each for each in group if base in (each, each.base)):
-            (found,) = attempts(planner, _firsts(planner, each)[:1])
+            found = _first(planner, each)
             host = node_bytes(_host_state(found), question.cluster, question.samples)
             holds = not isinstance(found, Attempt) or state_bytes(found) <= most
             if holds and host <= question.host_memory_bytes:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import NonNegativeFloat, model_validator
+from pydantic import NonNegativeFloat
 
 from bigdit.numbers import Count, Positive
 from bigdit.profile.attempt import Launched
@@ -33,17 +33,16 @@ class Cluster(Strict):
         return min(self.gpus, self.gpus_per_node)
 
 
-class Interval(Strict):
-    """Between `low` and `high`, both possible; its unit is its holder's."""
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Between `low` and `high`, both possible; its unit is its holder's. A search makes tens of thousands of them."""
 
     low: NonNegativeFloat
     high: NonNegativeFloat
 
-    @model_validator(mode="after")
-    def _low_is_low(self) -> Interval:
-        if self.low > self.high:
+    def __post_init__(self) -> None:
+        if not 0 <= self.low <= self.high:
             raise ValueError(f"{self.low} to {self.high} is no interval")
-        return self
 
     def __add__(self, other: Interval) -> Interval:
         return Interval(low=self.low + other.low, high=self.high + other.high)
