@@ -240,7 +240,4 @@ def _real(checked: Iterable[Checked]) -> list[Checked]:
 
 def _kind(strategy: Strategy) -> str:
     gpus = "one GPU" if strategy.world_size == 1 else "several GPUs"
-    zero = (strategy.ds_config or {}).get("zero_optimization", {})
-    optimizer = zero.get("offload_optimizer") or {}
-    offload = strategy.cpu_offload or optimizer.get("device", "none") != "none"
-    return f"{gpus}, optimizer in CPU memory" if offload else gpus
+    return f"{gpus}, optimizer in CPU memory" if strategy.optimizer_in_cpu_memory else gpus

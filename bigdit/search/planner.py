@@ -65,6 +65,9 @@ many fit as of that: they are not looked for."""
 CLEARLY = 0.75
 """A micro-batch for whose last sample less than this share is left does not fit with larger samples either."""
 
+OFFLOADED_BYTES = 12
+"""Bytes a parameter that AdamW takes at least: an fp32 master and two moments."""
+
 Failure = Exception
 """Why an attempt has no answer."""
 
@@ -349,12 +352,17 @@ class Planner:
         bases = [each for each in group if each.base is None]
         # Side by side, and cached from here on. A single GPU has one engine as a rule, of which all is explored.
         soon = [each for each in group if not each.strategy.blocks_to_swap] if question.cluster.gpus == 1 else bases
+        soon = [each for each in soon if self._least_host_bytes(each) <= question.host_memory_bytes]
         with ThreadPoolExecutor(max(len(soon), 1)) as aside:
             [*aside.map(self._first, soon)]
         for base in bases:
             most = question.gpu.usable_bytes - self.non_torch(base.strategy).low_bytes
             on_host: dict[str, int] = {}  # of those that the GPU holds
             for each in (each for each in group if base in (each, each.base)):
+                least = self._least_host_bytes(each)
+                if least > question.host_memory_bytes:
+                    on_host[each.title] = least
+                    continue
                 found = self._first(each)  # where it failed, exploring says why
                 state = host_peak(found) if isinstance(found, Attempt) else 0
                 host = node_bytes(state, question.cluster, question.samples)
@@ -369,6 +377,15 @@ class Planner:
                 short += [base] if on_host else []
                 self._reject(base.title, on_host.values())
         return engines, short
+
+    def _least_host_bytes(self, option: Option) -> int:
+        """What an offloaded AdamW takes of a machine's memory at least, without an attempt; 0 of others."""
+        strategy, cluster = option.strategy, self.question.cluster
+        masters = strategy.precision != "bf16_sr" and strategy.optimizer.name == "adamw" and strategy.lora is None
+        if not (strategy.optimizer_in_cpu_memory and masters):
+            return 0
+        params = (self.question.model.params or 0) / strategy.world_size
+        return node_bytes(round(OFFLOADED_BYTES * params), cluster, self.question.samples)
 
     def _reject(self, title: str, on_host: Collection[int]) -> None:
         reason = "its state alone takes more than the GPU has"
