@@ -206,7 +206,7 @@ def check(receipts: Iterable[Receipt], gpu: Gpu, gpus: Cards) -> tuple[list[Chec
     checked, notices = [], []
     for each in receipts:
         problem = f"the receipt of {each.model.name}, {each.written}, is left out"
-        if each.strategy.compile_blocks:
+        if each.strategy.plan_notice:
             notices.append(f"{problem}: its blocks were compiled")
             continue
         try:
@@ -232,7 +232,4 @@ def _checked(each: Receipt, gpu: Gpu, gpus: Cards) -> Checked:
 
 def _kind(strategy: Strategy) -> str:
     gpus = "one GPU" if strategy.world_size == 1 else "several GPUs"
-    zero = (strategy.ds_config or {}).get("zero_optimization", {})
-    optimizer = zero.get("offload_optimizer") or {}
-    offload = strategy.cpu_offload or optimizer.get("device", "none") != "none"
-    return f"{gpus}, optimizer in CPU memory" if offload else gpus
+    return f"{gpus}, optimizer in CPU memory" if strategy.optimizer_in_cpu_memory else gpus

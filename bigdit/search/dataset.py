@@ -30,12 +30,12 @@ from bigdit.units import gib
 
 STORED_BYTES = 2
 """Latents of a VAE (the mode of its distribution, without its deviation) and hidden states are stored in bf16, as
-encoders/codecs.py and extract/worker.py say."""
+encoders/vae.py and extract/worker.py say."""
 
-ROW_BYTES = 64
-"""A row and one caption in the tables of a part, four int64 each, as in store/part.py."""
-STREAMED_BYTES, STREAM_BYTES = 8, 24
-"""More of a caption that has streams, and of each of them: an int64, and three."""
+ROW_BYTES = 72
+"""A row and one caption in the tables of a part: four int64 and five, as in store/part.py."""
+STREAM_BYTES = 24
+"""Each further text of a caption: three int64."""
 FRAMED_BYTES = 8
 """More of a row whose first frame is kept: an int64."""
 LABELLED_ROW_BYTES = 40
@@ -98,7 +98,7 @@ def dataset_need(question: Question, batch: BatchShape, encoding: Encoding) -> D
     sample = latents + (LABELLED_ROW_BYTES if batch.text is None else ROW_BYTES)
     first = _first_frame_bytes(question.model, batch)
     sample += first + FRAMED_BYTES if first else 0
-    sample += STREAMED_BYTES + STREAM_BYTES * (len(texts) - 1) if len(texts) > 1 else 0
+    sample += STREAM_BYTES * max(len(texts) - 1, 0)
     store = (text + Interval(low=sample, high=sample)) * images
     most = max(encoding, default=0)
     extraction = _image_seconds(question, most, encoding[most]) * (images / question.cluster.gpus) if most else None

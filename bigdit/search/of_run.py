@@ -12,7 +12,6 @@ from bigdit.config import RunConfig
 from bigdit.config.check import online_problems
 from bigdit.config.data import IdentityCodec, frames_of
 from bigdit.config.load import PRESETS, parse_run, read_run
-from bigdit.config.plan_file import COMPILED
 from bigdit.config.stages import of_each, read_stages, with_set
 from bigdit.documents import at, differences, written
 from bigdit.encoders.host_bytes import host_weights
@@ -25,7 +24,7 @@ from bigdit.strategy import LoraSpec, Strategy
 # Keys of a strategy that a plan takes from the run, and constants that no plan depends on.
 _TAKEN = (
     *("engine", "world_size", "micro_batch_size", "grad_accum_steps", "precision", "checkpointed_blocks", "features"),
-    *("ema", "lora.rank", "lora.alpha", "cpu_offload", "ds_config", "compile_blocks", "gradient_clipping"),
+    *("ema", "lora.rank", "lora.alpha", "cpu_offload", "ds_config", "gradient_clipping"),
     *("optimizer.name", "optimizer.lr", "optimizer.betas", "optimizer.beta3", "optimizer.eps"),
     *("optimizer.weight_decay", "optimizer.decayed", "encode_chunk", "read_ahead_steps"),
 )
@@ -57,15 +56,15 @@ def overruled(path: Path, overrides: Sequence[str]) -> list[str]:
     """What a run says of memory or speed that its plan chooses by itself, as lines: one a key, whichever stage says
     it."""
     documents, _ = read_stages(path, overrides)
-    lines, compiled = [], False
+    lines, notices = [], set()
     for document in documents:
         strategy = parse_run(_for_plan(document)).strategy
-        compiled = compiled or strategy.compile_blocks
+        notices.add(strategy.plan_notice)
         usual = Strategy(lora=strategy.lora and LoraSpec(rank=strategy.lora.rank))
-        for key, found, _ in differences(strategy.model_dump(mode="json"), usual.model_dump(mode="json")):
+        for key, found, _ in differences(strategy.as_planned.model_dump(mode="json"), usual.model_dump(mode="json")):
             if found is not None and not any(f"{key}.".startswith(f"{taken}.") for taken in _TAKEN):
                 lines.append(f"strategy.{key} is {written(found)}, which plans do not fix: this one chooses by itself")
-    lines = sorted(set(lines)) + ([COMPILED] if compiled else [])
+    lines = [*sorted(set(lines)), *filter(None, notices)]
     return [f"{path}: {line}" for line in lines]
 
 
@@ -172,7 +171,7 @@ def carried(document: Any, planned: Strategy) -> Strategy:
     kept = planned.optimizer.model_dump(include={"name", "implementation"})
     update: dict[str, Any] = {
         "optimizer": own.optimizer.model_copy(update=kept),
-        "compile_blocks": own.compile_blocks,
+        **own.not_planned,
         "gradient_clipping": planned.gradient_clipping and own.gradient_clipping,
     }
     if planned.ema is not None and own.ema is not None and own.ema.count == planned.ema.count:

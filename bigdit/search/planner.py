@@ -62,6 +62,12 @@ NEAR = 0.05
 """Of a size whose area is within this share of the planned one, with nothing and with all blocks recomputed, about as
 many fit as of that: they are not looked for."""
 
+CLEARLY = 0.75
+"""A micro-batch for whose last sample less than this share is left does not fit with larger samples either."""
+
+OFFLOADED_BYTES = 12
+"""Bytes a parameter that AdamW takes at least: an fp32 master and two moments."""
+
 Failure = Exception
 """Why an attempt has no answer."""
 
@@ -142,12 +148,20 @@ class Planner:
         """What is predicted of the option at these sizes; `accumulated` to the global batch that is asked for."""
         if accumulated is None:
             accumulated = self.accumulation(micro_batch_size, option.strategy.world_size)
-        sizes = micro_batch_size, accumulated, blocks
+        sizes, reserved = (micro_batch_size, accumulated, blocks), round(option.reserved(micro_batch_size, blocks))
+        found = option.predicted.get(sizes)
+        if found is None:
+            found = option.predicted[sizes] = self._estimate(option, *sizes, reserved)
+        if found.peak_reserved_bytes != reserved:  # corrected since
+            found = found.model_copy(update=self.reserving(reserved, found.non_torch))
+        return found
+
+    def _estimate(
+        self, option: Option, micro_batch_size: int, accumulated: int, blocks: int, reserved_bytes: int
+    ) -> Estimate:
         strategy = option.strategy.settled(
             micro_batch_size=micro_batch_size, grad_accum_steps=accumulated, checkpointed_blocks=blocks
         )
-        if sizes not in option.steps:
-            option.steps[sizes] = self.step(strategy, option.work(micro_batch_size, blocks))
         phases = {phase: round(nbytes) for phase, nbytes in option.peaks(micro_batch_size, blocks).items()}
         non_torch = self.non_torch(strategy)
         return Estimate(
@@ -160,8 +174,8 @@ class Planner:
             non_torch=non_torch,
             host_bytes=self.host_bytes(option, micro_batch_size, blocks),
             lossless=option.lossless,
-            **self.reserving(round(option.reserved(micro_batch_size, blocks)), non_torch),
-            **stepped(strategy, option.steps[sizes]),
+            **self.reserving(reserved_bytes, non_torch),
+            **stepped(strategy, self.step(strategy, option.work(micro_batch_size, blocks))),
         )
 
     def reserving(self, reserved_bytes: int, non_torch: ByteRange) -> dict[str, Any]:
@@ -346,12 +360,17 @@ class Planner:
         bases = [each for each in group if each.base is None]
         # Side by side, and cached from here on. A single GPU has one engine as a rule, of which all is explored.
         soon = [each for each in group if not each.strategy.blocks_to_swap] if question.cluster.gpus == 1 else bases
+        soon = [each for each in soon if self._least_host_bytes(each) <= question.host_memory_bytes]
         with ThreadPoolExecutor(max(len(soon), 1)) as aside:
             [*aside.map(self._first, soon)]
         for base in bases:
             most = question.gpu.usable_bytes - self.non_torch(base.strategy).low_bytes
             on_host: dict[str, int] = {}  # of those that the GPU holds
             for each in (each for each in group if base in (each, each.base)):
+                least = self._least_host_bytes(each)
+                if least > question.host_memory_bytes:
+                    on_host[each.title] = least
+                    continue
                 found = self._first(each)  # where it failed, exploring says why
                 state = host_peak(found) if isinstance(found, Attempt) else 0
                 host = node_bytes(state, question.cluster, question.samples)
@@ -366,6 +385,15 @@ class Planner:
                 short += [base] if on_host else []
                 self._reject(base.title, on_host.values())
         return engines, short
+
+    def _least_host_bytes(self, option: Option) -> int:
+        """What an offloaded AdamW takes of a machine's memory at least, without an attempt; 0 of others."""
+        strategy, cluster = option.strategy, self.question.cluster
+        masters = strategy.precision != "bf16_sr" and strategy.optimizer.name == "adamw" and strategy.lora is None
+        if not (strategy.optimizer_in_cpu_memory and masters):
+            return 0
+        params = (self.question.model.params or 0) / strategy.world_size
+        return node_bytes(round(OFFLOADED_BYTES * params), cluster, self.question.samples)
 
     def _reject(self, title: str, on_host: Collection[int]) -> None:
         reason = "its state alone takes more than the GPU has"
@@ -472,6 +500,7 @@ class Planner:
             expected = option.largest(blocks, capacity_bytes)
             pixels, pixel_bytes = float(expected * planned), _sample_bytes(option, expected, blocks) / planned
             limits: dict[tuple[int, int], int | None] = {}
+            short: dict[int, int] = {}  # what does not fit, clearly, by the area of its samples
             for size in sizes:
                 if not wanted(size, blocks):
                     continue
@@ -479,11 +508,15 @@ class Planner:
                     limits[size] = limits[size[::-1]]
                     continue
                 known = option.ran(blocks) if size == question.resolution else {}
-                row = Row(partial(request, size, blocks), pixels / _area(size), pixel_bytes * _area(size), known)
+                area = _area(size)
+                failing = min((n for smaller, n in short.items() if smaller <= area), default=LARGEST_MICRO_BATCH + 1)
+                row = Row(partial(request, size, blocks), pixels / area, pixel_bytes * area, known, failing)
                 found = self.gpus.largest(row, capacity_bytes)
                 limits[size] = None if found is None else int(found[0])
                 if found is not None:
-                    pixels = found[0] * _area(size)
+                    pixels = found[0] * area
+                    if found[0] % 1 < CLEARLY:
+                        short[area] = int(found[0]) + 1
                     if size == question.resolution:
                         option.note(blocks, found[1])
             return limits

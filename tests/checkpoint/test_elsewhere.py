@@ -13,10 +13,8 @@ from two_processes import run_two
 from whole import whole_state
 
 from bigdit import checkpoint
-from bigdit.checkpoint.folder import snapshots_of
-from bigdit.checkpoint.restore import load_tensors
-from bigdit.checkpoint.resumable import layout
-from bigdit.checkpoint.verify import verify
+from bigdit.checkpoint.folder import snapshots_of, verify
+from bigdit.checkpoint.restore import layout, load_tensors
 from bigdit.dist import World
 from bigdit.engines.state import checkpoint_bytes
 from bigdit.errors import UserError

@@ -53,7 +53,7 @@ def test_padded_text_is_said_before_it_fills_a_disk():
     assert found.latent_bytes == 4 * 128 * 128 * 2
     assert found.padded_text_bytes == 300 * 4096 * 2
     assert (found.text_bytes.low, found.text_bytes.high) == (49 * 8192, 168 * 8192)
-    assert found.store_bytes.high == 30_000_000 * (131_072 + 168 * 8192 + 64)
+    assert found.store_bytes.high == 30_000_000 * (131_072 + 168 * 8192 + 72)
     assert found.notes[0] == (
         "padded to 300 × 4096 in bf16, the text of each image takes 2.46 MB, and that of all 73.7 TB; it is "
         "stored without padding: 401 kB to 1.38 MB each, with captions of 49 tokens (two or three sentences) to "
@@ -92,7 +92,7 @@ def test_further_texts_are_counted():
     own, clip = 256 * 2048 * 2, 1024 * 2
     assert found.padded_text_bytes == own + 77 * clip
     assert (found.text_bytes.low, found.text_bytes.high) == (own + 49 * clip, own + 77 * clip)
-    assert found.store_bytes.high == 1000 * (4 * 128 * 128 * 2 + own + 77 * clip + 64 + 8 + 24)
+    assert found.store_bytes.high == 1000 * (4 * 128 * 128 * 2 + own + 77 * clip + 72 + 24)
     assert found.notes[0] == (
         "padded to 256 × 2048 and 77 × 1024 (clip_text) in bf16, the text of each image takes 1.21 MB, and that of all "
         "1.21 GB; it is stored without padding but that of 256 × 2048: 1.15 MB to 1.21 MB each, with captions of 49 "

@@ -94,9 +94,7 @@ def test_features_online_are_pinned_and_what_is_not_is_said(tmp_path):
     assert overruled(written(tmp_path, LOW, HIGH), ()) == []
     path = written(tmp_path, train={"steps": 9}, strategy={"compile_blocks": True})
     (compiled,) = overruled(path, ())
-    assert compiled.startswith(
-        f"{path}: strategy.compile_blocks is true, and the plan is of blocks as they are written: "
-    )
+    assert compiled.startswith(f"{path}: strategy.compile_blocks is true, and plans run blocks as they are written: ")
 
 
 @pytest.mark.parametrize(

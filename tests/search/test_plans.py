@@ -18,7 +18,7 @@ from bigdit.report import words
 from bigdit.search.answer import make_plan
 from bigdit.search.calibration import Calibration
 from bigdit.search.option import Option
-from bigdit.search.plan import Constraints, Question
+from bigdit.search.plan import Constraints, Question, node_bytes
 from bigdit.search.planner import Planner
 from bigdit.search.space import proposals
 from bigdit.units import GIB, MIB, gib
@@ -176,6 +176,8 @@ def test_a_machine_that_is_only_assumed_is_a_line_and_no_verdict(engine: Literal
 def test_an_engine_whose_state_its_machine_does_not_hold_is_not_looked_at() -> None:
     """And of one that goes on with another optimizer, the one that the machine does not hold is named."""
     asked = question(gpu=A40, constraints=pinned(ONLY, engine="fsdp2-offload"), host_memory_bytes=5 * GIB)
+    least = node_bytes(12 * (asked.model.params or 0), asked.cluster)
+    asked = asked.model_copy(update={"host_memory_bytes": least + MIB})
     engines, _ = proposals(asked)
     either = question(gpu=A40, constraints=Constraints(engine="single"), host_memory_bytes=MIB)
     both = [each for each in proposals(either)[0] if not each.last_resort]
@@ -195,6 +197,11 @@ def test_an_engine_whose_state_its_machine_does_not_hold_is_not_looked_at() -> N
 
         (engine,) = engines
         assert hopeful(asked, engines) == ([], engines, [engine.title])
+        never = asked.model_copy(update={"host_memory_bytes": least - MIB})  # without an attempt
+        assert (hopeful(never, engines), state_bytes(never, engines)) == (
+            ([], engines, [engine.title]),
+            pytest.approx(least, rel=0.01),
+        )
         enough = asked.model_copy(update={"host_memory_bytes": round(state_bytes(asked, engines) + 0.01 * GIB)})
         assert hopeful(enough, engines) == (engines, [], [])
         adamw = round(state_bytes(either, both[:1]) - 0.01 * GIB)

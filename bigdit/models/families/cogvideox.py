@@ -1,0 +1,63 @@
+"""CogVideoX: one sequence of text and video, full attention, an expert LayerNorm for each of the two.
+
+Its checkpoints predict v of a variance-preserving process; here, as every model, it learns the flow's velocity.
+
+Source: Yang et al., arXiv:2408.06072; diffusers' CogVideoXTransformer3DModel and CogVideoXPipeline.
+"""
+
+from __future__ import annotations
+
+import torch
+from diffusers.models.embeddings import get_3d_rotary_pos_embed
+from torch import nn
+
+from bigdit.models.family import Conditions, Family, arguments
+
+TIMESTEP_SCALE = 1000.0
+
+
+def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
+    """Velocity [B, C, F, H, W] for latents of that shape, t [B], text_embeds [B, T, D], padded text attended to."""
+    _, _, frames, height, width = latents.shape
+    return model(
+        hidden_states=latents.transpose(1, 2),
+        encoder_hidden_states=conditions.text_embeds,
+        timestep=t * TIMESTEP_SCALE,
+        image_rotary_emb=_rotary(model, frames, height, width, latents.device),
+        return_dict=False,
+    )[0].transpose(1, 2)
+
+
+def _rotary(
+    model: nn.Module, frames: int, height: int, width: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Cosines and sines [F · H/p · W/p, head dim]; None where the model adds its positions."""
+    config = arguments(model)
+    if not config.use_rotary_positional_embeddings:
+        return None
+    patch = config.patch_size
+    grid, base = (height // patch, width // patch), (config.sample_height // patch, config.sample_width // patch)
+    if config.patch_size_t is None:
+        return get_3d_rotary_pos_embed(
+            config.attention_head_dim, _fitted(grid, base), grid, temporal_size=frames, device=device
+        )
+    return get_3d_rotary_pos_embed(  # CogVideoX 1.5
+        config.attention_head_dim,
+        None,
+        grid,
+        temporal_size=-(-frames // config.patch_size_t),
+        grid_type="slice",
+        max_size=base,
+        device=device,
+    )
+
+
+def _fitted(grid: tuple[int, int], base: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The largest centred region of `base` with the sides' ratio of `grid`: top left, bottom right."""
+    scale = min(base[0] / grid[0], base[1] / grid[1])
+    sides = [round(side * scale) for side in grid]
+    top, left = (round((whole - side) / 2) for whole, side in zip(base, sides, strict=True))
+    return (top, left), (top + sides[0], left + sides[1])
+
+
+FAMILY = Family("CogVideoXTransformer3DModel", predict)
