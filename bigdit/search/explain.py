@@ -11,16 +11,7 @@ from bigdit.profile.attempt import Attempt
 from bigdit.profile.cards import Cards
 from bigdit.profile.pool import WorkerError
 from bigdit.search.dataset import encoding_requests
-from bigdit.search.plan import (
-    OPTIMIZER_TITLES,
-    Constraints,
-    Estimate,
-    Question,
-    Step,
-    process,
-    safe_bytes,
-    verdict_of,
-)
+from bigdit.search.plan import OPTIMIZER_TITLES, Constraints, Estimate, Question, Step, process, safe_bytes, verdict_of
 from bigdit.search.planner import Planner, stepped
 from bigdit.search.solve import explore_group
 from bigdit.search.space import proposals
@@ -165,11 +156,7 @@ def _updates(start: Strategy, target: Strategy) -> list[tuple[str, str, dict[str
             "the GPU keeps what it computes with",
             {"cpu_offload": target.cpu_offload, "ds_config": target.ds_config},
         ),
-        (
-            "fused optimizer",
-            "no temporary of the size of what is stepped",
-            {"optimizer": OptimizerSpec()},
-        ),
+        ("fused optimizer", "no temporary of the size of what is stepped", {"optimizer": OptimizerSpec()}),
         (ema, "its fp32 copy of the weights leaves the GPU", {"ema": target.ema}),
         (lossy, "less state for each weight", {"optimizer": target.optimizer, "precision": target.precision}),
         (
