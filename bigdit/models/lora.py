@@ -52,7 +52,7 @@ def apply_lora(model: nn.Module, family: Family, spec: LoraSpec, *, seed: int) -
         for layer in (module for module in model.modules() if isinstance(module, LoraLayer)):
             _add_magnitudes(layer, spec.base)
     for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
-        parameter.data = parameter.data.to(dtype)  # peft leaves them in fp32 beside quantised weights
+        parameter.data = parameter.data.to(dtype)  # peft leaves them in fp32 over quantised weights
 
 
 def _targets(model: nn.Module, family: Family, spec: LoraSpec) -> list[str]:

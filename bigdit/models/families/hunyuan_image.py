@@ -12,7 +12,7 @@ from bigdit.errors import UserError
 from bigdit.models.family import Conditions, Extra, Family, arguments, guidance, streams, text
 
 TIMESTEP_SCALE = 1000.0
-# Of a distilled model, whose pipeline multiplies guidance by 1000 too.
+# The pipeline of a distilled model multiplies guidance by 1000 too.
 GUIDANCE_SCALE = 1000.0
 
 
@@ -22,7 +22,7 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
     embeds, mask = text(conditions)
     return model(
         hidden_states=latents,
-        timestep=(t * TIMESTEP_SCALE).to(latents.dtype),  # whose dtype the model takes for that of its weights
+        timestep=(t * TIMESTEP_SCALE).to(latents.dtype),  # the model takes this dtype for that of its weights
         encoder_hidden_states=embeds,
         encoder_attention_mask=mask.bool(),
         encoder_hidden_states_2=conditions.extras.get("glyph_text"),

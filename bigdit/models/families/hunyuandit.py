@@ -28,7 +28,7 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
     """
     return model(
         latents,
-        (t * TIMESTEP_SCALE).to(latents.dtype),  # whose dtype the model takes for that of its weights
+        (t * TIMESTEP_SCALE).to(latents.dtype),  # the model takes this dtype for that of its weights
         encoder_hidden_states=conditions.extras["clip_text"],
         text_embedding_mask=conditions.extras["clip_text_mask"],
         encoder_hidden_states_t5=conditions.text_embeds,

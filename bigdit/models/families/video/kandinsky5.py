@@ -20,7 +20,7 @@ from bigdit.models.packing import Unpadded, padded
 
 TIMESTEP_SCALE = 1000.0
 VAE_SIDE = 8
-# Rows and columns are so much nearer to each other in videos of 480p, and in others, as the pipeline has it.
+# The pipeline scales the distance of rows and columns so, in videos of 480p and in others.
 SIDES_480P, SCALE_480P, SCALE = (480, 854), (1, 2, 2), (1, 3.16, 3.16)
 
 

@@ -25,7 +25,7 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
     batch, channels, *sides = latents.shape
     return model(
         hidden_states=torch.cat([latents, latents.new_zeros(batch, config.in_channels - channels, *sides)], dim=1),
-        timestep=(t * TIMESTEP_SCALE).to(latents.dtype),  # whose dtype the model takes for that of its weights
+        timestep=(t * TIMESTEP_SCALE).to(latents.dtype),  # the model takes this dtype for that of its weights
         encoder_hidden_states=embeds,
         encoder_attention_mask=mask.bool(),
         encoder_hidden_states_2=conditions.extras["glyph_text"],

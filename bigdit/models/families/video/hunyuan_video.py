@@ -12,7 +12,7 @@ from bigdit.errors import UserError
 from bigdit.models.family import Conditions, Extra, Family, arguments, guidance, text
 
 TIMESTEP_SCALE = 1000.0
-# Of a distilled model, whose pipeline multiplies guidance by 1000 too.
+# The pipeline of a distilled model multiplies guidance by 1000 too.
 GUIDANCE_SCALE = 1000.0
 
 
