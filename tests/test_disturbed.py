@@ -166,7 +166,7 @@ class Disturbed(stateful.RuleBasedStateMachine):
         self.start("extract").ends(0)
         self.nothing_is_lost()
         report = json.loads((self.store / "report.json").read_text())
-        assert (report["pictures"], report["encoded"], len(report["skipped"])) == (PICTURES, PICTURES - 1, 1)
+        assert (report["images"], report["encoded"], len(report["skipped"])) == (PICTURES, PICTURES - 1, 1)
         assert self.parts == self.world.parts.keys()
         assert (self.store / "null_text.safetensors").read_bytes() == self.world.caption
         held = {(each.folder.name, each.fate) for each in all_leases(self.store)}

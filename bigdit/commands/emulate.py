@@ -45,13 +45,13 @@ def run(
 
     check_machine()  # first, so that what is missing is said at once
     from bigdit import catalog, log
-    from bigdit.emulator.launch import CARDS_MOST
+    from bigdit.emulator.launch import GPUS_MOST
     from bigdit.errors import UserError
     from bigdit.report.emulation import document, show
 
     card = catalog.resolve_gpu(gpu, gpu_memory)
-    if processes > CARDS_MOST:
-        raise UserError(f"--processes is {processes}, and one machine is emulated with 1 to {CARDS_MOST} cards")
+    if processes > GPUS_MOST:
+        raise UserError(f"--processes is {processes}, and one machine is emulated with 1 to {GPUS_MOST} cards")
     if out is not None:
         from bigdit.report.emulation import clear_folder
 
@@ -108,4 +108,4 @@ def _emulate(
         if runs[0].scales_loss and (runs[0].exit_status == 0 or runs[0].fits is False):
             log.notice("fp16 with loss scaling: once more, with the first step skipped as on real cards")
             runs.append(once(skip_first=True))
-    return Emulation(command=tuple(command), gpu=card, cards=cards, runs=tuple(runs))
+    return Emulation(command=tuple(command), gpu=card, gpus=cards, runs=tuple(runs))

@@ -1,4 +1,4 @@
-"""What a training step is fed: features, ids, or captions and pictures; steps are read before they are trained on."""
+"""Micro-batches of a training step: features, images with token ids, or images with captions; and reading ahead."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Batch:
     """One micro-batch of one bucket.
 
     latents [B, C, H, W] (or [B, C, F, H, W] of videos) as stored, fp32 on the device; text_embeds [B, T, D] and
-    text_mask [B, T], 1 = token, 0 = padding, None without text; `extras` [B, …] by name, what a family wants beside
-    them; one seed a sample: all randomness of a step comes from them, so that any split of the global batch over
-    processes draws the same noise.
+    text_mask [B, T], 1 = token, 0 = padding, None without text; `extras` [B, …] by name, a family's further inputs.
+    `seeds`: one for each sample. All randomness of a step comes from them, so the noise does not depend on how the
+    global batch is split over processes.
     """
 
     latents: torch.Tensor
@@ -33,7 +33,7 @@ class Batch:
         return [tensor for tensor in some if tensor is not None]
 
     def pin_memory(self) -> Batch:
-        """A copy in page-locked memory, from which copies to a GPU overlap with its work."""
+        """A copy in pinned memory, from which copies to a GPU overlap with its work."""
         return Batch(
             self.latents.pin_memory(),
             None if self.text_embeds is None else self.text_embeds.pin_memory(),
@@ -43,7 +43,7 @@ class Batch:
         )
 
     def to(self, device: torch.device, compute_dtype: torch.dtype) -> Batch:
-        """The batch on `device`, conditions in `compute_dtype`; the copy overlaps where the host is pinned."""
+        """The batch on `device`, conditions in `compute_dtype`. The copy overlaps if memory is pinned."""
         return Batch(
             self.latents.to(device, non_blocking=True).float(),  # widened there: fewer bytes are read and sent
             None if self.text_embeds is None else condition(self.text_embeds, device, compute_dtype),
@@ -54,7 +54,7 @@ class Batch:
 
 
 def condition(tensor: torch.Tensor, device: torch.device, compute_dtype: torch.dtype) -> torch.Tensor:
-    """What a model is conditioned on, on `device`: floats in `compute_dtype`, in a copy that may overlap."""
+    """A condition on `device`: floats in `compute_dtype`. The copy may overlap."""
     dtype = compute_dtype if tensor.is_floating_point() else tensor.dtype
     return tensor.to(device, dtype, non_blocking=True)
 
@@ -67,8 +67,8 @@ Tokens = tuple[torch.Tensor, torch.Tensor]
 class RawBatch:
     """One micro-batch of one bucket, not encoded yet.
 
-    pixels [B, 3, H, W] (or [B, 3, F, H, W] of videos) uint8; `tokens` of each text encoder in its order; `extras`
-    [B, …] by name, what a family wants and no encoder gives; one seed a sample, as in Batch.
+    pixels [B, 3, H, W] (or [B, 3, F, H, W] of videos) uint8; `tokens` of each text encoder in order; `extras` [B, …] by
+    name, inputs that no encoder makes; seeds as in Batch.
     """
 
     pixels: torch.Tensor
@@ -81,7 +81,7 @@ class RawBatch:
         return [self.pixels, *(tensor for pair in self.tokens for tensor in pair), *self.extras.values()]
 
     def pin_memory(self) -> RawBatch:
-        """A copy in page-locked memory, from which copies to a GPU overlap with its work."""
+        """A copy in pinned memory, from which copies to a GPU overlap with its work."""
         return RawBatch(
             self.pixels.pin_memory(),
             tuple((ids.pin_memory(), mask.pin_memory()) for ids, mask in self.tokens),
@@ -90,7 +90,7 @@ class RawBatch:
         )
 
     def to(self, device: torch.device, compute_dtype: torch.dtype) -> RawBatch:
-        """The batch on `device`, extras in `compute_dtype`; the copy overlaps where the host is pinned."""
+        """The batch on `device`, extras in `compute_dtype`. The copy overlaps if memory is pinned."""
         return RawBatch(
             self.pixels.to(device, non_blocking=True),
             tuple((ids.to(device, non_blocking=True), mask.to(device, non_blocking=True)) for ids, mask in self.tokens),
@@ -107,15 +107,15 @@ class RawBatch:
 
 
 Captions = Sequence[str | None]
-"""Of each sample; None: it is dropped, for classifier-free guidance."""
+"""The caption of each sample; None if it is dropped, for classifier-free guidance."""
 
 
 @dataclass(frozen=True)
 class CaptionedBatch:
     """One micro-batch of one bucket, not encoded yet.
 
-    pixels [B, 1 or 3, (F,) H, W] uint8; a caption a sample, of pictures that have classes none at all; the samples'
-    `indices` in the source; seeds and `extras` as in Batch.
+    pixels [B, 1 or 3, (F,) H, W] uint8; a caption for each sample, none if images have classes; the samples' `indices`
+    in the source; seeds and `extras` as in Batch.
     """
 
     pixels: torch.Tensor
@@ -129,7 +129,7 @@ class CaptionedBatch:
         return [self.pixels, *self.extras.values()]
 
     def to(self, device: torch.device, compute_dtype: torch.dtype) -> CaptionedBatch:
-        """The batch on `device`, extras in `compute_dtype`; the copy overlaps where the host is pinned."""
+        """The batch on `device`, extras in `compute_dtype`. The copy overlaps if memory is pinned."""
         extras = {name: condition(tensor, device, compute_dtype) for name, tensor in self.extras.items()}
         pixels = self.pixels.to(device, non_blocking=True)
         return CaptionedBatch(pixels, self.captions, self.indices, self.seeds, extras)
@@ -146,9 +146,9 @@ T = TypeVar("T")
 
 
 def read_ahead(read: Callable[[int], T], steps: Iterable[int], ahead: int, reader: Executor) -> Iterator[T]:
-    """`read(step)` of each step, in order; `reader` is given the next `ahead` steps before one is handed out.
+    """`read(step)` of each step, in order. `reader` reads the next `ahead` steps before one is returned.
 
-    So `ahead` + 1 steps exist at once, where the caller lets go of one before it asks for the next.
+    So `ahead` + 1 steps exist at once, if the caller drops each before the next.
     """
     queue: deque[Future[T]] = deque()
     for step in steps:

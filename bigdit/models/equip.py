@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from bigdit import libraries
-from bigdit.emulator import on_emulated_card
+from bigdit.emulator import on_emulated_gpu
 from bigdit.errors import UserError
 from bigdit.models.family import Family
 from bigdit.models.swap import swap_blocks
@@ -73,7 +73,7 @@ def compile_blocks(model: nn.Module, family: Family, backend: str | Callable[...
     """
     if os.environ.get(_DISABLED) == "1":
         raise UserError(f"strategy.compile_blocks is true, and {_DISABLED} is 1; unset it, or leave compile_blocks out")
-    if on_emulated_card():
+    if on_emulated_gpu():
         return
     import torch._dynamo as dynamo  # here: it takes a second to import
 
@@ -107,7 +107,7 @@ def compile_notices(strategy: Strategy) -> list[str]:
     """What to log about compiled blocks, before the first step."""
     if not strategy.compile_blocks:
         return []
-    if on_emulated_card():
+    if on_emulated_gpu():
         return ["strategy.compile_blocks: an emulated GPU runs no kernels, and blocks run as they are written"]
     return ["strategy.compile_blocks: the first step waits for torch's compiler"]
 

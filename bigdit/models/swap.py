@@ -218,11 +218,11 @@ def _runs(parameters: Sequence[nn.Parameter]) -> list[Sequence[nn.Parameter]]:
 
     torch rounds what it locks up to powers of two: a whole block of Flux.1 would take 1.6 or 1.9 times its size.
     """
-    locked, first_of_last = [0], [0]
+    sizes, locked, first_of_last = [*map(_size, parameters)], [0], [0]
     for stop in range(1, len(parameters) + 1):
         nbytes, possible = 0, list[tuple[int, int]]()
         for first in reversed(range(stop)):
-            nbytes += _size(parameters[first])
+            nbytes += sizes[first]
             if possible and nbytes > MOST_LOCKED_AT_ONCE:
                 break
             possible.append((locked[first] + pinned_bytes(nbytes), first))

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from bigdit import log
-from bigdit.emulator.emulation import Account, CardAccount, Emulation, Line, Live, OutOfMemory, Run, times
+from bigdit.emulator.emulation import Account, Emulation, GpuAccount, Line, Live, OutOfMemory, Run, times
 from bigdit.files import check_writable, write_json, write_text
 from bigdit.memory import CATEGORIES
 from bigdit.memory.process import ByteRange
@@ -64,7 +64,7 @@ def document(emulation: Emulation) -> dict[str, Any]:
         dumped |= _answer(run, emulation)
         for account, each in zip(run.accounts, dumped["accounts"], strict=True):
             each |= {"fits": run.holds(account) and (run.exit_status == 0 or None), "work_a_step": work(account)}
-            for card, shown in zip(account.cards, each["cards"], strict=True):
+            for card, shown in zip(account.gpus, each["gpus"], strict=True):
                 shown["process"] = emulation.process(account, card).model_dump(mode="json")
     return {
         "grade": "emulated",
@@ -81,7 +81,7 @@ def _answer(run: Run, emulation: Emulation) -> dict[str, Any]:
 
 
 def title(emulation: Emulation) -> str:
-    cards = f"{emulation.cards} × " if emulation.cards > 1 else ""
+    cards = f"{emulation.gpus} × " if emulation.gpus > 1 else ""
     return f"{shlex.join(emulation.command)} on {cards}{emulation.gpu.title}"
 
 
@@ -186,7 +186,7 @@ def processes(run: Run, emulation: Emulation) -> Table:
     numeric = ["card", "allocated", "reserved", "process", "steps"]
     rows = table("peaks by process", ["process", *numeric, ""], numeric)
     for account in run.accounts:
-        for card in account.cards:
+        for card in account.gpus:
             rows.add_row(
                 account.title,
                 str(card.index),
@@ -199,7 +199,7 @@ def processes(run: Run, emulation: Emulation) -> Table:
     return rows
 
 
-def phases(card: CardAccount) -> Table:
+def phases(card: GpuAccount) -> Table:
     """A process's peaks by phase."""
     numeric = ["allocated", "reserved"]
     rows = table("peaks by phase", ["phase", *numeric], numeric)
@@ -240,7 +240,7 @@ def made_by(group: Live) -> Iterator[str]:
 
 
 def _show_oom(account: Account, oom: OutOfMemory) -> None:
-    when = f"in {oom.phase}, after {how_many(oom.steps, 'step')}, on card {oom.card}"
+    when = f"in {oom.phase}, after {how_many(oom.steps, 'step')}, on card {oom.gpu}"
     _say(f"[bold]{account.title} ran out of memory[/bold] {when}:")
     _say(f"  {gib(oom.asked_bytes)} asked, {gib(oom.free_bytes)} free of {gib(oom.total_bytes)}; "
          f"{gib(oom.allocated_bytes)} allocated")  # fmt: skip
@@ -321,7 +321,7 @@ def page(emulation: Emulation) -> str:
 
 def _run(run: Run, at: int, emulation: Emulation) -> dict[str, Any]:
     """All that the template shows of a run."""
-    found = [(account, card) for account in run.accounts for card in account.cards]
+    found = [(account, card) for account in run.accounts for card in account.gpus]
     found.sort(key=lambda each: (run.holds(each[0]), -each[1].peak_reserved_bytes))
     word, why = verdict(run, emulation)
     return {
@@ -341,7 +341,7 @@ def _run(run: Run, at: int, emulation: Emulation) -> dict[str, Any]:
 
 
 def _inline(
-    account: Account, card: CardAccount, shortage: OutOfMemory | None, emulation: Emulation, name: str
+    account: Account, card: GpuAccount, shortage: OutOfMemory | None, emulation: Emulation, name: str
 ) -> Markup:
     said = (
         f"Memory of {account.title} in the order of the allocator's events: allocated up to "
@@ -351,7 +351,7 @@ def _inline(
     return inline(curve_figure(account, card, shortage, emulation), name, "Memory over the run", said)
 
 
-def curve_figure(account: Account, card: CardAccount, shortage: OutOfMemory | None, emulation: Emulation) -> Figure:
+def curve_figure(account: Account, card: GpuAccount, shortage: OutOfMemory | None, emulation: Emulation) -> Figure:
     """Allocated and reserved over the run in GiB, phases behind them, and what the card leaves to torch."""
     from matplotlib.figure import Figure
 
@@ -367,7 +367,7 @@ def curve_figure(account: Account, card: CardAccount, shortage: OutOfMemory | No
         at, [nbytes / GIB for nbytes in reserved], drawstyle="steps-post", color=red, linewidth=1.2, label="reserved"
     )
     _draw_card(axes, account, card, emulation)
-    if shortage is not None and shortage.card == card.index:
+    if shortage is not None and shortage.gpu == card.index:
         _draw_oom(axes, shortage, at[-1])
     axes.set_xlim(0, max(card.events, 1))
     axes.set_xlabel("allocations and frees, in order")
@@ -378,7 +378,7 @@ def curve_figure(account: Account, card: CardAccount, shortage: OutOfMemory | No
     return figure
 
 
-def _draw_phases(axes: Axes, card: CardAccount) -> None:
+def _draw_phases(axes: Axes, card: GpuAccount) -> None:
     """Backward and step as stripes, where there are few enough; where the start ends in any case."""
     spans = card.spans
     ends = [*(span.start for span in spans[1:]), card.events][: len(spans)]
@@ -396,7 +396,7 @@ def _draw_phases(axes: Axes, card: CardAccount) -> None:
                       textcoords="offset points", va="top", bbox=BEHIND)  # fmt: skip
 
 
-def _draw_card(axes: Axes, account: Account, card: CardAccount, emulation: Emulation) -> None:
+def _draw_card(axes: Axes, account: Account, card: GpuAccount, emulation: Emulation) -> None:
     """The card's line, and below it what CUDA and NCCL may take beside torch; words where both are far above."""
     usable = emulation.gpu.usable_bytes
     beside = emulation.beside(account)

@@ -16,17 +16,16 @@ from PIL import Image
 from bigdit.catalog.conditions import CLASS_LABEL, no_class
 from bigdit.config import RunConfig
 from bigdit.config.data import MAX_PIXELS, TextEncoderConfig
-from bigdit.encoders.codecs import ImageCodec
 from bigdit.encoders.first_frame import FirstFrames, load_first_frames
 from bigdit.encoders.latents import bucket_pixels
 from bigdit.encoders.load import load_text_encoder
-from bigdit.encoders.text_encoder import shapes_of
+from bigdit.encoders.protocol import ImageCodec, shapes_of
 from bigdit.errors import UserError
 from bigdit.loader.batch import condition
 from bigdit.loader.buffers import extras_of, padded
 from bigdit.objective_spec import SamplerName
-from bigdit.sources.disk import PICTURE_BYTES, read_file
-from bigdit.sources.picture import decode
+from bigdit.sources.disk import IMAGE_BYTES, read_file
+from bigdit.sources.image import decode
 from bigdit.sources.protocol import Unusable
 from bigdit.sources.videos import Clip, is_video, video_frames
 from bigdit.store.schema import Classes, Known
@@ -188,7 +187,7 @@ def first_image(path: Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """The image of a file, or the first frame of a video, upright, of mode RGB or L. Raises FileNotFoundError;
     Unusable, with the reason; UserError where it cannot be read."""
     if not is_video(path):
-        return decode(read_file(path, PICTURE_BYTES), max_pixels)
+        return decode(read_file(path, IMAGE_BYTES), max_pixels)
     frame = next(video_frames(path, _ONE, max_pixels), None)
     if frame is None:
         raise Unusable("video without frames")

@@ -20,8 +20,9 @@ from bigdit.checkpoint import Checkpoint, PostHoc, load_model, load_weights, ver
 from bigdit.config import RunConfig
 from bigdit.config.data import fitting_bucket
 from bigdit.config.load import parse_run
-from bigdit.encoders.codecs import load_image_codec, to_bytes
 from bigdit.encoders.fit import size_misfits
+from bigdit.encoders.load import load_image_codec
+from bigdit.encoders.protocol import to_bytes
 from bigdit.engines import compute_dtype
 from bigdit.errors import UserError
 from bigdit.models.swap import moved

@@ -200,6 +200,12 @@ class Strategy(Section):
         """The same strategy without what only a backward pass needs."""
         return self.model_copy(update=_FORWARD_ONLY)
 
+    @property
+    def optimizer_in_cpu_memory(self) -> bool:
+        """Whether CPU memory holds masters and optimizer state, and a CPU steps them."""
+        offload = (self.ds_config or {}).get("zero_optimization", {}).get("offload_optimizer") or {}
+        return self.cpu_offload or offload.get("device", "none") != "none"
+
     def with_micro_batch_size(self, micro_batch_size: int) -> Strategy:
         """The same strategy at another micro-batch size."""
         return self.model_copy(update={"micro_batch_size": micro_batch_size})

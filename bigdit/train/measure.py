@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.profiler import record_function
 
-from bigdit.emulator import on_emulated_card
+from bigdit.emulator import on_emulated_gpu
 from bigdit.train.record import MeasuredMemory, PhaseMemory
 from bigdit.train.step import Phase
 
@@ -29,7 +29,7 @@ class MemoryMeter:
         self._steps = 0
         self._peaks = GpuPeaks()
         self.measured: MeasuredMemory | None = None
-        self.emulated = self._cuda and on_emulated_card()
+        self.emulated = self._cuda and on_emulated_gpu()
         self.expandable_segments = self._cuda and _expandable_segments()
         self.device_name = torch.cuda.get_device_name(device) if self._cuda else "cpu"
         self.compute_capability = torch.cuda.get_device_capability(device) if self._cuda else None

@@ -13,7 +13,7 @@ from bigdit.config import RunConfig
 from bigdit.config.plan_file import PlanFile, unplanned
 from bigdit.config.run import RECORD
 from bigdit.documents import parse_json
-from bigdit.emulator import on_emulated_card
+from bigdit.emulator import on_emulated_gpu
 from bigdit.errors import versions
 from bigdit.files import write_json
 from bigdit.receipt import OutOfMemory
@@ -128,5 +128,5 @@ def planned_memory(plan: PlanFile | None, strategy: Strategy, device: str) -> Pl
         phases={phase.phase: phase.peak_bytes for phase in plan.ledger.phases},
         peak_allocated_bytes=plan.expected.peak_allocated_bytes,
         peak_reserved_bytes=plan.expected.peak_reserved_bytes,
-        compiled=strategy.plan_notice is not None and not on_emulated_card(),
+        compiled=strategy.plan_notice is not None and not on_emulated_gpu(),
     )

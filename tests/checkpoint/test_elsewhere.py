@@ -128,7 +128,7 @@ def test_what_a_process_copies_to_save_is_counted_on_an_emulated_gpu(runs):
     copied = json.loads((runs / "copied.json").read_text())
     with Cards(A40, 1) as cards:
         for name, wanted in strategies.items():
-            attempt = cards.attempt(StepRequest(model=MODEL, batch=SHAPE, strategy=wanted), counted=True)
+            attempt = cards.attempt(StepRequest(model=MODEL, batch=SHAPE, strategy=wanted), counted="step")
             assert attempt.checkpoint_bytes == copied[name], name
 
 

@@ -278,7 +278,7 @@ def test_what_is_not_taken_online_is_refused(sd3, tmp_path, captioned):
         extract(run, model_spec(run.model))
     (tmp_path / "some.tar").touch()
     with pytest.raises(
-        UserError, match=r"holds tars, whose index is kept in data\.features, and strategy\.features is onli"
+        UserError, match=r"holds tars\. Their index needs data\.features, and strategy\.features is onli"
     ):
         trained(path, tmp_path / "run", *ONLINE, f"data.images={tmp_path}/some.tar")
     with pytest.raises(
@@ -290,5 +290,5 @@ def test_what_is_not_taken_online_is_refused(sd3, tmp_path, captioned):
     for file in captioned.iterdir():
         (broken / file.name).write_bytes(file.read_bytes())
     (broken / "3.txt").write_text("")
-    with pytest.raises(UserError, match=r"data\.images: 3\.png: caption 3\.txt is empty; mend or replace it"):
+    with pytest.raises(UserError, match=r"data\.images: 3\.png: caption 3\.txt is empty; fix or replace it"):
         trained(path, tmp_path / "other", *ONLINE, f"data.images={broken}")

@@ -9,8 +9,8 @@ import torch
 from bigdit import checkpoint, models, objectives
 from bigdit.catalog.families import objective_of
 from bigdit.config.load import parse_run
-from bigdit.encoders.codecs import load_image_codec, to_bytes
-from bigdit.encoders.load import load_text_encoder
+from bigdit.encoders.load import load_image_codec, load_text_encoder
+from bigdit.encoders.protocol import to_bytes
 from bigdit.loader.buffers import padded
 from bigdit.sampling import Sampler, SamplingOptions, conditions
 from bigdit.sampling.conditions import Given

@@ -170,7 +170,7 @@ def test_channels_of_a_pixel_are_held_against_those_of_a_patch(capsys, tmp_path)
 def test_a_store_that_is_there_is_held_against_the_run(capsys, features):
     status, _, said = dry_run(capsys, f"data.features={features}", "data.buckets=[[8, 8], [16, 16]]")
     assert status == 1
-    assert f"error: data.features: {features} does not fit: it was encoded in the buckets 8 × 8, 8 × 12, " in said
+    assert f"error: data.features: {features} does not fit: it was encoded with the buckets 8 × 8, 8 × 12, " in said
 
 
 def test_nothing_would_be_left_to_train_on(capsys, features):
@@ -251,7 +251,7 @@ def test_pictures_that_extraction_refuses_are_refused(capsys, tmp_path, features
             f"error: data.images: {pictures} is of kind folder, which has no columns; leave out image and captions\n",
         )
     status, _, said = dry_run(capsys, f"data.images={tmp_path}", f"data.features={tmp_path / 'none'}")
-    assert (status, said.partition(" (")[0]) == (1, f"error: data.images: {tmp_path} holds no pictures")
+    assert (status, said.partition(" (")[0]) == (1, f"error: data.images: {tmp_path} holds no images")
     assert dry_run(capsys, "data.images=/nowhere", f"data.features={features}")[::2] == (0, "")
 
 

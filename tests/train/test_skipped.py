@@ -9,7 +9,7 @@ from two_processes import answer_of_two
 from whole import whole_state
 
 from bigdit.engines import ema_of
-from bigdit.loader.read import BatchReader
+from bigdit.loader.stream import BatchReader
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.strategy import EmaSpec, OptimizerSpec, Strategy
 from bigdit.train.monitor.metrics import LossSpikes, read_metrics

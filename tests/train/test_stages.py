@@ -191,8 +191,8 @@ def test_a_border_does_not_move_beneath_a_checkpoint(staged, alone, tmp_path, ca
     foreseen = capsys.readouterr().err
     assert foreseen == refused(capsys, staged, output, moved)
     assert foreseen == (
-        f"error: stages: {output}/checkpoints/step-{END:08d} was saved in one that begins at step 8, and the one that "
-        f"took its last step begins at {begins} now; let those before it come to 8 steps again, or choose another "
+        f"error: stages: {output}/checkpoints/step-{END:08d} was saved in a stage that began at step 8, and that "
+        f"stage begins at {begins} now; make earlier stages 8 steps long again, or choose another "
         "output\n"
     )
 

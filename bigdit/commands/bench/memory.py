@@ -119,10 +119,10 @@ def _check_strategies(strategies: Sequence[tuple[str, Strategy]]) -> None:
 
 def _check_timed(steps: int | None, own: bool) -> None:
     """Raise UserError where steps are to be timed on an emulated GPU."""
-    from bigdit.emulator import on_emulated_card
+    from bigdit.emulator import on_emulated_gpu
     from bigdit.errors import UserError
 
-    if steps is not None and (not own or on_emulated_card()):
+    if steps is not None and (not own or on_emulated_gpu()):
         raise UserError(f"--steps {steps} are timed on a real GPU (--gpu auto), and this one is emulated; leave it out")
 
 

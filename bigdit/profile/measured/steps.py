@@ -17,7 +17,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from bigdit.dist import world_from_env
-from bigdit.emulator import on_emulated_card
+from bigdit.emulator import on_emulated_gpu
 from bigdit.errors import versions
 from bigdit.loader.batch import Batch, RawBatch
 from bigdit.profile.attempt import StepRequest
@@ -31,7 +31,7 @@ def run(request: StepRequest, timed_steps: int = 0) -> CardRun:
     """Two steps of `request` on this rank's CUDA device, where it has nothing yet, and so many more that are timed."""
     with unwritten_weights():
         workload = prepare(request, build(request))
-    if not on_emulated_card():  # where engines read 0 of what no kernel wrote: nothing overflows
+    if not on_emulated_gpu():  # where engines read 0 of what no kernel wrote: nothing overflows
         workload = _filled(workload)
     device = torch.device("cuda", world_from_env().local_rank)
     torch.cuda.set_device(device)

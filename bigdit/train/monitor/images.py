@@ -14,8 +14,9 @@ from bigdit import log, objectives
 from bigdit.config import RunConfig
 from bigdit.config.monitor import SamplesConfig
 from bigdit.config.run import SAMPLES
-from bigdit.encoders.codecs import load_image_codec, to_bytes
 from bigdit.encoders.host_bytes import host_weights
+from bigdit.encoders.load import load_image_codec
+from bigdit.encoders.protocol import to_bytes
 from bigdit.engines import compute_dtype
 from bigdit.errors import UserError
 from bigdit.files import replacing
@@ -59,7 +60,7 @@ class ValidationImages:
         self._options = SamplingOptions(
             height, width, config.steps, config.guidance, seed=config.seed, frames=frames[0] if frames else None
         )
-        if self._peers.world.is_main and (taken := host_weights(run.encoders).said) is not None:
+        if self._peers.world.is_main and (taken := host_weights(run.encoders).known) is not None:
             log.notice(f"samples: encoders in CPU memory while captions are encoded and images decoded: {taken}")
         (first, *_) = self._peers.gather(self._prepared(spec, known) if self._peers.world.is_main else None)
         if isinstance(first, str):

@@ -20,10 +20,9 @@ from bigdit.config.monitor import ValidationConfig
 from bigdit.engines import Ema, Engine, compute_dtype
 from bigdit.errors import UserError
 from bigdit.loader.batch import Batch, CaptionedBatch
+from bigdit.loader.order import ValidationSplit
 from bigdit.loader.raw_store import RawStore
-from bigdit.loader.read import BatchReader
-from bigdit.loader.stream import FeatureStream, Micro
-from bigdit.loader.validation import ValidationSplit
+from bigdit.loader.stream import BatchReader, FeatureStream, Micro
 from bigdit.models import Family
 from bigdit.objective_spec import ObjectiveSpec
 from bigdit.store import FeatureStore
