@@ -1,6 +1,6 @@
 """Low-rank adapters (Hu et al., arXiv:2106.09685) by peft, over a frozen base in bf16, int8 or nf4.
 
-A base is quantised when it moves to its device: to int8 with a scale for each row (`Int8Linear`), or by bitsandbytes to
+A base is quantised when it moves to its device. int8 has a scale for each row (`Int8Linear`). nf4 is bitsandbytes'
 4-bit NormalFloat with an fp32 scale for 64 values (Dettmers et al., arXiv:2305.14314, without double quantisation).
 """
 

@@ -57,7 +57,7 @@ def _positions(model: nn.Module, latents: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def _region(rows: int, columns: int, base: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The grid with its longer side resized to `base`, in the middle of a square of it: top left, bottom right."""
+    """The grid with its longer side resized to `base`, centred in a square of it: top left, bottom right."""
     longer = max(rows, columns)
     height, width = round(base / longer * rows), round(base / longer * columns)
     top, left = round((base - height) / 2), round((base - width) / 2)

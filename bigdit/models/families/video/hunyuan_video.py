@@ -31,7 +31,7 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
 
 
 def extras(model: nn.Module) -> dict[str, Extra]:
-    """`pooled_text`, CLIP's. Raises UserError for a model that continues an image, whose inputs are others."""
+    """`pooled_text`, CLIP's. Raises UserError for a model that continues an image: it has other inputs."""
     config = arguments(model)
     if config.image_condition_type is not None:
         raise UserError(

@@ -1,7 +1,7 @@
 """HunyuanVideo-1.5: dual-stream blocks over latents of 16 × 16 pixels and two texts.
 
-Its input has channels of a first frame, and its blocks take what an image encoder sees in that. From text alone the
-channels are zeros, and tokens of no image are left out, which the pipeline feeds and masks.
+Its input has channels of a first frame, and its blocks take an image encoder's tokens of it. From text alone the
+channels are zeros, and the tokens are left out; the pipeline feeds and masks them.
 
 Source: diffusers' HunyuanVideo15Transformer3DModel and HunyuanVideo15Pipeline.
 """
@@ -18,8 +18,10 @@ TIMESTEP_SCALE = 1000.0
 
 
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
-    """Velocity [B, C, F, H, W] for latents of that shape, t [B], text_embeds [B, T, D], text_mask [B, T], and the
-    extras glyph_text [B, T', D'] and glyph_text_mask [B, T']."""
+    """Velocity [B, C, F, H, W] for latents of that shape, t [B], text_embeds [B, T, D], text_mask [B, T].
+
+    The extras are glyph_text [B, T', D'] and glyph_text_mask [B, T'].
+    """
     config = arguments(model)
     embeds, mask = text(conditions)
     batch, channels, *sides = latents.shape
@@ -36,9 +38,9 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
 
 
 def extras(model: nn.Module) -> dict[str, Extra]:
-    """`glyph_text`, ByT5's of what is to be written in the video, and its mask.
+    """`glyph_text`, ByT5's embedding of text to be rendered, and its mask.
 
-    Raises UserError for a mean-flow model, whose second t no objective here draws.
+    Raises UserError for a mean-flow model: it needs a second t, which no objective here draws.
     """
     if arguments(model).use_meanflow:
         raise UserError(
