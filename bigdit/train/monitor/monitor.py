@@ -93,7 +93,7 @@ def open_monitor(start: Start, data: TrainData, stream: FeatureStream, state: Tr
         validation = Validation(run.validation, store, data.order.held, *model)
     if run.samples is not None:
         known = store.schema.classes
-        images = stack.enter_context(ValidationImages(run.samples, run, spec, known, *model, trackers.show))
+        images = stack.enter_context(ValidationImages(run.samples, run, spec, known, state, stage.end, trackers.show))
     skipped = SkippedSteps(state.engine, peers, samples, run.train.most_skipped_steps)
     return Monitor(metrics, skipped, validation, images)
 
