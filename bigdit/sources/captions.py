@@ -118,7 +118,7 @@ def label_of(value: Any, where: str) -> Label:
     raise Unusable(f"label {where} is {str(value)[:20]!r}; expected the name or the number of a class")
 
 
-def captions_of(stem: str, read: Callable[[str], bytes | None]) -> tuple[Caption, ...]:
+def read_captions(stem: str, read: Callable[[str], bytes | None]) -> tuple[Caption, ...]:
     """The captions in STEM.json, or else in STEM.txt. Raises Unusable if there are none.
 
     `read` returns the bytes of a file by its name, None if it is missing.
@@ -132,7 +132,7 @@ def captions_of(stem: str, read: Callable[[str], bytes | None]) -> tuple[Caption
 
 
 def captions_beside(root: Path, stem: Path, follow_links: bool) -> tuple[Caption, ...]:
-    """The captions of an image file without its suffix, `stem`. Raises as `captions_of`."""
+    """The captions of an image file without its suffix, `stem`. Raises as `read_captions`."""
 
     def read(name: str) -> bytes | None:
         path = stem.with_name(name)
@@ -141,7 +141,7 @@ def captions_beside(root: Path, stem: Path, follow_links: bool) -> tuple[Caption
             return read_file(path, CAPTION_BYTES)
         return None
 
-    return captions_of(stem.name, read)
+    return read_captions(stem.name, read)
 
 
 def check_link(root: Path, path: Path, follow_links: bool) -> None:
