@@ -229,7 +229,7 @@ class Disturbed(stateful.RuleBasedStateMachine):
         ways = (saved, early, "ended at once, without a checkpoint", lost, "interrupted\n", "")
         said = next(way for way in ways if way in text)
         if said == saved:
-            step = int(text.rpartition("goes on from step ")[2].split()[0])
+            step = int(text.rpartition("resumes from step ")[2].split()[0])
             assert (self.output / "checkpoints/latest").read_text() == f"step-{step:08d}\n", text
         elif status and said in (lost, "interrupted\n", ""):
             assert said or status == -signum, f"nothing was said: {text}"

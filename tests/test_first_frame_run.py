@@ -20,7 +20,7 @@ from bigdit.encoders.latents import bucket_pixels
 from bigdit.errors import UserError
 from bigdit.loader.stream import BatchReader
 from bigdit.sampling import Sampler
-from bigdit.sampling.encoded import first_image
+from bigdit.sampling.conditions import first_image
 from bigdit.sampling.grid import stills_png
 from bigdit.store import FeatureStore
 from bigdit.store.reader import Part

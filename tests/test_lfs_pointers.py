@@ -13,7 +13,6 @@ from bigdit.checkpoint.pipeline import part_problem
 from bigdit.config.data import TextEncoderConfig, VaeCodec
 from bigdit.encoders.load import load_image_codec, load_text_encoder
 from bigdit.errors import UserError
-from bigdit.models.exchange import import_published
 from bigdit.sources.protocol import Unusable
 from bigdit.strategy import ModelSpec
 
@@ -74,7 +73,6 @@ def test_of_weights_and_tokenizers(tmp_path):
         ("tokenizer/tokenizer.json", lambda: load_text_encoder(TextEncoderConfig(pipeline=tmp_path))),
         ("text_encoder/model.safetensors", lambda: read("text_encoder")),
         ("tokenizer/tokenizer.json", lambda: read("tokenizer")),
-        ("dit.safetensors", lambda: import_published(tmp_path / "dit.safetensors", SPEC)),
     ]
     for name, reader in readers:
         file = tmp_path / name

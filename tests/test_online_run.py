@@ -116,7 +116,7 @@ def test_pictures_that_are_others_when_a_run_goes_on_are_said_or_refused(folder,
         file.rename(more / file.name)
     assert run(None, output, *online(folder, more), "train.steps=2") == 0
     length, changed, added, _ = said(capfd, "note: ")
-    assert length == f"note: {where} was trained with train.steps 1, and goes on with 2"
+    assert length == f"note: {where} was trained with train.steps 1, and resumes with 2"
     assert changed.startswith(f"note: 1 of 1 source of data.images changed since {where}: ")
     assert added.startswith("note: data.images has 1 part more (2 samples) than before: new samples enter with epoch ")
     assert run(None, output, *online(folder), "train.steps=3") == 1

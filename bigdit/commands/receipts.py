@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -48,8 +49,7 @@ def compare(gpu: Card = None, receipts: Folder = None, as_json: Json = False) ->
     from bigdit import log
     from bigdit.profile.cards import Cards
     from bigdit.report.receipts import compared, summary
-    from bigdit.search.calibration import calibration, check, memory_band
-    from bigdit.search.receipts import of_card
+    from bigdit.search.calibration import check, memory_margin, of_gpu, step_ratio
     from bigdit.units import how_many
 
     found = _read(receipts)
@@ -57,13 +57,13 @@ def compare(gpu: Card = None, receipts: Folder = None, as_json: Json = False) ->
     document = []
     for device, card in cards.items():
         with log.err.status(f"running what the {device} ran on an emulated one"), Cards(card) as emulated:
-            own = [*of_card(found, card), *of_card(found, card, emulated=True)]
+            own = [*of_gpu(found, card), *of_gpu(found, card, emulated=True)]
             checked, notices = check(own, card, emulated)
         lines = summary(checked)
-        band = memory_band(checked)
-        if band is not None:
-            lines.append(f"plans for this card take {band.share:.1%} more memory into account: {band.source}")
-        kinds = [calibration(checked, each.receipt.strategy) for each in checked]
+        margin = memory_margin(checked)
+        if margin is not None:
+            lines.append(f"plans for this card take {margin.share:.1%} more memory into account: {margin.source}")
+        kinds = [step_ratio(checked, each.receipt.strategy) for each in checked]
         lines += dict.fromkeys(f"their speed is calibrated by {kind.source}" for kind in kinds if kind is not None)
         for line in notices:
             log.notice(f"note: {line}")
@@ -79,7 +79,7 @@ def compare(gpu: Card = None, receipts: Folder = None, as_json: Json = False) ->
                 "measured_peak_reserved_bytes": each.receipt.measured_peak_reserved_bytes,
                 "predicted_peak_reserved_bytes": each.peak_reserved_bytes,
                 "seconds_per_step": None if each.receipt.emulated else each.receipt.seconds_per_step,
-                "predicted_seconds_per_step": each.step.seconds.model_dump(),
+                "predicted_seconds_per_step": asdict(each.step.seconds),
             }
             for each in checked
         ]
@@ -96,16 +96,15 @@ def calibrate(gpu: Card = None, receipts: Folder = None, as_json: Json = False) 
     from bigdit import log
     from bigdit.errors import UserError
     from bigdit.profile.cards import Cards
-    from bigdit.report.receipts import bands, speeds
-    from bigdit.search.calibration import check, learnt
-    from bigdit.search.receipts import left_out, of_card
+    from bigdit.report.receipts import margins, speeds
+    from bigdit.search.calibration import check, learnt, left_out, of_gpu
     from bigdit.units import how_many
 
     found = _read(receipts)
     learned = []
     for card in {card.name: card for card in _cards(found, gpu).values()}.values():
         with log.err.status(f"running what the {card.title} ran on an emulated one"), Cards(card) as emulated:
-            checked, notices = check(of_card(found, card), card, emulated)
+            checked, notices = check(of_gpu(found, card), card, emulated)
         for line in [*left_out(found, card), *notices]:
             log.notice(f"note: {line}")
         if checked:
@@ -119,7 +118,7 @@ def calibrate(gpu: Card = None, receipts: Folder = None, as_json: Json = False) 
     if as_json:
         log.emit_json([each.model_dump(mode="json") for each in learned])
         return
-    log.out.print(bands(learned))
+    log.out.print(margins(learned))
     log.out.print()
     log.out.print(speeds(learned))
 
@@ -145,11 +144,11 @@ def _cards(receipts: list[Receipt], wanted: str | None) -> dict[str, Gpu]:
 def _read(folder: Path | None) -> list[Receipt]:
     from bigdit import log
     from bigdit.errors import UserError
-    from bigdit.search.receipts import folders, read
+    from bigdit.search.calibration import folders, read
 
     if folder is not None and not folder.is_dir():
         raise UserError(f"--receipts: {folder} is no folder; one with receipts, as training writes them, was expected")
-    places = folders() if folder is None else [folder]
+    places = folders(folder)
     found, notices = read(places)
     for line in notices:
         log.notice(f"note: {line}")

@@ -119,12 +119,6 @@ class PlanFile(Strict):
         return max([height * width, *fitting])
 
 
-COMPILED = (
-    "strategy.compile_blocks is true, and the plan is of blocks as they are written: compiled ones keep other tensors, "
-    "as a rule less, and at times more"
-)
-"""What a run beside its plan should know."""
-
 # Constants of a run that no prediction depends on.
 _FREE = ("lr", "betas", "beta3", "eps", "weight_decay", "decayed")
 
@@ -139,9 +133,7 @@ def unplanned(strategy: Strategy, plan: PlanFile) -> list[str]:
 
 def _predicted_by(strategy: Strategy) -> dict[str, Any]:
     """What predictions depend on: an average by how many there are, a limit of the norm by whether there is one."""
-    found = strategy.model_dump(
-        mode="json", exclude={"compile_blocks": True, "optimizer": set(_FREE), "lora": {"alpha"}}
-    )
+    found = strategy.as_planned.model_dump(mode="json", exclude={"optimizer": set(_FREE), "lora": {"alpha"}})
     if strategy.ema is not None:
         found["ema"] = {"device": strategy.ema.device, "averages": strategy.ema.count}
     return found | {"gradient_clipping": "a limit" if strategy.gradient_clipping else None}
@@ -164,8 +156,8 @@ def plan_notices(run: RunConfig, plan: PlanFile, catalogue: str) -> list[str]:
         lines.append(
             f"the plan was made with catalogue {plan.catalogue}, and this is {catalogue}; plan again to be sure"
         )
-    if run.strategy.compile_blocks:
-        lines.append(COMPILED)
+    if notice := run.strategy.plan_notice:
+        lines.append(notice)
     return [*lines, *_larger(run, plan)]
 
 

@@ -18,7 +18,7 @@ from bigdit.encoders.first_frame import FirstFrames, load_first_frames
 from bigdit.encoders.host_bytes import text_bytes
 from bigdit.encoders.protocol import CPU_BATCH, ImageCodec, Keep, OneIsTooMuch, PixelCodec, TextEncoder, as_it_is
 from bigdit.errors import UserError
-from bigdit.shortage import ran_out, told
+from bigdit.shortage import memory_errors, ran_out
 from bigdit.store.text import Text
 from bigdit.units import gib
 
@@ -93,7 +93,7 @@ class Turns:
             self._note(self._message())
         if self._apart and self._here is not side:
             self._clear()
-        with told(side.title, self._device, side.less):
+        with memory_errors(side.title, self._device, side.less):
             if self._apart and self._here is not side:
                 side.to(self._device)
                 self._here = side
@@ -103,7 +103,7 @@ class Turns:
         """Move all sides to CPU memory. The next side moves too: its small weights lie between others, and would hold
         torch's segments. Raises UserError if CPU memory runs out."""
         for each in self._sides:
-            with told(f"{each.title} that waits for its turn in CPU memory", _CPU, "use fewer workers"):
+            with memory_errors(f"{each.title} that waits for its turn in CPU memory", _CPU, "use fewer workers"):
                 each.to(_CPU)
         gc.collect()  # tensors of the failed attempt
         if torch.cuda.is_available():

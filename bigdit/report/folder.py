@@ -82,7 +82,7 @@ def _fill(plan: Plan, others: Sequence[Plan], temporary: Path, folder: Path, run
 
 
 def document(plan: Plan) -> str:
-    """`plan` as JSON: what `--json` prints, and what that leaves out, its timeline and settings."""
+    """`plan` as JSON: what `--json` prints, and what that leaves out, its timeline and all that ran."""
     return json.dumps(plan.model_dump(mode="json") | {"fits": plan.fits}, indent=2) + "\n"
 
 

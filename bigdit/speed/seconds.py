@@ -1,4 +1,4 @@
-"""The cards of a run."""
+"""GPUs, intervals, the seconds of a step, and how measured steps move predicted ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import NonNegativeFloat, model_validator
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from bigdit.numbers import Count, Positive
 from bigdit.profile.attempt import Launched
@@ -15,7 +15,7 @@ from bigdit.strategy import Strict
 
 
 class Cluster(Strict):
-    """The cards of the run: `gpus` of them, `gpus_per_node` in a machine, machines joined by `network_gbs`.
+    """The GPUs of the run: `gpus` of them, `gpus_per_node` in a machine, machines joined by `network_gbs`.
 
     `network_gbs`: 10⁹ bytes a second that one machine sends, and receives at the same time.
     """
@@ -33,17 +33,16 @@ class Cluster(Strict):
         return min(self.gpus, self.gpus_per_node)
 
 
-class Interval(Strict):
-    """Between `low` and `high`, both possible; its unit is its holder's."""
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Between `low` and `high`, both possible; its unit is its holder's. A search makes tens of thousands of them."""
 
     low: NonNegativeFloat
     high: NonNegativeFloat
 
-    @model_validator(mode="after")
-    def _low_is_low(self) -> Interval:
-        if self.low > self.high:
+    def __post_init__(self) -> None:
+        if not 0 <= self.low <= self.high:
             raise ValueError(f"{self.low} to {self.high} is no interval")
-        return self
 
     def __add__(self, other: Interval) -> Interval:
         return Interval(low=self.low + other.low, high=self.high + other.high)
@@ -73,18 +72,18 @@ PARTS = (
     "collectives",
     "copies to and from the host",
 )
-"""Where the seconds go. `launches` are those in which the card waits for the next kernel; `host` is what the host's
+"""Where the seconds go. `launches` are those in which the GPU waits for the next kernel; `host` is what the host's
 cores compute: optimizer and average that were moved there."""
 
 NO_TIME = Interval(low=0, high=0)
 
 
 class StepTime(Strict):
-    """Seconds of one optimizer step on every card of the cluster.
+    """Seconds of one optimizer step on every GPU of the cluster.
 
     `parts` (of PARTS) add up to `seconds`, low to low and high to high. What can run at the same time as kernels
     (launches, collectives, copies) counts in the low bound only by what lasts beyond them, in the high bound whole.
-    `launches`: all of them, whether the card waits or not, as no receipt has moved them.
+    `launches`: all of them, whether the GPU waits or not, as no receipt has moved them.
     """
 
     seconds: Interval
@@ -93,7 +92,7 @@ class StepTime(Strict):
 
 
 LAUNCHED_SECONDS = Interval(low=5e-6, high=45e-6)
-"""Of the host, for each launch that an emulated card counts: Python, dispatcher, autograd, launch.
+"""Of the host, for each launch that an emulated GPU counts: Python, dispatcher, autograd, launch.
 
 Low as of LAUNCH_SECONDS in roofline.py. High: what steps took for each launch on an H100 and a virtual machine's Xeon
 where kernels filled 23 to 68 % of them: 26 µs (dit-b-4), 27 (Sana with ZeRO-2), 44 (pixart-alpha 256); the host cannot
@@ -110,7 +109,7 @@ class Launches:
 
 
 def launches_of(launched: Mapping[str, Launched], micro_batches: int) -> Launches | None:
-    """From what a step of so many micro-batches had an emulated card do, by phase; None where none was counted."""
+    """From what a step of so many micro-batches had an emulated GPU do, by phase; None where none was counted."""
     if not launched:
         return None
     step = sum(each.launches for phase, each in launched.items() if phase in ("step", "ema"))
@@ -129,6 +128,42 @@ class Handed(Strict):
 
 
 def bound(waits: Interval, seconds: Interval) -> Literal["yes", "possible", "no"]:
-    """Whether a step of `seconds` is bound by launches, for which the card `waits`."""
+    """Whether a step of `seconds` is bound by launches, for which the GPU `waits`."""
     ends = [waits.low > seconds.low / 2, waits.high > seconds.high / 2]
     return "yes" if all(ends) else "possible" if any(ends) else "no"
+
+
+class StepRatio(Strict):
+    """`count` measured steps took `ratio` times (their median) the middle of the prediction.
+
+    `spread`: how far the farthest of them was from the median, as a logarithm. `source` says all that in words.
+    """
+
+    ratio: PositiveFloat
+    spread: NonNegativeFloat
+    count: PositiveInt
+    source: str
+
+    def applied(self, parts: Mapping[str, Interval]) -> dict[str, Interval]:
+        """The parts of a step, moved and narrowed alike, so that they still add up.
+
+        Intervals are of ratios: of half-width w (the logarithm of high to middle), the total keeps the spread of
+        what was measured and 1/(count + 1) of w, as a prior counts beside `count` observations, and never more
+        than w.
+        """
+        total = sum(parts.values(), Interval(low=0, high=0))
+        if total.middle == 0:
+            return {name: part * self.ratio for name, part in parts.items()}
+        half = math.log(total.high / total.middle)
+        kept = math.exp(min(half, self.spread + half / (self.count + 1)))
+        width = total.high - total.low
+        # Where in the old interval the new bounds are: 0 is low, 1 high.
+        low, high = (
+            (bound - total.low) / width if width else 0.0 for bound in (total.middle / kept, total.middle * kept)
+        )
+        return {name: _within(part, max(low, 0.0), min(high, 1.0)) * self.ratio for name, part in parts.items()}
+
+
+def _within(part: Interval, low: float, high: float) -> Interval:
+    width = part.high - part.low
+    return Interval(low=part.low + low * width, high=part.low + max(high, low) * width)

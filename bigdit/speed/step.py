@@ -5,9 +5,19 @@ from __future__ import annotations
 import math
 
 from bigdit.catalog import Gpu
-from bigdit.speed.calibration import Calibration
 from bigdit.speed.roofline import LAUNCH_SECONDS, kernel_seconds
-from bigdit.speed.seconds import LAUNCHED_SECONDS, NO_TIME, PARTS, Cluster, Handed, Interval, Launches, StepTime, bound
+from bigdit.speed.seconds import (
+    LAUNCHED_SECONDS,
+    NO_TIME,
+    PARTS,
+    Cluster,
+    Handed,
+    Interval,
+    Launches,
+    StepRatio,
+    StepTime,
+    bound,
+)
 from bigdit.speed.work import Amount, Exchange, Load, Work
 from bigdit.strategy import Strategy
 
@@ -17,14 +27,14 @@ def step_time(
     strategy: Strategy,
     gpu: Gpu,
     cluster: Cluster,
-    calibration: Calibration | None = None,
+    calibration: StepRatio | None = None,
     launches: Launches | None = None,
 ) -> StepTime:
     """Seconds of a step that does `work` on each `gpu` of `cluster`.
 
     Of `strategy` counts the precision, grad_accum_steps (whatever the attempt had) and HSDP's groups. Reading data,
     checkpoints and validation are not in it. `calibration` moves and narrows the interval to what was measured;
-    `launches` were counted where the step ran on an emulated card, and else are the operators.
+    `launches` were counted where the step ran on an emulated GPU, and else are the operators.
     """
     micro_batches = (work.micro * strategy.grad_accum_steps + work.last).clamped()
     parts = dict.fromkeys(PARTS, NO_TIME)
@@ -50,7 +60,7 @@ def _stage(load: Load, launches: Interval, strategy: Strategy, gpu: Gpu, cluster
     kernels = kernel_seconds(load, gpu, strategy.precision)
     host = host_seconds(load, cluster)
     beside = {
-        # One thread computes on the host and launches, so that both together hide behind the card's work.
+        # One thread computes on the host and launches, so that both together hide behind the GPU's work.
         "host": host,
         "launches": launches,
         "collectives": exchange_seconds(load, strategy, gpu, cluster),
@@ -82,7 +92,7 @@ PCIE = Interval(low=0.20, high=0.80)
 """The same over PCIe: the processor's links and memory decide.
 
 High assumed, as one copy alone. 8 RTX 5090: 28 of 63 GB/s, 4 of them 35 (NVIDIA/nccl#1639); low for older boards
-without access from card to card: assumed.
+without access from GPU to GPU: assumed.
 """
 
 _SWITCHED = ("h20", "gh200-96g", "gh200-144g", "b200", "gb200", "b300")
@@ -102,7 +112,7 @@ _HOP = {"nvlink": 3.4e-6, "pcie": 5.7e-6, "network": 9.6e-6}
 HOST_LINK = Interval(low=0.40, high=0.85)
 """Share of the link to the host that copies from and to page-locked memory reach.
 
-Peaks: 12 of 15.8 GB/s (V100) and 25 of 31.5 (A100), both measured (ZaidQureshi/bam#54). Low is for cards that share
+Peaks: 12 of 15.8 GB/s (V100) and 25 of 31.5 (A100), both measured (ZaidQureshi/bam#54). Low is for GPUs that share
 a root port or the host's memory: assumed.
 """
 
@@ -125,7 +135,7 @@ def exchange_seconds(load: Load, strategy: Strategy, gpu: Gpu, cluster: Cluster)
 
 
 def copy_seconds(load: Load, gpu: Gpu) -> Interval:
-    """Seconds of copies between card and host: both ways at once in the low bound."""
+    """Seconds of copies between GPU and host: both ways at once in the low bound."""
     there, back, peak = load.at("to device").nbytes, load.at("to host").nbytes, gpu.host_gbs * 1e9
     return Interval(low=HOST_LINK.per(max(there, back) / peak).low, high=HOST_LINK.per((there + back) / peak).high)
 
@@ -147,7 +157,7 @@ def _collective(exchange: Exchange, amount: Amount, stride: int, gpu: Gpu, clust
     """A ring of NCCL's over the group: within machines, and between them where it spans several.
 
     The bus carries `_bus_share` of the bytes; low has both links busy at once, and what leaves a machine leaves it
-    once; high is one ring over all cards, link after link.
+    once; high is one ring over all GPUs, link after link.
     Source: bus bandwidth as nccl-tests define it, doc/PERFORMANCE.md.
     """
     size = exchange.group_size
@@ -176,7 +186,7 @@ def _bus_share(name: str, size: int) -> float:
 
 
 def _within(name: str, size: int, gpu: Gpu) -> tuple[str, Interval]:
-    """The link between the cards of one machine, and its bus bandwidth in bytes a second."""
+    """The link between the GPUs of one machine, and its bus bandwidth in bytes a second."""
     pcie = PCIE * (gpu.pcie_gbs * 1e9)
     if gpu.nvlink_one_way_gbs is None:
         return "pcie", pcie

@@ -1,4 +1,4 @@
-"""`python -m bigdit.train`, as `bigdit train` starts it, which makes the run's page when it has ended."""
+"""`python -m bigdit.train`: what `bigdit train` starts as each process of a run."""
 
 from bigdit.errors import guard
 from bigdit.train.processes.end import leave

@@ -11,7 +11,7 @@ from tiny_models import SANA as MODEL
 from whole import whole_state
 
 from bigdit import checkpoint
-from bigdit.checkpoint import saver, write
+from bigdit.checkpoint import saver
 from bigdit.checkpoint.saver import kept_steps
 from bigdit.dist import World
 from bigdit.errors import UserError
@@ -183,7 +183,7 @@ def test_a_step_that_was_changed_is_found_out(tmp_path, engine_and_average):
         checkpoint.latest(tmp_path)
     assert str(refused.value) == (
         f"{file} is damaged: its checksum is not its own; "
-        f"to go on from the one before, write step-00000002 into {tmp_path}/checkpoints/latest"
+        f"to resume from the one before, write step-00000002 into {tmp_path}/checkpoints/latest"
     )
 
 
@@ -259,7 +259,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, engine_and_average, monkeyp
         with open("/dev/full", "wb", buffering=0) as full:
             full.write(b"x")
 
-    monkeypatch.setattr(write, "save_file", to_a_full_disk)
+    monkeypatch.setattr(saver, "save_file", to_a_full_disk)
     with pytest.raises(UserError) as refused:
         keep(tmp_path, engine_and_average, 4, keeping=checkpoint.Keeping(1), found=checkpoint.latest(tmp_path)[0])
     root = tmp_path / "checkpoints"

@@ -120,7 +120,7 @@ def test_keys_without_a_name_are_of_flow_matching():
         ),
         (
             ["objective={name: ddpm, zero_terminal_snr: true}"],
-            "objective: zero_terminal_snr leaves noise alone in the last timestep, which says nothing of the picture "
+            "objective: zero_terminal_snr leaves noise alone in the last timestep, which says nothing of the image "
             "where prediction is epsilon; set prediction to v",
         ),
         (
@@ -133,7 +133,7 @@ def test_keys_without_a_name_are_of_flow_matching():
         ),
         (
             ["objective={name: ddpm, timesteps: 100000}"],
-            "objective: 100000 timesteps with betas from 0.0001 to 0.02 leave nothing of the picture long before the "
+            "objective: 100000 timesteps with betas from 0.0001 to 0.02 leave nothing of the image long before the "
             "last; set fewer timesteps, or a smaller beta_end",
         ),
         (

@@ -43,7 +43,7 @@ from bigdit.train.loop import train
 from bigdit.train.monitor.metrics import read_metrics
 from bigdit.train.prepare import check_stores, prepare_stages
 from bigdit.train.processes.stop import Stop
-from bigdit.train.resume import counted
+from bigdit.train.resume import with_steps
 from bigdit.train.step import encode
 
 FLUX = {
@@ -129,7 +129,7 @@ def trained(path, output, *overrides):
     stages = load_stages(path, [f"output={output}", *overrides])
     prepared = prepare_stages(stages)
     check_stores(stages)
-    prepared, _ = counted(prepared)
+    prepared, _ = with_steps(prepared)
     train(prepared, World(), Stop(60.0, World()))
     found, _ = checkpoint.latest(output)
     return load_file(next((output / "exports" / found.folder.name).glob("*/*.safetensors")))

@@ -112,7 +112,7 @@ def test_llamas_layers_are_what_a_store_of_hidream_is_made_of():
     )
     assert found.notes[1] == "the store takes 35.1 TB: up to 10 disks of 3.84 TB"
     assert found.notes[2] == (
-        "a worker of `bigdit extract` holds up to 3 parts on the host: 27 GB with data.part_size 256, 1.69 GB with 16"
+        "a worker of `bigdit extract` holds up to 3 parts in CPU memory: 27 GB with data.part_size 256, 1.69 GB with 16"
     )
 
 
@@ -187,14 +187,14 @@ def test_a_plan_says_where_encoders_have_no_room_together():
             10,
             [
                 "text encoders and VAE have no room on the NVIDIA GeForce RTX 3060 together: a worker of `bigdit "
-                "extract` has them take turns, and 10.00 GiB of weights wait on the host"
+                "extract` has them take turns, and 10.00 GiB of weights wait in CPU memory"
             ],
         ),
         (
             12,
             [
                 "extraction does not fit the NVIDIA GeForce RTX 3060: with a sample at a time 12.50 GiB of "
-                "10.60 GiB are wanted for the text encoders; a larger GPU, or encoders.device: cpu, encodes"
+                "10.60 GiB are needed for the text encoders; a larger GPU, or encoders.device: cpu, encodes"
             ],
         ),
     ):

@@ -206,4 +206,4 @@ def test_losses_with_features_online_are_those_of_the_store(digits_by_class, tmp
     assert done.returncode == 1
     assert "\nerror: data.images has other classes than " in done.stderr
     assert done.stderr.count("\n") == 2
-    assert "was trained with train.steps 4, and goes on with 5" in done.stderr
+    assert "was trained with train.steps 4, and resumes with 5" in done.stderr

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from bigdit.checkpoint import latest
 from bigdit.checkpoint.folder import checksum, write_state
-from bigdit.checkpoint.write import OFFSETS
+from bigdit.checkpoint.saver import OFFSETS
 from bigdit.train.monitor.metrics import read_metrics
 
 TRAIN = ROOT / "launch/train.py"
@@ -48,7 +48,7 @@ def test_resuming_changes_nothing(features, tmp_path, engine):
     (stopped / "checkpoints/latest").write_text("step-00000005\n")
     done = train(features, stopped, *more, engine=engine)
     assert done.returncode == 0, done.stderr
-    assert f"going on from {stopped}/checkpoints/step-00000005, step 5" in " ".join(done.stderr.split())
+    assert f"resuming from {stopped}/checkpoints/step-00000005, step 5" in " ".join(done.stderr.split())
     assert "Warning" not in done.stderr
     curves = [
         [(row["lr"], row["loss"]) for row in read_metrics(output / "metrics.jsonl")] for output in (straight, stopped)
@@ -138,9 +138,9 @@ def test_a_damaged_checkpoint_is_refused(features, trained, tmp_path):
     done = train(features, output, "train.steps=9")
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
-        f"note: {shard.parent.parent} was trained with train.steps 8, and goes on with 9",
+        f"note: {shard.parent.parent} was trained with train.steps 8, and resumes with 9",
         f"error: {shard} is damaged: its checksum is not the one in state.json; "
-        "there is no other; choose another output to start anew",
+        "there is no other; choose another output to start again",
     ]
 
 
@@ -162,7 +162,7 @@ def test_random_numbers_that_a_checkpoint_had_are_said_to_be_left(features, tmp_
     done = train(features, output, *rounded, "train.steps=4")
     assert done.returncode == 0, done.stderr
     said = (
-        f"note: {found.folder} holds random numbers of an earlier bigdit, which are not taken up: bf16_sr rounds by "
+        f"note: {found.folder} holds random numbers of an earlier bigdit, which are ignored: bf16_sr rounds by "
         "train.seed and the step from here on, otherwise than that would have"
     )
     assert [line for line in done.stderr.splitlines() if "random numbers" in line] == [said]

@@ -39,7 +39,7 @@ def test_rows_of_another_course_are_put_aside_and_said(tmp_path, capfd):
     assert going_on(tmp_path, 0) == []
     (aside,) = tmp_path.glob("before-*-metrics.jsonl")
     assert [row["step"] for row in read_metrics(aside)] == [1, 2, 3]
-    assert f"note: training begins at step 0; {aside} holds 3 rows of an earlier course" in capfd.readouterr().err
+    assert f"note: training begins at step 0; {aside} holds 3 rows of an earlier run" in capfd.readouterr().err
 
 
 def test_a_disk_without_room_for_more_rows_is_one_line(tmp_path):
@@ -53,7 +53,7 @@ def test_a_disk_without_room_for_more_rows_is_one_line(tmp_path):
         with Metrics(disk, Peers(), torch.device("cpu"), **options) as metrics, pytest.raises(UserError) as error:
             fill(metrics)
         assert str(error.value) == (
-            f"cannot write {file}: No space left on device; once it can be written, the same command goes on from the "
+            f"cannot write {file}: No space left on device; once it can be written, the same command resumes from the "
             "last checkpoint"
         )
         steps = [row["step"] for row in read_metrics(file)]
@@ -111,6 +111,6 @@ def test_a_full_disk_is_a_line(tmp_path):
     with pytest.raises(UserError) as refused:
         full.flush()
     assert str(refused.value) == (
-        f"cannot write {path}: No space left on device; once it can be written, the same command goes on from the "
+        f"cannot write {path}: No space left on device; once it can be written, the same command resumes from the "
         "last checkpoint"
     )

@@ -118,7 +118,7 @@ def test_one_command_goes_through_all_stages(alone):
     assert rows[BORDER + 1][2] < 1e-3
     assert "stages.0 is done; the processes start again for stages.1" in said
     assert (
-        f"going on from {alone}/checkpoints/step-{BORDER:08d}, step {BORDER} stages.1: steps {BORDER + 1} to 16 of 16"
+        f"resuming from {alone}/checkpoints/step-{BORDER:08d}, step {BORDER} stages.1: steps {BORDER + 1} to 16 of 16"
         in said
     )
     receipts = [json.loads((alone / name).read_text()) for name in ("receipt-stage-0.json", "receipt.json")]

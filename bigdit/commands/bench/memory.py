@@ -57,7 +57,6 @@ def run(
     from bigdit.config.load import parse_strategy
     from bigdit.files import check_writable
     from bigdit.profile.attempt import parse_resolution
-    from bigdit.profile.notices import COMPILED
     from bigdit.report.bench import note, retried, subtitle, tables, title, write_memory
 
     sizes = listed("--micro-batch", micro_batch, "sizes such as 1,2,4,8", LARGEST)
@@ -66,8 +65,8 @@ def run(
     own, card = gpu.strip().casefold() == "auto", catalog.resolve_gpu(gpu)
     _check_timed(steps, own)
     limit_bytes = None if limit is None else _limit(limit, card)
-    if not own and any(each.compile_blocks for _, each in strategies):
-        log.notice(f"note: {COMPILED}")
+    for notice in {each.plan_notice for _, each in strategies if not own and each.plan_notice}:
+        log.notice(f"note: {notice}")
     if out is not None:
         check_writable("--out", out)
     with log.err.status(f"running {model}") as status:

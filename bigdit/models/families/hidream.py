@@ -11,9 +11,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bigdit.models.arguments import arguments
-from bigdit.models.conditions import Conditions, Extra, streams
-from bigdit.models.family import Family
+from bigdit.models.family import Conditions, Extra, Family, arguments, streams
 
 TIMESTEP_SCALE = 1000.0
 
@@ -30,7 +28,7 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
         pooled_embeds=conditions.extras["pooled_text"],
         return_dict=False,
     )[0]
-    return -_pictures(model, patches, latents)
+    return -_images(model, patches, latents)
 
 
 def extras(model: nn.Module) -> dict[str, Extra]:
@@ -38,8 +36,8 @@ def extras(model: nn.Module) -> dict[str, Extra]:
     return {"pooled_text": Extra((arguments(model).text_emb_dim,)), **streams(FAMILY.CLASS_NAME, model)}
 
 
-def _pictures(model: nn.Module, patches: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
-    """In training the model returns [B, C, patches, p²], with room for its largest picture where that is no square."""
+def _images(model: nn.Module, patches: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
+    """In training the model returns [B, C, patches, p²], with room for its largest image where that is no square."""
     if not model.training or arguments(model).force_inference_output:
         return patches
     batch, channels, height, width = latents.shape

@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 from bigdit.errors import UserError
-from bigdit.models.arguments import arguments
-from bigdit.models.conditions import Conditions, Extra, guidance, streams, text
-from bigdit.models.family import Family
+from bigdit.models.family import Conditions, Extra, Family, arguments, guidance, streams, text
 
 TIMESTEP_SCALE = 1000.0
 # Of a distilled model, whose pipeline multiplies guidance by 1000 too.
@@ -35,7 +33,7 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
 
 
 def extras(model: nn.Module) -> dict[str, Extra]:
-    """`glyph_text`, ByT5's of what is to be written in the picture, and its mask, where the model has a second text.
+    """`glyph_text`, ByT5's embedding of text to be rendered, and its mask, where the model has a second text.
 
     Raises UserError for a mean-flow model, whose second t no objective here draws.
     """

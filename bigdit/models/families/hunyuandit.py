@@ -9,9 +9,7 @@ import torch
 from diffusers.models.embeddings import get_2d_rotary_pos_embed
 from torch import nn
 
-from bigdit.models.arguments import arguments
-from bigdit.models.conditions import Conditions, Extra, streams
-from bigdit.models.family import Family
+from bigdit.models.family import Conditions, Extra, Family, arguments, streams
 
 # The published models see 1000 training timesteps.
 TIMESTEP_SCALE = 1000.0
@@ -25,7 +23,7 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
     """Output [B, C, H, W] for latents [B, C, H, W], t [B], mT5's text_embeds [B, 256, D] and text_mask [B, 256], and
     the extras clip_text [B, 77, D'] and clip_text_mask [B, 77]; 2 C channels of a model with learned sigma.
 
-    A model of version 1.1 or before is told that images are whole and of the latents' own size, and style 0, its only
+    A model of version 1.1 or before gets whole images of the latents' own size, and style 0, its only
     one. All states of mT5 are pooled, also those that the mask hides from attention.
     """
     return model(

@@ -9,8 +9,7 @@ import torch
 from diffusers.models.embeddings import get_2d_rotary_pos_embed_lumina
 from torch import nn
 
-from bigdit.models.conditions import Conditions
-from bigdit.models.family import Family
+from bigdit.models.family import Conditions, Family
 
 
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:

@@ -24,7 +24,7 @@ from bigdit.profile.attempt import StepRequest
 from bigdit.profile.measured.run import CardPhase, CardRun, Spent, Timing
 from bigdit.profile.steps import STEPS, Witness, Workload, build, group, prepare, take, training
 from bigdit.profile.unwritten import fill, fill_noise, unwritten_weights
-from bigdit.train.measure import CardPeaks
+from bigdit.train.measure import GpuPeaks
 
 
 def run(request: StepRequest, timed_steps: int = 0) -> CardRun:
@@ -78,7 +78,7 @@ class _Peaks(Witness):
     cycles; once closed, steps go on as a trainer's."""
 
     def __init__(self) -> None:
-        self._peaks, self._closed = CardPeaks(), False
+        self._peaks, self._closed = GpuPeaks(), False
         gc.disable()
         gc.collect()
         gc.freeze()

@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 from bigdit.errors import UserError
-from bigdit.models.arguments import arguments
-from bigdit.models.conditions import Conditions, Extra, guidance, text
-from bigdit.models.family import Family
+from bigdit.models.family import Conditions, Extra, Family, arguments, guidance, text
 
 TIMESTEP_SCALE = 1000.0
 # Of a distilled model, whose pipeline multiplies guidance by 1000 too.

@@ -15,10 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from bigdit.errors import UserError
-from bigdit.models.arguments import arguments
-from bigdit.models.conditions import Conditions, Extra, text
-from bigdit.models.family import Family
-from bigdit.models.unpadded import Unpadded, padded
+from bigdit.models.family import Conditions, Extra, Family, arguments, text
+from bigdit.models.packing import Unpadded, padded
 
 TIMESTEP_SCALE = 1000.0
 VAE_SIDE = 8

@@ -1,7 +1,7 @@
 """HunyuanVideo-1.5: dual-stream blocks over latents of 16 × 16 pixels and two texts.
 
 Its input has channels of a first frame, and its blocks take what an image encoder sees in that. From text alone the
-channels are zeros, and tokens of no picture are left out, which the pipeline feeds and masks.
+channels are zeros, and tokens of no image are left out, which the pipeline feeds and masks.
 
 Source: diffusers' HunyuanVideo15Transformer3DModel and HunyuanVideo15Pipeline.
 """
@@ -12,9 +12,7 @@ import torch
 from torch import nn
 
 from bigdit.errors import UserError
-from bigdit.models.arguments import arguments
-from bigdit.models.conditions import Conditions, Extra, streams, text
-from bigdit.models.family import Family
+from bigdit.models.family import Conditions, Extra, Family, arguments, streams, text
 
 TIMESTEP_SCALE = 1000.0
 

@@ -1,1 +1,0 @@
-"""The families of video, a file each, as those beside this folder."""
