@@ -13,12 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-import numpy as np
-
 from bigdit.profile.attempt import Attempt
 from bigdit.profile.cards import LARGEST_MICRO_BATCH
-from bigdit.search.plan import lossy_by
-from bigdit.speed.seconds import StepTime
+from bigdit.search.plan import Estimate, lossy_by
 from bigdit.speed.work import Work, work_of
 from bigdit.strategy import Strategy
 
@@ -144,7 +141,9 @@ class Policy:
 
     def idle_at(self, micro_batch_size: float) -> float:
         """What torch is expected to reserve beyond what is allocated: between what it did at both sizes."""
-        return float(np.interp(micro_batch_size, [*self.idle], [*self.idle.values()]))
+        (small, at_small), (large, at_large) = self.idle.items()
+        share = min(max((micro_batch_size - small) / (large - small), 0.0), 1.0)
+        return at_small + share * (at_large - at_small)
 
 
 def sample_bytes(attempt: Attempt) -> float:
@@ -216,8 +215,8 @@ class Option:
     An explored option predicts by its policies: with nothing (`none`) and with all (`full`) of `count` blocks
     recomputed. `anchor`: the attempt with nothing recomputed at the smallest of the sizes that they stand on.
     `corrections`: by what share torch reserved more than was predicted; shared by all with the same activations.
-    `found`: what it reserved without a limit, by recomputed blocks and micro-batch size. `steps`: times that were
-    computed, by micro-batch size, accumulation and recomputed blocks.
+    `found`: what it reserved without a limit, by recomputed blocks and micro-batch size. `predicted`: estimates by
+    micro-batch size, accumulation and recomputed blocks, before any correction that came later.
     """
 
     title: str
@@ -230,7 +229,7 @@ class Option:
     anchor: Attempt = field(init=False, repr=False)
     corrections: dict[Place, float] = field(default_factory=dict, repr=False)
     found: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
-    steps: dict[tuple[int, int, int], StepTime] = field(default_factory=dict, repr=False)
+    predicted: dict[tuple[int, int, int], Estimate] = field(default_factory=dict, repr=False)
 
     def predicting(
         self, none: Policy, full: Policy, count: int, anchor: Attempt, alike: Option | None = None

@@ -148,12 +148,20 @@ class Planner:
         """What is predicted of the option at these sizes; `accumulated` to the global batch that is asked for."""
         if accumulated is None:
             accumulated = self.accumulation(micro_batch_size, option.strategy.world_size)
-        sizes = micro_batch_size, accumulated, blocks
+        sizes, reserved = (micro_batch_size, accumulated, blocks), round(option.reserved(micro_batch_size, blocks))
+        found = option.predicted.get(sizes)
+        if found is None:
+            found = option.predicted[sizes] = self._estimate(option, *sizes, reserved)
+        if found.peak_reserved_bytes != reserved:  # corrected since
+            found = found.model_copy(update=self.reserving(reserved, found.non_torch))
+        return found
+
+    def _estimate(
+        self, option: Option, micro_batch_size: int, accumulated: int, blocks: int, reserved_bytes: int
+    ) -> Estimate:
         strategy = option.strategy.settled(
             micro_batch_size=micro_batch_size, grad_accum_steps=accumulated, checkpointed_blocks=blocks
         )
-        if sizes not in option.steps:
-            option.steps[sizes] = self.step(strategy, option.work(micro_batch_size, blocks))
         phases = {phase: round(nbytes) for phase, nbytes in option.peaks(micro_batch_size, blocks).items()}
         non_torch = self.non_torch(strategy)
         return Estimate(
@@ -166,8 +174,8 @@ class Planner:
             non_torch=non_torch,
             host_bytes=self.host_bytes(option, micro_batch_size, blocks),
             lossless=option.lossless,
-            **self.reserving(round(option.reserved(micro_batch_size, blocks)), non_torch),
-            **stepped(strategy, option.steps[sizes]),
+            **self.reserving(reserved_bytes, non_torch),
+            **stepped(strategy, self.step(strategy, option.work(micro_batch_size, blocks))),
         )
 
     def reserving(self, reserved_bytes: int, non_torch: ByteRange) -> dict[str, Any]:

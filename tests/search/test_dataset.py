@@ -135,7 +135,7 @@ def test_first_frames_are_counted():
     beside = plain.store_bytes.low / 10 - plain.latent_bytes
     assert begun.store_bytes.low / 10 - begun.latent_bytes == beside + more
     assert any(
-        note.startswith("the first frame of each video takes 4.85 MB beside it; a second") for note in begun.notes
+        note.startswith("the first frame of each video takes 4.85 MB more; a second") for note in begun.notes
     )
 
 
@@ -186,7 +186,7 @@ def test_a_plan_says_where_encoders_have_no_room_together():
         (
             10,
             [
-                "text encoders and VAE have no room on the NVIDIA GeForce RTX 3060 together: a worker of `bigdit "
+                "text encoders and VAE do not fit the NVIDIA GeForce RTX 3060 together: a worker of `bigdit "
                 "extract` has them take turns, and 10.00 GiB of weights wait in CPU memory"
             ],
         ),

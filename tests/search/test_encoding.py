@@ -114,7 +114,7 @@ def test_a_host_that_has_less_than_what_waits_is_told_of_before_anything_starts(
 
 def test_videos_are_encoded_whole_and_weights_that_encode_nothing_are_counted():
     videos = EncodersNeed(Side(0, GIB, GIB), Side(0, 0, GIB), frames=81)
-    assert [videos.pictures.taken(-(-size // 81)) for size in (1, 81, 82)] == [GIB, GIB, 2 * GIB]
+    assert [videos.images.taken(-(-size // 81)) for size in (1, 81, 82)] == [GIB, GIB, 2 * GIB]
     assert (videos.taken("in turns", 1), videos.taken("in turns", 128)) == (GIB, 127 * GIB)
 
 
