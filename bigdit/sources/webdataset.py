@@ -309,7 +309,7 @@ class Member:
 def members(path: Path) -> Iterator[Member]:
     """All regular files of the tar, in order.
 
-    Raises Refused, with the reason, for names that lead out of the tar, links, devices and sparse files, and for cut,
+    Raises Refused, with the reason: for names that lead out of the tar, links, devices and sparse files; for cut,
     damaged, compressed and unreadable tars.
     """
     try:
