@@ -108,7 +108,7 @@ def dangle(file):
         (lambda base: dangle(base / WEIGHTS), f"/{WEIGHTS} is a link to blob, which is missing"),
         (
             lambda base: (base / "tokenizer/secret").symlink_to("/proc/self/environ"),
-            "/tokenizer/secret is a link out of its folder; copy the file there",
+            "/tokenizer/secret is a link out of its folder; copy there what it leads to",
         ),
         (lambda base: (base / "tokenizer/all").symlink_to("/proc/self"), "/tokenizer/all is a link out of its folder"),
         (
