@@ -157,7 +157,7 @@ def drawn(found: Recipe, folder: Path) -> Path:
     """The image or video that the recipe's last command generates in two steps, from what was `trained` there."""
     _, *asked = shlex.split(found.commands[-1].replace(found.run["output"], "run"))
     _bigdit(folder, os.environ | emulated_environment(catalog.resolve_gpu(found.about.gpu)), *asked, "--steps", "2")
-    (row,) = json.loads((folder / "run/samples/samples.json").read_text())["pictures"]
+    (row,) = json.loads((folder / "run/samples/samples.json").read_text())["images"]
     return folder / "run/samples" / row["file"]
 
 

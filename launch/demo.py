@@ -110,7 +110,7 @@ def _emulate(demo: Demo) -> None:
     others = [each for each in demo.overrides if each.partition("=")[0] not in few]
     sets = [part for override in (*others, *(f"{key}={few[key]}" for key in few)) for part in ("--set", override)]
     trained = ("launch/train.py", "--ds-config", "ds_configs/zero2.json", "--config", RECIPE, *sets)
-    demo.run("emulate", "bigdit", "emulate", "--gpu", GPU, "--cards", "2", "--", *launcher, *trained)
+    demo.run("emulate", "bigdit", "emulate", "--gpu", GPU, "--gpus", "2", "--", *launcher, *trained)
 
 
 def _planned(demo: Demo) -> int:
@@ -139,7 +139,7 @@ def _sample(demo: Demo) -> Path:
 
 def _read_samples(folder: Path) -> int:
     """How many samples an independent classifier reads as the digit that was asked for."""
-    rows = json.loads((folder / "samples.json").read_text())["pictures"]
+    rows = json.loads((folder / "samples.json").read_text())["images"]
     pictures = [np.asarray(Image.open(folder / row["file"])) for row in rows]
     asked = [digits.WORDS.index(row["caption"].split()[-1]) for row in rows]
     return sum(found == wanted for found, wanted in zip(digits.read_digits(pictures), asked, strict=True))

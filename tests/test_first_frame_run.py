@@ -123,7 +123,7 @@ def test_a_step_takes_what_was_predicted_and_the_pipeline_loads_what_was_trained
     drawn = bigdit("sample", "--checkpoint", folder / "run", "--caption", "a square", "--caption", "two", "--image",
                    folder / "first.png", "--steps", "2", "--out", folder / "samples", "--json")  # fmt: skip
     assert drawn.returncode == 0, drawn.stderr
-    for row in json.loads(drawn.stdout)["pictures"]:
+    for row in json.loads(drawn.stdout)["images"]:
         with Image.open(folder / "samples" / row["file"]) as video:
             assert (video.n_frames, video.size) == (5, (32, 16))
     done = bigdit("export", "--checkpoint", folder / "run", "--out", folder / "exported")

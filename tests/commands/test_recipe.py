@@ -55,7 +55,7 @@ def test_one_is_shown_with_its_needs_and_all_commands_and_is_copied_as_it_stands
     copied.write_text("mine")
     again = bigdit("recipe", "copy", "sana-1600m-a40.yaml", "--out", tmp_path)
     assert again.returncode == 1
-    assert again.stderr == f"error: {copied} is there already, and is left as it is; --out names another file\n"
+    assert again.stderr == f"error: {copied} exists already, and was not changed; name another file with --out\n"
     assert copied.read_text() == "mine"
 
 
@@ -91,7 +91,7 @@ def test_what_has_no_ending_is_a_folder(tmp_path):
     assert done.stderr == f"wrote {tmp_path}/my/runs/sana-1600m-a40.yaml\n"
     (tmp_path / "file").write_text("mine")
     done = bigdit("recipe", "copy", "sana-1600m-a40", "--out", tmp_path / "file")
-    assert done.stderr == f"error: {tmp_path}/file is there already, and is left as it is; --out names another file\n"
+    assert done.stderr == f"error: {tmp_path}/file exists already, and was not changed; name another file with --out\n"
 
 
 def test_what_it_saves_is_shown_and_said_as_json():

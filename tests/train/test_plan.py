@@ -127,7 +127,7 @@ def test_a_machine_that_has_too_little_memory_for_the_plan_starts_nothing(tmp_pa
     done = bigdit("train", "--config", written(plan.model_copy(update={"expected": too_much}), tmp_path))
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(
-        "error: the plan needs 1048576.00 GiB of host memory (expected.host_bytes), and this machine has "
+        "error: the plan needs 1048576.00 GiB of CPU memory (expected.host_bytes), and this machine has "
     )
 
 
@@ -135,7 +135,7 @@ def test_several_machines_need_their_launcher(tmp_path):
     plan = plan_of(Strategy(engine="fsdp2", world_size=16, gradient_clipping=1.0))
     done = bigdit("train", "--config", written(plan, tmp_path))
     assert errors(done) == [
-        "error: the plan is for 16 processes on 2 machines, and `bigdit train` starts those of one; start "
+        "error: the plan is for 16 processes on 2 machines, and `bigdit train` starts one machine; start "
         "launch/train.py with the commands that `bigdit plan` printed"
     ]
 
