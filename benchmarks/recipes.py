@@ -41,7 +41,7 @@ from bigdit.files import write_json
 from bigdit.profile.attempt import Attempt, StepRequest, request_for
 from bigdit.profile.cards import Cards
 from bigdit.receipt import Receipt
-from bigdit.recipes.recipe import MEASURED, Extraction, Recipe, Saved, Took, names, recipe
+from bigdit.recipes import MEASURED, Extraction, Recipe, Saved, Took, names, recipe
 from bigdit.search.answer import make_plan
 from bigdit.search.ask import question_for
 from bigdit.search.plan import Plan, host_need
@@ -59,7 +59,7 @@ STEPS = 3
 
 
 class Caption:
-    """One caption, of all pictures."""
+    """One caption, of all images."""
 
     text, weight = "a caption", 1.0
 

@@ -14,7 +14,7 @@ def __getattr__(name: str) -> Any:
     if name == "plan":
         import importlib
 
-        return importlib.import_module("bigdit.report.notebook").plan
+        return importlib.import_module("bigdit.report.page").plan
     raise AttributeError(f"module 'bigdit' has no attribute {name!r}")
 
 

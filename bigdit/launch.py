@@ -10,7 +10,7 @@ def main() -> None:
 
 
 def _main() -> int:
-    from bigdit.report.leave import leaving_a_page  # here: Ctrl-C while it is imported is said as any other
+    from bigdit.report import leaving_a_page  # here: Ctrl-C while it is imported is said as any other
     from bigdit.train.main import main as train
 
     return train(around=leaving_a_page)

@@ -117,7 +117,7 @@ def _plan(question: Question, others: Sequence[Question], out: Path | None, as_j
     from bigdit.search.answer import make_plan
 
     if out is not None:
-        from bigdit.report.folder import check_folder, write_plan  # here: it imports matplotlib
+        from bigdit.report.page import check_folder, write_plan  # here: it imports matplotlib
 
         check_folder(out)
     plans = []
@@ -147,8 +147,8 @@ def _plan_stages(config: Path, overrides: list[str], asked: dict[str, Any], out:
         [] if out is None else [out] if len(questions) == 1 else [out / f"stage-{n}" for n in range(len(questions))]
     )
     if out is not None:
-        from bigdit.report.folder import check_folder, write_stages
         from bigdit.report.how_to_run import RUN
+        from bigdit.report.page import check_folder, write_stages
 
         for each in folders:
             check_folder(each)

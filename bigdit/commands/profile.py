@@ -69,7 +69,7 @@ def run(
     if plot is not None:
         from bigdit.report.figures import plot_timeline
 
-        plot_timeline(found.timeline, plot, title=title, card_bytes=device.usable_bytes)
+        plot_timeline(found.timeline, plot, title=title, gpu_bytes=device.usable_bytes)
     for written in filter(None, (plot, snapshot)):
         log.notice(f"wrote {written}")
     return 0 if fits else EXIT_DOES_NOT_FIT
@@ -78,7 +78,7 @@ def run(
 def _show(request: StepRequest, found: Profile, usable_bytes: int, non_torch: ByteRange) -> None:
     from bigdit import log
     from bigdit.memory import host_memory
-    from bigdit.report import ledger as report
+    from bigdit.report import plan as report
     from bigdit.units import count, gib
 
     def say(line: str) -> None:

@@ -10,7 +10,7 @@ import typer
 from bigdit.commands.options import Json
 
 if TYPE_CHECKING:
-    from bigdit.recipes.recipe import Recipe
+    from bigdit.recipes import Recipe
 
 HELP = "Runs that fit their GPUs, to copy and fill in."
 
@@ -23,7 +23,7 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="A recipe of `bigdit r
 def every(as_json: Json = False) -> None:
     """List all recipes: what is trained on which GPU, and what it needs."""
     from bigdit import log
-    from bigdit.recipes.recipe import names, recipe
+    from bigdit.recipes import names, recipe
     from bigdit.report.recipes import listed
 
     found = [recipe(name) for name in names()]
@@ -37,7 +37,7 @@ def every(as_json: Json = False) -> None:
 def show(name: Name, as_json: Json = False) -> None:
     """Show one recipe: what it needs, the commands from download to samples, and its YAML."""
     from bigdit import log
-    from bigdit.recipes.recipe import recipe
+    from bigdit.recipes import recipe
     from bigdit.report.recipes import shown
 
     found = recipe(name)
@@ -59,7 +59,7 @@ def copy(
     from bigdit import log
     from bigdit.errors import UserError
     from bigdit.files import write_text
-    from bigdit.recipes.recipe import recipe
+    from bigdit.recipes import recipe
 
     found = recipe(name)
     file = out or Path()

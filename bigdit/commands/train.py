@@ -29,7 +29,7 @@ def run(
     from bigdit.config import load_stages
     from bigdit.files import check_writable
     from bigdit.objective_spec import counting
-    from bigdit.report.leave import leaving_a_page
+    from bigdit.report import leaving_a_page
     from bigdit.train.prepare import check_stores, prepare_stages, with_ds_config, with_grace
     from bigdit.train.processes.launch import launch
 

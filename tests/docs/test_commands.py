@@ -215,7 +215,7 @@ def submitted(command, _):
 
 def downloaded(command, _):
     """`hf` has the options, and the repository is a recipe's."""
-    from bigdit.recipes.recipe import names, recipe
+    from bigdit.recipes import names, recipe
 
     assert command.text in {line for name in names() for line in recipe(name).commands}
     done = run_command("hf", "download", "--help")

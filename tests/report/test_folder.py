@@ -15,9 +15,9 @@ from bigdit.config.plan_file import read_plan_file
 from bigdit.config.stages import load_stages
 from bigdit.errors import UserError
 from bigdit.objective_spec import learned
-from bigdit.recipes.recipe import MEASURED, names, recipe
-from bigdit.report.folder import OURS, write_plan
+from bigdit.recipes import MEASURED, names, recipe
 from bigdit.report.how_to_run import commands, skeleton
+from bigdit.report.page import OURS, write_plan
 from bigdit.search.answer import PLANS
 from bigdit.search.plan import Plan, record
 from bigdit.speed.seconds import Interval
