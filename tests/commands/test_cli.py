@@ -142,7 +142,7 @@ def test_training_finds_out_about_a_missing_store_at_once(tmp_path):
         (["plan", "--network", "fast"], "error: --network is 'fast', and a number was expected"),
         (
             ["extract", "--config", "none.yaml", "--engine", "foo"],
-            "error: --engine is 'foo', which is not known; known: local, ray, slurm",
+            "error: --engine is 'foo', which is unknown; known: local, ray, slurm",
         ),
         (
             ["profile", "--model", "dit-s-2", "--plot", "/proc/x.png"],

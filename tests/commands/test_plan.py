@@ -185,7 +185,7 @@ def test_a_run_with_stages_has_a_plan_of_each_by_which_it_trains(tmp_path):
     assert done.stdout.count("add --images to see how long it takes") == 2
     done = bigdit("train", "--config", plans / "run.yaml", "--dry-run")
     assert done.returncode == 0, done.stderr
-    assert "the plan predicts another strategy" not in done.stderr
+    assert "the plan is for another strategy" not in done.stderr
     strategies = [stage["strategy"] for stage in json.loads(done.stdout)["stages"]]
     recorded = [yaml.safe_load((plans / f"stage-{number}/plan.yaml").read_text()) for number in (0, 1)]
     assert json.loads((plans / "stage-0/plan.json").read_text())["question"]["epochs"] == 2
@@ -264,7 +264,7 @@ def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
         ([*TINY, "--config", "nosuch.yaml"], "the config nosuch.yaml does not exist"),
         (
             ["--config", DIGITS, "--set", "train.steps=5", "--set", "train.steps=6"],
-            "--set says train.steps 2 times; leave it once",
+            "--set has train.steps 2 times; give it once",
         ),
         ([*TINY, "--set", "a=1"], "--set needs --config, and --model was given; leave it out"),
         (

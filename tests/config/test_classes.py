@@ -52,7 +52,7 @@ CASES = [
     (
         DIGITS,
         ["data.classes=[a, b]"],
-        "data.classes names classes, and data.images has no label; set it, or leave data.classes out",
+        "data.classes is set, and data.images has no label; set it, or leave data.classes out",
     ),
     (
         DIGITS,
@@ -62,14 +62,14 @@ CASES = [
     (
         DIGITS,
         ["data.images={path: a.csv, label: x, captions: y}"],
-        "data.images: captions and label are both set, and a model is fed one of them; leave out the other",
+        "data.images: captions and label are both set, and a model takes one of them; leave out the other",
     ),
     (
         DIGITS,
         ["encoders.text=null"],
-        "encoders.text is missing, and no source of data.images has a label: a model is fed captions or classes; set "
-        "encoders.text to a mapping of pipeline, path or config; or, of a model of classes, data.images to one such as "
-        "{path: FOLDER, label: folder}",
+        "encoders.text is missing, and no source of data.images has a label: a model needs captions or classes; set "
+        "encoders.text to a mapping of pipeline, path or config; or, for a model of classes, data.images to one such "
+        "as {path: FOLDER, label: folder}",
     ),
     (
         DIGITS,

@@ -73,7 +73,8 @@ def test_features_online_are_pinned_and_what_is_not_is_said(tmp_path):
     (only,) = asked(path)
     assert only.pins.features == "online"
     assert problems(path, "data.buckets=[[512, 512], [256, 256]]") == [
-        "strategy.features is online, and data.buckets has 2: which is a picture's is known when all were read; set it "
+        "strategy.features is online, and data.buckets has 2: the bucket of an image is known only after all were "
+        "read; set it "
         "to cached, and `bigdit extract` encodes into data.features once"
     ]
     asked_for = {"checkpointing": "selective", "lora.base": "nf4", "offload_activations": "true"}
@@ -85,7 +86,7 @@ def test_features_online_are_pinned_and_what_is_not_is_said(tmp_path):
     path = written(tmp_path, train={"steps": 9}, strategy={"compile_blocks": True})
     (compiled,) = unpinned(path, ())
     assert compiled.startswith(
-        f"{path}: strategy.compile_blocks is true, and the plan is of blocks as they are written: "
+        f"{path}: strategy.compile_blocks is true, and the plan is for blocks that are not compiled: "
     )
 
 

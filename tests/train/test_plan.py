@@ -116,7 +116,7 @@ def errors(done):
 def test_other_processes_are_refused_with_both_numbers(tmp_path):
     config = written(PLANS["deepspeed"], tmp_path)
     assert errors(run_command(sys.executable, "launch/train.py", "--config", config)) == [
-        f"error: {config}: strategy.world_size is 2, and 1 process runs (WORLD_SIZE); start as many, set it to 1, or "
+        f"error: {config}: strategy.world_size is 2, and 1 process runs (WORLD_SIZE); start that many, set it to 1, or "
         "leave it out"
     ]
 
@@ -143,7 +143,7 @@ def test_several_machines_need_their_launcher(tmp_path):
 def test_another_model_is_refused(tmp_path):
     plan = PLANS["single"]
     config = written(plan, tmp_path, model={"kwargs": TINY_KWARGS | {"num_layers": 3}})
-    again = "set plan to null, or ask `bigdit plan` for it"
+    again = "set plan to null, or plan this model"
     assert errors(bigdit("train", "--config", config)) == [
         f"error: model has num_layers 3, and the plan's model.kwargs.num_layers is 2 (digits); {again}"
     ]

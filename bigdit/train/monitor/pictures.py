@@ -13,8 +13,7 @@ import torch
 from bigdit import log, objectives
 from bigdit.checkpoint import Peers
 from bigdit.config import RunConfig
-from bigdit.config.monitor import SamplesConfig
-from bigdit.config.run import SAMPLES
+from bigdit.config.run import SAMPLES, SamplesConfig
 from bigdit.encoders.codecs import load_image_codec, to_bytes
 from bigdit.encoders.host_bytes import host_weights
 from bigdit.engines import Ema, Engine, compute_dtype
