@@ -222,7 +222,7 @@ def test_what_does_not_fit_is_refused(encoded):
     blind = bigdit("train", "--config", config, "--set", "encoders.first_frame={}")
     assert "encoders.first_frame.pipeline is missing" in " ".join(blind.stderr.split())
     narrow = bigdit("extract", "--config", config, "--set", "encoders.text.max_tokens=64")
-    assert "64 states of text, and with an image the model's blocks take 512" in " ".join(narrow.stderr.split())
+    assert "64 states of text, and with an image the model takes 512" in " ".join(narrow.stderr.split())
 
 
 def test_a_first_frame_whose_bytes_changed_is_named(encoded, tmp_path):

@@ -15,8 +15,7 @@ from bigdit.catalog.conditions import takes_first_frame
 from bigdit.catalog.encoders import caption_tokens, online_encoders
 from bigdit.catalog.families import PUBLISHED, objective_of
 from bigdit.catalog.models import TextInput, before_download, models, repositories
-from bigdit.catalog.pipeline import CONFIG
-from bigdit.catalog.resolve import TRANSFORMER
+from bigdit.catalog.resolve import CONFIG, TRANSFORMER
 from bigdit.checkout import entry
 from bigdit.config.data import PART_SIZE, VaeCodec, part_size
 from bigdit.config.plan_file import FILE

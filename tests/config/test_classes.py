@@ -41,13 +41,13 @@ CASES = [
     (
         CLASSES,
         ["data.images=pictures", TEXT],
-        "data.images has no label, and PaperDiT is fed classes; set it, such as to folder, and leave encoders.text out",
+        "data.images has no label, and PaperDiT takes classes; set it, such as to folder, and leave encoders.text out",
     ),
     (
         CLASSES,
         ["model.kwargs.null_class=false"],
-        "data.caption_dropout is 0.1, and model.kwargs.null_class is false: there is no class that stands for none; "
-        "set the one to 0, or the other to true",
+        "data.caption_dropout is 0.1, and model.kwargs.null_class is false: the model has no label for no class; set "
+        "the one to 0, or the other to true",
     ),
     (
         DIGITS,
@@ -57,7 +57,7 @@ CASES = [
     (
         DIGITS,
         ["data.images={path: a, label: folder}", "encoders.text=null"],
-        "data.images has a label, and SanaTransformer2DModel is fed text; leave it out, and set encoders.text",
+        "data.images has a label, and SanaTransformer2DModel takes text; leave it out, and set encoders.text",
     ),
     (
         DIGITS,

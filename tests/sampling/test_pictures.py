@@ -72,7 +72,7 @@ def test_a_picture_depends_on_its_caption_and_seed_alone(sampled, trained):
             ["--caption", "x", "--sampler", "lms"],
             "error: --sampler 'lms': there is no such sampler; of flow_matching: ",
         ),
-        (["--label", "3"], "error: --label is '3', and this model is fed captions; pass --caption TEXT"),
+        (["--label", "3"], "error: --label is '3', and this model takes captions; pass --caption TEXT"),
         (["--caption", "x", "--size", "8x9"], "error: --size 8x9 does not divide by the codec's 2; nearest: 8x8"),
         (
             ["--caption", "x", "--size", "99998x99998"],

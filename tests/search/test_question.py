@@ -167,7 +167,7 @@ def test_the_usual_aspect_ratios_keep_the_area():
 def test_models_of_squares_alone_say_so():
     assert question_for("dit-s-8", "rtx-3060-12g").buckets == ()
     assert problems("dit-s-8", "rtx-3060-12g", resolution="256x512") == (
-        "--resolution 256x512: dit-s-8 takes squares alone, and 256 × 512 was asked for; nearest: 256 × 256",
+        "--resolution 256x512: dit-s-8 takes only squares, and 256 × 512 was asked for; nearest: 256 × 256",
     )
 
 

@@ -81,7 +81,7 @@ def test_what_is_known_before_extraction_writes_nothing(tmp_path):
         ({"path": "x", "captoins": "y"}, "data.images.captoins: unknown key; did you mean captions?"),
         (
             {"kind": "csv"},
-            "data.images.path: missing (a folder of images or videos with .txt or .json captions beside them)",
+            "data.images.path: missing (a folder of images or videos with captions in .txt or .json files)",
         ),
         ({"path": "x", "kind": "zip"}, "data.images.kind is 'zip', which is unknown; known: csv, datasets, folder"),
         (
