@@ -1,4 +1,4 @@
-"""Memory that ran out: how errors of it are known, and what was asked for and what there was."""
+"""Out-of-memory errors: how they are recognised, and what was requested and free."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
 from bigdit.units import gib, parse_bytes
 
-# What torch, its allocator of the host, cuBLAS and NCCL say; the first is torch.OutOfMemoryError's.
+# Parts of messages of torch, its CPU allocator, cuBLAS and NCCL; the first is torch.OutOfMemoryError's.
 SIGNS = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether a card's memory, or the host's, was too small."""
+    """Whether an error means that GPU or CPU memory ran out."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
     )
@@ -26,7 +26,7 @@ def ran_out(error: BaseException) -> bool:
 
 @contextmanager
 def told(what: str, device: torch.device, less: str) -> Iterator[None]:
-    """Make an error of memory within a UserError: that `what` ran out of it, what there was, and what takes `less`."""
+    """Turn an out-of-memory error within into a UserError: `what` ran out, what was free, and what needs `less`."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -37,7 +37,7 @@ def told(what: str, device: torch.device, less: str) -> Iterator[None]:
 
 @contextmanager
 def bounded(device: torch.device) -> Iterator[None]:
-    """Within it a host whose memory is used up refuses more, as a card does, where the kernel would end the process.
+    """Limit CPU memory within, so that a process gets an error, as on a GPU, where the kernel would kill it.
 
     Source: getrlimit(2), RLIMIT_DATA; proc_pid_status(5), VmData.
     """
@@ -55,14 +55,14 @@ def bounded(device: torch.device) -> Iterator[None]:
 
 
 def asked_bytes(message: str) -> int | None:
-    """What the allocation that failed asked for, as torch says it."""
+    """The bytes of the failed allocation in torch's message."""
     found = re.search(r"[Tt]ried to allocate ([\d.]+ \w+?)\.", message)
     return None if found is None else parse_bytes(found[1].replace("bytes", "B"))
 
 
 def shortage(error: BaseException, device: torch.device) -> str:
-    """What was asked for of a device, and what it had; or, of a host, what this process may hold, much of which is free
-    again when the error is told."""
+    """What was requested of a device, and what was free; for a CPU the limit of this process, because much is free
+    again when the error is reported."""
     limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
     if device.type == "cpu" and limit != resource.RLIM_INFINITY:
         asked, (_, total) = asked_bytes(str(error)), room(device)
@@ -75,7 +75,7 @@ def shortage(error: BaseException, device: torch.device) -> str:
 
 
 def room(device: torch.device) -> tuple[int, int]:
-    """Bytes that a card, or this machine, has left for this process, and in all. Source: proc_meminfo(5)."""
+    """(free, total) bytes of a GPU, or of this machine for this process. Source: proc_meminfo(5)."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return free, total
@@ -85,12 +85,12 @@ def room(device: torch.device) -> tuple[int, int]:
 
 
 def _held() -> int:
-    """What counts against RLIMIT_DATA."""
+    """The bytes that count against RLIMIT_DATA."""
     return _table("/proc/self/status", "VmData")
 
 
 def _table(path: str, key: str) -> int:
-    """Bytes of a row that the kernel tells."""
+    """Bytes of a row in a table of the kernel."""
     with open(path) as file:
         found = dict(line.split(":", 1) for line in file)
     return parse_bytes(found[key].replace("kB", "KiB"))

@@ -218,7 +218,7 @@ def test_what_does_not_fit_is_refused(encoded):
     config = folder / "run.yaml"
     without = bigdit("train", "--config", config, "--set", "encoders.first_frame=null")
     assert without.returncode == 1
-    assert "is fed the first frame, and encoders.first_frame is missing" in " ".join(without.stderr.split())
+    assert "needs the first frame, and encoders.first_frame is missing" in " ".join(without.stderr.split())
     blind = bigdit("train", "--config", config, "--set", "encoders.first_frame={}")
     assert "encoders.first_frame.pipeline is missing" in " ".join(blind.stderr.split())
     narrow = bigdit("extract", "--config", config, "--set", "encoders.text.max_tokens=64")

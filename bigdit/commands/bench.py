@@ -88,7 +88,7 @@ def memory(
             limit_bytes=limit_bytes,
             expandable_segments=segments,
             steps=STEPS if steps is None else steps,
-            said=status.update,
+            progress=status.update,
         ).curves(strategies, sizes)
     if as_json:
         log.emit_json(found.model_dump(mode="json"))

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from rich.table import Table
 
 from bigdit import log
-from bigdit.bench.interleaved import Comparison, Load, Spread
+from bigdit.bench import Comparison, Load, Spread
 from bigdit.bench.memory import Curve, MemoryBench, Point
 from bigdit.files import replacing, write_json, write_text
 from bigdit.memory import CATEGORIES

@@ -16,8 +16,7 @@ from bigdit.profile.cards import Cards
 from bigdit.profile.pool import WorkerError
 from bigdit.receipt import Receipt
 from bigdit.search.plan import Band
-from bigdit.speed.calibration import Calibration
-from bigdit.speed.seconds import Cluster, StepTime
+from bigdit.speed.seconds import Calibration, Cluster, StepTime
 from bigdit.speed.step import step_time
 from bigdit.speed.work import work_of
 from bigdit.strategy import Strategy, Strict

@@ -6,7 +6,7 @@ import pytest
 import step
 from commands import DIGITS, SINGLE, TINY, bigdit, with_set
 
-from bigdit.bench.interleaved import Comparison, Load, take_turns
+from bigdit.bench import Comparison, Load, take_turns
 from bigdit.receipt import Receipt
 
 

@@ -267,7 +267,7 @@ def test_sizes_read_as_they_are_written(sizes):
             "--buckets 1024x1000: sana-1600m-1024 takes pixels in multiples of 32 (VAE 32 × patch 1), and the width "
             "is 1000; the nearest that fit: 992 or 1024",
         ),
-        ({"frames": 5}, "--frames: sana-1600m-1024 makes pictures, and 5 frames were asked for"),
+        ({"frames": 5}, "--frames: sana-1600m-1024 makes images, and 5 frames were asked for"),
         (
             {"model": "wan2.1-t2v-1.3b", "gpu": "a100-80g-sxm", "frames": 12},
             "--frames: wan2.1-t2v-1.3b takes 1 frame and then multiples of 4 (VAE), and frames is 12; the nearest that "
@@ -428,7 +428,7 @@ def test_no_rank_within_the_limit_is_wider_than_the_widest_layer():
             {},
             (
                 "no model was named; model takes one of `bigdit models`, or a diffusers config.json",
-                "no card was named; gpu takes one of `bigdit gpus`, or auto for this machine's own",
+                "no GPU was named; gpu takes one of `bigdit gpus`, or auto for this machine's own",
             ),
         ),
         ((5, 6), {}, ("model is 5, and a text was expected", "gpu is 6, and a text was expected")),
