@@ -53,7 +53,7 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("BIGDIT_RECEIPTS", str(tmp_path / "file"))
     receipt.write(receipt_of(), tmp_path / "receipt.json")
-    assert "the receipt is not kept for plans: cannot write" in capsys.readouterr().err
+    assert "the receipt was not kept for plans: cannot write" in capsys.readouterr().err
     assert (tmp_path / "receipt.json").exists()
 
 
