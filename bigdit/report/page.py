@@ -232,7 +232,7 @@ def start(plan: Plan) -> dict[str, Any]:
 
 def choices(strategies: Collection[Strategy]) -> dict[str, str]:
     """The choices other than sizes and GPU: their names on the page by key."""
-    found = {"engine": "Engine", "optimizer": "Optimizer", "precision": "Precision", "average": "EMA"}
+    found = {"engine": "Engine", "optimizer": "Optimizer", "precision": "Precision", "ema": "EMA"}
     if any(each.lora for each in strategies):
         found["adapters"] = "Adapters"
     if any(each.blocks_to_swap for each in strategies):
