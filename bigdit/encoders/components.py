@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
 from bigdit.documents import read_json
-from bigdit.encoders.folder import check_complete, check_files, read_config, weights_sample
+from bigdit.encoders.folder import check_files, load_from, read_config, weights_sample
 from bigdit.encoders.recipes import RECIPES
 from bigdit.errors import UserError, nearest
 from bigdit.store.tensors import config_digest, lines_digest, weights_digest
@@ -149,29 +149,15 @@ def load_part(setting: str, folder: Path, name: str, entry: list[str], dtype: to
             f"{nearest(class_name, CLASSES)}"
         )
     check_files(key, place)
-    if issubclass(found, transformers.PreTrainedModel):
-        read_config(key, place)
-    try:
-        if not issubclass(found, transformers.PreTrainedModel):
-            tokenizer = found  # or an image processor; neither has weights
-            return tokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
-        config = {"config": _inner_config(setting, place)} if found is T5GemmaEncoder else {}
-        model, info = found.from_pretrained(
-            place,
-            dtype=dtype,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            **config,
-        )
-    except Exception as error:  # for unexpected files, the libraries raise any class
-        raise UserError(f"{key}: {place} cannot be loaded: {' '.join(str(error).split())}") from None
-    check_complete(key, place, info)
+    if not issubclass(found, transformers.PreTrainedModel):
+        return load_from(found, key, place)  # a tokenizer or an image processor
+    read_config(key, place)
+    config = {"config": _inner_config(setting, place)} if found is T5GemmaEncoder else {}
+    model = load_from(found, key, place, dtype=dtype, **config)
     config = model.config.get_text_config()
     if hasattr(config, "use_cache"):
         config.use_cache = False  # keys and values are not used again
-    return model.to(device).eval()
+    return model.to(device)
 
 
 def _class_of(library: str, class_name: str, place: Path) -> Any:

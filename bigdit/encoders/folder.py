@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +65,26 @@ def check_files(key: str, folder: Path) -> None:
             raise UserError(f"{key}: {folder}: {error}") from None
 
 
-def check_complete(key: str, folder: Path, info: Mapping[str, Sequence[object]]) -> None:
-    """Raise UserError for weights that are missing or have another shape: libraries initialise them at random."""
+def load_from(kind: Any, key: str, folder: Path, **arguments: Any) -> Any:
+    """A model or tokenizer of the class `kind`, by from_pretrained, from safetensors only: a pickle can run code.
+
+    Raises UserError if it cannot be loaded, or weights are missing or have another shape: libraries would initialise
+    them at random.
+    """
+    model = issubclass(kind, torch.nn.Module)
+    more = {"use_safetensors": True, "output_loading_info": True} if model else {}
+    try:
+        found = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **more, **arguments)
+    except Exception as error:  # for unexpected files, the libraries raise any class
+        raise UserError(f"{key}: {folder} cannot be loaded: {' '.join(str(error).split())}") from None
+    if not model:
+        return found
     for problem in ("missing_keys", "mismatched_keys"):
-        names = sorted(str(name) for name in info[problem])
+        names = sorted(str(name) for name in found[1][problem])
         if names:
             what = problem.removesuffix("_keys")
             raise UserError(f"{key}: {folder} has {how_many(len(names), f'{what} weight')}, the first {names[0]}")
+    return found[0].eval()
 
 
 def weights_sample(folder: Path, dtype: str) -> str | None:

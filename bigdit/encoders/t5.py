@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, 
 from bigdit.catalog.families import too_large
 from bigdit.config.data import T5_TOKENS, TextEncoderConfig
 from bigdit.encoders.components import full_length, tokenizer_digest
-from bigdit.encoders.folder import DTYPES, check_complete, check_files, read_config, weights_sample
+from bigdit.encoders.folder import DTYPES, check_files, load_from, read_config, weights_sample
 from bigdit.encoders.protocol import CPU_BATCH, MAX_TOKENS, BatchSize, Keep, as_it_is, encode_by_length
 from bigdit.errors import UserError, nearest
 from bigdit.store.tensors import config_digest, weights_digest
@@ -112,25 +112,14 @@ class T5TextEncoder:
 
 
 def _from_folder(config: TextEncoderConfig) -> tuple[T5EncoderModel, PreTrainedTokenizerBase, dict[str, Any]]:
-    """Weights and tokenizer of a folder, from safetensors only, since a pickle can run code."""
+    """Weights and tokenizer of a folder."""
     assert config.path is not None
     saved = read_config(f"{_KEY}.path", config.path)
     if saved.get("model_type") != "t5":
         raise UserError(f"{_KEY}.path: {config.path} holds a {saved.get('model_type')}, expected a t5")
     check_files(f"{_KEY}.path", config.path)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(config.path, local_files_only=True, trust_remote_code=False)
-        model, info = T5EncoderModel.from_pretrained(
-            config.path,
-            dtype=torch.float32,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    except Exception as error:  # for unexpected files, the library raises any class
-        raise UserError(f"{_KEY}.path: {config.path} cannot be loaded: {' '.join(str(error).split())}") from None
-    check_complete(f"{_KEY}.path", config.path, info)
+    tokenizer = load_from(AutoTokenizer, f"{_KEY}.path", config.path)
+    model = load_from(T5EncoderModel, f"{_KEY}.path", config.path, dtype=torch.float32)
     return model, tokenizer, saved
 
 

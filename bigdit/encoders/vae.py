@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from bigdit.config.data import VaeCodec, frames_of, written_bucket
-from bigdit.encoders.folder import DTYPES, check_complete, check_files, read_config, weights_sample
+from bigdit.encoders.folder import DTYPES, check_files, load_from, read_config, weights_sample
 from bigdit.encoders.latents import (
     VIDEO_VAES,
     Color,
@@ -159,18 +159,5 @@ def _noise(seed: int, index: int, shape: Sequence[int]) -> torch.Tensor:
 
 
 def _load(config: VaeCodec) -> Any:
-    """The VAE in eval mode, from safetensors only, since a pickle can run code."""
     check_files(_KEY, config.path)
-    try:
-        vae, info = getattr(diffusers, config.class_name).from_pretrained(
-            config.path,
-            torch_dtype=DTYPES[config.dtype],
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    except Exception as error:  # for unexpected files, the library raises any class
-        raise UserError(f"{_KEY}: {config.path} cannot be loaded: {' '.join(str(error).split())}") from None
-    check_complete(_KEY, config.path, info)
-    return vae.eval()
+    return load_from(getattr(diffusers, config.class_name), _KEY, config.path, torch_dtype=DTYPES[config.dtype])

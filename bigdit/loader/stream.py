@@ -111,8 +111,8 @@ class FeatureStream:
 class BatchReader:
     """Reads batches of a store, of at most `micro_batch_size` samples. Threads may share it.
 
-    A sample's seed decides whether its caption or class is dropped, which of several captions is chosen, and the noise
-    of its latents if mean and deviation are stored.
+    A sample's seed decides whether its caption or class is dropped, and which of several captions is chosen. If mean
+    and deviation are stored, it also decides the noise of the latents.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,30 +118,36 @@ def label_of(value: Any, where: str) -> Label:
     raise Unusable(f"label {where} is {str(value)[:20]!r}; expected the name or the number of a class")
 
 
-def captions_beside(root: Path, stem: Path, follow_links: bool) -> tuple[Caption, ...]:
-    """The captions in STEM.json, or else in STEM.txt. Raises Unusable if there are none."""
-    captions = None
-    path = Path(f"{stem}.json")
-    with contextlib.suppress(FileNotFoundError):
-        captions = json_captions(_read(root, path, follow_links), path.name)
-    if captions is not None:
+def read_captions(stem: str, read: Callable[[str], bytes | None]) -> tuple[Caption, ...]:
+    """The captions in STEM.json, or else in STEM.txt. Raises Unusable if there are none.
+
+    `read` returns the bytes of a file by its name, None if it is missing.
+    """
+    data = read(f"{stem}.json")
+    if data is not None and (captions := json_captions(data, f"{stem}.json")) is not None:
         return captions
-    path = Path(f"{stem}.txt")
-    try:
-        return text_captions(_read(root, path, follow_links), path.name)
-    except FileNotFoundError:
-        raise Unusable(f"caption {path.name} is missing") from None
+    if (data := read(f"{stem}.txt")) is None:
+        raise Unusable(f"caption {stem}.txt is missing")
+    return text_captions(data, f"{stem}.txt")
+
+
+def captions_beside(root: Path, stem: Path, follow_links: bool) -> tuple[Caption, ...]:
+    """The captions of an image file without its suffix, `stem`. Raises as `read_captions`."""
+
+    def read(name: str) -> bytes | None:
+        path = stem.with_name(name)
+        with contextlib.suppress(FileNotFoundError):
+            check_link(root, path, follow_links)
+            return read_file(path, CAPTION_BYTES)
+        return None
+
+    return read_captions(stem.name, read)
 
 
 def check_link(root: Path, path: Path, follow_links: bool) -> None:
     """Raise Unusable for a link out of `root`, unless links are followed."""
     if not follow_links and leads_out(root, path):
         raise Unusable(f"{path.name} is a link out of its folder; set follow_links of the source to read it")
-
-
-def _read(root: Path, path: Path, follow_links: bool) -> bytes:
-    check_link(root, path, follow_links)
-    return read_file(path, CAPTION_BYTES)
 
 
 def log_ignored(key: str, root: Path, ignored: Counter[str]) -> None:

@@ -29,7 +29,7 @@ from bigdit.config.data import MAX_PIXELS
 from bigdit.die_with_parent import end_with_parent
 from bigdit.errors import UserError
 from bigdit.files import IS_LFS_POINTER, is_lfs_pointer, open_file, replacing, write_text
-from bigdit.sources.captions import Label, json_captions, json_label, text_captions
+from bigdit.sources.captions import Label, json_label, read_captions
 from bigdit.sources.disk import CAPTION_BYTES, IMAGE_BYTES, check_size, opened_range, read_range, sampled_digest
 from bigdit.sources.file_rows import read_parquet
 from bigdit.sources.image import SUFFIXES
@@ -85,16 +85,11 @@ class TarItem(Item):
         return json_label(self._read(self.json, name, CAPTION_BYTES), key, name)
 
     def _captions(self) -> tuple[Caption, ...]:
-        """The captions of the `.json`, or else of the `.txt`."""
-        stem = self.name.rpartition("/")[2]
-        found = None
-        if self.json is not None:
-            found = json_captions(self._read(self.json, f"{stem}.json", CAPTION_BYTES), f"{stem}.json")
-        if found is not None:
-            return found
-        if self.txt is None:
-            raise Unusable(f"caption {stem}.txt is missing")
-        return text_captions(self._read(self.txt, f"{stem}.txt", CAPTION_BYTES), f"{stem}.txt")
+        def read(name: str) -> bytes | None:
+            span = self.json if name.endswith(".json") else self.txt
+            return None if span is None else self._read(span, name, CAPTION_BYTES)
+
+        return read_captions(self.name.rpartition("/")[2], read)
 
     def _read(self, span: tuple[int, int], name: str, limit: int) -> bytes:
         check_size(name, span[1], limit)
@@ -314,7 +309,7 @@ class Member:
 def members(path: Path) -> Iterator[Member]:
     """All regular files of the tar, in order.
 
-    Raises Refused, with the reason, for names that lead out of the tar, links, devices and sparse files, and for cut,
+    Raises Refused, with the reason: for names that lead out of the tar, links, devices and sparse files; for cut,
     damaged, compressed and unreadable tars.
     """
     try:

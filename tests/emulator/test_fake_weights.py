@@ -217,7 +217,7 @@ def test_names_that_cannot_be_laid_out(tmp_path):
     with pytest.raises(UserError, match="was given twice"):
         lay_out(["stabilityai/sd-vae-ft-ema", "stabilityai/sd-vae-ft-ema"], tmp_path / "d")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"holds no config\.json"):
+    with pytest.raises(UserError, match=r"has no config\.json"):
         lay_out([f"x/y={tmp_path / 'empty'}"], tmp_path / "e")
     (tmp_path / "wrong").mkdir()
     (tmp_path / "wrong" / "config.json").write_text('{"_class_name": "NoSuchModel"}')

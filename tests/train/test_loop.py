@@ -216,14 +216,14 @@ def test_dry_run_prints_what_would_run(features, trained):
 @pytest.mark.parametrize(
     ("said", "refused"),
     [
-        (("--set", "train.steps=1", "--set", "train.steps=2"), "--set says train.steps 2 times; leave it once"),
+        (("--set", "train.steps=1", "--set", "train.steps=2"), "--set has train.steps 2 times; give it once"),
         (
             ("--ds-config", "ds_configs/zero2_bf16.json", "--set", "strategy.engine=fsdp2"),
-            "--ds-config and --set strategy.engine say the same key; leave one of them out",
+            "--ds-config and --set strategy.engine set the same key; leave one of them out",
         ),
         (
             ("--grace", "5", "--set", "train.grace=6"),
-            "--grace and --set train.grace say the same key; leave one of them out",
+            "--grace and --set train.grace set the same key; leave one of them out",
         ),
     ],
 )

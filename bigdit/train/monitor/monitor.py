@@ -16,7 +16,7 @@ import torch
 
 from bigdit import log, objectives
 from bigdit.checkpoint import Peers
-from bigdit.config.monitor import ValidationConfig
+from bigdit.config.run import ValidationConfig
 from bigdit.engines import Ema, Engine, compute_dtype
 from bigdit.errors import UserError
 from bigdit.loader.batch import Batch, CaptionedBatch
