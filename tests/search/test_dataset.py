@@ -134,9 +134,7 @@ def test_first_frames_are_counted():
     more = begun.latent_bytes + 257 * 1280 * 2 + 8  # its latents, its embeddings, its digest
     beside = plain.store_bytes.low / 10 - plain.latent_bytes
     assert begun.store_bytes.low / 10 - begun.latent_bytes == beside + more
-    assert any(
-        note.startswith("the first frame of each video takes 4.85 MB more; a second") for note in begun.notes
-    )
+    assert any(note.startswith("the first frame of each video takes 4.85 MB more; a second") for note in begun.notes)
 
 
 def test_without_images_there_is_no_data_set():
