@@ -41,7 +41,7 @@ from bigdit.files import write_json
 from bigdit.profile.attempt import Attempt, StepRequest, request_for
 from bigdit.profile.cards import Cards
 from bigdit.receipt import Receipt
-from bigdit.recipes.recipe import MEASURED, Extraction, Recipe, Saved, Took, names, recipe
+from bigdit.recipes import MEASURED, Extraction, Recipe, Saved, Took, names, recipe
 from bigdit.search.answer import make_plan
 from bigdit.search.ask import question_for
 from bigdit.search.plan import Plan, Question, host_need
@@ -58,7 +58,7 @@ STEPS = 3
 
 
 class Caption:
-    """One caption, of all pictures."""
+    """One caption, of all images."""
 
     text, weight = "a caption", 1.0
 
@@ -156,7 +156,7 @@ def drawn(found: Recipe, folder: Path) -> Path:
     """The image or video that the recipe's last command generates in two steps, from what was `trained` there."""
     _, *asked = shlex.split(found.commands[-1].replace(found.run["output"], "run"))
     _bigdit(folder, os.environ | emulated_environment(catalog.resolve_gpu(found.about.gpu)), *asked, "--steps", "2")
-    (row,) = json.loads((folder / "run/samples/samples.json").read_text())["pictures"]
+    (row,) = json.loads((folder / "run/samples/samples.json").read_text())["images"]
     return folder / "run/samples" / row["file"]
 
 

@@ -68,11 +68,11 @@ Shift = Annotated[
 
 
 class FlowMatchingSpec(Strict):
-    """Flow matching (`name`): how t is drawn, 1 = noise. `shift` above 1 moves t towards noise, as high resolutions
-    need: a number, or by a sample's tokens.
+    """Flow matching (`name`): the distribution of t, 1 = noise. `shift` above 1 moves t towards noise, as high
+    resolutions need: a number, or by a sample's tokens.
 
-    `t_distribution`: of a normal with `logit_mean` and `logit_std` the sigmoid; uniform; or `mode`, heavy in the middle
-    by `mode_scale`. `weighting`: of a sample's loss by its t, as diffusers' scripts have it for SD3.
+    `t_distribution`: the sigmoid of a normal with `logit_mean` and `logit_std`; uniform; or `mode`, heavy in the middle
+    by `mode_scale`. `weighting`: of a sample's loss by its t, as in diffusers' scripts for SD3.
     """
 
     name: Literal["flow_matching"] = "flow_matching"
@@ -128,7 +128,7 @@ class DdpmSpec(Strict):
 
 
 def _named(value: Any) -> Any:
-    """Keys without a name are flow matching's."""
+    """Keys without a name mean flow matching."""
     return {"name": "flow_matching"} | value if isinstance(value, dict) else value
 
 
@@ -164,17 +164,19 @@ def meaningless(objective: FlowMatchingSpec | DdpmSpec) -> list[str]:
         (deciding, values), own = _COUNTS_WITH[key], getattr(objective, key)
         decided = getattr(objective, deciding)
         if values is None:
-            found.append(f"objective.{key} is {own:g}, and objective.{deciding} is missing, which it is of; set both")
+            found.append(
+                f"objective.{key} is {own:g}, and objective.{deciding} is missing, which it belongs to; set both"
+            )
         else:
             of = " and ".join(values)
             found.append(
-                f"objective.{key} is {own:g}, and objective.{deciding} is {decided}; it is of {of}: leave it out"
+                f"objective.{key} is {own:g}, and objective.{deciding} is {decided}; it is for {of}: leave it out"
             )
     return found
 
 
 def counting(objective: FlowMatchingSpec | DdpmSpec) -> dict[str, Any]:
-    """The objective as JSON, without the keys that change nothing."""
+    """The objective as JSON, without keys that have no effect."""
     return objective.model_dump(mode="json", exclude=set(_idle(objective)))
 
 

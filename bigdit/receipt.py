@@ -82,7 +82,7 @@ class Receipt(Strict):
 
 
 def folder() -> Path:
-    """Where receipts are kept: BIGDIT_RECEIPTS, or bigdit's folder in the user's data (XDG base directories)."""
+    """The folder of receipts: BIGDIT_RECEIPTS, or bigdit's in the user's data (XDG base directories)."""
     chosen = os.environ.get("BIGDIT_RECEIPTS")
     if chosen:
         return Path(chosen)
@@ -106,4 +106,4 @@ def keep(receipt: Receipt) -> None:
     try:
         write_json(folder() / (re.sub(r"[^A-Za-z0-9.-]+", "-", name) + ".json"), receipt.model_dump(mode="json"))
     except UserError as error:
-        log.notice(f"the receipt is not kept for plans: {error}")
+        log.notice(f"the receipt was not kept for plans: {error}")

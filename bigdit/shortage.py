@@ -89,7 +89,7 @@ def room(device: torch.device) -> tuple[int, int]:
 
 
 def _held() -> int:
-    """What counts against RLIMIT_DATA."""
+    """The bytes that count against RLIMIT_DATA."""
     return _table("/proc/self/status", "VmData")
 
 

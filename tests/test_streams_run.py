@@ -166,7 +166,7 @@ def test_a_step_takes_what_was_predicted_and_what_is_trained_is_sampled_and_expo
     done = bigdit("sample", "--checkpoint", folder / "run", "--caption", "a handwritten six", "--size", "16x16",
                   "--steps", "2", "--negative", "a dog", "--out", folder / "samples", "--json")  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert len(json.loads(done.stdout)["pictures"]) == 1
+    assert len(json.loads(done.stdout)["images"]) == 1
     found, _ = checkpoint.latest(folder / "run")
     checkpoint.export(found, folder / "exported")
     config = yaml.safe_load((folder / "run.yaml").read_text())

@@ -98,7 +98,7 @@ def test_a_step_takes_what_was_predicted_and_samples_move(encoded):
     done = bigdit("sample", "--checkpoint", folder / "run", "--caption", "a square", "--caption", "two",
                   "--steps", "2", "--out", folder / "samples", "--json")  # fmt: skip
     assert done.returncode == 0, done.stderr
-    files = [row["file"] for row in json.loads(done.stdout)["pictures"]]
+    files = [row["file"] for row in json.loads(done.stdout)["images"]]
     with Image.open(folder / "samples" / files[1]) as video, Image.open(folder / "samples/grid.webp") as grid:
         video.load()  # which says how long the first frame is shown
         assert (video.n_frames, video.size, video.info["duration"]) == (5, (32, 16), 125)

@@ -19,7 +19,7 @@ from bigdit.emulator import emulated_environment, shared_state
 from bigdit.emulator.emulation import Run
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.emulator.run import run_emulated, workplace
-from bigdit.recipes.recipe import MEASURED, Extraction, Recipe
+from bigdit.recipes import MEASURED, Extraction, Recipe
 from bigdit.search.dataset import EncodeBatch, encode_batch
 
 ROOT = Path(__file__).parents[2]

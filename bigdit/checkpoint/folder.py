@@ -62,7 +62,7 @@ class SavedState(Strict):
 
 
 class CheckpointState(SavedState):
-    """What state.json holds. Keys with a default are missing in earlier versions."""
+    """What state.json holds. Keys with a default may be missing."""
 
     lineage: list[Natural]
     local: Switch
@@ -124,10 +124,6 @@ def read_state(folder: Path, name: str, kind: str, expected: type[SavedState]) -
     file = folder / name
     try:
         state = read_json(file)
-        if "checksums" in state and _CHECKSUM not in state:
-            raise UserError(
-                f"{file} has no checksum of its own: an earlier bigdit wrote it, whose checkpoints are not read"
-            )
         known = state.pop(_CHECKSUM)
     except FileNotFoundError:
         raise UserError(f"{folder} is not {kind}: it holds no {name}") from None

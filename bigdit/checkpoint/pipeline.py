@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from bigdit import models, objectives
 from bigdit.catalog.families import objective_of
-from bigdit.catalog.pipeline import INDEX, config_of, index_of
+from bigdit.catalog.resolve import INDEX, config_of, index_of
 from bigdit.checkpoint.folder import Checkpoint
 from bigdit.config import RunConfig
 from bigdit.config.data import VaeCodec

@@ -30,12 +30,9 @@ from bigdit.objective_spec import ObjectiveSpec, learned
 from bigdit.strategy import ModelSpec, Strategy
 from bigdit.units import how_many
 
-_RANDOM = "rng."
-"""The prefix of generator states in earlier checkpoints of bf16_sr, one a process."""
 
-
-def restore(checkpoint: Checkpoint, engine: Engine, peers: Peers, ema: Ema | None = None) -> list[str]:
-    """Put masters, optimizer state and EMA in place, on all processes; returns notices.
+def restore(checkpoint: Checkpoint, engine: Engine, peers: Peers, ema: Ema | None = None) -> None:
+    """Put masters, optimizer state and EMA in place, on all processes.
 
     The files were verified before. Raises UserError where they hold another model's, or another optimizer's state.
     """
@@ -53,14 +50,7 @@ def restore(checkpoint: Checkpoint, engine: Engine, peers: Peers, ema: Ema | Non
     _load(checkpoint, filled, reader, peers)
     adopt(engine, filled)
     if ema is not None:
-        updates = checkpoint.state["updates"]
-        ema.updates = checkpoint.step if updates is None else updates  # None: an earlier version, with a decay
-    if not any(name.startswith(_RANDOM) for name in saved):
-        return []
-    return [
-        f"{checkpoint.folder} holds random numbers of an earlier bigdit, which are ignored: bf16_sr rounds by "
-        "train.seed and the step from here on, unlike that version"
-    ]
+        ema.updates = checkpoint.state["updates"]
 
 
 def written_here(source: Path) -> bool:
@@ -190,7 +180,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 UNTRAINED = (
-    # How it is read, saved and monitored.
+    # How data is read, saved and monitored.
     *("output", "plan", "trackers", "samples", "validation", "stages"),
     *("train.checkpoint_every", "train.keep_checkpoints", "train.keep_every", "train.export_every"),
     *("train.snapshot_every", "train.grace", "train.timeout", "train.most_skipped_steps"),
@@ -249,7 +239,9 @@ def check_resumable(checkpoint: Checkpoint, model: ModelSpec, strategy: Strategy
 def check_objective(checkpoint: Checkpoint, objective: ObjectiveSpec) -> None:
     """Raise UserError where the run's objective would predict something else than was learned, or from other noise."""
     try:
-        before = _ANY.validate_python(checkpoint.state["run"]["objective"])  # keys are added, with their defaults
+        before = _ANY.validate_python(
+            checkpoint.state["run"]["objective"]
+        )  # fills keys that were added since with their defaults
     except (KeyError, ValidationError):
         raise UserError(f"{checkpoint.folder} is damaged: its run.objective is none") from None
     had, asked = learned(before), learned(objective)

@@ -17,7 +17,7 @@ from bigdit.strategy import LoraSpec, ModelSpec
 
 FILE = "pytorch_lora_weights.safetensors"
 PREFIX = "transformer."  # pipelines tell a transformer's adapters from a text encoder's by it
-ADAPTER = "default"  # as peft names the only adapter; files do not say it
+ADAPTER = "default"  # peft's name of the only adapter, which files leave out
 _DOWN = f".lora_A.{ADAPTER}.weight"
 
 

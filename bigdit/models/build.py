@@ -38,7 +38,7 @@ def build(spec: ModelSpec, *, device: torch.device | str, dtype: torch.dtype, se
     """
     if seed is not None:
         torch.manual_seed(seed)
-    on_host = torch.device(device).type == "cpu"  # where tensors are made anyway: the context asks at each call
+    on_host = torch.device(device).type == "cpu"  # tensors are made there anyway, and the context slows each call
     with nullcontext() if on_host else torch.device(device):
         return _in_training(_constructed(spec), dtype)
 

@@ -179,8 +179,8 @@ def apply_checkpointing(
         first = len(blocks)
     if first > len(blocks):
         raise UserError(f"strategy.checkpointed_blocks is {first}, and the model has {how_many(len(blocks), 'block')}")
-    # Nothing in a block draws random numbers (dropout is 0 in pre-training configs), so the RNG state,
-    # whose copy would synchronise with the device, is not kept.
+    # A block uses no random numbers (dropout is 0 in pre-training configs), so the RNG state is not kept: copying it
+    # would synchronise with the device.
     run = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if kind == "selective":
         run = functools.partial(run, context_fn=functools.partial(create_selective_checkpoint_contexts, _kept()))

@@ -1,6 +1,6 @@
 """Low-rank adapters (Hu et al., arXiv:2106.09685) by peft, over a frozen base in bf16, int8 or nf4.
 
-A base is quantised when it moves to its device: to int8 with a scale for each row (`Int8Linear`), or by bitsandbytes to
+A base is quantised when it moves to its device. int8 has a scale for each row (`Int8Linear`). nf4 is bitsandbytes'
 4-bit NormalFloat with an fp32 scale for 64 values (Dettmers et al., arXiv:2305.14314, without double quantisation).
 """
 
@@ -52,7 +52,7 @@ def apply_lora(model: nn.Module, family: Family, spec: LoraSpec, *, seed: int) -
         for layer in (module for module in model.modules() if isinstance(module, LoraLayer)):
             _add_magnitudes(layer, spec.base)
     for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
-        parameter.data = parameter.data.to(dtype)  # peft leaves them in fp32 beside quantised weights
+        parameter.data = parameter.data.to(dtype)  # peft leaves them in fp32 over quantised weights
 
 
 def _targets(model: nn.Module, family: Family, spec: LoraSpec) -> list[str]:

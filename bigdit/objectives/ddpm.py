@@ -106,7 +106,7 @@ def variational_bound(
     steps = [_Step(objective, timestep) for timestep in timesteps]
     least, most = (per_sample(each, latents) for each in zip(*((s.least, s.most) for s in steps), strict=True))
     log_variance = least + (share + 1.0) / 2.0 * (most - least)
-    # The means of the step and of its posterior are both of x_t, and differ by what x is missed by.
+    # The step's mean and its posterior's both start from x_t, and differ by the error in x.
     missed = per_sample((step.missed for step in steps), latents) * error
     divergence = 0.5 * (log_variance - least - 1.0 + (least - log_variance).exp() + missed**2 * (-log_variance).exp())
     first = per_sample((timestep == 0 for timestep in timesteps), latents) > 0

@@ -138,7 +138,7 @@ _FREE = {
     aten._local_scalar_dense,
     aten._unsafe_view,
 }
-# What they write to they do not read.
+# They do not read what they write to.
 _OVERWRITE = {aten.copy_, aten._foreach_copy_, aten.fill_, aten.zero_, aten._foreach_zero_, aten.normal_, aten.uniform_}
 _COPIES = {aten.copy_, aten._foreach_copy_, aten._to_copy}
 # The product with an nf4 weight, which torch's flop counter does not know: bitsandbytes is imported where it is used.

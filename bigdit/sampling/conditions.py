@@ -202,7 +202,7 @@ def first_frame_extras(
 
     An image is cropped to the bucket as extraction does it.
     """
-    found = [_extras(frames, each, bucket) for each in images]  # one by one: a whole video is made of each
+    found = [_extras(frames, each, bucket) for each in images]  # one by one: each becomes a whole video
     return {name: torch.cat([each[name] for each in found]).float() for name in found[0]}
 
 

@@ -59,7 +59,7 @@ def made(question: Question, own: Sequence[Receipt], gpus: Cards, say: Say) -> t
     gpus.done = stages.count
     stages.begin("which engines and settings fit")
     checked, more = check(own, question.gpu, gpus)
-    calibration = Calibration(tuple(checked), routed=FAMILIES[question.model.spec.class_name].routed)
+    calibration = Calibration(checked, routed=FAMILIES[question.model.spec.class_name].routed)
     plan = _plan(Planner(question, gpus, calibration), stages)
     unanswered = [f"not run on an emulated GPU: {why}" for why in gpus.unanswered]
     seconds = round(time.perf_counter() - began, 3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,31 +111,6 @@ class Checked:
     peak_reserved_bytes: int
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """Receipts of the GPU beside their predictions; and whether the model's tokens are `routed` to experts."""
-
-    checked: tuple[Checked, ...] = ()
-    routed: bool = False
-
-    @property
-    def margin(self) -> Margin:
-        """How far off the reserved peak may be."""
-        known = memory_margin(self.checked) or UNPROVED
-        # receipts of other models say nothing of experts
-        return max(known, UNPROVED_ROUTED, key=lambda margin: margin.share) if self.routed else known
-
-    def ratio(self, strategy: Strategy) -> StepRatio | None:
-        """What was measured of steps like this strategy's; None where nothing was."""
-        return step_ratio(self.checked, strategy)
-
-    def source(self, strategy: Strategy) -> str:
-        """Where the seconds come from, in a sentence."""
-        found = self.ratio(strategy)
-        unknown = "a roofline with published efficiencies; no receipt of this GPU calibrates it"
-        return unknown if found is None else found.source
-
-
 class Learnt(Strict):
     """What plans of a GPU take from its receipts: by which share of the reserved peak it may be off, and for each kind
     of strategy what its seconds are multiplied by. None and empty where nothing was measured."""
@@ -145,6 +120,82 @@ class Learnt(Strict):
     margin_share: NonNegativeFloat | None
     margin_source: str | None
     speeds: dict[str, StepRatio]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Receipts of the GPU beside their predictions; and whether the model's tokens are `routed` to experts."""
+
+    checked: Sequence[Checked] = ()
+    routed: bool = False
+
+    @property
+    def margin(self) -> Margin:
+        """How far off the reserved peak may be."""
+        known = self.measured_margin or UNPROVED
+        # receipts of other models say nothing of experts
+        return max(known, UNPROVED_ROUTED, key=lambda margin: margin.share) if self.routed else known
+
+    @property
+    def measured_margin(self) -> Margin | None:
+        """How far off the reserved peak may be; None without measurements.
+
+        The largest error that n receipts show is exceeded by the next with probability 1 / (n + 1); (n + 1) / n of it
+        is what the largest error is where errors are spread evenly up to it (the estimator of a uniform distribution's
+        bound that has no bias). What is assumed without any counts as one of them, as it does in StepRatio: a single
+        one that is met to the byte proves little.
+        """
+        measured = [(each.receipt.measured_peak_reserved_bytes, each.peak_reserved_bytes) for each in self._real]
+        errors = [abs(found / predicted - 1) for found, predicted in measured if found is not None]
+        if not errors:
+            return None
+        count = len(errors)
+        share = min(max(errors) * (count + 1) / count + UNPROVED.share / (count + 1), 0.99)
+        found = f"{count} receipt{'s' * (count > 1)} of this GPU, off by {max(errors):.1%} at most"
+        assumed = f"1/{count + 1} of the {UNPROVED.share:.1%} that is assumed without any"
+        return Margin(share=share, source=f"{found}, and {assumed}")
+
+    def ratio(self, strategy: Strategy) -> StepRatio | None:
+        """What the receipts of strategies like this one say about its time; None where there are none.
+
+        Like: on one GPU or on several, with the optimizer on the GPU or in CPU memory, since different links decide.
+        """
+        alike = [each for each in self._real if _kind(each.receipt.strategy) == _kind(strategy)]
+        timed = [(each.receipt.seconds_per_step, each.step.seconds.middle) for each in alike]
+        ratios = [seconds / predicted for seconds, predicted in timed if seconds is not None]
+        if not ratios:
+            return None
+        median, count = statistics.median(ratios), len(ratios)
+        spread = max(abs(math.log(ratio / median)) for ratio in ratios)
+        devices = ", ".join(sorted({each.receipt.device for each in alike}))
+        found = f"{count} receipt{'s' * (count > 1)} of {devices}, {_kind(strategy)}"
+        apart = f", to {math.expm1(spread):.0%} either way" if count > 1 else ", once"
+        source = f"{found}: steps took {median:.2f} times the middle of the roofline{apart}"
+        return StepRatio(ratio=median, spread=spread, count=count, source=source)
+
+    def source(self, strategy: Strategy) -> str:
+        """Where the seconds come from, in a sentence."""
+        found = self.ratio(strategy)
+        unknown = "a roofline with published efficiencies; no receipt of this GPU calibrates it"
+        return unknown if found is None else found.source
+
+    def learnt(self, gpu: Gpu) -> Learnt:
+        """All that these receipts say to plans of `gpu`, kind by kind of strategy."""
+        margin = self.measured_margin
+        kinds = {_kind(each.receipt.strategy): each.receipt.strategy for each in self.checked}
+        speeds = {kind: self.ratio(strategy) for kind, strategy in sorted(kinds.items())}
+        return Learnt(
+            gpu=gpu.name,
+            receipts=len(self.checked),
+            margin_share=None if margin is None else margin.share,
+            margin_source=None if margin is None else margin.source,
+            speeds={kind: speed for kind, speed in speeds.items() if speed is not None},
+        )
+
+    @property
+    def _real(self) -> list[Checked]:
+        """Without those of emulated GPUs: how far real ones are from these is what is asked, and no kernel ran."""
+        return [each for each in self.checked if not each.receipt.emulated]
 
 
 def check(receipts: Iterable[Receipt], gpu: Gpu, gpus: Cards) -> tuple[list[Checked], list[str]]:
@@ -177,65 +228,6 @@ def _checked(each: Receipt, gpu: Gpu, gpus: Cards) -> Checked:
             reserved = others.attempt(request).peak_reserved_bytes
     cluster = Cluster(gpus=each.strategy.world_size, gpus_per_node=each.gpus_per_node)
     return Checked(each, step_time(work_of(attempt.work, each.strategy), each.strategy, gpu, cluster), reserved)
-
-
-def step_ratio(checked: Iterable[Checked], strategy: Strategy) -> StepRatio | None:
-    """What the receipts of strategies like this one say about its time; None where there are none.
-
-    Like: on one GPU or on several, with the optimizer on the GPU or in CPU memory, since different links decide. Those
-    of emulated GPUs, which run no kernel, say nothing.
-    """
-    alike = [each for each in _real(checked) if _kind(each.receipt.strategy) == _kind(strategy)]
-    timed = [(each.receipt.seconds_per_step, each.step.seconds.middle) for each in alike]
-    ratios = [seconds / predicted for seconds, predicted in timed if seconds is not None]
-    if not ratios:
-        return None
-    median, count = statistics.median(ratios), len(ratios)
-    spread = max(abs(math.log(ratio / median)) for ratio in ratios)
-    devices = ", ".join(sorted({each.receipt.device for each in alike}))
-    found = f"{count} receipt{'s' * (count > 1)} of {devices}, {_kind(strategy)}"
-    apart = f", to {math.expm1(spread):.0%} either way" if count > 1 else ", once"
-    source = f"{found}: steps took {median:.2f} times the middle of the roofline{apart}"
-    return StepRatio(ratio=median, spread=spread, count=count, source=source)
-
-
-def memory_margin(checked: Iterable[Checked]) -> Margin | None:
-    """How far off the reserved peak may be; None without measurements.
-
-    The largest error that n receipts show is exceeded by the next with probability 1 / (n + 1); (n + 1) / n of it
-    is what the largest error is where errors are spread evenly up to it (the estimator of a uniform distribution's
-    bound that has no bias). What is assumed without any counts as one of them, as it does in StepRatio: a single
-    one that is met to the byte proves little. Those of emulated GPUs do not count: how far real ones are from these is
-    what is asked.
-    """
-    measured = [(each.receipt.measured_peak_reserved_bytes, each.peak_reserved_bytes) for each in _real(checked)]
-    errors = [abs(found / predicted - 1) for found, predicted in measured if found is not None]
-    if not errors:
-        return None
-    count = len(errors)
-    share = min(max(errors) * (count + 1) / count + UNPROVED.share / (count + 1), 0.99)
-    found = f"{count} receipt{'s' * (count > 1)} of this GPU, off by {max(errors):.1%} at most"
-    return Margin(
-        share=share, source=f"{found}, and 1/{count + 1} of the {UNPROVED.share:.1%} that is assumed without any"
-    )
-
-
-def learnt(gpu: Gpu, checked: list[Checked]) -> Learnt:
-    """All that these receipts say to plans of `gpu`, kind by kind of strategy."""
-    margin = memory_margin(checked)
-    kinds = {_kind(each.receipt.strategy): each.receipt.strategy for each in checked}
-    speeds = {kind: step_ratio(checked, strategy) for kind, strategy in sorted(kinds.items())}
-    return Learnt(
-        gpu=gpu.name,
-        receipts=len(checked),
-        margin_share=None if margin is None else margin.share,
-        margin_source=None if margin is None else margin.source,
-        speeds={kind: speed for kind, speed in speeds.items() if speed is not None},
-    )
-
-
-def _real(checked: Iterable[Checked]) -> list[Checked]:
-    return [each for each in checked if not each.receipt.emulated]
 
 
 def _kind(strategy: Strategy) -> str:

@@ -11,16 +11,7 @@ from bigdit.profile.attempt import Attempt
 from bigdit.profile.cards import Cards
 from bigdit.profile.pool import WorkerError
 from bigdit.search.dataset import encoding_requests
-from bigdit.search.plan import (
-    OPTIMIZER_TITLES,
-    Constraints,
-    Estimate,
-    Question,
-    Step,
-    process,
-    safe_bytes,
-    verdict_of,
-)
+from bigdit.search.plan import OPTIMIZER_TITLES, Constraints, Estimate, Question, Step, process, safe_bytes, verdict_of
 from bigdit.search.planner import Planner, stepped
 from bigdit.search.solve import explore_group
 from bigdit.search.space import proposals
@@ -126,7 +117,7 @@ def changes(question: Question, chosen: Estimate, count: int) -> list[Change]:
     target = chosen.strategy
     start = naive(question, target)
     found = [Change(_naive_title(start), "", start)]
-    for title, why, update in _updates(start, target):
+    for title, why, update in _updates(target):
         before = found[-1].strategy
         after = before.model_copy(update=update).sized(start.step_size)
         if after != before:
@@ -134,7 +125,7 @@ def changes(question: Question, chosen: Estimate, count: int) -> list[Change]:
     return [*found, *_sizes(start.micro_batch_size, chosen, count)]
 
 
-def _updates(start: Strategy, target: Strategy) -> list[tuple[str, str, dict[str, Any]]]:
+def _updates(target: Strategy) -> list[tuple[str, str, dict[str, Any]]]:
     """Changes in their order, with those that change nothing here among them."""
     masters: Precision = "bf16" if target.precision == "bf16_sr" else target.precision
     theirs = (target.ds_config or {}).get("zero_optimization", {})
@@ -143,40 +134,29 @@ def _updates(start: Strategy, target: Strategy) -> list[tuple[str, str, dict[str
     state = OPTIMIZER_TITLES[target.optimizer.name]
     lossy = f"{state}, bf16 without masters" if target.precision == "bf16_sr" else state
     ema = "no EMA" if target.ema is None else "EMA in CPU memory"
+    dtype = masters if masters in ("fp32", "tf32") else f"{masters} with fp32 masters"
+
+    def own(*keys: str) -> dict[str, Any]:
+        return {key: getattr(target, key) for key in keys}
+
     return [
-        ("features cached", "VAE and text encoders leave the GPU", {"features": target.features}),
+        ("features cached", "VAE and text encoders leave the GPU", own("features")),
         (
             f"encoded {target.encode_chunk} at a time",
             "the VAE's activations are those of so many samples",
-            {"encode_chunk": target.encode_chunk},
+            own("encode_chunk"),
         ),
         (
             f"DeepSpeed's buckets of {bucket / 1e6:.0f} M elements",
             f"instead of {DEEPSPEED_BUCKET / 1e6:.0f} M, its own",
             {"ds_config": _document(target)},
         ),
-        (
-            masters if masters in ("fp32", "tf32") else f"{masters} with fp32 masters",
-            "weights, gradients and activations of 2 B instead of 4, plus masters of 4 B",
-            {"precision": masters},
-        ),
-        (
-            f"{offloaded} in CPU memory",
-            "the GPU keeps what it computes with",
-            {"cpu_offload": target.cpu_offload, "ds_config": target.ds_config},
-        ),
-        (
-            "fused optimizer",
-            "no temporary of the size of what is stepped",
-            {"optimizer": OptimizerSpec()},
-        ),
-        (ema, "its fp32 copy of the weights leaves the GPU", {"ema": target.ema}),
-        (lossy, "less state for each weight", {"optimizer": target.optimizer, "precision": target.precision}),
-        (
-            "optimizer in the backward pass",
-            "each gradient is freed once it is used",
-            {"optimizer_in_backward": target.optimizer_in_backward},
-        ),
+        (dtype, "weights, gradients and activations of 2 B instead of 4, plus masters of 4 B", {"precision": masters}),
+        (f"{offloaded} in CPU memory", "the GPU keeps what it computes with", own("cpu_offload", "ds_config")),
+        ("fused optimizer", "no temporary of the size of what is stepped", {"optimizer": OptimizerSpec()}),
+        (ema, "its fp32 copy of the weights leaves the GPU", own("ema")),
+        (lossy, "less state for each weight", own("optimizer", "precision")),
+        ("optimizer in the backward pass", "each gradient is freed once it is used", own("optimizer_in_backward")),
     ]
 
 

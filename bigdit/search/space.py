@@ -156,20 +156,12 @@ def _in_backward(question: Question) -> list[Option]:
     fixed = question.constraints
     if fixed.optimizer is not None and fixed.precision is None:
         return []
-    one_pass = fixed.micro_batch_size is None or question.global_batch_size in (
-        None,
-        fixed.micro_batch_size,
-    )
+    one_pass = fixed.micro_batch_size is None or question.global_batch_size in (None, fixed.micro_batch_size)
     if not one_pass or fixed.precision not in (None, "bf16_sr") or precision_of(question) == "fp16":
         return []
     found = []
     for ema in _emas(fixed):
-        settings = {
-            "optimizer.name": fixed.optimizer or "adafactor",
-            "precision": "bf16_sr",
-            "lora.base": None,
-            **ema,
-        }
+        settings = {"optimizer.name": fixed.optimizer or "adafactor", "precision": "bf16_sr", "lora.base": None, **ema}
         alone = {"optimizer_in_backward": "true", "gradient_clipping": "null"}
         strategy = _strategy(question, "single", settings | alone)
         if strategy is not None:

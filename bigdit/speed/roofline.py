@@ -63,7 +63,7 @@ CONVOLUTIONS_MEASURED = Interval(low=0.59, high=0.84)
 0.59 to 0.70 and more, since grouped ones are in the time (HERE); high as of products."""
 
 OTHER_PRODUCTS = Interval(low=0.35, high=0.96)
-"""Cards that no such table has: from below the others to what cuBLAS was seen to reach of an L20's rate
+"""GPUs that no such table has: from below the others to what cuBLAS was seen to reach of an L20's rate
 (115 of 119.5 TFLOPS, DefTruth/CUDA-Learn-Notes, hgemm)."""
 
 FP32_DOUBLED = Interval(low=0.45, high=0.76)
@@ -139,7 +139,7 @@ KERNEL_SECONDS = 4e-6
 _ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "cudnn_attention")
 
 KINDS = ("matrix products", "attention", "convolutions", "memory-bound operators", "encoders", "optimizer")
-"""What of a step kernels can be."""
+"""Kinds of kernels in a step."""
 
 
 class Pace(NamedTuple):

@@ -17,7 +17,7 @@ from bigdit.strategy import Strict
 class Cluster(Strict):
     """The GPUs of the run: `gpus` of them, `gpus_per_node` in a machine, machines joined by `network_gbs`.
 
-    `network_gbs`: 10⁹ bytes a second that one machine sends, and receives at the same time.
+    `network_gbs`: 10⁹ bytes per second that one machine sends while it receives as much.
     """
 
     gpus: Count = 1
@@ -52,7 +52,7 @@ class Interval:
 
     @property
     def middle(self) -> float:
-        """The geometric mean of the bounds; 0 where one of them is."""
+        """The geometric mean of the bounds; 0 if one is 0."""
         return math.sqrt(self.low * self.high)
 
     def per(self, amount: float) -> Interval:
@@ -68,9 +68,9 @@ PARTS = (
     "encoders",
     "optimizer",
     "launches",
-    "host",
+    "CPU",
     "collectives",
-    "copies to and from the host",
+    "copies to and from CPU memory",
 )
 """Where the seconds go. `launches` are those in which the GPU waits for the next kernel; `host` is what the host's
 cores compute: optimizer and average that were moved there."""
@@ -94,15 +94,15 @@ class StepTime(Strict):
 LAUNCHED_SECONDS = Interval(low=5e-6, high=45e-6)
 """Of the host, for each launch that an emulated GPU counts: Python, dispatcher, autograd, launch.
 
-Low as of LAUNCH_SECONDS in roofline.py. High: what steps took for each launch on an H100 and a virtual machine's Xeon
-where kernels filled 23 to 68 % of them: 26 µs (dit-b-4), 27 (Sana with ZeRO-2), 44 (pixart-alpha 256); the host cannot
-have taken longer. Source: on_gpu/measured.json in benchmarks.
+Low: as LAUNCH_SECONDS in roofline.py. High: the time per launch of steps on an H100 with a virtual machine's Xeon whose
+kernels filled 23 to 68 %: 26 µs (dit-b-4), 27 (Sana with ZeRO-2), 44 (pixart-alpha 256), an upper bound of the CPU
+time. Source: on_gpu/measured.json in benchmarks.
 """
 
 
 @dataclass(frozen=True)
 class Launches:
-    """How many things each micro-batch has the host hand over, and the end of the step."""
+    """Launches of each micro-batch, and of the end of the step."""
 
     micro: float
     step: float
@@ -118,8 +118,8 @@ def launches_of(launched: Mapping[str, Launched], micro_batches: int) -> Launche
 
 
 class Handed(Strict):
-    """`count` launches of a step take the host `seconds`. `counted`: on an emulated GPU; else one for each
-    operator. `bound`: whether most of the step waits for them, at both ends of its interval, at one, or at none."""
+    """`count` launches of a step need `seconds` of CPU time. `counted`: on an emulated GPU; else one for each operator.
+    `bound`: whether most of the step waits for them, at both ends of its interval, one, or none."""
 
     count: NonNegativeFloat
     counted: bool

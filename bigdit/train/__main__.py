@@ -5,7 +5,7 @@ from bigdit.train.processes.end import leave
 
 
 def _main() -> int:
-    from bigdit.train.main import main  # here: Ctrl-C while it is imported is said as any other
+    from bigdit.train.main import main  # here, so that Ctrl-C during the import is handled as any other
 
     return main()
 

@@ -4,7 +4,6 @@ first steps. Nothing here imports torch."""
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ class RunRecord(Strict):
     """A run as of its last start, from step `start` on: its settings, its planned and its measured memory.
 
     `device`: the main process's, as the driver names it, or `cpu`. `stage`: the current one, of a run with stages.
-    `steps`: of all stages; 0 where an earlier bigdit wrote it.
+    `steps`: of all stages.
     """
 
     began: datetime.datetime = Field(default_factory=_now)
@@ -80,19 +79,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The rows of a metrics.jsonl, and how many of its lines are no row.
-
-    A row's `step` counts the finished steps, its own included. Rows of earlier bigdits, which began with 0, are
-    renumbered.
-    """
+    """The rows of a metrics.jsonl, and how many of its lines are no row. A row's `step` counts its own step too."""
     lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
     rows = [row for line in lines if (row := _row(line)) is not None]
-    return numbered(rows, 1) if any(row["step"] == 0 for row in rows) else rows, len(lines) - len(rows)
-
-
-def numbered(rows: Iterable[dict[str, Any]], more: int) -> list[dict[str, Any]]:
-    """The rows with `more` added to the number of each step."""
-    return [row | {"step": row["step"] + more} for row in rows]
+    return rows, len(lines) - len(rows)
 
 
 def _row(line: str) -> dict[str, Any] | None:

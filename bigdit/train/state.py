@@ -84,7 +84,7 @@ def build_state(start: Start, data: TrainData, world: World, device: torch.devic
     engine = engines.create(strategy, model, family, device=device, world=world)
     ema = engines.ema_of(engine)
     if found is not None:
-        log_lines(world, checkpoint.restore(found, engine, peers, ema), notes=True)
+        checkpoint.restore(found, engine, peers, ema)
         log_lines(world, [f"resuming from {found.folder}, step {start.step}"])
     objective, planned = objective_of(spec, run.objective), planned_memory(plan, strategy, device.type)
     return TrainState(engine, ema, family, objective, meter, planned, fallback, smaller, peers)

@@ -33,7 +33,7 @@ def test_exports_are_written_where_the_run_says_and_at_its_end(features, tmp_pat
         assert last.keys() == again.keys()
         assert all(torch.equal(last[key], again[key]) for key in last)
         assert json.loads((tmp_path / "again" / name / "checksums.json").read_text()).keys() == {"config.json", FILE}
-    with pytest.raises(UserError, match=r"^--out .*/again is there already; name a folder that is not$"):
+    with pytest.raises(UserError, match=r"^--out .*/again exists already; name a new folder$"):
         export_command.run(tmp_path, tmp_path / "again")
 
 

@@ -235,7 +235,7 @@ def test_a_run_without_two_averages_is_a_line(trained, features, tmp_path, capfd
     assert str(caught.value) == f"--ema-width: {found.folder} holds no EMA; train with strategy.ema.widths"
     assert run(features, tmp_path, "train.snapshot_every=4", "strategy.ema.power=0.1") == 1
     assert capfd.readouterr().err == (
-        "error: train.snapshot_every is 4, and strategy.ema.widths is missing: averages of other widths are made of "
+        "error: train.snapshot_every is 4, and strategy.ema.widths is missing: an EMA of another width is made from "
         "two; set it to [0.05, 0.1], or leave snapshot_every out\n"
     )
 

@@ -142,7 +142,7 @@ def test_training_finds_out_about_a_missing_store_at_once(tmp_path):
         (["plan", "--network", "fast"], "error: --network is 'fast', and a number was expected"),
         (
             ["extract", "--config", "none.yaml", "--engine", "foo"],
-            "error: --engine is 'foo', which is not known; known: local, ray, slurm",
+            "error: --engine is 'foo', which is unknown; known: local, ray, slurm",
         ),
         (
             ["profile", "--model", "dit-s-2", "--plot", "/proc/x.png"],
@@ -166,7 +166,7 @@ def test_a_working_folder_that_is_gone_is_a_line(tmp_path):
     gone.mkdir()
     done = run_command("sh", "-c", f"cd {gone} && rmdir {gone} && exec {BIN / 'bigdit'} plan --model sana-600m")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: the working folder is gone; go to one that is there (cd)\n"
+    assert done.stderr == "error: the working folder was removed; change to another (cd)\n"
     gone.mkdir()
     helped = run_command("sh", "-c", f"cd {gone} && rmdir {gone} && exec {BIN / 'bigdit'} plan --help")
     assert (helped.returncode, helped.stderr) == (0, "")

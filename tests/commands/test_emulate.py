@@ -219,7 +219,7 @@ def test_out_of_memory_in_a_thread_of_autograd(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 100.00 GiB" in done.stderr
     text = " ".join(done.stdout.split())
-    assert "ran out of memory in backward, after 0 steps, on card 0: 100.00 GiB asked" in text
+    assert "ran out of memory in backward, after 0 steps, on GPU 0: 100.00 GiB requested" in text
     assert "train.py:10 in backward: return gradient + torch.empty(100 * 2**30" in text
     assert "3.00 GiB 1 start" in text
     assert "does not fit" in text

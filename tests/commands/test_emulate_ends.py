@@ -30,7 +30,7 @@ def test_a_script_that_dies_says_so_itself(tmp_path: Path) -> None:
         assert done.returncode == told
         assert "dying" in done.stderr
         assert (done.report["fits"], done.account["fits"]) == (None, None)
-        assert done.report["reason"].startswith(f"the command ended with status {status}; until then it took ")
+        assert done.report["reason"].startswith(f"the command ended with status {status}; until then it needed ")
 
 
 @pytest.mark.parametrize(

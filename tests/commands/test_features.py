@@ -47,12 +47,12 @@ def test_info_tells_what_is_there_and_who_is_at_it(store):
     gone, dead = left_half_written(store)
     done = bigdit("features", "info", store, COLUMNS="160")
     assert done.returncode == 0, done.stderr
-    assert f"{store}: whole; 240 of 240 pictures encoded, " in done.stdout
-    for expected in ("source 0  folder: 240 pictures", "image     name identity, factor 2", "text      class_name T5"):
+    assert f"{store}: whole; 240 of 240 images encoded, " in done.stdout
+    for expected in ("source 0  folder: 240 images", "image     name identity, factor 2", "text      class_name T5"):
         assert expected in done.stdout
     assert "4x4x4 80 33.3%" in " ".join(done.stdout.split())
-    assert f"{gone.name} is of another machine: alive or dead; in hand: {PART}, 4 B" in done.stdout
-    assert f"{dead.name} is dead; in hand: {PART}, 4 B" in done.stdout
+    assert f"{gone.name} runs or ran on another machine; leased: {PART}, 4 B" in done.stdout
+    assert f"{dead.name} is dead; leased: {PART}, 4 B" in done.stdout
     assert f"`bigdit features clean {store}` removes what dead workers left" in done.stdout
     report = json.loads(bigdit("features", "info", store, "--json").stdout)
     assert (report["parts_done"], report["parts"], report["encoded"], report["skipped"]) == (1, 1, 240, [])

@@ -129,7 +129,7 @@ def test_an_index_names_safetensors_beside_it_alone(name, part, handed):
     shards(handed / part, name)
     torch.save({"shared.weight": Harm()}, handed / part / "weights.bin")
     torch.save({"shared.weight": Harm()}, handed / "weights.bin")
-    assert f" names {str(name)!r}; only .safetensors files beside it are read" in refused(handed, part)
+    assert f" names {str(name)!r}; only .safetensors files in its folder are read" in refused(handed, part)
 
 
 def test_links_within_a_hub_s_cache_are_followed_and_others_out_of_the_folder_are_not(handed, tmp_path):

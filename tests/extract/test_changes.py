@@ -92,7 +92,7 @@ def test_parts_that_are_not_encoded_yet_take_what_there_is(folder, tmp_path):
     assert encode(str(folder), tmp_path / "f", options=["--end-index", "2"]).returncode == 0
     (folder / "e.txt").write_text("caption E")
     done = encode(str(folder), tmp_path / "f")
-    assert (done.returncode, "4 of 5 pictures encoded" in done.stdout) == (0, True), done.stderr
+    assert (done.returncode, "4 of 5 images encoded" in done.stdout) == (0, True), done.stderr
 
 
 def test_an_edit_within_a_tar_that_keeps_all_sizes_is_noticed(tmp_path):

@@ -39,7 +39,7 @@ def test_the_command_reports_what_was_skipped_and_why(flawed, tmp_path):
     assert all_indices(tmp_path / "f") == [0, 2]
 
     again = command(flawed, tmp_path / "f", "--workers", "2")
-    assert f"{tmp_path}/f: 2 of 4 pictures encoded (2 of 4x4x4)" in again.stdout
+    assert f"{tmp_path}/f: 2 of 4 images encoded (2 of 4x4x4)" in again.stdout
     assert "nothing was left to do" in again.stdout
     assert "2 skipped:\n  b.png: damaged image" in again.stdout
 

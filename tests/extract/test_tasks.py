@@ -43,7 +43,7 @@ def test_an_array_makes_the_same_parts(pictures, here, tmp_path):
     options = ["--engine", "slurm", "--tasks", "2", "--workers", "1", "--resource", "cluster=local"]
     done = bigdit("extract", "--config", DIGITS, *settings, *options)
     assert done.returncode == 0, done.stderr
-    assert f"{folder}: 240 of 240 pictures encoded" in done.stdout
+    assert f"{folder}: 240 of 240 images encoded" in done.stdout
     assert f"logs: {folder}/slurm" in done.stderr
     assert parts(folder) == here
     assert len(list((folder / "speed").iterdir())) <= 2

@@ -261,12 +261,13 @@ def assert_same(path, *overrides):
 def test_what_is_not_taken_online_is_refused(sd3, tmp_path, captioned):
     path, _ = sd3
     said = {
-        "data.buckets=[[16, 16], [16, 24]]": "data.buckets has 2: which is a picture's is known when all were read",
-        "validation.samples=2": "validation holds samples of a store out",
-        "encoders.device=cpu": "encoders.device is cpu: they are where the model is; set it to auto",
-        "encoders.image.latents=moments": "encoders.image.latents is moments, of which loaders draw",
-        "encoders.text.stored=fp8": "encoders.text.stored is fp8, as a store keeps states; leave it out",
-        "encoders.first_frame={}": "encoders.first_frame is kept in a store alone",
+        "data.buckets=[[16, 16], [16, 24]]": "data.buckets has 2: the bucket of an image is known only after all were "
+        "read",
+        "validation.samples=2": "validation needs samples of a store",
+        "encoders.device=cpu": "encoders.device is cpu: encoders must be on the model's device; set it to auto",
+        "encoders.image.latents=moments": "encoders.image.latents is moments, which needs a store",
+        "encoders.text.stored=fp8": "encoders.text.stored is fp8, which needs a store; leave it out",
+        "encoders.first_frame={}": "encoders.first_frame needs a store",
         "stages=[{train: {steps: 1}}, {train: {steps: 2}}]": "it is of a run without stages",
     }
     for override, problem in said.items():

@@ -61,7 +61,7 @@ def test_out_of_memory_decides_the_exit_status() -> None:
     assert emulation(run({}), ran_out).exit_status == EXIT_DOES_NOT_FIT
     word, why = verdict(ran_out, emulation(ran_out))
     assert word == "does not fit"
-    assert why == ": process 1 ran out of memory in backward: 2.00 GiB asked, 1.00 GiB free"
+    assert why == ": process 1 ran out of memory in backward: 2.00 GiB requested, 1.00 GiB free"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_what_went_on_after_memory_ran_out_ended_as_its_command(
     if found == 0:
         word, why = verdict(of.runs[0], of)
         assert word == "ended well"
-        assert why.startswith(", after memory ran out 3 times on the way: the process takes ")
+        assert why.startswith(", although memory ran out 3 times: the process needs ")
 
 
 @pytest.mark.parametrize("status", [1, 2, 7, 139])
@@ -110,7 +110,7 @@ def test_a_command_that_failed_gives_no_answer(
 
 def test_a_page_says_first_that_memory_ran_out_on_the_way() -> None:
     of = emulation(run({"out_of_memory": [OOM], "out_of_memory_count": 1, "stepped_after_oom": True}))
-    assert "<strong>ended well</strong> <span>after memory ran out once on the way: the process takes" in page(of)
+    assert "<strong>ended well</strong> <span>although memory ran out once: the process needs" in page(of)
 
 
 def test_a_process_of_a_command_that_failed_is_not_said_to_have_ended_well() -> None:

@@ -14,8 +14,7 @@ from bigdit import catalog
 from bigdit.cli import main
 from bigdit.profile.cards import LARGEST_MICRO_BATCH
 from bigdit.report import words
-from bigdit.report.notebook import Answer
-from bigdit.report.page import page
+from bigdit.report.page import Answer, page
 from bigdit.report.plan import needs, speed
 from bigdit.search.rows import recommended
 from bigdit.speed.seconds import Handed, Interval

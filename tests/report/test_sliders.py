@@ -13,7 +13,7 @@ from selenium.webdriver.support.select import Select
 
 from bigdit import catalog
 from bigdit.memory import CATEGORIES
-from bigdit.report.folder import write_plan
+from bigdit.report.page import write_plan
 from bigdit.search.plan import process, verdict_of
 from bigdit.strategy import EmaSpec, OptimizerSpec
 from bigdit.units import gib
@@ -328,7 +328,7 @@ def test_another_number_of_gpus_is_another_plans(chromium, plan, tmp_path):
     written = tmp_path / "plan" / "report.html"
     chromium.get(written.as_uri())
     assert "Settings and sizes that ran for plans of 1, 8 GPUs;" in chromium.page_source
-    cards = Select(at(chromium, "cards"))
+    cards = Select(at(chromium, "gpus"))
     assert [each.text for each in cards.options] == ["1", "8"]
     assert cards.first_selected_option.text == "1"
     cards.select_by_visible_text("8")

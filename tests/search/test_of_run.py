@@ -83,8 +83,9 @@ def test_features_online_are_pinned_and_what_is_not_is_said(tmp_path):
     (only,) = asked(path)
     assert only.constraints.features == "online"
     assert problems(path, "data.buckets=[[512, 512], [256, 256]]") == [
-        "strategy.features is online, and data.buckets has 2: which is a picture's is known when all were read; set it "
-        "to cached, and `bigdit extract` encodes into data.features once"
+        "strategy.features is online, and data.buckets has 2: the bucket of an image is known only after all were "
+        "read; set it "
+        "to cached, and run `bigdit extract` first"
     ]
     asked_for = {"checkpointing": "selective", "lora.base": "nf4", "offload_activations": "true"}
     assert overruled(path, ["strategy.checkpointing=selective"]) == [

@@ -167,7 +167,7 @@ def test_the_usual_aspect_ratios_keep_the_area():
 def test_models_of_squares_alone_say_so():
     assert question_for("dit-s-8", "rtx-3060-12g").buckets == ()
     assert problems("dit-s-8", "rtx-3060-12g", resolution="256x512") == (
-        "--resolution 256x512: dit-s-8 takes squares alone, and 256 × 512 was asked for; nearest: 256 × 256",
+        "--resolution 256x512: dit-s-8 takes only squares, and 256 × 512 was asked for; nearest: 256 × 256",
     )
 
 
@@ -226,20 +226,20 @@ def test_sizes_read_as_they_are_written(sizes):
             "--host-memory: a memory size with a unit was expected, such as 46068MiB or 24GB, and '64' was found",
         ),
         ({"lora": 0}, "--lora is 0, and 1 or more was expected"),
-        ({"engine": "zero"}, "--engine is 'zero', which is not known; did you mean zero3, zero2, zero1?"),
+        ({"engine": "zero"}, "--engine is 'zero', which is unknown; did you mean zero3, zero2, zero1?"),
         (
             {"optimizer": "adamw8bit"},
-            "--optimizer is 'adamw8bit', which is not known; did you mean adamw_8bit?",
+            "--optimizer is 'adamw8bit', which is unknown; did you mean adamw_8bit?",
         ),
-        ({"precision": "fp8"}, "--precision is 'fp8', which is not known; did you mean fp32, fp16?"),
-        ({"ema": "ram"}, "--ema is 'ram', which is not known; known: auto, cpu, gpu, none"),
+        ({"precision": "fp8"}, "--precision is 'fp8', which is unknown; did you mean fp32, fp16?"),
+        ({"ema": "ram"}, "--ema is 'ram', which is unknown; known: auto, cpu, gpu, none"),
         ({"ema_widths": "0,0.1"}, "--ema-widths is '0', and a number above 0 was expected"),
         ({"ema_widths": "0.1"}, "--ema-widths is 0.1, and two widths or more were expected, such as 0.05,0.1"),
         (
             {"ema": "none", "ema_widths": "0.05,0.1"},
             "--ema-widths are of EMAs, and --ema none keeps none; leave one of them out",
         ),
-        ({"features": "on"}, "--features is 'on', which is not known; did you mean online?"),
+        ({"features": "on"}, "--features is 'on', which is unknown; did you mean online?"),
         (
             {"checkpointed_blocks": "some"},
             "--checkpointed-blocks is 'some', and a whole number or all was expected",
@@ -267,7 +267,7 @@ def test_sizes_read_as_they_are_written(sizes):
             "--buckets 1024x1000: sana-1600m-1024 takes pixels in multiples of 32 (VAE 32 × patch 1), and the width "
             "is 1000; the nearest that fit: 992 or 1024",
         ),
-        ({"frames": 5}, "--frames: sana-1600m-1024 makes pictures, and 5 frames were asked for"),
+        ({"frames": 5}, "--frames: sana-1600m-1024 makes images, and 5 frames were asked for"),
         (
             {"model": "wan2.1-t2v-1.3b", "gpu": "a100-80g-sxm", "frames": 12},
             "--frames: wan2.1-t2v-1.3b takes 1 frame and then multiples of 4 (VAE), and frames is 12; the nearest that "
@@ -428,7 +428,7 @@ def test_no_rank_within_the_limit_is_wider_than_the_widest_layer():
             {},
             (
                 "no model was named; model takes one of `bigdit models`, or a diffusers config.json",
-                "no card was named; gpu takes one of `bigdit gpus`, or auto for this machine's own",
+                "no GPU was named; gpu takes one of `bigdit gpus`, or auto for this machine's own",
             ),
         ),
         ((5, 6), {}, ("model is 5, and a text was expected", "gpu is 6, and a text was expected")),

@@ -16,7 +16,7 @@ from bigdit.profile.cards import Cards
 from bigdit.receipt import Receipt
 from bigdit.search import calibration as receipts
 from bigdit.search.ask import question_for
-from bigdit.search.calibration import UNPROVED, check, memory_margin, own_receipts, step_ratio
+from bigdit.search.calibration import UNPROVED, Calibration, check, own_receipts
 from bigdit.speed.seconds import Cluster
 from bigdit.speed.step import step_time
 from bigdit.speed.work import work_of
@@ -53,7 +53,7 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("BIGDIT_RECEIPTS", str(tmp_path / "file"))
     receipt.write(receipt_of(), tmp_path / "receipt.json")
-    assert "the receipt is not kept for plans: cannot write" in capsys.readouterr().err
+    assert "the receipt was not kept for plans: cannot write" in capsys.readouterr().err
     assert (tmp_path / "receipt.json").exists()
 
 
@@ -105,8 +105,8 @@ def test_an_emulated_card_s_receipt_teaches_nothing_of_the_real_one(cards, tmp_p
     checked, _ = check(emulated, A100, cards)
     assert (
         len(checked),
-        memory_margin(checked),
-        step_ratio(checked, mine.strategy),
+        Calibration(checked).measured_margin,
+        Calibration(checked).ratio(mine.strategy),
     ) == (
         2,
         None,
@@ -131,7 +131,7 @@ def test_measured_steps_move_and_narrow_the_prediction(cards):
     measured = [receipt_of(seconds_per_step=plain.middle * times) for times in (1.5, 1.6, 1.7)]
     checked, notices = check(measured, A100, cards)
     assert notices == []
-    told = step_ratio(checked, strategy)
+    told = Calibration(checked).ratio(strategy)
     assert told is not None
     assert (told.count, told.ratio) == (3, pytest.approx(1.6))
     assert told.spread == pytest.approx(math.log(1.6 / 1.5))
@@ -144,21 +144,21 @@ def test_measured_steps_move_and_narrow_the_prediction(cards):
 def test_receipts_speak_for_strategies_like_theirs(cards):
     offloaded = receipt_of("zero2-offload,world_size=8")
     checked, _ = check([offloaded], A100, cards)
-    assert step_ratio(checked, receipt_of().strategy) is None
-    told = step_ratio(checked, offloaded.strategy)
+    assert Calibration(checked).ratio(receipt_of().strategy) is None
+    told = Calibration(checked).ratio(offloaded.strategy)
     assert told is not None
     assert "several GPUs, optimizer in CPU memory" in told.source
     untimed, _ = check([receipt_of(seconds_per_step=None)], A100, cards)
-    assert step_ratio(untimed, receipt_of().strategy) is None
+    assert Calibration(untimed).ratio(receipt_of().strategy) is None
 
 
 def test_measured_peaks_give_the_band(cards):
     (seen,), _ = check([receipt_of()], A100, cards)
-    assert memory_margin([]) is None
-    assert memory_margin(check([receipt_of(measured_peak_reserved_bytes=None)], A100, cards)[0]) is None
+    assert Calibration([]).measured_margin is None
+    assert Calibration(check([receipt_of(measured_peak_reserved_bytes=None)], A100, cards)[0]).measured_margin is None
     measured = [round(seen.peak_reserved_bytes * times) for times in (1.02, 0.99, 1.01)]
     checked, _ = check([receipt_of(measured_peak_reserved_bytes=each) for each in measured], A100, cards)
-    margin = memory_margin(checked)
+    margin = Calibration(checked).measured_margin
     assert margin is not None
     assert margin.share == pytest.approx(0.02 * 4 / 3 + UNPROVED.share / 4, rel=1e-3)
     assert (
@@ -170,13 +170,13 @@ def test_one_receipt_that_is_met_to_the_byte_leaves_half_of_what_is_assumed(card
     (seen,), _ = check([receipt_of()], A100, cards)
     met = receipt_of(measured_peak_reserved_bytes=seen.peak_reserved_bytes)
     checked, _ = check([met], A100, cards)
-    margin = memory_margin(checked)
+    margin = Calibration(checked).measured_margin
     assert margin is not None
     assert margin.share == UNPROVED.share / 2
     assert (
         margin.source == "1 receipt of this GPU, off by 0.0% at most, and 1/2 of the 0.3% that is assumed without any"
     )
-    calibrated = step_ratio(checked, met.strategy)
+    calibrated = Calibration(checked).ratio(met.strategy)
     assert calibrated is not None
     assert calibrated.source.endswith("times the middle of the roofline, once")
 

@@ -259,10 +259,10 @@ def test_the_optimizer_on_the_host_waits_for_the_gradients_and_shares_the_memory
     assert stepped.low == pytest.approx(alone.low + 30e9 / HOST_MEMORY.high, rel=1e-5)
     eight = step_time(Work(product, NOTHING, adam), ONE, A100, Cluster(gpus=8))
     assert eight.seconds.low == pytest.approx(alone.low + 8 * 30e9 / HOST_MEMORY.high, rel=1e-5)
-    assert eight.parts["host"].low == pytest.approx(8 * 30e9 / HOST_MEMORY.high, rel=1e-5)
+    assert eight.parts["CPU"].low == pytest.approx(8 * 30e9 / HOST_MEMORY.high, rel=1e-5)
     copied = step_time(Work(NOTHING, NOTHING, sent), ONE, A100, Cluster())
     assert copied.seconds.low == pytest.approx(1 / HOST_LINK.high)
-    assert set(copied.parts) == {"copies to and from the host"}
+    assert set(copied.parts) == {"copies to and from CPU memory"}
 
 
 def test_the_whole_training():

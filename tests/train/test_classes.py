@@ -123,7 +123,7 @@ def test_pictures_are_drawn_by_names_and_numbers(straight, class_name, tmp_path)
     asked = ("--label", "seven", "--label", "5", "--caption", "two", "--steps", "3", "--json")
     done = bigdit("sample", "--checkpoint", checkpoint, "--out", out, *asked)
     assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)["pictures"]
+    rows = json.loads(done.stdout)["images"]
     assert [row["caption"] for row in rows] == ["seven", "5", "two"]
     assert np.asarray(Image.open(out / rows[0]["file"])).shape == (8, 8)
     drawn = {}

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-import xxhash
 from disks import mounted
 
 from bigdit.checkpoint import Peers
@@ -86,20 +85,6 @@ def test_rows_that_were_changed_are_said(tmp_path, capfd):
     metrics(tmp_path, 1, written=before.digest)
     said = f"note: {path} was changed: its rows up to step 1 are not those that were written"
     assert said in capfd.readouterr().err
-
-
-def test_a_run_goes_on_over_rows_that_were_numbered_from_0(tmp_path, capfd):
-    """Of an earlier bigdit, whose checkpoint knows them so; also after a start that was killed."""
-    path = tmp_path / "metrics.jsonl"
-    rows(path, 0, 1, 2, 3)
-    written = xxhash.xxh3_128_hexdigest("".join(path.read_text().splitlines(keepends=True)[:3]).encode())
-    for _ in range(2):
-        metrics(tmp_path, 3, written=written)
-        assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
-        assert capfd.readouterr().err == ""
-    path.write_text(path.read_text().replace("1.0", "1.5", 1))
-    metrics(tmp_path, 3, written=written)
-    assert "its rows up to step 3 are not those that were written" in capfd.readouterr().err
 
 
 def test_a_full_disk_is_a_line(tmp_path):

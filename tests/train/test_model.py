@@ -12,7 +12,7 @@ from commands import DIGITS, SINGLE, TINY, with_set
 from bigdit.cli import main
 from bigdit.config import load_stages
 from bigdit.errors import UserError
-from bigdit.recipes.recipe import recipe
+from bigdit.recipes import recipe
 from bigdit.train.state import shape_errors
 
 ARGUMENTS = yaml.safe_load(DIGITS.read_text())["model"]["kwargs"]

@@ -43,7 +43,7 @@ def staged(once, pictures, features):
         (folder / "run.yaml").write_text(yaml.safe_dump(document))
         done = bigdit("extract", "--config", folder / "run.yaml", *with_set(SMALL))
         assert done.returncode == 0, done.stderr
-        assert done.stdout.count("240 of 240 pictures encoded") == 2
+        assert done.stdout.count("240 of 240 images encoded") == 2
 
     return once("staged", make) / "run.yaml"
 

@@ -14,7 +14,7 @@ from two_processes import run_two
 
 from bigdit import engines, models
 from bigdit.checkpoint import Peers
-from bigdit.config.monitor import ValidationConfig
+from bigdit.config.run import ValidationConfig
 from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.loader.order import ValidationSplit

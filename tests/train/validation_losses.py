@@ -17,7 +17,7 @@ from stores import DIM
 from tiny_models import SANA
 
 from bigdit import checkpoint, engines, models
-from bigdit.config.monitor import ValidationConfig
+from bigdit.config.run import ValidationConfig
 from bigdit.dist import World, world_from_env
 from bigdit.engines.deepspeed import forget
 from bigdit.engines.state import places

@@ -1,6 +1,6 @@
 """CogView4: one sequence of text and image, conditioned on the size in pixels.
 
-Its attention has no mask that a kernel takes: each sample attends to its own text, without its padding.
+No kernel takes its attention's mask: each sample attends to its own text, without its padding.
 
 Source: diffusers' CogView4Transformer2DModel and CogView4Pipeline (Zheng et al., arXiv:2403.05121, for the sizes).
 """
@@ -21,8 +21,8 @@ DOWNSAMPLE = 8
 
 
 class Joint(Unpadded):
-    """Of images and texts to each other; sample by sample even where all texts are as long, so that a plan has the
-    memory of any."""
+    """Attention of images and texts to each other. It goes sample by sample even where all texts are as long, so that a
+    plan's memory holds for any."""
 
     def __call__(
         self,

@@ -28,7 +28,7 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
     """
     return model(
         latents,
-        (t * TIMESTEP_SCALE).to(latents.dtype),  # whose dtype the model takes for that of its weights
+        (t * TIMESTEP_SCALE).to(latents.dtype),  # the model takes this dtype for that of its weights
         encoder_hidden_states=conditions.extras["clip_text"],
         text_embedding_mask=conditions.extras["clip_text_mask"],
         encoder_hidden_states_t5=conditions.text_embeds,
@@ -57,7 +57,7 @@ def _positions(model: nn.Module, latents: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def _region(rows: int, columns: int, base: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The grid with its longer side resized to `base`, in the middle of a square of it: top left, bottom right."""
+    """The grid with its longer side resized to `base`, centred in a square of it: top left, bottom right."""
     longer = max(rows, columns)
     height, width = round(base / longer * rows), round(base / longer * columns)
     top, left = round((base - height) / 2), round((base - width) / 2)

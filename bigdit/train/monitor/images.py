@@ -11,23 +11,20 @@ from pathlib import Path
 import torch
 
 from bigdit import log, objectives
-from bigdit.checkpoint import Peers
 from bigdit.config import RunConfig
-from bigdit.config.monitor import SamplesConfig
-from bigdit.config.run import SAMPLES
+from bigdit.config.run import SAMPLES, SamplesConfig
 from bigdit.encoders.host_bytes import host_weights
 from bigdit.encoders.load import load_image_codec
 from bigdit.encoders.protocol import to_bytes
-from bigdit.engines import Ema, Engine, compute_dtype
+from bigdit.engines import compute_dtype
 from bigdit.errors import UserError
 from bigdit.files import replacing
-from bigdit.models import Family
-from bigdit.objective_spec import ObjectiveSpec
 from bigdit.sampling.conditions import Given, SamplingOptions, Words, asked_image, encoded
 from bigdit.sampling.grid import grid_png, moving_grid, small, stills_png, webp
 from bigdit.store.part import Shape
 from bigdit.store.schema import Known
 from bigdit.strategy import ModelSpec
+from bigdit.train.state import TrainState
 
 _CPU = torch.device("cpu")
 _WORDS = Words("samples.captions", "set samples.guidance to 1")
@@ -46,11 +43,7 @@ class ValidationImages:
         run: RunConfig,
         spec: ModelSpec,
         known: Known | None,
-        peers: Peers,
-        engine: Engine,
-        ema: Ema | None,
-        family: Family,
-        objective: ObjectiveSpec,
+        state: TrainState,
         last: int,
         done: Callable[[int, Path], None],
     ) -> None:
@@ -60,15 +53,15 @@ class ValidationImages:
         Raises UserError where captions cannot be encoded, or name no class.
         """
         self._last = last
-        self._config, self._run, self._peers, self._done = config, run, peers, done
-        self._engine, self._ema, self._family, self._objective = engine, ema, family, objective
+        self._config, self._run, self._peers, self._done = config, run, state.peers, done
+        self._engine, self._ema, self._family, self._objective = state.engine, state.ema, state.family, state.objective
         *frames, height, width = run.data.buckets[0]
         self._options = SamplingOptions(
             height, width, config.steps, config.guidance, seed=config.seed, frames=frames[0] if frames else None
         )
-        if peers.world.is_main and (taken := host_weights(run.encoders).known) is not None:
+        if self._peers.world.is_main and (taken := host_weights(run.encoders).known) is not None:
             log.notice(f"samples: encoders in CPU memory while captions are encoded and images decoded: {taken}")
-        (first, *_) = peers.gather(self._prepared(spec, known) if peers.world.is_main else None)
+        (first, *_) = self._peers.gather(self._prepared(spec, known) if self._peers.world.is_main else None)
         if isinstance(first, str):
             raise UserError(first)
         assert first is not None

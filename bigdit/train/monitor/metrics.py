@@ -36,7 +36,7 @@ from bigdit.loader.stream import Micro
 from bigdit.models import Family
 from bigdit.strategy import ModelSpec, Precision, Strategy
 from bigdit.train.monitor.trackers import Trackers
-from bigdit.train.record import numbered, read_metrics
+from bigdit.train.record import read_metrics
 from bigdit.train.step import StepResult
 from bigdit.units import gib, how_many
 
@@ -51,7 +51,7 @@ class Mfu:
         self.peak = peak
         self._family = family
         self._model = models.outline(spec).eval()
-        self._passes = 2 if frozen else 3  # gradients of activations take as much as the forward pass; so do weights'
+        self._passes = 2 if frozen else 3  # gradients of activations take a forward pass each, those of weights another
         self._known: dict[tuple[torch.Size, ...], int | None] = {}
 
     def flops(self, micro_batches: Sequence[Micro]) -> int | None:
@@ -270,9 +270,7 @@ class Metrics:
         text = _lines(kept)
         write_text(self.path, text)
         self._digest.update(text.encode())
-        # A checkpoint of an earlier bigdit knows the rows as they were numbered then, from 0.
-        from_zero = xxhash.xxh3_128_hexdigest(_lines(numbered(kept, -1)).encode())
-        if not lost and written not in (None, self.digest, from_zero):
+        if not lost and written not in (None, self.digest):
             log.notice(f"note: {self.path} was changed: its rows up to step {start} are not those that were written")
 
 

@@ -16,7 +16,7 @@ import torch
 
 from bigdit import log, objectives
 from bigdit.checkpoint import Peers
-from bigdit.config.monitor import ValidationConfig
+from bigdit.config.run import ValidationConfig
 from bigdit.engines import Ema, Engine, compute_dtype
 from bigdit.errors import UserError
 from bigdit.loader.batch import Batch, CaptionedBatch
@@ -93,7 +93,7 @@ def open_monitor(start: Start, data: TrainData, stream: FeatureStream, state: Tr
         validation = Validation(run.validation, store, data.order.held, *model)
     if run.samples is not None:
         known = store.schema.classes
-        images = stack.enter_context(ValidationImages(run.samples, run, spec, known, *model, trackers.show))
+        images = stack.enter_context(ValidationImages(run.samples, run, spec, known, state, stage.end, trackers.show))
     skipped = SkippedSteps(state.engine, peers, samples, run.train.most_skipped_steps)
     return Monitor(metrics, skipped, validation, images)
 

@@ -58,9 +58,11 @@ def _end_with_runner() -> None:
     """`deepspeed` starts the actual launcher, which survives when `deepspeed` is killed: take that for SIGTERM."""
     try:
         runner = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
-        if b"deepspeed" not in Path(f"/proc/{runner}/cmdline").read_bytes():  # on several machines it is another's
+        if (
+            b"deepspeed" not in Path(f"/proc/{runner}/cmdline").read_bytes()
+        ):  # on several machines it is another program
             return
-    except OSError:  # it has ended, or is not ours to see
+    except OSError:  # it has ended, or is another user's
         return
     end_with(runner, signal.SIGTERM)
 
@@ -85,7 +87,7 @@ STARTS = "BIGDIT_STARTS"
 """How often a process has restarted its command. After each restart the processes meet under other keys."""
 
 _HEARD_WITHIN_S = 0.2
-_GOING, _LEFT = "anew", "anew: left"
+_GOING, _LEFT = "restart", "restart: left"
 
 
 def all_may_start(store: dist.Store | None, world: World, ready: bool) -> bool:

@@ -65,7 +65,7 @@ def process_group(
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl" if on_host else "nccl"
     else:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed guesses at one, and warns
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed guesses one, and warns
     # Processes share the machine's cores. torchrun gives each a single one, too few for an optimizer on the CPU.
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // _processes_here(world.world_size)))
     libraries.prepare()
@@ -147,7 +147,7 @@ def _opened(folder: Path) -> list[str]:
     opened: list[str] = []
     with suppress(OSError):  # the process has ended, or is another user's
         for link in folder.iterdir():
-            with suppress(FileNotFoundError):  # closed since, as is what lists this very folder
+            with suppress(FileNotFoundError):  # closed since, as the descriptor of this listing is
                 opened.append(os.readlink(link))
     return opened
 
@@ -191,7 +191,7 @@ def output_lock(output: Path, world: World) -> Iterator[None]:
     if world.world_size > 1:
         shared = [problem]
         dist.broadcast_object_list(shared)
-        dist.barrier()  # the main process may hold the store that this goes by: it must not end before the others
+        dist.barrier()  # the main process may hold the store of this broadcast: it must not end before the others
         problem = shared[0]
     if problem is not None:
         raise UserError(problem)

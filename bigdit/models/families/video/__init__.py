@@ -1,0 +1,1 @@
+"""Families of video models, one file each."""
