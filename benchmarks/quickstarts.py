@@ -43,7 +43,6 @@ MODELS = {
     "qwen-image": LORA,
     "z-image": LORA,
     "wan2.1-t2v-1.3b": LORA,
-    "wan2.1-t2v-14b": LORA,
     "wan2.2-ti2v-5b": LORA,
     "dit-xl-2": FULL,
 }
