@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from bigdit import catalog, log, models, optim
-from bigdit.bench.interleaved import take_turns
+from bigdit.bench import take_turns
 from bigdit.engines.state import parts
 from bigdit.errors import UserError
 from bigdit.report.tables import DASH, table

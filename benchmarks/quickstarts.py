@@ -22,7 +22,7 @@ from bigdit.catalog.models import repositories
 from bigdit.errors import UserError, guard
 from bigdit.files import write_json, write_text
 from bigdit.objective_spec import ObjectiveSpec
-from bigdit.recipes.recipe import beginning
+from bigdit.recipes import beginning
 from bigdit.report.words import number
 from bigdit.strategy import Strict
 from bigdit.units import GIB

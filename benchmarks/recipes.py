@@ -41,11 +41,10 @@ from bigdit.files import write_json
 from bigdit.profile.attempt import Attempt, StepRequest, request_for
 from bigdit.profile.cards import Cards
 from bigdit.receipt import Receipt
-from bigdit.recipes.recipe import MEASURED, Extraction, Recipe, Saved, Took, names, recipe
+from bigdit.recipes import MEASURED, Extraction, Recipe, Saved, Took, names, recipe
 from bigdit.search.answer import make_plan
 from bigdit.search.ask import question_for
-from bigdit.search.plan import Plan, host_need
-from bigdit.search.question import Question
+from bigdit.search.plan import Plan, Question, host_need
 from bigdit.speed.seconds import Cluster, Interval
 from bigdit.store.part import Encoded, part_path, write_part
 from bigdit.store.schema import FILE, StoreSchema, part_identity, schema_text, store_identity
@@ -59,7 +58,7 @@ STEPS = 3
 
 
 class Caption:
-    """One caption, of all pictures."""
+    """One caption, of all images."""
 
     text, weight = "a caption", 1.0
 
@@ -157,7 +156,7 @@ def drawn(found: Recipe, folder: Path) -> Path:
     """The image or video that the recipe's last command generates in two steps, from what was `trained` there."""
     _, *asked = shlex.split(found.commands[-1].replace(found.run["output"], "run"))
     _bigdit(folder, os.environ | emulated_environment(catalog.resolve_gpu(found.about.gpu)), *asked, "--steps", "2")
-    (row,) = json.loads((folder / "run/samples/samples.json").read_text())["pictures"]
+    (row,) = json.loads((folder / "run/samples/samples.json").read_text())["images"]
     return folder / "run/samples" / row["file"]
 
 
@@ -267,7 +266,7 @@ def _needs(found: Recipe, plans: Sequence[Plan]) -> tuple[int, list[Interval]]:
     request = requests(found)[tuple(found.run["data"]["buckets"][0])]
     gpu, accumulated = plans[0].question.gpu, strategy["global_batch_size"] // strategy["micro_batch_size"]
     with Cards(gpu) as cards:
-        profile, attempt = cards.profile(request), cards.attempt(request, counted=True)
+        profile, attempt = cards.profile(request), cards.attempt(request, counted="step")
     host = host_need(profile.host_timeline, profile.checkpoint_bytes, Cluster())
     step = step_of(attempt, request.strategy, gpu, grad_accum_steps=accumulated)
     return host.node_bytes, [step.seconds * found.run["train"]["steps"]]

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bigdit import log
-from bigdit.bench.interleaved import Comparison
+from bigdit.bench import Comparison
 from bigdit.report.bench import comparison_table, load_line, overhead, print_notes
 
 ROOT = Path(__file__).parents[1]

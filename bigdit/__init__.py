@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # what is imported here delays the word that Ctrl-C gets
+TYPE_CHECKING = False  # an import here would delay the answer to Ctrl-C
 if TYPE_CHECKING:
     from typing import Any
 
@@ -10,11 +10,11 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """`bigdit.plan`, once it is asked for: until then `import bigdit` takes no time."""
+    """Import `bigdit.plan` at its first use, so that `import bigdit` is fast."""
     if name == "plan":
         import importlib
 
-        return importlib.import_module("bigdit.report.notebook").plan
+        return importlib.import_module("bigdit.report.page").plan
     raise AttributeError(f"module 'bigdit' has no attribute {name!r}")
 
 

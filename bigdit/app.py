@@ -1,4 +1,4 @@
-"""The commands and their options: one module of bigdit/commands a command; parsing here, the work there."""
+"""The command line: its commands, each a module of bigdit/commands, and their errors."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from bigdit.commands import (
 )
 from bigdit.errors import EXIT_USER, UserError
 
-# typer carries its own click, whose UsageError it does not export.
+# typer has its own click, and does not export its UsageError.
 UsageError: Any = typer.BadParameter.__base__
 
 WIDEST = 1000
-"""Columns of help at most: the terminal's, where they are fewer. click's own limit is 80."""
+"""The most columns of help; click's own limit is 80."""
 
 HELP = {"-h", "--help", "--version"}
-"""What is answered anywhere; behind -- they are another command's."""
+"""Options that work anywhere; after -- they belong to another command."""
 
 app = typer.Typer(
     name="bigdit",
@@ -70,12 +70,12 @@ for name, module in groups.items():
 for command in (
     *app.registered_commands,
     *(each for group in groups.values() for each in group.app.registered_commands),
-):  # or click cuts them off at a line
+):  # else click cuts them off
     command.short_help = (inspect.getdoc(command.callback) or "").partition("\n\n")[0]
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(given: bool) -> None:
+    if given:
         print(f"bigdit {__version__}")
         raise typer.Exit
 
@@ -93,7 +93,7 @@ def _command() -> Any:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command; its exit status. Ctrl-C is left to the caller: typer would end it without a word."""
+    """Run a command and return its exit status. The caller handles Ctrl-C, which typer would hide."""
     if arguments and not HELP & set(itertools.takewhile(lambda each: each != "--", arguments)):
         _check_folder()
     command = _command()
@@ -101,8 +101,8 @@ def run(arguments: Sequence[str]) -> int:
         with command.make_context("bigdit", list(arguments)) as context:
             result = command.invoke(context)
     except UsageError as error:  # an unknown option or a missing one: click would exit 2, which means DOES NOT FIT
-        _say_by_its_option(error)
-        _say_by_meaning(error)
+        _raise_by_option(error)
+        _add_hint(error)
         error.show()
         return EXIT_USER
     except typer.Exit as ended:
@@ -113,15 +113,15 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _check_folder() -> None:
-    """Raise UserError where the working folder is gone, in which torch's own libraries do not load."""
+    """Raise UserError where the working folder was removed: torch's libraries would not load."""
     try:
         os.getcwd()
     except FileNotFoundError:
-        raise UserError("the working folder is gone; go to one that is there (cd)") from None
+        raise UserError("the working folder was removed; change to another (cd)") from None
 
 
-def _say_by_its_option(error: Any) -> None:
-    """Raise UserError for a value that an option does not take, which typer says in pydantic's words."""
+def _raise_by_option(error: Any) -> None:
+    """Raise UserError for a wrong value of an option, in place of pydantic's message."""
     from pydantic import ValidationError
 
     from bigdit.config.wrong import expected
@@ -130,8 +130,8 @@ def _say_by_its_option(error: Any) -> None:
         raise UserError(f"{error.param.opts[0]} {expected(error.__cause__.errors(include_url=False))}") from None
 
 
-def _say_by_meaning(error: Any) -> None:
-    """Name what the command has for an option of other trainers, in the place of options that are spelt like it."""
+def _add_hint(error: Any) -> None:
+    """For an option of other trainers name the command's own, in place of options with a similar spelling."""
     from bigdit.config.wrong import key_meant, suggested
 
     option = getattr(error, "option_name", None)

@@ -1,4 +1,4 @@
-"""Answers on disk: a file for each question, named by all that decides its answer; what is damaged is not believed."""
+"""Answers on disk: a file for each question, named by all that decides its answer. Damaged files are ignored."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from bigdit.files import read_bytes, write_text
 
 
 def write_sealed(path: Path, text: str) -> None:
-    """Write a text under its SHA-256, as a whole or not at all. Raises UserError where it cannot be written."""
+    """Write a text with its SHA-256, all or nothing. Raises UserError where that fails."""
     write_text(path, f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
 
 
 def read_sealed(path: Path) -> bytes:
-    """The text that was written. Raises ValueError where the file is not as it was written; OSError."""
+    """The text of such a file. Raises ValueError where it was changed; OSError."""
     seal, _, text = read_bytes(path).partition(b"\n")
     if seal != hashlib.sha256(text).hexdigest().encode():
-        raise ValueError(f"{path} is not as it was written")
+        raise ValueError(f"{path} was changed")
     return text
 
 
@@ -42,12 +42,12 @@ def cache_root() -> Path:
 
 
 _NOTICED: set[Path] = set()
-"""Folders that could not be written; a plan keeps dozens of answers there."""
+"""Folders that could not be written: each is logged once."""
 
 
 @dataclass(frozen=True)
 class Cache(Generic[Answer]):
-    """One kind of answer, in `folder` of the cache; `what` it is, and what is done `anew`, as notices say it."""
+    """One kind of answer, in `folder` of the cache. Notices name it (`what`), and what is repeated (`anew`)."""
 
     folder: str
     kind: type[Answer]
@@ -55,25 +55,25 @@ class Cache(Generic[Answer]):
     anew: str
 
     def find(self, decides: Iterable[str]) -> Answer | None:
-        """The answer that is kept; None where there is none, and with a notice where it is damaged."""
+        """The answer; None without one. A damaged one is logged."""
         file = self._file(decides)
         try:
             return self.kind.model_validate_json(read_sealed(file))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError):  # pydantic's among them
-            log.notice(f"{file} is damaged, and {self.anew} anew")
+            log.notice(f"{file} is damaged, and {self.anew} again")
             return None
 
     def keep(self, decides: Iterable[str], answer: Answer) -> None:
-        """Keep an answer, in place of what was there; a cache that cannot be written is only noticed, once a folder."""
+        """Store an answer. A cache that cannot be written is logged once for each folder."""
         try:
             write_sealed(self._file(decides), answer.model_dump_json())
         except UserError as error:
             folder = cache_root() / self.folder
             if folder not in _NOTICED:
                 _NOTICED.add(folder)
-                log.notice(f"{self.what} is not kept: {error}; said once of {folder}")
+                log.notice(f"{self.what} is not cached: {error}; logged once for {folder}")
 
     def _file(self, decides: Iterable[str]) -> Path:
         name = hashlib.sha256("|".join(decides).encode()).hexdigest()[:32]
@@ -82,14 +82,14 @@ class Cache(Generic[Answer]):
 
 @functools.cache
 def installed() -> str:
-    """The versions of what computes answers."""
+    """The versions of the libraries that compute answers."""
     return json.dumps(versions(), sort_keys=True)
 
 
 @functools.cache
 def digest_of(*names: str) -> str:
-    """A digest of bigdit's source files of these names, and of those in folders of these names: the number of a
-    version does not change with each edit."""
+    """A digest of bigdit's source files and folders of these names, because a version number does not change with each
+    edit."""
     root = Path(bigdit.__file__).parent
     digest = hashlib.sha256()
     for name in names:

@@ -1,10 +1,10 @@
-"""The command line tool: whatever happens, from its first import on, ends as `errors.guard` says."""
+"""The entry of the command line: every error, from the first import on, ends in `errors.guard`."""
 
 from __future__ import annotations
 
 import sys
 
-TYPE_CHECKING = False  # typing takes milliseconds, in which Ctrl-C would be a traceback
+TYPE_CHECKING = False  # importing typing takes milliseconds, in which Ctrl-C would print a traceback
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -14,17 +14,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         import signal
 
-        from bigdit.errors import guard  # here: Ctrl-C while it is imported ends as it says too
+        from bigdit.errors import guard  # here: Ctrl-C during the import is handled too
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     status = guard(lambda: _run(sys.argv[1:] if arguments is None else arguments))
     if arguments is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the exit too, without a traceback of it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C also ends the exit, without a traceback
     sys.exit(status)
 
 
 def _run(arguments: Sequence[str]) -> int:
-    from bigdit.app import run  # here: Ctrl-C while it is imported is one in a command
+    from bigdit.app import run  # here: Ctrl-C during the import is handled too
 
     return run(arguments)

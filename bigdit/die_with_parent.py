@@ -1,4 +1,4 @@
-"""Processes that end when another does, whose children they need not be, and that leave Ctrl-C to it."""
+"""Processes that end when another one ends, not only their parent, and that leave Ctrl-C to it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ ENDED, STOPPED = ("Z", "X"), ("T", "t")
 
 
 def end_with(pid: int, number: int) -> None:
-    """Have the signal `number` sent to this process when the process `pid` has ended, by a thread that waits for it."""
+    """Send the signal `number` to this process when the process `pid` has ended; a thread waits for that."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:  # it has ended already
         os.kill(os.getpid(), number)
         return
-    except OSError:  # Linux before 5.3 has none: what it reads of the other ends all the same
+    except OSError:  # Linux before 5.3 has no pidfd_open: a closed pipe ends this process anyway
         return
 
     def wait() -> None:
@@ -33,7 +33,7 @@ def end_with(pid: int, number: int) -> None:
 
 
 def state_of(pid: int) -> str:
-    """The letter of a process's state; X where there is no such process."""
+    """The letter of a process's state; X for a missing process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -41,7 +41,7 @@ def state_of(pid: int) -> str:
 
 
 def end_with_parent() -> None:
-    """Kill this process of multiprocessing when the one that asked for it has ended, however that was."""
+    """Kill this process of multiprocessing when its parent has ended, for whatever reason."""
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
         end_with(parent.pid, signal.SIGKILL)
@@ -49,8 +49,8 @@ def end_with_parent() -> None:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """What is started within, and what that starts, does not hear Ctrl-C, which a terminal sends to every process: this
-    one does, and ends them."""
+    """Processes that are started within ignore Ctrl-C, which a terminal sends to all; this one handles it and ends
+    them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -1,4 +1,4 @@
-"""The place of this process among its fellows, as launchers announce it in the environment."""
+"""The rank of this process, from the environment variables of launchers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ ACCELERATE = {
     "parallelism_config_cp_size": ("PARALLELISM_CONFIG_CP_SIZE", "1"),
     "parallelism_config_sp_size": ("PARALLELISM_CONFIG_SP_SIZE", "1"),
 }
-"""Options of `accelerate launch` that say how a step is run, the variables by which its processes learn of them
-(accelerate/utils/launch.py), and what these say where nobody asked."""
+"""Options of `accelerate launch` that change a step, with their environment variables (accelerate/utils/launch.py) and
+defaults."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class World:
 
 
 def world_from_env() -> World:
-    """What torchrun, the deepspeed launcher and accelerate set: RANK, LOCAL_RANK, WORLD_SIZE; else one process."""
+    """The world by RANK, LOCAL_RANK and WORLD_SIZE of torchrun, deepspeed and accelerate; else one process."""
     values = {}
     for key, default in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
         text = os.environ.get(key, default)
@@ -58,6 +58,7 @@ def world_from_env() -> World:
 
 
 def asked_of_accelerate() -> dict[str, str]:
-    """What `accelerate launch` was asked for of ACCELERATE, by options or its config; of other launchers nothing."""
+    """The options of ACCELERATE that `accelerate launch` got from its command line or config; empty for other
+    launchers."""
     found = {option: (os.environ.get(variable, ""), unasked) for option, (variable, unasked) in ACCELERATE.items()}
     return {option: text for option, (text, unasked) in found.items() if text.lower() not in ("", "auto", unasked)}

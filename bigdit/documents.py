@@ -1,7 +1,7 @@
-"""YAML and JSON that users hand in: plain values within limits, or one line that says what is wrong.
+"""YAML and JSON of users: plain values within limits, or an error of one line.
 
-A document of some bytes can stand for gigabytes (aliases), use up the interpreter's stack (nesting), or hold integers
-that nothing takes. What reads its values afterwards looks at each of them.
+A small document can expand to gigabytes (aliases), exhaust the interpreter's stack (nesting), or hold integers that
+nothing can take.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from bigdit.errors import UserError
 from bigdit.files import MOST_BYTES, read_bytes
 
 DEEPEST = 64
-"""Levels of lists and mappings: DeepSpeed's and diffusers' documents have four."""
+"""The most levels of lists and mappings; documents of DeepSpeed and diffusers have four."""
 
 MOST_VALUES = 25_000
-"""Of a YAML document, what an alias names counted wherever it stands: a plan has about a thousand, and the names of
-ImageNet-21k's classes are 21,841."""
+"""The most values of a YAML document, with aliases expanded: a plan has about a thousand, and ImageNet-21k has 21,841
+classes."""
 
 MOST_YAML_BYTES = 2**20
 """PyYAML reads about a megabyte a second."""
@@ -32,7 +32,7 @@ _DEEP = f"nested too deeply: {DEEPEST} levels are the most"
 
 
 class _Refused(ValueError):
-    """What is wrong with a document that can be read."""
+    """The problem of a readable document."""
 
 
 def read_json(path: Path) -> Any:
@@ -41,20 +41,20 @@ def read_json(path: Path) -> Any:
 
 
 def indexed_files(index: Path) -> list[Path]:
-    """The files of weights that an index of safetensors names. Raises OSError where it cannot be read; ValueError
-    for one that names anything but .safetensors files beside it."""
+    """The weight files in an index of safetensors. Raises OSError where it cannot be read; ValueError if it names
+    anything but .safetensors files in its folder."""
     document = read_json(index)
     names = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(names, dict):
-        raise ValueError(f"{index.name} has no weight_map, which names the files")
+        raise ValueError(f"{index.name} has no weight_map")
     for name in names.values():
         if not isinstance(name, str) or not name.endswith(".safetensors") or Path(name).name != name:
-            raise ValueError(f"{index.name} names {str(name)[:60]!r}; only .safetensors files beside it are read")
+            raise ValueError(f"{index.name} names {str(name)[:60]!r}; only .safetensors files in its folder are read")
     return [index.parent / name for name in sorted(set(names.values()))]
 
 
 def read_file(path: Path, said: str, where_missing: str = "") -> bytes:
-    """The bytes of a file that errors call `said`. Raises UserError, which says what to do where it is missing."""
+    """The bytes of a file, named `said` in errors. Raises UserError, with the hint `where_missing`."""
     try:
         return read_bytes(path)
     except FileNotFoundError:
@@ -64,7 +64,7 @@ def read_file(path: Path, said: str, where_missing: str = "") -> bytes:
 
 
 def read_mapping(path: Path, parse: Callable[[bytes], Any], said: str, expected: str) -> dict[str, Any]:
-    """The keys of a document that `parse` reads. Raises UserError where the file is missing, damaged, or no mapping."""
+    """The mapping in a file that `parse` reads. Raises UserError where it is missing, damaged, or no mapping."""
     try:
         document = parse(read_file(path, said))
     except ValueError as error:
@@ -78,7 +78,7 @@ def parse_yaml(text: str | bytes) -> Any:
     """The value of a YAML document.
 
     Raises ValueError, whose text continues `it is`, for what is not YAML, for nesting, aliases and integers beyond the
-    limits, for keys that stand twice, and for texts that no file name can hold.
+    limits, for repeated keys, and for texts that no file name can hold.
     """
     try:
         _short(text, MOST_YAML_BYTES)
@@ -129,14 +129,14 @@ def differences(found: Any, wanted: Any, key: str = "") -> Iterator[tuple[str, A
 
 
 def written(value: Any) -> str:
-    """A value on one line, as YAML would have it; keys without a value are left out."""
+    """A value on one line, as in YAML; keys with null are left out."""
     if isinstance(value, dict):
         value = {key: each for key, each in value.items() if each is not None}
     return value if isinstance(value, str) else json.dumps(value)
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses, by their lines, what is beyond the limits before more of it is built."""
+    """Rejects what is beyond the limits, with its line, before building more of it."""
 
     _depth = _values = 0
 
@@ -157,7 +157,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if (key.tag, key.value) in seen:
-                    raise _Refused(f"ambiguous: the key {key.value[:40]} stands twice{_where(key)}")
+                    raise _Refused(f"ambiguous: the key {key.value[:40]} is repeated{_where(key)}")
                 seen.add((key.tag, key.value))
         return node
 
@@ -182,13 +182,13 @@ def _where(node: yaml.Node) -> str:
 
 
 def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
-    """Values and levels of a node with its aliases followed; `known` ones by their ids, None of those it is within.
+    """Values and levels of a node with its aliases followed. `known`: those of other nodes by id, None around this one.
 
-    The recursion is no deeper than the document: what an alias names stands before it, and is known.
+    The recursion is no deeper than the document: the target of an alias comes before it, and is known.
     """
     if id(node) in known:
         if (found := known[id(node)]) is None:
-            raise _Refused(f"endless: an alias stands within what it names{_where(node)}")
+            raise _Refused(f"endless: an alias contains itself{_where(node)}")
         return found
     known[id(node)] = None
     inner = node.value if isinstance(node, yaml.CollectionNode) else []
@@ -222,7 +222,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise _Refused(f"ambiguous: the key {twice[:40]} stands twice")
+        raise _Refused(f"ambiguous: the key {twice[:40]} is repeated")
     return found
 
 
@@ -236,11 +236,11 @@ def _bounded(digits: str, convert: Callable[[str], int], where: str = "") -> int
 
 
 def _nameable(text: str, where: str = "") -> str:
-    """The text, unless it holds a zero byte or half of a character."""
+    """The text, unless it has a zero byte or half a character."""
     if "\0" not in text:
         try:
             text.encode()
             return text
         except UnicodeEncodeError:
             pass
-    raise _Refused(f"not taken: the text {text[:40]!r}{where} holds what no file name can")
+    raise _Refused(f"not valid: the text {text[:40]!r}{where} holds what no file name can")

@@ -1,4 +1,4 @@
-"""The errors that a user can cause, and how every command and launched process ends on them."""
+"""Errors of users, and how commands and launched processes end on errors."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from bigdit import machine
 
 EXIT_USER, EXIT_BUG, EXIT_INTERRUPTED = 1, 3, 130
 
-# What a system says of a path or its disk, which no command can mend: those that know more of it have said so before.
+# Errors of the system about paths and disks that no command reports itself.
 _OF_PATHS = (
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM),
     *(errno.EROFS, errno.ENOSPC, errno.EDQUOT),
 )
 
-# What Python, glibc, libgomp and a worker's last words say where the system refuses a process, a thread or memory.
+# Messages of Python, glibc, libgomp and workers where the system refuses a process, a thread or memory.
 _NO_PROCESS = ("can't start new thread", os.strerror(errno.EAGAIN), "Thread creation failed")
 _NO_MEMORY = ("MemoryError", os.strerror(errno.ENOMEM), "failed to map segment")
 _NO_HOME = "Could not determine home directory"
@@ -36,8 +36,8 @@ _HIDDEN = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u206
 
 
 class UserError(Exception):
-    """Something that the user can mend: each problem is one line that says what was asked, what was
-    found and the nearest fix. All problems that are known are given at once."""
+    """An error that the user can fix. Each problem is one line: what was asked, what was found, the nearest fix. All
+    known problems are reported at once."""
 
     def __init__(self, *problems: str) -> None:
         super().__init__("; ".join(problems))
@@ -45,11 +45,11 @@ class UserError(Exception):
 
 
 class Killed(Exception):
-    """A process of ours was killed: by somebody, or by a kernel that was short of memory. Its first line says which."""
+    """A process of ours was killed, by somebody or by a kernel short of memory. The first line names it."""
 
 
 def nearest(name: str, known: Iterable[str], most: int = 3) -> str:
-    """`did you mean a, b?` for a misspelt name, or the list of what is known where nothing is near."""
+    """`did you mean a, b?` for a misspelt name; the known names where none is near."""
     known = list(known)
     near = difflib.get_close_matches(name, known, n=most, cutoff=0.5)
     if near:
@@ -58,7 +58,7 @@ def nearest(name: str, known: Iterable[str], most: int = 3) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of what decides a plan or a run, read without importing any of it."""
+    """Installed versions of the libraries that matter for a plan or a run, without importing them."""
     found = {"python": platform.python_version()}
     for name in (
         "bigdit",
@@ -84,8 +84,8 @@ def _version(name: str) -> str:
 
 
 def shown(text: str) -> str:
-    """`text` as it may reach a terminal: control characters (ESC), what turns the direction of writing, and bytes of
-    file names that are no UTF-8 as `\\x1b`. Ends of lines stay."""
+    """`text` made safe for a terminal: control characters (ESC), changes of the writing direction, and bytes that
+    are no UTF-8 become `\\x1b`. Line ends stay."""
     return _HIDDEN.sub(_escaped, text)
 
 
@@ -97,7 +97,7 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def refused(error: BaseException) -> str | None:
-    """What the system refused this process, where that is the cause of `error`, in a line; None where it is not."""
+    """A line about what the system refused this process, if that caused `error`; else None."""
     for each in _causes(error):
         text = f"{type(each).__name__}: {each}"
         if _NO_HOME in text:
@@ -112,27 +112,30 @@ def refused(error: BaseException) -> str | None:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what it followed from, the last first."""
+    """An error and its causes, the last first."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def guard(main: Callable[[], int | None]) -> int:
-    """Run `main` and return the exit status: a user's error, a process that was killed, and what the system refuses are
-    a line each and 1, a bug a traceback with versions and 3, Ctrl-C 130. In a launched group only rank 0 prints a
-    user's error, or Ctrl-C, which all ranks hit. A report that cannot be written is an error too; notices are not."""
+    """Run `main` and return the exit status.
+
+    Errors of the user, killed processes and refusals of the system are one line and 1; a bug is a traceback with
+    versions and 3; Ctrl-C is 130. In a launched group only rank 0 prints errors that all ranks have. A report that
+    cannot be written is an error; a lost notice is not.
+    """
     prepare_streams()
     status = _guarded(main)
     lost_stream("stderr")
     if lost := lost_stream("stdout"):
-        _tell(f"error: output: {lost}")
+        _print(f"error: output: {lost}")
         return status or EXIT_USER
     return status
 
 
-def _tell(text: str) -> None:
-    """Say it where anybody may hear it."""
+def _print(text: str) -> None:
+    """Print to stderr, if it can be written."""
     with suppress(OSError):
         print(shown(text), file=sys.stderr)
 
@@ -143,19 +146,19 @@ def _guarded(main: Callable[[], int | None]) -> int:
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
             for problem in error.problems:
-                _tell(f"error: {problem}")
+                _print(f"error: {problem}")
         return EXIT_USER
     except Killed as error:
-        said = str(error).splitlines()[0].rstrip(":")
-        _tell(f"error: {said}: somebody killed it, or a kernel short of memory; run it again")
+        cause = str(error).splitlines()[0].rstrip(":")
+        _print(f"error: {cause}: somebody killed it, or a kernel short of memory; run it again")
         return EXIT_USER
-    except BrokenPipeError:  # who reads our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the last flush would fail again
+    except BrokenPipeError:  # the reader of our output has closed it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the last flush would fail again
         return EXIT_USER
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # another one ends the exit too, without a traceback of it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # another Ctrl-C also ends the exit, without a traceback
         if os.environ.get("RANK", "0") == "0":
-            _tell("interrupted")
+            _print("interrupted")
         return EXIT_INTERRUPTED
     except Exception as error:
         return _unforeseen(error)
@@ -163,19 +166,19 @@ def _guarded(main: Callable[[], int | None]) -> int:
 
 def _unforeseen(error: Exception) -> int:
     if why := refused(error):
-        _tell(f"error: {why}")
+        _print(f"error: {why}")
         return EXIT_USER
     if isinstance(error, OSError) and error.filename is not None and error.errno in _OF_PATHS:
-        _tell(f"error: {str(error.filename)[:200]}: {error.strerror}")
+        _print(f"error: {str(error.filename)[:200]}: {error.strerror}")
         return EXIT_USER
     if isinstance(error, OSError) and error.filename is None:
         lost = lost_stream("stdout", "\n") or lost_stream("stderr", "\n")
         if lost:
-            _tell(f"error: output: {lost}")
+            _print(f"error: output: {lost}")
             return EXIT_USER
-    _tell(traceback.format_exc().rstrip("\n"))
+    _print(traceback.format_exc().rstrip("\n"))
     found = " ".join(f"{name}={version}" for name, version in versions().items())
-    _tell(f"this is a bug in bigdit, or in what it drives; versions: {found}")
+    _print(f"this is a bug in bigdit, or in what it drives; versions: {found}")
     return EXIT_BUG
 
 
@@ -183,7 +186,8 @@ _PLAIN = {"×": "x", "·": ".", "–": "-", "—": "-", "−": "-", "→": "->",
 
 
 def prepare_streams() -> None:
-    """Open closed streams on /dev/null, or files would get their numbers; replace what streams cannot write."""
+    """Open closed streams on /dev/null, else files would get their numbers; replace characters that a stream cannot
+    write."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
     os.close(number)
@@ -199,17 +203,19 @@ def prepare_streams() -> None:
 
 
 def lost_stream(name: str, written: str = "") -> str | None:
-    """Why stdout or stderr takes no more, told by what it holds back and by `written`; None where it does."""
+    """Why stdout or stderr cannot be written, tried with its buffer and `written`; None where it can."""
     try:
         print(written, end="", file=getattr(sys, name), flush=True)
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), ("stdin", "stdout", "stderr").index(name))  # or the last flush fails
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), ("stdin", "stdout", "stderr").index(name)
+        )  # else the last flush fails
         return error.strerror
     return None
 
 
 def _plain(error: UnicodeError) -> tuple[str, int]:
-    """ASCII for what an encoding lacks."""
+    """ASCII in place of what an encoding lacks."""
     assert isinstance(error, UnicodeEncodeError)
     found = error.object[error.start : error.end]
     return "".join(_PLAIN.get(each) or _letters(each) or "?" for each in found), error.end

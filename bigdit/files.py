@@ -1,7 +1,7 @@
 """Safe reads and writes of files.
 
-A write goes to a temporary name, then fsync, rename and fsync of the folder: a name that exists is whole. A read opens
-regular files alone, and no more of them than a limit; pointers of Git LFS are known for what they are.
+A write uses a temporary name, fsync, rename and fsync of the folder: an existing name is complete. A read opens only
+regular files up to a size limit, and recognises pointers of Git LFS.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from bigdit import log
 from bigdit.errors import UserError
 
 TEMPORARY = ".tmp-"
-# A file system that has no locks: Lustre without the mount option flock, some FUSE and object stores.
+# File systems without locks: Lustre without the mount option flock, some FUSE and object stores.
 WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 IS_LFS_POINTER = "is a Git LFS pointer, not the file: run `git lfs pull`"
 _LFS = b"version https://git-lfs.github.com/spec/"
-"""What a pointer begins with. Source: https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md"""
+"""The beginning of a pointer. Source: https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md"""
 
 
 def is_lfs_pointer(start: bytes) -> bool:
@@ -37,8 +37,8 @@ def is_lfs_pointer(start: bytes) -> bool:
 
 
 def lfs_pointer(path: Path) -> str | None:
-    """What is wrong with a file, or with the first file of a folder, that is a pointer of Git LFS; None of others."""
-    with contextlib.suppress(OSError):  # which reading it says
+    """The problem of a file, or of a file in a folder, that is a pointer of Git LFS; None without one."""
+    with contextlib.suppress(OSError):  # reading it reports that
         for file in filter(Path.is_file, sorted(path.iterdir()) if path.is_dir() else [path]):
             with file.open("rb") as opened:
                 if is_lfs_pointer(opened.read(len(_LFS))):
@@ -47,7 +47,7 @@ def lfs_pointer(path: Path) -> str | None:
 
 
 MOST_BYTES = 2**24
-"""Bytes of a file that is read whole. The largest index of a hub's weights has about 1 MB."""
+"""The most bytes of a file that is read at once. The largest index of weights has about 1 MB."""
 
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
@@ -58,7 +58,7 @@ _KINDS = {
 
 
 def check_regular(path: Path) -> None:
-    """Raise OSError unless `path`, links followed, is a regular file: a read of a pipe may wait for ever."""
+    """Raise OSError unless `path`, links followed, is a regular file: reading a pipe may wait forever."""
     mode = os.stat(path).st_mode
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -70,7 +70,7 @@ def check_regular(path: Path) -> None:
 def open_descriptor(path: Path) -> int:
     """A regular file, open for reading. Raises OSError, also for anything else that has a name."""
     check_regular(path)
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe may have taken its place meanwhile
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe may have replaced it
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -83,13 +83,13 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
     with open_file(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
-        raise OSError(errno.EFBIG, f"it has more than {most} bytes, which are the most that is read", str(path))
+        raise OSError(errno.EFBIG, f"it has more than {most} bytes, the limit", str(path))
     return data
 
 
 def leads_out(folder: Path, path: Path) -> bool:
-    """Whether a path within a folder is a link to what is not below it. A link of a hub's cache leads to its blobs,
-    and counts as within: models--NAME/snapshots/REVISION/FILE -> ../../blobs/DIGEST.
+    """Whether a path in a folder is a link to something outside. Links of a hub's cache to its blobs count as inside:
+    models--NAME/snapshots/REVISION/FILE -> ../../blobs/DIGEST.
 
     Source: huggingface_hub's guide `manage-cache`.
     """
@@ -102,7 +102,7 @@ def leads_out(folder: Path, path: Path) -> bool:
 
 @contextlib.contextmanager
 def replacing(path: Path, scratch: Path | None = None) -> Iterator[Path]:
-    """A temporary file to write, that takes `path`'s place when the block ends well, and vanishes otherwise.
+    """A temporary file that replaces `path` when the block ends without error, and is removed otherwise.
 
     With `scratch`, a folder of this process alone on the same disk, it has its final name there.
     Raises UserError where the folder cannot be written or the disk is full.
@@ -122,8 +122,8 @@ def replacing(path: Path, scratch: Path | None = None) -> Iterator[Path]:
 
 
 def check_writable(key: str, folder: Path) -> None:
-    """Raise UserError where `folder`, as `key` asks for it, could not be made or written to. It is tried where that can
-    be without a trace: by a file without a name in what there is of it."""
+    """Raise UserError where `folder`, the value of `key`, cannot be made or written. A nameless file in the existing
+    part of the path is tried."""
     there = folder
     while not os.path.exists(there):
         there = there.parent
@@ -135,23 +135,23 @@ def check_writable(key: str, folder: Path) -> None:
 
 
 def write_text(path: Path, text: str, scratch: Path | None = None) -> None:
-    """Write a small text file as a whole or not at all, by way of `scratch` as in `replacing`."""
+    """Write a small text file, all or nothing; `scratch` as in `replacing`."""
     with replacing(path, scratch) as temporary:
         temporary.write_text(text)
 
 
 def create_text(path: Path, text: str, scratch: Path) -> bool:
-    """Write a small text file as a whole where there is none; False, and nothing done, where there is one.
+    """Write a small text file unless it exists; returns False if it does.
 
-    Of processes that try at once, each by way of its own folder `scratch`, one succeeds. Raises UserError where the
-    folder cannot be written.
+    Of several processes, each with its own folder `scratch`, one succeeds. Raises UserError where the folder cannot be
+    written.
     """
     temporary = scratch / path.name
     try:
         temporary.write_text(text)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
-        os.link(temporary, path)  # unlike a rename, a link never takes the place of another
+        os.link(temporary, path)  # unlike a rename, a link never replaces a file
         fsync_folder(path.parent)
     except FileExistsError:
         return False
@@ -163,14 +163,14 @@ def create_text(path: Path, text: str, scratch: Path) -> bool:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON document as a whole or not at all."""
+    """Write a JSON document, all or nothing."""
     write_text(path, json.dumps(value, indent=2, default=str) + "\n")
 
 
 @contextlib.contextmanager
 def filling(folder: Path) -> Iterator[Path]:
-    """A temporary folder to fill and to commit as `folder`; what is left of it when the block ends vanishes, as does
-    what a killed process had left. Raises OSError where it cannot be made."""
+    """A temporary folder to fill and commit as `folder`. It is removed when the block ends, as are leftovers of killed
+    processes. Raises OSError where it cannot be made."""
     temporary = folder.with_name(f"{TEMPORARY}{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -182,9 +182,9 @@ def filling(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Be the one process that writes a folder. Raises UserError where another is, or nothing can be written beside it.
+    """Lock a folder for this process alone. Raises UserError where another process has the lock, or it cannot be made.
 
-    It is flock(2) on a file that is there meanwhile: free when its process has ended, however that ends.
+    flock(2) on a temporary file releases the lock whenever the process ends.
     """
     lock, held = folder.with_name(f"{TEMPORARY}{folder.name}.lock"), None
     try:
@@ -201,7 +201,7 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def _locked(lock: Path, folder: Path) -> BinaryIO | None:
-    """The file, opened and locked; None where who held it took it away before it was locked, so that it has no name."""
+    """The opened and locked file; None where its holder removed it before it was locked."""
     opened = open(lock, "wb")  # noqa: SIM115  # it is closed when the lock ends
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -216,15 +216,15 @@ def _locked(lock: Path, folder: Path) -> BinaryIO | None:
         if error.errno not in WITHOUT_LOCKS:
             opened.close()
             raise
-        log.notice(f"note: {lock} cannot be locked ({error.strerror}): a second process there would not be noticed")
+        log.notice(f"note: {lock} cannot be locked ({error.strerror}): a second process would not be noticed")
         return opened
     opened.close()
     return None
 
 
 def commit_folder(temporary: Path, final: Path, *, replace: bool = True) -> None:
-    """Make a folder that was filled under a temporary name visible as `final`, on disk before it is seen. Unless it may
-    `replace` another, raises OSError where there is one that holds anything."""
+    """Rename a filled temporary folder to `final` after syncing it to disk. Without `replace`, raises OSError where a
+    folder with content exists."""
     for file in sorted(temporary.rglob("*")):
         if file.is_dir():
             fsync_folder(file)
@@ -234,7 +234,7 @@ def commit_folder(temporary: Path, final: Path, *, replace: bool = True) -> None
     fsync_folder(temporary)
     before = final.with_name(f"{TEMPORARY}before-{final.name}")
     shutil.rmtree(before, ignore_errors=True)
-    if replace and final.exists():  # the same step written again, after a resume from an earlier one
+    if replace and final.exists():  # the same step again, after a resume from an earlier one
         os.replace(final, before)
     os.replace(temporary, final)
     fsync_folder(final.parent)
@@ -242,7 +242,7 @@ def commit_folder(temporary: Path, final: Path, *, replace: bool = True) -> None
 
 
 def fsync_folder(folder: Path) -> None:
-    """Bring the folder's entries to disk."""
+    """Sync the folder's entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,16 +1,16 @@
-"""What launchers start: launch/train.py of a checkout, or `-m bigdit.launch` where bigdit was installed."""
+"""The entry of launchers: launch/train.py in the repository, else `-m bigdit.launch`."""
 
 from bigdit.errors import guard
 from bigdit.train.processes.end import leave
 
 
 def main() -> None:
-    """Train as the command line says, make the run's page, and end the process."""
+    """Train, write the run's page, and end the process."""
     leave(guard(_main))
 
 
 def _main() -> int:
-    from bigdit.report.leave import leaving_a_page  # here: Ctrl-C while it is imported is said as any other
+    from bigdit.report import leaving_a_page  # here: Ctrl-C during the import is handled too
     from bigdit.train.main import main as train
 
     return train(around=leaving_a_page)

@@ -1,4 +1,4 @@
-"""What libraries are told in bigdit's own processes, before diffusers and transformers are imported there."""
+"""Settings of libraries in bigdit's processes, made before diffusers and transformers are imported."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from bigdit.units import gib
 
 _ASKING = ("diffusers.utils.import_utils", "transformers.utils.import_utils")
 _NOT_FOR_THEM = ("bitsandbytes", "peft", "scipy", "torchao")
-"""Libraries that bigdit drives itself, or not at all. diffusers and transformers import what they find of them with any
-model, for quantised checkpoints, adapters and losses of their own: four of eleven seconds, in every process."""
+"""Libraries that diffusers and transformers must not import with any model, for quantised checkpoints, adapters and
+losses: four of eleven seconds in every process. bigdit imports them itself where needed."""
 _NOT_FOR_MODELS = ("transformers",)
-"""What diffusers imports with any model for its pipelines, which steps do without: a fifth of what is left."""
+"""What diffusers imports for pipelines, which steps do not need: a fifth of the remaining time."""
 _NOT_FOR_LAUNCHES = "accelerate.utils.imports", "boto3"
-"""accelerate, which diffusers imports with any model, imports Amazon's client for launches there where it is installed:
-a sixteenth of the start."""
+"""accelerate, which diffusers imports with any model, imports Amazon's client if it is installed: a sixteenth of the
+start."""
 _FOR_PIPELINES = "transformers.utils.quantization_config"
-"""What it imports whether it finds transformers or not, and does without where that fails (diffusers 0.42)."""
+"""What diffusers imports even without transformers; it works if that fails (diffusers 0.42)."""
 _NAMES_ASKED = "diffusers.utils.import_utils"
-"""Reads the files of all installed packages for the names under which three are distributed that bigdit never drives
-(optimum, flashinfer, modelopt), and by what code of a downloaded pipeline imports, which bigdit runs none of."""
+"""This module reads the files of all installed packages for three that bigdit never uses (optimum, flashinfer,
+modelopt), and for code of downloaded pipelines, which bigdit never runs."""
 
 _ADDRESS_SPACE = 2 << 30
-"""Bytes that a process with torch, diffusers and DeepSpeed takes of it at least. libgomp ends one that has less, and
-says nothing: a tiny training of two processes did not begin with 1.7 GiB, and one of one process ended with 1.9."""
+"""The least address space of a process with torch, diffusers and DeepSpeed. With less, libgomp ends the process without
+a message: a tiny training of two processes did not start with 1.7 GiB, and one of one process ended with 1.9."""
 
 _hidden: tuple[str, ...] = _NOT_FOR_THEM
 
 
 def prepare() -> None:
-    """Keep what concerns only the libraries' own developers from the user's screen, whose errors stay, and what only
-    other uses of them need from being imported. Raises UserError where the address space is too small for them."""
+    """Silence warnings for developers of the libraries, and skip imports that bigdit does not need. Errors stay. Raises
+    UserError where the address space is too small."""
     space, _ = resource.getrlimit(resource.RLIMIT_AS)
     if space != resource.RLIM_INFINITY and space < _ADDRESS_SPACE:
         raise UserError(
             f"this process may have {gib(space)} of address space (ulimit -v), and torch with its libraries needs "
             f"{gib(_ADDRESS_SPACE)} or more; lift the limit: ulimit -v unlimited"
         )
-    # torch's distributed checkpoint says that one process saves and loads for itself.
+    # torch's distributed checkpoint warns that a single process saves and loads.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # bitsandbytes looks for optional CPU kernels of a package that it does not depend on.
@@ -71,7 +71,7 @@ def prepare() -> None:
     # FSDP2 says of each model whose output is a view that writing into it would lose a hook: the step writes into none,
     # and no family into what its parts return (tests/models, `test_nothing_is_written_into_views_of_units`).
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")
-    # matplotlib draws a frame for a letter that its font lacks, as captions above pictures may have.
+    # matplotlib shows a frame for a letter that its font lacks, which captions may have.
     warnings.filterwarnings("ignore", message=r"Glyph \d+ .* missing from")
     importlib.util.find_spec = _find_spec
     importlib.metadata.packages_distributions = _packages_distributions
@@ -79,14 +79,14 @@ def prepare() -> None:
 
 @contextmanager
 def models_alone() -> Iterator[None]:
-    """`prepare`, for a process that imports diffusers within, and with it no encoders for pipelines, which others still
-    may import later."""
+    """`prepare` for a process that imports diffusers within, without encoders for pipelines, which may be imported
+    later."""
     global _hidden
     prepare()
     _hidden = (*_NOT_FOR_THEM, *_NOT_FOR_MODELS)
     imported = _FOR_PIPELINES in sys.modules
     if not imported:
-        sys.modules[_FOR_PIPELINES] = None  # type: ignore[assignment]  # an import of it fails, as the interpreter says
+        sys.modules[_FOR_PIPELINES] = None  # type: ignore[assignment]  # its import fails
     try:
         yield
     finally:
@@ -96,20 +96,20 @@ def models_alone() -> Iterator[None]:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """What is imported within stays: collections of garbage, which would look through all of it time and again, a fifth
-    of the time, wait, and later ones leave it out."""
+    """Import without garbage collections, which would take a fifth of the time; later collections skip what was
+    imported."""
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
         gc.enable()
-        atexit.register(gc.unfreeze)  # or Triton, where it is installed, tells in forty lines of all that is frozen
+        atexit.register(gc.unfreeze)  # else Triton prints forty lines about frozen objects
 
 
 @contextmanager
 def switched_on(variable: str) -> Iterator[None]:
-    """This variable is 1 for what is imported or started within."""
+    """Set this environment variable to 1 within."""
     before = os.environ.get(variable)
     os.environ[variable] = "1"
     try:
@@ -122,8 +122,7 @@ def switched_on(variable: str) -> Iterator[None]:
 
 
 def uncompiled() -> AbstractContextManager[None]:
-    """What is imported within runs as it is written, where it would have torch compile it: bitsandbytes does, whose
-    import then takes a second less, and allocates as it is written.
+    """Import without torch.compile, which bitsandbytes uses: that saves a second, and allocations stay as written.
 
     Source: `optimize` in torch/_dynamo/eval_frame.py, torch 2.13.
     """
@@ -135,7 +134,7 @@ _every_name = importlib.metadata.packages_distributions
 
 
 def _find_spec(name: str, package: str | None = None) -> ModuleSpec | None:
-    """Where a module lies, as these ask to know what is installed; the interpreter's own imports do not come by."""
+    """The spec of a module, for libraries that check what is installed; imports do not use this function."""
     asking = sys._getframe(1).f_globals.get("__name__")
     if (name in _hidden and asking in _ASKING) or (asking, name) == _NOT_FOR_LAUNCHES:
         return None
@@ -143,5 +142,5 @@ def _find_spec(name: str, package: str | None = None) -> ModuleSpec | None:
 
 
 def _packages_distributions() -> Mapping[str, list[str]]:
-    """Packages by the modules that they install; none where that is asked for nothing."""
+    """Packages by the modules that they install; empty for a module that does not need them."""
     return {} if sys._getframe(1).f_globals.get("__name__") == _NAMES_ASKED else _every_name()

@@ -1,4 +1,4 @@
-"""Where output goes: reports to stdout, progress and notices to stderr, so that `--json` stays clean."""
+"""Output: reports to stdout, progress and notices to stderr, so that `--json` stays clean."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ _TRAILING = re.compile("[ \t]+$", re.MULTILINE)
 
 
 class _Console(Console):
-    """A console on which no file name and no caption writes control characters. Pipes and files get no blanks at the
-    ends of lines, which fill up tables; where NO_COLOR is set, a terminal gets no control codes at all, and so no
-    cursor that is hidden and moved."""
+    """A console that escapes control characters of file names and captions. Pipes and files get no trailing blanks of
+    tables. With NO_COLOR a terminal gets no control codes."""
 
     @property
     def is_dumb_terminal(self) -> bool:
@@ -32,7 +31,7 @@ class _Console(Console):
     def print(self, *objects: Any, **options: Any) -> None:
         try:
             self._print(*objects, **options)
-        except OSError:  # nobody hears progress and notices where stderr is full: what they are about goes on
+        except OSError:  # lost notices and progress stop nothing
             if not self.stderr:
                 raise
 
@@ -42,7 +41,7 @@ class _Console(Console):
             return
         with self.capture() as captured:
             super().print(*objects, **options)
-        try:  # by hand: Console.out prints, and what prints is captured here
+        try:  # by hand: Console.out would be captured too
             self.file.write(_TRAILING.sub("", captured.get()))
             self.file.flush()
         except BrokenPipeError:
@@ -62,37 +61,36 @@ def say(text: str) -> None:
 
 
 def notice(text: str) -> None:
-    """A line about what was done or written, on stderr; never wrapped, so that paths can be copied."""
+    """A notice on stderr; never wrapped, so that paths can be copied."""
     err.print(text, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
 def emit_json(value: Any) -> None:
     """A machine-readable report on stdout, and nothing else there."""
-    print(json.dumps(value, indent=2, sort_keys=False, default=str), flush=True)  # before notices that follow
+    print(json.dumps(value, indent=2, sort_keys=False, default=str), flush=True)  # before later notices
 
 
 @contextmanager
 def status(what: str) -> Iterator[Callable[[str], None]]:
-    """What is going on, on stderr; yields the function that says it. On a terminal a line changes; elsewhere each is
-    printed once, and what it counts, in parentheses at its end, is left out."""
+    """Show the current work on stderr; yields the function that changes it. On a terminal one line changes;
+    elsewhere each line is printed once, without a count in parentheses at its end."""
     if err.is_terminal or err.is_jupyter:
         with err.status(what) as shown:
             yield shown.update
         return
-    said = set()
+    printed = set()
 
-    def say(line: str) -> None:
+    def update(line: str) -> None:
         stage = line.partition(" (")[0]
-        if stage not in said:
-            said.add(stage)
+        if stage not in printed:
+            printed.add(stage)
             notice(stage)
 
-    yield say
+    yield update
 
 
 class Advance(Protocol):
-    """Moves a progress bar on by `count`, of which those `skipped` are no part of the rate; a `note` that is not empty
-    takes the place of the last one."""
+    """Advances a progress bar by `count`; those `skipped` do not count in the rate. A `note` replaces the last one."""
 
     def __call__(self, count: int, note: str = "", skipped: int = 0) -> None: ...
 
@@ -101,7 +99,7 @@ class Advance(Protocol):
 def progress(what: str, total: int, unit: str) -> Iterator[Advance]:
     """A progress bar on stderr with count, rate, time left and a note; yields the function that advances it.
 
-    Rate and time left are means since the bar began: what comes in batches has no rate between two of them.
+    Rate and time left are means since the start, because results can come in batches.
     """
     columns = (
         TextColumn(what),

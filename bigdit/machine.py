@@ -1,4 +1,4 @@
-"""What this machine has, as far as this process may have it."""
+"""Memory and limits of this process on this machine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from pathlib import Path
 
 
 def memory_bytes(root: Path = Path("/")) -> int:
-    """Bytes of memory: all of it, or the least that a control group of this process allows, as containers and SLURM
-    set them.
+    """Bytes of memory: the machine's, or the smallest limit of this process's control groups (containers, SLURM).
 
     Source: Control Group v2, memory.max, and cgroups(7) for /proc/self/cgroup and the first version's files.
     """
@@ -19,7 +18,7 @@ def memory_bytes(root: Path = Path("/")) -> int:
 
 
 def limits(root: Path = Path("/")) -> str:
-    """What this process is limited to of processes, threads and address space, for a message; empty without limits.
+    """The limits of this process on processes, threads and address space, for a message; empty without limits.
 
     Source: getrlimit(2), RLIMIT_NPROC and RLIMIT_AS; Control Group v2, pids.max.
     """
@@ -32,18 +31,18 @@ def limits(root: Path = Path("/")) -> str:
 
 
 def _limits(root: Path, controller: str, first: str, second: str) -> Iterator[int]:
-    """The numbers in a controller's file of each group, whose name the two versions of control groups end unlike."""
+    """The numbers in a controller's file of each group; the two versions of control groups have different names."""
     for file in _limit_files(root, controller, first, second):
         try:
             text = file.read_text().strip()
-        except OSError:  # in a container the groups around its own are not to be seen
+        except OSError:  # a container does not see the groups around its own
             continue
         if text.isdigit():  # and not "max"
             yield int(text)
 
 
 def _limit_files(root: Path, controller: str, first: str, second: str) -> Iterator[Path]:
-    """Those of each group that this process is in, and of all groups around them."""
+    """The files of this process's groups, and of all groups around them."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

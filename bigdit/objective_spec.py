@@ -1,4 +1,4 @@
-"""What a model learns to predict, of what noise, and how losses are weighed; bigdit/objectives computes it."""
+"""What a model learns to predict, from which noise, and the weights of losses; bigdit/objectives computes it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from bigdit.numbers import Count, Number, Positive, Switch
 from bigdit.strategy import Strict
 
 SamplerName = Literal["euler", "heun", "dpmsolver++", "unipc", "ddim"]
-"""How samples are drawn: `euler` and `heun` of flow matching, `ddim` of a DDPM, the others of both."""
+"""Samplers: `euler` and `heun` of flow matching, `ddim` of a DDPM, the others of both."""
 
 SAMPLERS: dict[str, tuple[SamplerName, ...]] = {
     "flow_matching": ("euler", "heun", "dpmsolver++", "unipc"),
     "ddpm": ("dpmsolver++", "unipc", "ddim"),
 }
-"""Those of each objective, the one first that is taken where none is named."""
+"""Those of each objective; the first is the default."""
 
 Logit = Annotated[Number, Field(ge=-10, le=10)]
-"""Of a t from 4.5e-5 to 1 - 4.5e-5."""
+"""The logit of a t from 4.5e-5 to 1 - 4.5e-5."""
 
 
 _MOST_NOISE = 1000.0
-"""Twice the sum of betas; DDPM's own come to 20. With e^-700 of the picture left its share is no number any more."""
+"""Twice the sum of betas; DDPM's own come to 20. At e^-700 the image's share is no number any more."""
 
 
 class SqrtShift(Strict):
@@ -52,7 +52,7 @@ class ExponentialShift(Strict):
 
 
 NUMBER = "number"
-"""What a shift is that has no name."""
+"""The kind of a shift without a name."""
 
 
 def _kind(shift: Any) -> Any:
@@ -68,11 +68,11 @@ Shift = Annotated[
 
 
 class FlowMatchingSpec(Strict):
-    """Flow matching (`name`): how t is drawn, 1 = noise. `shift` above 1 moves t towards noise, as high resolutions
-    need: a number, or by a sample's tokens.
+    """Flow matching (`name`): the distribution of t, 1 = noise. `shift` above 1 moves t towards noise, as high
+    resolutions need: a number, or by a sample's tokens.
 
-    `t_distribution`: of a normal with `logit_mean` and `logit_std` the sigmoid; uniform; or `mode`, heavy in the middle
-    by `mode_scale`. `weighting`: of a sample's loss by its t, as diffusers' scripts have it for SD3.
+    `t_distribution`: the sigmoid of a normal with `logit_mean` and `logit_std`; uniform; or `mode`, heavy in the middle
+    by `mode_scale`. `weighting`: of a sample's loss by its t, as in diffusers' scripts for SD3.
     """
 
     name: Literal["flow_matching"] = "flow_matching"
@@ -115,11 +115,11 @@ class DdpmSpec(Strict):
         if self.betas != "squaredcos_cap_v2" and self.timesteps * (self.beta_start + self.beta_end) > _MOST_NOISE:
             raise ValueError(
                 f"{self.timesteps} timesteps with betas from {self.beta_start:g} to {self.beta_end:g} leave nothing of "
-                "the picture long before the last; set fewer timesteps, or a smaller beta_end"
+                "the image long before the last; set fewer timesteps, or a smaller beta_end"
             )
         if self.zero_terminal_snr and self.prediction == "epsilon":
             raise ValueError(
-                "zero_terminal_snr leaves noise alone in the last timestep, which says nothing of the picture where "
+                "zero_terminal_snr leaves noise alone in the last timestep, which says nothing of the image where "
                 "prediction is epsilon; set prediction to v"
             )
         if self.min_snr_gamma is not None and self.p2_gamma is not None:
@@ -128,13 +128,15 @@ class DdpmSpec(Strict):
 
 
 def _named(value: Any) -> Any:
-    """Keys without a name are flow matching's."""
+    """Keys without a name mean flow matching."""
     return {"name": "flow_matching"} | value if isinstance(value, dict) else value
 
 
 def learned(objective: FlowMatchingSpec | DdpmSpec) -> dict[str, Any]:
-    """What a model learns to predict, and of which noise, by the keys that say so: with others its weights are of no
-    use. How t is drawn, shifted and weighed says only where it learns more."""
+    """The keys that decide what a model learns to predict, and from which noise: with others its weights are useless.
+
+    How t is drawn, shifted and weighed decides only where it learns more.
+    """
     if isinstance(objective, FlowMatchingSpec):
         return {"name": objective.name}
     betas = () if objective.betas == "squaredcos_cap_v2" else ("beta_start", "beta_end")
@@ -154,7 +156,7 @@ _COUNTS_WITH: dict[str, tuple[str, tuple[str, ...] | None]] = {
 
 
 def meaningless(objective: FlowMatchingSpec | DdpmSpec) -> list[str]:
-    """What is said, were it its default, and changes nothing, a line each by its key."""
+    """Keys that are set and change nothing, a line each."""
     found = []
     for key in _idle(objective):
         if key not in objective.model_fields_set:
@@ -162,22 +164,24 @@ def meaningless(objective: FlowMatchingSpec | DdpmSpec) -> list[str]:
         (deciding, values), own = _COUNTS_WITH[key], getattr(objective, key)
         decided = getattr(objective, deciding)
         if values is None:
-            found.append(f"objective.{key} is {own:g}, and objective.{deciding} is missing, which it is of; set both")
+            found.append(
+                f"objective.{key} is {own:g}, and objective.{deciding} is missing, which it belongs to; set both"
+            )
         else:
             of = " and ".join(values)
             found.append(
-                f"objective.{key} is {own:g}, and objective.{deciding} is {decided}; it is of {of}: leave it out"
+                f"objective.{key} is {own:g}, and objective.{deciding} is {decided}; it is for {of}: leave it out"
             )
     return found
 
 
 def counting(objective: FlowMatchingSpec | DdpmSpec) -> dict[str, Any]:
-    """The objective as JSON, without the keys that change nothing."""
+    """The objective as JSON, without keys that have no effect."""
     return objective.model_dump(mode="json", exclude=set(_idle(objective)))
 
 
 def _idle(objective: FlowMatchingSpec | DdpmSpec) -> list[str]:
-    """The keys that change nothing, by what another one is."""
+    """The keys that change nothing, because of another key."""
     found = []
     for key in type(objective).model_fields:
         if key in _COUNTS_WITH:

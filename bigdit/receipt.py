@@ -1,4 +1,4 @@
-"""What a training really took: written by the trainer and the benchmark, read by the planner."""
+"""What a training took: written by the trainer and the benchmark, read by plans."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from bigdit.strategy import BatchShape, ModelSpec, StepSize, Strategy, Strict
 
 
 class OutOfMemory(Strict):
-    """A step, with `step` finished before it, that ran out of a card's memory in a phase of `rank`, and what the run
-    went on with.
+    """A step, after `step` finished ones, that ran out of GPU memory in a phase of `rank`; and the sizes before and
+    after.
 
-    Bytes: what was asked for (None where it is not known), what the card had left of its total, and what torch had
-    allocated and reserved of it. `saved`: whether all steps before it were saved first.
+    Bytes: what was asked for (None where unknown), what the GPU had left of its total, and what torch had allocated and
+    reserved of it. `saved`: whether all steps before it were saved first.
     """
 
     step: NonNegativeInt
@@ -40,16 +40,18 @@ class OutOfMemory(Strict):
 
 
 class Receipt(Strict):
-    """One run's step, how it was asked for and what was measured.
+    """One run's step: its settings, and what was measured.
 
-    `batch` is the largest bucket's shape, of `buckets` of them. `device` is the card as its driver names it, or
-    `cpu`; of an `emulated` one bytes are what torch's own allocator says, and times say nothing;
-    `expandable_segments` is how that was set. `gpus_per_node` are
-    the processes of one machine. `steps` are of the run's last start, `skipped_steps` those of them that were not
-    taken, `out_of_memory` those of all its starts. `seconds_per_step` is a median, start and first steps left out;
-    `seconds` are of the whole start. Peaks are of one process, in bytes, by what `measured_with` names. On a CPU that
-    is all the process took. Reserved and predicted ones are known on a GPU alone: to the benchmark, and to a run by a
-    plan, which predicts them for its own size in pixels. `error_percent` is the benchmark's, of allocated bytes.
+    `batch`: the shape of the largest of `buckets` buckets. `device`: the GPU as its driver names it, or `cpu`. An
+    `emulated` one has bytes of torch's own allocator, and meaningless times. `expandable_segments`: how the allocator
+    was set. `gpus_per_node`: processes on a machine.
+
+    `steps` and `skipped_steps` are of the run's last start, `out_of_memory` of all its starts. `seconds` are of the
+    whole start; `seconds_per_step` is a median without the start and the first steps.
+
+    Peaks are bytes of one process, by what `measured_with` names; on a CPU all that the process took. Reserved and
+    predicted peaks are known on a GPU alone. A plan predicts them, for its own size in pixels. `error_percent`: the
+    benchmark's, of allocated bytes.
     """
 
     kind: Literal["train", "bench"]
@@ -80,7 +82,7 @@ class Receipt(Strict):
 
 
 def folder() -> Path:
-    """Where receipts are kept: BIGDIT_RECEIPTS, or bigdit's folder in the user's data (XDG base directories)."""
+    """The folder of receipts: BIGDIT_RECEIPTS, or bigdit's in the user's data (XDG base directories)."""
     chosen = os.environ.get("BIGDIT_RECEIPTS")
     if chosen:
         return Path(chosen)
@@ -94,10 +96,9 @@ def write(receipt: Receipt, path: Path) -> None:
 
 
 def keep(receipt: Receipt) -> None:
-    """Put a GPU's receipt into `folder()`, by its date, model, device and digest.
+    """Put a GPU's receipt into `folder()`, named by date, model, device and digest. A failure to write is logged.
 
-    Plans have no use for a CPU's, and an emulated card's would pass for a measurement. Where it cannot be written,
-    says so and goes on.
+    Plans have no use for a CPU's, and an emulated GPU's would pass for a measurement.
     """
     if receipt.device == "cpu" or receipt.emulated:
         return
@@ -105,4 +106,4 @@ def keep(receipt: Receipt) -> None:
     try:
         write_json(folder() / (re.sub(r"[^A-Za-z0-9.-]+", "-", name) + ".json"), receipt.model_dump(mode="json"))
     except UserError as error:
-        log.notice(f"the receipt is not kept for plans: {error}")
+        log.notice(f"the receipt was not kept for plans: {error}")

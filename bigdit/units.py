@@ -1,4 +1,4 @@
-"""Bytes and counts as a person reads them. Everything inside bigdit is an integer of bytes."""
+"""Bytes, counts and durations as text. Inside bigdit all sizes are integers of bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from bigdit.errors import UserError
 
 LARGEST = 2**63 - 1
-"""Of int64, in which torch and numpy keep sizes and seeds."""
+"""The largest int64, for sizes and seeds of torch and numpy."""
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -17,19 +17,19 @@ _SUFFIXES |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 A_SIZE = "a memory size with a unit was expected, such as 46068MiB or 24GB"
 
 LEAST_MEMORY, MOST_MEMORY = GIB, 1024 * 1024 * GIB
-"""Of a machine, or of a card: what lies beyond is a slip of the unit."""
+"""Bounds for the memory of a machine or a GPU; anything else has a wrong unit."""
 
 _MOST_DIGITS = 20  # of a number of bytes below 2^64
 
 
 def gib(n: float) -> str:
-    """Bytes as GiB, or MiB and KiB where GiB would show nothing."""
+    """Bytes in GiB; small ones in MiB or KiB."""
     unit, name = unit_of(n)
     return f"{int(n)} B" if unit == 1 else f"{n / unit:.2f} {name}"
 
 
 def unit_of(n: float) -> tuple[int, str]:
-    """The unit that `gib` takes for so many bytes, in bytes, and its name."""
+    """The unit that `gib` uses for so many bytes: its bytes and name."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(n) >= unit * 0.1 and (unit != KIB or abs(n) >= KIB):
             return unit, name
@@ -37,7 +37,7 @@ def unit_of(n: float) -> tuple[int, str]:
 
 
 def count(n: float) -> str:
-    """A parameter count as people say it: 1.604 B, 39.8 M."""
+    """A parameter count: 1.604 B, 39.8 M."""
     for unit, name, digits in ((1e9, "B", 3), (1e6, "M", 1), (1e3, "k", 1)):
         if n >= unit:
             return f"{n / unit:.{digits}f} {name}"
@@ -45,7 +45,7 @@ def count(n: float) -> str:
 
 
 def how_many(number: int, what: str) -> str:
-    """A number of things by the name of one of them: `1 process`, `2 processes`, `1,029 images`."""
+    """A number with a noun: `1 process`, `2 processes`, `1,029 images`."""
     plural = "es" if what.endswith("s") else "s"
     return f"{number:,} {what}{'' if number == 1 else plural}"
 
@@ -61,7 +61,7 @@ def duration(seconds: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """`46068MiB`, `24GB`, `1024B` in bytes. Raises UserError with the accepted forms: who writes no unit means some."""
+    """`46068MiB`, `24GB` or `1024B` in bytes. Raises UserError without a unit."""
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([A-Za-z]*)\s*", text)
     if not match or match[2].upper() not in _SUFFIXES or len(match[1]) > _MOST_DIGITS:
         raise UserError(f"{A_SIZE}, and {text[:40]!r} was found")
@@ -69,10 +69,10 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_memory(text: str) -> int:
-    """What a machine or a card has, in bytes. Raises UserError as `parse_bytes`, and for what none has."""
+    """The memory of a machine or a GPU in bytes. Raises UserError as `parse_bytes`, and outside the bounds."""
     found = parse_bytes(text)
     if LEAST_MEMORY <= found <= MOST_MEMORY:
         return found
     number = re.sub(r"[A-Za-z\s]", "", text)
     meant = f"; did you mean {number}GiB?" if LEAST_MEMORY <= float(number) * GIB <= MOST_MEMORY else ""
-    raise UserError(f"{text.strip()} is {gib(found)}, and machines and cards have 1 GiB to 1024 TiB{meant}")
+    raise UserError(f"{text.strip()} is {gib(found)}, and machines and GPUs have 1 GiB to 1024 TiB{meant}")

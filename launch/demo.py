@@ -1,4 +1,4 @@
-"""The way through, end to end: plan, write pictures, extract, train on emulated GPUs and for real, sample, read them.
+"""The way through, end to end: plan, write images, extract, train on emulated GPUs and for real, sample, read them.
 
 Every step is the command that a user types; each is shown before it runs.
 """
@@ -79,7 +79,7 @@ def main() -> None:
     demo = Demo(arguments.folder, arguments.set)
 
     demo.run("plan", "bigdit", "plan", "--model", "sana-1600m", "--gpu", GPU)
-    demo.run("pictures", sys.executable, "launch/digits.py", str(demo.folder / "digits"))
+    demo.run("images", sys.executable, "launch/digits.py", str(demo.folder / "digits"))
     demo.run("extract", "bigdit", "extract", *demo.config)
     _emulate(demo)
     demo.run(
@@ -110,7 +110,7 @@ def _emulate(demo: Demo) -> None:
     others = [each for each in demo.overrides if each.partition("=")[0] not in few]
     sets = [part for override in (*others, *(f"{key}={few[key]}" for key in few)) for part in ("--set", override)]
     trained = ("launch/train.py", "--ds-config", "ds_configs/zero2.json", "--config", RECIPE, *sets)
-    demo.run("emulate", "bigdit", "emulate", "--gpu", GPU, "--cards", "2", "--", *launcher, *trained)
+    demo.run("emulate", "bigdit", "emulate", "--gpu", GPU, "--gpus", "2", "--", *launcher, *trained)
 
 
 def _planned(demo: Demo) -> int:
@@ -122,8 +122,8 @@ def _planned(demo: Demo) -> int:
         batch=largest_batch_shape(FeatureStore.open(demo.folder / "features")),
         strategy=Strategy.model_validate(demo.read("emulated/receipt.json")["strategy"]),
     )
-    with Cards(catalog.gpu(GPU), 1, expandable_segments=False) as cards:  # as the launcher leaves torch's allocator
-        return cards.attempt(request).peak_reserved_bytes
+    with Cards(catalog.gpu(GPU), 1, expandable_segments=False) as gpus:  # as the launcher leaves torch's allocator
+        return gpus.attempt(request).peak_reserved_bytes
 
 
 def _sample(demo: Demo) -> Path:
@@ -139,10 +139,10 @@ def _sample(demo: Demo) -> Path:
 
 def _read_samples(folder: Path) -> int:
     """How many samples an independent classifier reads as the digit that was asked for."""
-    rows = json.loads((folder / "samples.json").read_text())["pictures"]
-    pictures = [np.asarray(Image.open(folder / row["file"])) for row in rows]
+    rows = json.loads((folder / "samples.json").read_text())["images"]
+    images = [np.asarray(Image.open(folder / row["file"])) for row in rows]
     asked = [digits.WORDS.index(row["caption"].split()[-1]) for row in rows]
-    return sum(found == wanted for found, wanted in zip(digits.read_digits(pictures), asked, strict=True))
+    return sum(found == wanted for found, wanted in zip(digits.read_digits(images), asked, strict=True))
 
 
 def _report(demo: Demo, grid: Path, right: int) -> None:
@@ -156,8 +156,8 @@ def _report(demo: Demo, grid: Path, right: int) -> None:
     read = f"a classifier fitted on the real digits reads {right} right"
     results = {
         "plan": "sana-1600m on an A40 (above)",
-        "pictures": str(demo.folder / "digits"),
-        "extract": f"{extracted['encoded']} pictures, {demo.folder / 'features'}",
+        "images": str(demo.folder / "digits"),
+        "extract": f"{extracted['encoded']} images, {demo.folder / 'features'}",
         "emulate": f"the first {emulated['steps']} steps of the training below, on two A40 that are not there",
         "train": f"{receipt['steps']} steps, {receipt['samples_per_second']:.0f} images/s, {demo.folder / 'run'}",
         f"sample {len(digits.WORDS)}": str(grid),

@@ -1,6 +1,6 @@
 """Scikit-learn's 1,797 handwritten digits as PNG files, and a classifier that reads digits.
 
-Real pictures without a download. With captions they are padded to three aspect ratios in turn (8 × 8, 8 × 12 and 12 × 8
+Real images without a download. With captions they are padded to three aspect ratios in turn (8 × 8, 8 × 12 and 12 × 8
 pixels, height × width), so that buckets are used; by class they are 8 × 8, in a folder a digit.
 """
 
@@ -18,11 +18,11 @@ from sklearn.svm import SVC
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 PADDINGS = (((0, 0), (0, 0)), ((0, 0), (2, 2)), ((2, 2), (0, 0)))
-INK = 16  # the data set counts ink from 0 to 16; a picture has 0 to 255
+INK = 16  # the data set counts ink from 0 to 16; an image has 0 to 255
 
 
 def caption(digit: int) -> str:
-    """What is written beside a picture of this digit, and asked for when sampling."""
+    """What is written beside an image of this digit, and asked for when sampling."""
     return f"a handwritten {WORDS[digit]}"
 
 
@@ -30,30 +30,30 @@ def write_digits(folder: Path) -> int:
     """Write all digits into `folder`; returns their count."""
     folder.mkdir(parents=True, exist_ok=True)
     digits = load_digits()
-    pictures = np.round(digits.images * (255 / INK)).astype(np.uint8)
-    for i, (picture, digit) in enumerate(zip(pictures, digits.target, strict=True)):
-        padded = np.pad(picture, PADDINGS[i % len(PADDINGS)])
+    images = np.round(digits.images * (255 / INK)).astype(np.uint8)
+    for i, (image, digit) in enumerate(zip(images, digits.target, strict=True)):
+        padded = np.pad(image, PADDINGS[i % len(PADDINGS)])
         Image.fromarray(padded).save(folder / f"{i:04d}.png")
         (folder / f"{i:04d}.txt").write_text(caption(int(digit)) + "\n")
-    return len(pictures)
+    return len(images)
 
 
 def write_classes(folder: Path) -> int:
     """Write all digits into a folder of each class, `seven/0007.png`; returns their count."""
     digits = load_digits()
-    pictures = np.round(digits.images * (255 / INK)).astype(np.uint8)
-    for i, (picture, digit) in enumerate(zip(pictures, digits.target, strict=True)):
+    images = np.round(digits.images * (255 / INK)).astype(np.uint8)
+    for i, (image, digit) in enumerate(zip(images, digits.target, strict=True)):
         place = folder / WORDS[digit]
         place.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(picture).save(place / f"{i:04d}.png")
-    return len(pictures)
+        Image.fromarray(image).save(place / f"{i:04d}.png")
+    return len(images)
 
 
-def read_digits(pictures: Sequence[npt.NDArray[np.uint8]]) -> list[int]:
-    """What a support vector machine, fitted on the real digits alone, reads in pictures [8, 8]."""
+def read_digits(images: Sequence[npt.NDArray[np.uint8]]) -> list[int]:
+    """What a support vector machine, fitted on the real digits alone, reads in images [8, 8]."""
     digits = load_digits()
     reader = SVC(gamma=0.001).fit(digits.data, digits.target)
-    ink = np.stack([picture.astype(np.float64).ravel() * (INK / 255) for picture in pictures])
+    ink = np.stack([image.astype(np.float64).ravel() * (INK / 255) for image in images])
     return [int(digit) for digit in reader.predict(ink)]
 
 
@@ -63,9 +63,9 @@ def main() -> None:
     parser.add_argument("--classes", action="store_true", help="without captions, in a folder a class")
     asked = parser.parse_args()
     if asked.classes:
-        print(f"wrote {write_classes(asked.folder)} pictures by class to {asked.folder}")
+        print(f"wrote {write_classes(asked.folder)} images by class to {asked.folder}")
     else:
-        print(f"wrote {write_digits(asked.folder)} pictures with captions to {asked.folder}")
+        print(f"wrote {write_digits(asked.folder)} images with captions to {asked.folder}")
 
 
 if __name__ == "__main__":

@@ -30,22 +30,22 @@ def caption(digit: int, way: str) -> str:
     return f"{way}: {WORDS[digit]}"
 
 
-def moving(picture: npt.NDArray[np.uint8], way: str) -> Video:
+def moving(image: npt.NDArray[np.uint8], way: str) -> Video:
     """A digit that moves."""
     video = np.zeros((FRAMES, SIDE, SIDE), np.uint8)
-    middle = (SIDE - len(picture)) // 2
+    middle = (SIDE - len(image)) // 2
     for number, frame in enumerate(video):
         top, left = (middle + step * (number - FRAMES // 2) for step in WAYS[way])
-        frame[top : top + len(picture), left : left + len(picture)] = picture
+        frame[top : top + len(image), left : left + len(image)] = image
     return video
 
 
 def videos() -> list[tuple[Video, int, str]]:
     """All of them, with digit and way; the ways by turns."""
     digits, ways = load_digits(), list(WAYS)
-    pictures = np.round(digits.images * (255 / INK)).astype(np.uint8)
-    chosen = [ways[number % len(ways)] for number in range(len(pictures))]
-    moved = [moving(picture, way) for picture, way in zip(pictures, chosen, strict=True)]
+    images = np.round(digits.images * (255 / INK)).astype(np.uint8)
+    chosen = [ways[number % len(ways)] for number in range(len(images))]
+    moved = [moving(image, way) for image, way in zip(images, chosen, strict=True)]
     return [(video, int(digit), way) for video, digit, way in zip(moved, digits.target, chosen, strict=True)]
 
 

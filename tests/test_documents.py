@@ -18,7 +18,7 @@ from bigdit.config.load import parse_strategy, read_ds_config
 from bigdit.config.plan_file import read_plan_file
 from bigdit.documents import parse_json, parse_yaml
 from bigdit.errors import UserError
-from bigdit.search.receipts import read as read_receipts
+from bigdit.search.calibration import read as read_receipts
 from bigdit.sources.open import open_source
 
 PLAIN = st.recursive(
@@ -47,15 +47,15 @@ YAML = {
     "a: [" + "1, " * 2**20: "too large: 1048576 bytes are the most, and it has 3145732",
     "[" + "1," * 30_000: "too large: 25000 values are the most (line 1)",
     CHAIN: "nested too deeply: 64 levels are the most, aliases followed (line 8)",
-    "a: &a [*a]": "endless: an alias stands within what it names (line 1)",
+    "a: &a [*a]": "endless: an alias contains itself (line 1)",
     "a:\n " + "[" * 3000 + "]" * 3000: "nested too deeply: 64 levels are the most (line 2)",
     "\n".join(" " * i + "a:" for i in range(1000)): "nested too deeply: 64 levels are the most (line 64)",
     "a: 1\nb: " + "9" * 400: "beyond 64 bits in an integer of 400 digits (line 2)",
     "a: " + "9" * 9999: "beyond 64 bits in an integer of 9999 digits (line 1)",
     "a: 18446744073709551616": "beyond 64 bits in an integer of 20 digits (line 1)",
-    "a: {b: 1,\n b: 2}": "ambiguous: the key b stands twice (line 2)",
-    'a: "x\\0y"': "not taken: the text 'x\\x00y' (line 1) holds what no file name can",
-    'a: "\\ud800"': "not taken: the text '\\ud800' (line 1) holds what no file name can",
+    "a: {b: 1,\n b: 2}": "ambiguous: the key b is repeated (line 2)",
+    'a: "x\\0y"': "not valid: the text 'x\\x00y' (line 1) holds what no file name can",
+    'a: "\\ud800"': "not valid: the text '\\ud800' (line 1) holds what no file name can",
     "a: [": "not YAML: expected the node content, but found '<stream end>' (line 1)",
     "a:\n\tb: 1": "not YAML: found character '\\t' that cannot start any token (line 2)",
     "a: 2026-13-45": "not YAML: month must be in 1..12",
@@ -68,11 +68,11 @@ JSON = {
     '{"a": ' * 100_000: "nested too deeply: 64 levels are the most",
     '{"a": 1' + "0" * 400 + "}": "beyond 64 bits in an integer of 401 digits",
     '{"a": 1' + "0" * 9999 + "}": "beyond 64 bits in an integer of 10000 digits",
-    '{"a": {"b": 1, "b": 2}}': "ambiguous: the key b stands twice",
+    '{"a": {"b": 1, "b": 2}}': "ambiguous: the key b is repeated",
     "[" + "1," * 2**23: "too large: 16777216 bytes are the most, and it has 16777217",
-    "{" + "".join(f'"{key}": 1, ' for key in range(60_000)) + '"9": 1}': "ambiguous: the key 9 stands twice",
-    '{"a\\u0000": 1}': "not taken: the text 'a\\x00' holds what no file name can",
-    '{"a": "\\ud800"}': "not taken: the text '\\ud800' holds what no file name can",
+    "{" + "".join(f'"{key}": 1, ' for key in range(60_000)) + '"9": 1}': "ambiguous: the key 9 is repeated",
+    '{"a\\u0000": 1}': "not valid: the text 'a\\x00' holds what no file name can",
+    '{"a": "\\ud800"}': "not valid: the text '\\ud800' holds what no file name can",
     "{": "not JSON: ",
     '"\\xff': "not JSON: ",
 }
@@ -135,7 +135,7 @@ def test_every_document_of_a_user_is_read_within_the_limits(tmp_path):
     assert refusal(load_run, tmp_path / "run.yaml").startswith(f"the config {tmp_path}/run.yaml is {BOMB}")
     nested = f"model.kwargs={'[' * 3000}"
     assert refusal(load_run, DIGITS, [nested]).endswith(f"the value is {DEEP} (line 1)")
-    assert "ambiguous: the key train stands twice" in refusal(load_run, _config(tmp_path, "train: {}"))
+    assert "ambiguous: the key train is repeated" in refusal(load_run, _config(tmp_path, "train: {}"))
     for override in ('data.features="a\\0b"', 'output="a\\0b"'):
         assert "holds what no file name can" in refusal(load_run, DIGITS, [override])
     assert refusal(load_run, DIGITS, [f"train.steps={'9' * 400}"]).endswith("an integer of 400 digits (line 1)")

@@ -18,9 +18,9 @@ from tiny_videos import moving_square
 from bigdit.checkpoint import latest
 from bigdit.encoders.latents import bucket_pixels
 from bigdit.errors import UserError
-from bigdit.loader.read import BatchReader
+from bigdit.loader.stream import BatchReader
 from bigdit.sampling import Sampler
-from bigdit.sampling.encoded import first_image
+from bigdit.sampling.conditions import first_image
 from bigdit.sampling.grid import stills_png
 from bigdit.store import FeatureStore
 from bigdit.store.reader import Part
@@ -123,7 +123,7 @@ def test_a_step_takes_what_was_predicted_and_the_pipeline_loads_what_was_trained
     drawn = bigdit("sample", "--checkpoint", folder / "run", "--caption", "a square", "--caption", "two", "--image",
                    folder / "first.png", "--steps", "2", "--out", folder / "samples", "--json")  # fmt: skip
     assert drawn.returncode == 0, drawn.stderr
-    for row in json.loads(drawn.stdout)["pictures"]:
+    for row in json.loads(drawn.stdout)["images"]:
         with Image.open(folder / "samples" / row["file"]) as video:
             assert (video.n_frames, video.size) == (5, (32, 16))
     done = bigdit("export", "--checkpoint", folder / "run", "--out", folder / "exported")
@@ -218,11 +218,11 @@ def test_what_does_not_fit_is_refused(encoded):
     config = folder / "run.yaml"
     without = bigdit("train", "--config", config, "--set", "encoders.first_frame=null")
     assert without.returncode == 1
-    assert "is fed the first frame, and encoders.first_frame is missing" in " ".join(without.stderr.split())
+    assert "needs the first frame, and encoders.first_frame is missing" in " ".join(without.stderr.split())
     blind = bigdit("train", "--config", config, "--set", "encoders.first_frame={}")
     assert "encoders.first_frame.pipeline is missing" in " ".join(blind.stderr.split())
     narrow = bigdit("extract", "--config", config, "--set", "encoders.text.max_tokens=64")
-    assert "64 states of text, and with an image the model's blocks take 512" in " ".join(narrow.stderr.split())
+    assert "64 states of text, and with an image the model takes 512" in " ".join(narrow.stderr.split())
 
 
 def test_a_first_frame_whose_bytes_changed_is_named(encoded, tmp_path):

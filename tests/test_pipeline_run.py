@@ -67,7 +67,7 @@ def test_stable_diffusion_3_is_encoded_trained_and_sampled(tmp_path, pictures):
     done = bigdit("sample", "--checkpoint", tmp_path / "run", "--caption", "a handwritten six", "--size", "16x16",
                   "--steps", "2", "--out", tmp_path / "samples", "--json")  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert len(json.loads(done.stdout)["pictures"]) == 1
+    assert len(json.loads(done.stdout)["images"]) == 1
 
     done = bigdit("export", "--checkpoint", tmp_path / "run", "--out", tmp_path / "alone")
     assert done.stderr.splitlines()[0] == (

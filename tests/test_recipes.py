@@ -1,4 +1,4 @@
-"""Every recipe, at full size on its emulated card: it trains, and takes what is said of it, to the byte; and what it
+"""Every recipe, at full size on its emulated GPU: it trains, and takes what is said of it, to the byte; and what it
 trained is drawn with there."""
 
 import pytest
@@ -7,7 +7,7 @@ from recipes import drawn, first_of_many, receipts_of, saved_by, stages_of, trai
 from tried.extraction import emulated_bytes, extracted
 
 from bigdit.emulator.interpreter import cuda_build, cuda_python
-from bigdit.recipes.recipe import names, recipe
+from bigdit.recipes import names, recipe
 from bigdit.report.recipes import needs
 
 ALONE = [name for name in names() if recipe(name).processes == 1]
@@ -43,7 +43,7 @@ def test_a_recipe_takes_what_it_is_said_to(name, folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALONE)
-def test_the_last_command_draws_on_the_card_that_trained(name, folder):
+def test_the_last_command_draws_on_the_gpu_that_trained(name, folder):
     found = recipe(name)
     *frames, height, width = stages_of(found)[-1]["data"]["buckets"][0]
     path = drawn(found, folder)
@@ -67,32 +67,32 @@ def test_the_first_of_many_reserves_what_it_did_among_all_of_them(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
-def test_a_recipe_extracts_on_its_card(name, hub, tmp_path, capfd):
+def test_a_recipe_extracts_on_its_gpu(name, hub, tmp_path, capfd):
     """One picture of each size; of all recipes, and of more, it is seen where figures are made."""
     found = recipe(name)
     run = extracted(found, hub, tmp_path, 1, values=False)
     said = capfd.readouterr()
     assert run.exit_status == 0, said.err
-    assert "5 of 5 pictures encoded" in said.out
+    assert "5 of 5 images encoded" in said.out
     by_turns = found.took.waiting_bytes > 0
-    assert ("note: text encoders and VAE have no room on the card together" in said.err) == by_turns
+    assert ("note: text encoders and VAE do not fit on the GPU together" in said.err) == by_turns
     (chosen,) = [line for line in said.err.splitlines() if line.startswith("encoders.batch_size: ")]
     assert "which fits the NVIDIA GeForce RTX 3060 (emulated)" in chosen
     assert ("where text encoders and VAE take turns" in chosen) == by_turns
-    _, card = run.highest
+    _, gpu = run.highest
     least, most = emulated_bytes(found, tmp_path, 1), found.took.extraction.peak_allocated_bytes
-    assert least <= card.peak_allocated_bytes <= most, (least, card.peak_allocated_bytes, most)
+    assert least <= gpu.peak_allocated_bytes <= most, (least, gpu.peak_allocated_bytes, most)
 
 
 @pytest.mark.slow
-def test_encoders_that_no_card_of_the_recipe_holds_are_a_line(hub, tmp_path, capfd):
+def test_encoders_that_no_gpu_of_the_recipe_holds_are_a_line(hub, tmp_path, capfd):
     run = extracted(recipe("sd3.5-medium-lora-rtx-3060"), hub, tmp_path, 1, "encoders.text.dtype=fp32", values=False)
     said = capfd.readouterr().err
     assert run.exit_status == 1
     assert "Traceback" not in said
     *_, line = said.splitlines()
     assert line.startswith("error: encoders.text, whose weights take 20.79 GiB in fp32, ran out of memory: ")
-    assert line.endswith("; encoders.text.dtype: bf16 takes half, fewer workers or encoders.device: cpu take less")
+    assert line.endswith("; use encoders.text.dtype: bf16 (half the bytes), fewer workers or encoders.device: cpu")
     (chosen,) = [line for line in said.splitlines() if line.startswith("encoders.batch_size: ")]
     assert "1, and even that does not fit the NVIDIA GeForce RTX 3060 (emulated): 20.8" in chosen
     assert chosen.endswith("encoders.text.dtype: bf16 takes half")
@@ -102,7 +102,7 @@ def test_encoders_that_no_card_of_the_recipe_holds_are_a_line(hub, tmp_path, cap
 def test_a_recipe_says_which_weights_wait(name):
     found = recipe(name)
     assert found.took.waiting_bytes == waiting_bytes(found)
-    assert ("take turns on the card" in "\n".join(needs(found))) == (found.took.waiting_bytes > 0)
+    assert ("take turns on the GPU" in "\n".join(needs(found))) == (found.took.waiting_bytes > 0)
 
 
 @pytest.mark.parametrize("name", names())

@@ -1,4 +1,4 @@
-"""What is said that a run saves is what lies in its output, by a real run; and on an emulated card as many bytes."""
+"""What is said that a run saves is what lies in its output, by a real run; and on an emulated GPU as many bytes."""
 
 import os
 import subprocess
@@ -64,15 +64,15 @@ def test_it_is_what_a_profile_says_that_is_copied(settings, found):
     spec, strategy = model_spec(run.model), run.strategy
     shape = BatchShape(latents=(4, 4, 6), text=(32, 64))
     asked = StepRequest(model=spec, batch=shape, strategy=strategy)
-    tensors = found.weights_bytes + found.optimizer_bytes + found.averages_bytes
+    tensors = found.weights_bytes + found.optimizer_bytes + found.ema_bytes
     with Cards(A40, 1) as cards:
         assert cards.profile(asked).checkpoint_bytes == tensors
-    assert found.averages_bytes == found.weights_bytes  # of fp32, as masters are
+    assert found.ema_bytes == found.weights_bytes  # of fp32, as masters are
     assert 0 < found.checkpoint_bytes - tensors < 64 * 1024
 
 
 @pytest.mark.slow
-def test_on_an_emulated_card_it_is_as_many_bytes(settings, found, tmp_path):
+def test_on_an_emulated_gpu_it_is_as_many_bytes(settings, found, tmp_path):
     chosen = with_set([*settings, f"output={tmp_path / 'run'}"])
     command = [str(cuda_python()), "-W", "ignore", "-c", "from bigdit.cli import main; main()", "train"]
     done = subprocess.run(

@@ -166,7 +166,7 @@ def test_a_step_takes_what_was_predicted_and_what_is_trained_is_sampled_and_expo
     done = bigdit("sample", "--checkpoint", folder / "run", "--caption", "a handwritten six", "--size", "16x16",
                   "--steps", "2", "--negative", "a dog", "--out", folder / "samples", "--json")  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert len(json.loads(done.stdout)["pictures"]) == 1
+    assert len(json.loads(done.stdout)["images"]) == 1
     found, _ = checkpoint.latest(folder / "run")
     checkpoint.export(found, folder / "exported")
     config = yaml.safe_load((folder / "run.yaml").read_text())
@@ -184,4 +184,4 @@ def test_a_store_that_lacks_what_the_model_is_fed_is_refused(encoded, tmp_path):
     done = bigdit("extract", "--config", tmp_path / "run.yaml")
     assert done.returncode == 1
     name, class_name = next(iter(FeatureStore.open(folder / "features").schema.streams)), config["model"]["class_name"]
-    assert f"encoders.text gives no {name} beside it, which {class_name} is fed" in " ".join(done.stderr.split())
+    assert f"encoders.text gives no {name}, which {class_name} needs" in " ".join(done.stderr.split())

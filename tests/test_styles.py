@@ -100,7 +100,7 @@ def drawn(output: Path, count: int = 100) -> list[str]:
 def read(readers: Readers, output: Path) -> Read:
     """What the samples of a run are."""
     folder = output / "samples"
-    rows = json.loads((folder / "samples.json").read_text())["pictures"]
+    rows = json.loads((folder / "samples.json").read_text())["images"]
     return readers.read([np.asarray(Image.open(folder / row["file"])) for row in rows], _asked(len(rows)))
 
 

@@ -79,7 +79,7 @@ def test_the_store_has_latents_of_frames_and_what_was_too_short_by_name(encoded)
     assert report["buckets"] == {"4x3x8x16": 7}
     (skipped,) = report["skipped"]  # a quarter of a second
     assert skipped["name"] == "7.mp4"
-    assert skipped["reason"] == "2 of the 3 frames of the shortest bucket, at data.fps"
+    assert skipped["reason"] == "video of 2 frames at data.fps; the shortest bucket has 3"
     latents, texts, _ = FeatureStore.open(folder / "features").read((4, 3, 8, 16), [1])
     with torch.no_grad():
         states = tiny_pipelines.pipeline_of(pipeline, parts).encode_prompt(["a square that moves to the left"])[0][0]
@@ -98,7 +98,7 @@ def test_a_step_takes_what_was_predicted_and_samples_move(encoded):
     done = bigdit("sample", "--checkpoint", folder / "run", "--caption", "a square", "--caption", "two",
                   "--steps", "2", "--out", folder / "samples", "--json")  # fmt: skip
     assert done.returncode == 0, done.stderr
-    files = [row["file"] for row in json.loads(done.stdout)["pictures"]]
+    files = [row["file"] for row in json.loads(done.stdout)["images"]]
     with Image.open(folder / "samples" / files[1]) as video, Image.open(folder / "samples/grid.webp") as grid:
         video.load()  # which says how long the first frame is shown
         assert (video.n_frames, video.size, video.info["duration"]) == (5, (32, 16), 125)

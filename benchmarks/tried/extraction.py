@@ -19,7 +19,7 @@ from bigdit.emulator import emulated_environment, shared_state
 from bigdit.emulator.emulation import Run
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.emulator.run import run_emulated, workplace
-from bigdit.recipes.recipe import MEASURED, Extraction, Recipe
+from bigdit.recipes import MEASURED, Extraction, Recipe
 from bigdit.search.dataset import EncodeBatch, encode_batch
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +64,7 @@ def extraction(found: Recipe, hub: Path, folder: Path) -> Extraction:
     run = extracted(found, hub, folder, each)
     if run.exit_status or run.highest is None:
         raise RuntimeError(f"{found.name}: extraction ended with {run.exit_status}")
-    cards = [card for account in run.accounts for card in account.cards]
+    cards = [card for account in run.accounts for card in account.gpus]
     return Extraction(
         samples=each,
         peak_allocated_bytes=max(card.peak_allocated_bytes for card in cards),

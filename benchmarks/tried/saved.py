@@ -11,8 +11,8 @@ from bigdit.checkpoint.folder import Saved as Folder
 from bigdit.checkpoint.saver import kept_steps
 from bigdit.config.run import EXPORTS
 from bigdit.config.stages import Stage
-from bigdit.engines.state import AVERAGE
-from bigdit.recipes.recipe import Saved
+from bigdit.engines.state import EMA
+from bigdit.recipes import Saved
 from bigdit.train.saves import due, is_due
 
 
@@ -27,7 +27,7 @@ def saved(checkpoint: Folder, output: Path, stages: Sequence[Stage]) -> Saved:
     return Saved(
         weights_bytes=kinds["weights"],
         optimizer_bytes=kinds["optimizer"],
-        averages_bytes=kinds["averages"],
+        ema_bytes=kinds["averages"],
         checkpoint_bytes=sum(file.stat().st_size for file in files),
         checkpoints=len(there[-1]),
         checkpoints_at_once=1 + max(map(len, there[:-1])),
@@ -51,6 +51,6 @@ def bytes_of_kinds(file: Path) -> Counter[str]:
 
 
 def _kind(first: str) -> str:
-    if first.startswith(AVERAGE):
+    if first.startswith(EMA):
         return "averages"
     return "weights" if first == "master" else "optimizer"

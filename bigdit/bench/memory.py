@@ -1,4 +1,4 @@
-"""Memory against the micro-batch size: emulated at each size, and measured beside it on this machine's own GPU."""
+"""Memory against the micro-batch size: emulated at each size, and measured on this machine's GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from bigdit.catalog import CatalogModel, Gpu
-from bigdit.emulator import on_emulated_card
+from bigdit.emulator import on_emulated_gpu
 from bigdit.errors import UserError, versions
 from bigdit.memory import Category
 from bigdit.memory.process import ByteRange, beside_training
@@ -21,7 +21,7 @@ from bigdit.strategy import BatchShape, Strategy, Strict
 
 
 class Peaks(Strict):
-    """Two steps on one GPU: allocated bytes by phase, and reserved ones; or why they ran out of memory."""
+    """Two steps on one GPU: allocated bytes by phase and reserved bytes, or the out-of-memory message."""
 
     phases: dict[str, NonNegativeInt] = Field(default_factory=dict)
     reserved_bytes: NonNegativeInt = 0
@@ -30,7 +30,7 @@ class Peaks(Strict):
 
     @property
     def fits(self) -> bool:
-        """Whether it ran, and never had to look for room."""
+        """Whether it ran without retries of the allocator."""
         return self.ran_out is None and not self.retries
 
     @property
@@ -44,9 +44,9 @@ class Peaks(Strict):
 
 
 class Point(Strict):
-    """One micro-batch size: emulated, and as it `ran` on this machine's GPU; None where another one was named.
+    """One micro-batch size: emulated, and as it `ran` on this machine's GPU; None for another GPU.
 
-    `process`: what nvidia-smi shows; None where memory ran out. `seconds_per_step` is a real GPU's.
+    `process`: as in nvidia-smi; None where memory ran out. `seconds_per_step`: on a real GPU.
     """
 
     micro_batch_size: PositiveInt
@@ -57,7 +57,7 @@ class Point(Strict):
 
     @property
     def peaks(self) -> Peaks:
-        """What ran on this machine's GPU, where something did."""
+        """The measured peaks if there are any, else the emulated."""
         return self.emulated if self.ran is None else self.ran
 
     @property
@@ -66,9 +66,9 @@ class Point(Strict):
 
 
 class Curve(Strict):
-    """One strategy, as it was asked for. `left_out`: sizes above the one that ran out of memory.
+    """One strategy. `left_out`: sizes above the one that ran out of memory.
 
-    `at_peak`: what is allocated at the peak of the largest size that fits, by category, as emulated.
+    `at_peak`: emulated bytes by category at the peak of the largest size that fits.
     """
 
     asked: str
@@ -79,12 +79,12 @@ class Curve(Strict):
 
     @property
     def largest(self) -> int | None:
-        """The largest of the sizes that fits; None where none does."""
+        """The largest size that fits; None if none does."""
         return max((point.micro_batch_size for point in self.points if point.peaks.fits), default=None)
 
 
 class MemoryBench(Strict):
-    """The curves of a model on a GPU. `build`: of the emulated one's torch; `versions` has the torch that decides."""
+    """The curves of a model on a GPU. `build`: of the emulated GPU's torch; `versions` has the torch of the results."""
 
     written: datetime.date = Field(default_factory=datetime.date.today)
     model: str
@@ -101,10 +101,10 @@ class MemoryBench(Strict):
 
 @dataclass(frozen=True)
 class MemoryBenchmark:
-    """What all points have in common.
+    """The settings of all points.
 
-    `own`: they run on this machine's GPU too, with `steps` that are timed where it is real. `limit_bytes` caps the
-    process, so that a GPU stands in for a smaller one. `said` is told of each point before it runs.
+    `own`: they also run on this machine's GPU, with `steps` timed if it is real. `limit_bytes`: limits the process, as
+    on a smaller GPU. `progress` is called before each point.
     """
 
     model: CatalogModel
@@ -115,7 +115,7 @@ class MemoryBenchmark:
     limit_bytes: int | None
     expandable_segments: bool
     steps: int
-    said: Callable[[str], None]
+    progress: Callable[[str], None]
 
     @property
     def _gpu(self) -> Gpu:
@@ -124,13 +124,14 @@ class MemoryBenchmark:
 
     @property
     def _real(self) -> bool:
-        return self.own and not on_emulated_card()
+        return self.own and not on_emulated_gpu()
 
     def curves(self, strategies: Sequence[tuple[str, Strategy]], sizes: Sequence[int]) -> MemoryBench:
-        """Each strategy, by name, from the smallest size until one runs out. Raises UserError for what cannot run."""
+        """The curve of each strategy, from the smallest size until memory runs out. Raises UserError for what cannot
+        run."""
         wrong = [
-            f"--strategy {name} has {strategy.world_size} processes, and --gpu auto measures one; name the GPU with "
-            "--gpu for an emulated one, on which the first of them runs"
+            f"--strategy {name} has {strategy.world_size} processes, and --gpu auto measures one; name a GPU with "
+            "--gpu, and the first process runs on an emulated one"
             for name, strategy in strategies
             if self.own and strategy.world_size > 1
         ]
@@ -138,7 +139,7 @@ class MemoryBenchmark:
             raise UserError(*wrong)
         asked = [
             (name, strategy, [self._request(strategy, size) for size in sorted(sizes)]) for name, strategy in strategies
-        ]  # before the first one runs, so that what cannot be asked is an error at once
+        ]  # first: what cannot run is an error at once
         with Cards(self._gpu, 1, expandable_segments=self.expandable_segments) as cards:
             params = cards.attempt(asked[0][2][0], self._capacity(asked[0][1])).params
             found = tuple(self._curve(cards, *each) for each in asked)
@@ -169,7 +170,7 @@ class MemoryBenchmark:
         points: list[Point] = []
         largest = None
         for request in requests:
-            self.said(f"{name}: micro-batch {request.strategy.micro_batch_size}")
+            self.progress(f"{name}: micro-batch {request.strategy.micro_batch_size}")
             points.append(self._point(cards, request))
             peaks = points[-1].peaks
             largest = request if peaks.fits else largest
@@ -211,7 +212,7 @@ def _exactly(nbytes: int) -> ByteRange:
 
 def _emulated(attempt: Attempt) -> Peaks:
     if attempt.out_of_memory is not None:
-        return Peaks(ran_out=attempt.out_of_memory.partition(" If reserved")[0])  # then come hints on segments
+        return Peaks(ran_out=attempt.out_of_memory.partition(" If reserved")[0])  # hints follow
     return Peaks(phases=attempt.peaks, reserved_bytes=attempt.peak_reserved_bytes, retries=attempt.retries)
 
 

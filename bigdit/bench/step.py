@@ -1,4 +1,4 @@
-"""A run's step in one process: memory predicted and measured, time interleaved with a loop written by hand."""
+"""A run's step in one process: memory predicted and measured, time interleaved with a plain loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from bigdit import catalog, engines, log, objectives, optim
-from bigdit.bench.interleaved import Comparison, Load, take_turns
+from bigdit.bench import Comparison, Load, take_turns
 from bigdit.dist import World
 from bigdit.engines.ema import shares_of_new
 from bigdit.errors import UserError
@@ -34,7 +34,7 @@ from bigdit.units import gib
 
 @dataclass(frozen=True)
 class StepBench:
-    """`compared`: with the plain loop; where it is None, `alone` says why."""
+    """The receipt of a step. `compared`: with the plain loop; None for the reason in `alone`."""
 
     receipt: Receipt
     compared: Comparison | None
@@ -43,7 +43,7 @@ class StepBench:
 
 @dataclass(frozen=True)
 class Step:
-    """A step that was taken: its seconds, until the device had its loss, and the loss."""
+    """The seconds of a step, until its loss was computed, and the loss."""
 
     seconds: float
     loss: float
@@ -52,8 +52,9 @@ class Step:
 def bench_step(
     spec: ModelSpec, shape: BatchShape, strategy: Strategy, objective: ObjectiveSpec, *, steps: int, seed: int
 ) -> StepBench:
-    """Peak bytes of two steps, and the seconds of those after them, up to `steps`, which are interleaved with a plain
-    loop's where there is room for a second model. On a GPU the peaks have those of an emulated one as the prediction.
+    """Measure peak bytes of two steps, and the seconds of the others, up to `steps`.
+
+    They are interleaved with a plain loop's where a second model fits. On a GPU an emulated one predicts the peaks.
     """
     load = Load.now()
     with process_group(World(), needed=False) as device:
@@ -84,12 +85,12 @@ def _predicted(request: StepRequest, meter: MemoryMeter) -> Attempt | None:
 
 
 def _fed(workload: Workload, device: torch.device) -> Iterator[list[Any]]:
-    """Micro-batches of zeros, step by step, as the loader holds them."""
+    """Micro-batches of zeros for each step, as the loader has them."""
     return feed(workload.make, workload.request.strategy, pin=device.type == "cuda")
 
 
 def _own_steps(workload: Workload, device: torch.device, meter: MemoryMeter) -> Iterator[Step]:
-    """One step of the trainer's after another, without end; the meter measures the first ones."""
+    """Steps of the trainer without end; the meter measures the first ones."""
     request, family = workload.request, workload.family
     engine = engines.create(request.strategy, workload.model, family, device=device, world=World())
     ema = engines.ema_of(engine)
@@ -101,20 +102,20 @@ def _own_steps(workload: Workload, device: torch.device, meter: MemoryMeter) -> 
             result = train_step(engine, family, request.objective, micro_batches, lr=lr, ema=ema, phase=phase)
         loss = float(result.loss)  # waits for the device
         taken = Step(time.perf_counter() - began, loss)
-        del result, micro_batches  # or they would live, and be measured, in the next step
+        del result, micro_batches  # else they would count in the next step
         yield taken
 
 
 def _obstacle(meter: MemoryMeter, device: torch.device, params: int) -> str | None:
-    """Why no plain loop can run beside the engine; None where it can."""
+    """Why no plain loop can run in addition to the engine; None where it can."""
     if meter.emulated:
-        return "no kernel runs on an emulated GPU, so that seconds say nothing"
-    wanted = meter.now()["peak_memory_bytes"] + 4 * params  # fp32 gradients, which the plain loop has all at once
+        return "an emulated GPU runs no kernels, so its seconds mean nothing"
+    needed = meter.now()["peak_memory_bytes"] + 4 * params  # fp32 gradients, which the plain loop has all at once
     free, _ = room(device)
     if device.type == "cuda":
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    if wanted > free:
-        return f"it takes about {gib(wanted)} beside the engine, and {gib(free)} are free; take a smaller micro-batch"
+    if needed > free:
+        return f"it needs about {gib(needed)} in addition, and {gib(free)} are free; use a smaller micro-batch"
     return None
 
 
@@ -142,10 +143,10 @@ def _compared(workload: Workload, device: torch.device, own: Iterator[Step], rou
 
 
 def plain_steps(workload: Workload, fed: Iterator[Sequence[Batch]], device: torch.device) -> Iterator[Step]:
-    """One step after another of the loop that one would write by hand, without end and without an engine.
+    """Steps of a plain PyTorch loop without end and without an engine.
 
-    bf16 and fp16 have fp32 masters, whose gradients all exist at once; fp16 is scaled by torch's GradScaler. The
-    optimizer steps after the backward pass, whatever the strategy says of it.
+    bf16 and fp16 have fp32 masters, whose gradients all exist at once; torch's GradScaler scales fp16. The optimizer
+    always steps after the backward pass.
     """
     request, strategy = workload.request, workload.request.strategy
     dtype, mixed = engines.compute_dtype(strategy), strategy.precision in ("bf16", "fp16")

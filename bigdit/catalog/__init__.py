@@ -1,4 +1,4 @@
-"""What is known before anything runs: diffusion transformers and the cards to train them on.
+"""Known diffusion transformers, and GPUs to train them on.
 
 The listings are `catalog.models.models()` and `catalog.gpus.gpus()`.
 """

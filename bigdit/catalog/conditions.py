@@ -1,7 +1,4 @@
-"""What models are conditioned on beside captions, a class or a first frame, and whether a run has what they take.
-
-Models of videos that begin with a picture: which are trained so, and what a run and a store must have for them.
-"""
+"""Conditions of models: classes and first frames, and whether a run and a store have them."""
 
 from __future__ import annotations
 
@@ -13,52 +10,54 @@ from bigdit.config.run import RunConfig
 from bigdit.strategy import ModelSpec
 
 IMAGE_CONDITION = "image_condition"
-"""Among a batch's extras: a mask, 1 where a latent frame is given, over the latents of the first frame."""
+"""An extra of a batch: a mask, 1 where a latent frame is given, and the latents of the first frame."""
 IMAGE_EMBEDS = "image_embeds"
-"""Among them: what an image encoder sees in that frame."""
+"""An extra: an image encoder's embeddings of that frame."""
 IMAGE_ENCODER = "image_encoder"
-"""The part of a pipeline's folder that sees it."""
+"""The image encoder in a pipeline's folder."""
 CLIP_TOKENS = 257
 """CLIP ViT-H/14 on 224 × 224 pixels: 16² patches and the class token."""
 TEXT_TOKENS = 512
-"""Where a model is fed embeddings of an image its blocks take so many states for text, and those before for the image.
+"""The text states of a model with image embeddings: its blocks take all states before them as the image's.
 Source: diffusers 0.42.1, WanAttnProcessor."""
 
 
 def takes_first_frame(model: ModelSpec) -> bool:
-    """Whether the model is fed the first frame of its videos, as a store keeps it."""
+    """Whether the model takes the first frame of its videos from a store."""
     return model.class_name in FAMILIES and FAMILIES[model.class_name].first_frame and begins_with_an_image(model)
 
 
 def fed_more(model: ModelSpec) -> bool:
-    """Whether the model's input has more channels than latents have: a first frame's, or zeros in their place."""
+    """Whether the model's input has more channels than latents: a first frame's, or zeros instead."""
     return takes_first_frame(model) or (model.class_name in FAMILIES and FAMILIES[model.class_name].blank)
 
 
 def first_frame_problems(run: RunConfig, model: ModelSpec) -> list[str]:
-    """What keeps the model from the first frame that the run would condition it on."""
+    """Why the model cannot take the run's first frame."""
     asked, takes = run.encoders.first_frame, takes_first_frame(model)
     if asked is None:
         example = "{pipeline: FOLDER}" if model.kwargs.get("image_dim") is not None else "{}"
-        missing = f"{model.name} is fed the first frame, and encoders.first_frame is missing; set it to {example}"
+        missing = f"{model.name} needs the first frame, and encoders.first_frame is missing; set it to {example}"
         return [missing] if takes else []
     if not takes:
-        return [f"encoders.first_frame is set, and {model.name} is not fed one; leave it out"]
+        return [f"encoders.first_frame is set, and {model.name} does not take one; leave it out"]
     if (asked.pipeline is None) != (model.kwargs.get("image_dim") is None):
-        wants = "no image encoder's" if asked.pipeline else "an image encoder's"
+        needs = "no" if asked.pipeline else "an image encoder's"
         found = "set" if asked.pipeline else "missing"
-        return [f"encoders.first_frame.pipeline is {found}, and {model.name} is fed {wants} embeddings (image_dim)"]
+        return [
+            f"encoders.first_frame.pipeline is {found}, and {model.name} takes {needs} image embeddings (image_dim)"
+        ]
     return []
 
 
 def first_frame_misfits(
     model: ModelSpec, channels: int, found: Mapping[str, Any] | None, text_tokens: int | None
 ) -> list[str]:
-    """What keeps the model from a first frame as StoreSchema.first_frame describes it, None without; latents have so
-    many channels, and a caption so many states."""
+    """Why the model cannot take a store's first frame (StoreSchema.first_frame, None without). `channels`: of latents;
+    `text_tokens`: states of a caption."""
     if found is None or not takes_first_frame(model):
-        missing = [f"no first frame, which {model.name} is fed"] if takes_first_frame(model) else []
-        return missing if found is None else [f"a first frame, which {model.name} is not fed"]
+        missing = [f"no first frame, which {model.name} needs"] if takes_first_frame(model) else []
+        return missing if found is None else [f"a first frame, which {model.name} does not take"]
     problems, given = [], found["mask"] + channels
     taken, out = (model.kwargs.get(key) for key in ("in_channels", "out_channels"))
     if isinstance(taken, int) and isinstance(out, int) and taken - out != given:
@@ -69,58 +68,58 @@ def first_frame_misfits(
     if (dim := model.kwargs.get("image_dim")) is not None:
         if (found.get("tokens"), found.get("dim")) != (CLIP_TOKENS, dim):
             there = f"{found['tokens']} × {found['dim']}" if "dim" in found else "no"
-            problems.append(f"{there} embeddings of the first frame, and the model is fed {CLIP_TOKENS} × {dim}")
+            problems.append(f"{there} embeddings of the first frame, and the model takes {CLIP_TOKENS} × {dim}")
         if text_tokens not in (None, TEXT_TOKENS):
-            problems.append(f"{text_tokens} states of text, and with an image the model's blocks take {TEXT_TOKENS}")
+            problems.append(f"{text_tokens} states of text, and with an image the model takes {TEXT_TOKENS}")
     return problems
 
 
 CLASS_LABEL = "class_label"
 """The name of class labels among a batch's extras."""
 DEFAULT_CLASSES = 1000
-"""Those of ImageNet, as both DiT and PaperDiT have it where nothing else is said."""
+"""Those of ImageNet, the default of DiT and PaperDiT."""
 
 
 def takes_classes(model: ModelSpec) -> bool:
-    """Whether the model is conditioned on a class, and not on text."""
+    """Whether the model takes a class instead of text."""
     return model.class_name in FAMILIES and CLASS_LABEL in FAMILIES[model.class_name].extras
 
 
 def class_count(model: ModelSpec) -> int:
-    """How many classes a model knows that takes them."""
+    """The number of classes of a model that takes them."""
     known = model.kwargs.get(FAMILIES[model.class_name].classes or "")
     return known if isinstance(known, int) else DEFAULT_CLASSES
 
 
 def no_class(model: ModelSpec) -> int | None:
-    """The label that stands for no class, after the last one; None where a model has none."""
+    """The label for no class, after the last; None where a model has none."""
     return class_count(model) if takes_classes(model) and model.kwargs.get("null_class", True) else None
 
 
 def class_misfits(model: ModelSpec, classes: list[str] | int) -> list[str]:
-    """What keeps the model from so many classes, or from those with these names."""
+    """Why the model cannot take these classes (names, or their number)."""
     if not takes_classes(model):
-        return [f"classes, and {model.class_name} is fed text"]
+        return [f"classes, and {model.class_name} takes text"]
     found, most = classes if isinstance(classes, int) else len(classes), class_count(model)
     key = FAMILIES[model.class_name].classes
     return [f"{found} classes, and the model's {key} is {most}"] if found > most else []
 
 
 def condition_problems(run: RunConfig, model: ModelSpec) -> list[str]:
-    """What keeps the model from what the run would condition it on."""
+    """Why the model cannot take the run's conditions."""
     labelled = run.data.images[0].label is not None
     if not takes_classes(model):
-        said = f"data.images has a label, and {model.class_name} is fed text; leave it out, and set encoders.text"
-        return [*([said] if labelled else []), *first_frame_problems(run, model)]
+        problem = f"data.images has a label, and {model.class_name} takes text; leave it out, and set encoders.text"
+        return [*([problem] if labelled else []), *first_frame_problems(run, model)]
     if not labelled:
         return [
-            f"data.images has no label, and {model.class_name} is fed classes; set it, such as to folder, and leave "
+            f"data.images has no label, and {model.class_name} takes classes; set it, such as to folder, and leave "
             "encoders.text out"
         ]
     problems = [f"data.classes names {misfit}" for misfit in class_misfits(model, list(run.data.classes or ()))]
     if run.data.caption_dropout and no_class(model) is None:
         problems.append(
-            f"data.caption_dropout is {run.data.caption_dropout:g}, and model.kwargs.null_class is false: there is no "
-            "class that stands for none; set the one to 0, or the other to true"
+            f"data.caption_dropout is {run.data.caption_dropout:g}, and model.kwargs.null_class is false: the model "
+            "has no label for no class; set the one to 0, or the other to true"
         )
     return problems

@@ -1,4 +1,4 @@
-"""The frozen encoders of a model: what turns pixels and token ids into what the transformer is fed."""
+"""The frozen encoders of a model: VAE and text encoders."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ POOLED_TEXT = "pooled_text"
 
 
 class VaeSpec(Strict):
-    """A diffusers VAE, whole: the decoder stays on the device with the encoder, as trainers keep it. `tiling`: it
-    encodes large pictures in pieces."""
+    """A diffusers VAE with its decoder, as trainers keep it on the device. `tiling`: it encodes large images in
+    tiles."""
 
     class_name: str
     kwargs: dict[str, Any]
@@ -31,8 +31,8 @@ class VaeSpec(Strict):
 
 
 class TextEncoderSpec(Strict):
-    """A transformers text encoder that is fed `tokens` ids a caption, the first `skip` and the last `cut` of them a
-    prompt template's.
+    """A transformers text encoder. A caption has `tokens` ids; the first `skip` and the last `cut` are a prompt
+    template's.
 
     `gives`: hidden states, a pooled vector, or both. `layers`: which hidden states, numbered as transformers'
     `hidden_states`; several are joined along the features, or, `in_rows`, one after another along the tokens; none:
@@ -53,11 +53,11 @@ class TextEncoderSpec(Strict):
 
 
 class OnlineEncoders(Strict):
-    """What encodes while training. `pixels` of one sample: (channels, height, width), or (channels, frames,
+    """The encoders that run during training. `pixels` of one sample: (channels, height, width), or (channels, frames,
     height, width) of a video.
 
     States of encoders with equally many tokens are joined along the features, and those along the tokens, the
-    narrower ones padded with zeros; pooled vectors are joined along the features. A stream is of one encoder.
+    narrower ones padded with zeros; pooled vectors are joined along the features. A stream has one encoder.
     """
 
     pixels: Pixels
@@ -66,15 +66,15 @@ class OnlineEncoders(Strict):
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """The names of the extras that the encoders give."""
+        """The names of the extras that the encoders make."""
         pooled = (POOLED_TEXT,) if any(encoder.gives != "states" for encoder in self.text) else ()
         streams = [encoder.stream for encoder in self.text if encoder.stream is not None]
         return (*pooled, *(each for name in streams for each in (name, mask_of(name))))
 
 
 class _Part(NamedTuple):
-    """One encoder of a recipe; `tokens`: as many as the model is fed where it says none; `positions`: that it has,
-    where they are not its class's; of a `stream` that is fed several layers, as many as the model reads."""
+    """One encoder of a recipe. `tokens`: None for the model's number; `positions`: where they differ from its class's.
+    A `stream` of several layers has those that the model reads."""
 
     name: str
     gives: Gives = "states"
@@ -87,9 +87,9 @@ class _Part(NamedTuple):
     positions: int | None = None
 
 
-# By the encoder and the width that a model's entry names.
-# Source: diffusers 0.42.1, `encode_prompt` of the family's pipeline. Sana's pipeline can put a longer instruction
-# before the caption; here the caption goes alone.
+# By the encoder and the width in a model's entry.
+# Source: diffusers 0.42.1, `encode_prompt` of the family's pipeline. Sana's pipeline can put an instruction before the
+# caption; here there is none.
 _RECIPES: dict[tuple[str, int], tuple[_Part, ...]] = {
     ("t5-v1_1-xxl", 4096): (_Part("t5-v1_1-xxl"),),
     ("umt5-xxl", 4096): (_Part("umt5-xxl"),),
@@ -126,7 +126,7 @@ _RECIPES: dict[tuple[str, int], tuple[_Part, ...]] = {
         _Part("qwen2.5-vl-7b", layers=(-3,), skip=34),
         _Part("byt5-small", tokens=128, stream="glyph_text"),
     ),
-    ("Qwen2.5-VL-7B, told to describe a video (+ ByT5 for rendered text)", 3584): (
+    ("Qwen2.5-VL-7B, asked to describe a video (+ ByT5 for rendered text)", 3584): (
         _Part("qwen2.5-vl-7b", layers=(-3,), skip=108),
         _Part("byt5-small", tokens=256, stream="glyph_text"),
     ),
@@ -138,14 +138,14 @@ _RECIPES: dict[tuple[str, int], tuple[_Part, ...]] = {
     ),
 }
 
-# The VAEs that trainers cast to the training dtype; the others they keep in fp32, against overflows.
+# VAEs that trainers cast to the training dtype; others stay in fp32, against overflows.
 # Source: diffusers' examples/dreambooth/train_dreambooth_lora_sana.py (fp32), train_dreambooth_flux.py (cast).
 _CAST_VAES = ("flux2-vae", "cogvideox-vae", "hunyuanvideo-vae", "ltx-vae", "qwen-image-vae")
 _CAST_FAMILIES = ("FluxTransformer2DModel", "ChromaTransformer2DModel")
 
 
 def online_encoders(model: CatalogModel, batch: BatchShape, *, vae_dtype: Dtype | None = None) -> OnlineEncoders:
-    """The encoders that make samples of `batch` for `model`, in the dtypes that trainers keep them in.
+    """The encoders that make samples of `batch` for `model`, in the usual dtypes of trainers.
 
     Raises UserError where the catalogue does not have them.
     """
@@ -164,8 +164,7 @@ def online_encoders(model: CatalogModel, batch: BatchShape, *, vae_dtype: Dtype 
 
 
 def caption_tokens(text: TextInput) -> int | None:
-    """What a caption is cut to, where a pipeline is asked for a length: less than Stable Diffusion 3 is fed, whose
-    pipeline puts CLIP's states before those of T5."""
+    """The tokens that a pipeline cuts captions to; fewer than the states of Stable Diffusion 3, which adds CLIP's."""
     parts = _RECIPES.get((text.encoder, text.dim or 0), ())
     own = [part.tokens for part in parts if part.gives != "pooled" and part.stream is None]
     known = [each for each in own if each is not None]
@@ -173,7 +172,7 @@ def caption_tokens(text: TextInput) -> int | None:
 
 
 def _pixels(model: CatalogModel, batch: BatchShape) -> Pixels:
-    """The pixels that the VAE turns into the latents: its first latent frame is one frame, each other a group."""
+    """The pixels of the latents: the first latent frame is one frame, each other a group."""
     height, width = (side * model.vae.downsample for side in batch.latents[-2:])
     if len(batch.latents) == 3:
         return 3, height, width
@@ -198,7 +197,7 @@ def _text_encoders(model: CatalogModel, batch: BatchShape) -> tuple[TextEncoderS
 def _text_encoder(part: _Part, tokens: int, streams: dict[str, tuple[int, int]]) -> TextEncoderSpec:
     entry = load_json("models.json")["text_encoders"][part.name]
     states, _ = streams.get(part.stream or "", (tokens, 0))
-    in_rows = states > tokens  # Llama's of HiDream: those of each layer, and not those of the embedding before them
+    in_rows = states > tokens  # HiDream's Llama: the states of each layer, without the embedding
     return TextEncoderSpec(
         class_name=part.class_name or entry["class_name"],
         config_class=entry["config_class"],

@@ -1,4 +1,4 @@
-"""The diffusers classes that bigdit.models has an adapter for, and what each is fed: said here without torch."""
+"""The diffusers classes with an adapter in bigdit.models, and the inputs of each, without torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from bigdit.strategy import ModelSpec, Strict
 
 
 class Stream(Strict):
-    """A further text of a caption that a family takes: so many `tokens`, or the constructor argument that says how
-    many; of each of the encoder's layers, up to the last that the argument `layers` lists. `dim`: the argument with the
-    width of the states, of a list the last; `optional`: without it there is no such text."""
+    """A further text input of a family. `tokens`: their number, or the constructor argument for it. `layers`: the
+    argument that lists encoder layers, each of which has its own states. `dim`: the argument with the width of the
+    states, the last of a list; `optional`: without it there is no such text."""
 
     dim: str
     tokens: str | int
@@ -24,21 +24,21 @@ class Stream(Strict):
 
 
 class Inputs(Strict):
-    """What a family takes beside latents and t.
+    """The inputs of a family, other than latents and t.
 
     `text_dim`: the constructor argument with the width of the text embeddings (a list says it first), None without
     text; `text_tokens`: the one with their number, where no other will do; `text_layers`: the one with the number of
     layers that are joined in them; `joined` layers of the text encoder make up one such width. `pooled_dim`: the width
     of the pooled vector. `extras`: the further inputs, as its adapter names them, and `streams` those of them that are
-    texts: each has a mask beside it, `…_mask`. `classes`: the argument with the
-    number of classes, of a family that is fed one of them. `packs`: latents go in as 2 × 2 patches in the channels.
-    `video`: latents have frames; `first_frame`: those of its models that begin with a picture are trained; `blank`:
-    all its models can begin with one, and are fed zeros in its place. `square`:
+    texts: each has a mask, `…_mask`. `classes`: the argument with the number of
+    classes, for a family that takes one. `packs`: latents go in as 2 × 2 patches in the channels.
+    `video`: latents have frames; `first_frame`: its models that begin with an image can be trained; `blank`:
+    all its models can begin with one, and get zeros instead. `square`:
     height and width are one number to it; `fixed`: that of `sample_size`.
     `depths`: the lists of like blocks, in the order of the forward pass, each with the constructor argument that
-    says its length. `even`: the class takes an even number of blocks alone, whose halves are joined by skips.
+    says its length. `even`: the number of blocks must be even, and skips join the halves.
     `routed`: tokens go to experts by their values, and with them memory.
-    `objective`: what its models are trained by where nothing else is asked.
+    `objective`: the default of its models.
     """
 
     text_dim: str | None = None
@@ -72,21 +72,20 @@ def mask_of(stream: str) -> str:
 
 
 def stream_shapes(class_name: str, arguments: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """The most states, and their width, of each further text that a model of these arguments takes, as far as they say
-    it."""
+    """(most states, width) of each further text of a model, as far as its arguments say."""
     streams = FAMILIES[class_name].streams if class_name in FAMILIES else {}
     shapes = {name: (_tokens(each, arguments), _last(arguments.get(each.dim))) for name, each in streams.items()}
     return {name: (tokens, dim) for name, (tokens, dim) in shapes.items() if tokens is not None and dim is not None}
 
 
 def streams_of(spec: ModelSpec) -> tuple[str, ...]:
-    """The names of the further texts that a model is fed."""
+    """The names of a model's further texts."""
     streams = FAMILIES[spec.class_name].streams.items()
     return tuple(name for name, each in streams if not each.optional or spec.kwargs.get(each.dim) is not None)
 
 
 def block_count(spec: ModelSpec) -> int | None:
-    """How many blocks its arguments say that it has; None where they leave one of its lists to the class."""
+    """The number of blocks by its arguments; None where they leave a list to the class."""
     depths = FAMILIES[spec.class_name].depths.values() if spec.class_name in FAMILIES else ()
     counts = [spec.kwargs.get(key) for key in depths]
     return sum(each for each in counts if each) if counts and all(type(each) is int for each in counts) else None
@@ -235,17 +234,17 @@ PIPELINES = {
     "WanTransformer3DModel": "WanPipeline",
     "ZImageTransformer2DModel": "ZImagePipeline",
 }
-"""The diffusers pipeline in whose folder lie the VAE and the text encoders that a class is trained with here."""
+"""The diffusers pipeline with the VAE and the text encoders of a class."""
 _BY_WIDTH = {
     ("Flux2Transformer2DModel", 7680): "Flux2KleinPipeline",
     ("Flux2Transformer2DModel", 12288): "Flux2KleinPipeline",
     ("Flux2Transformer2DModel", 15360): "Flux2Pipeline",
 }
-"""Of classes whose models are fed by several text encoders, those that are encoded here, by the width of their text."""
+"""The same for classes whose models have different text encoders, by the width of their text."""
 
 
 def pipeline_of(class_name: str, text_dim: int | None) -> str | None:
-    """The diffusers pipeline by which the text of a model is encoded here; None where its text comes from elsewhere."""
+    """The diffusers pipeline that encodes the text of a model; None where bigdit cannot encode it."""
     return PIPELINES.get(class_name) or _BY_WIDTH.get((class_name, text_dim or 0))
 
 
@@ -264,24 +263,24 @@ PUBLISHED: dict[str, FlowMatchingSpec | DdpmSpec] = {
     "cogvideox-2b": _COGVIDEOX.model_copy(update={"snr_shift": 3.0}),
     **dict.fromkeys(("cogvideox-5b", "cogvideox1.5-5b"), _COGVIDEOX),
 }
-"""What models of the catalogue were published with, where it is more than their family says: shift and noise of the
-scheduler in each one's own repository. Wan's shift is for 480 pixels; its README has 5 for 720."""
+"""Objectives of published models that differ from their family's: shift and noise of the scheduler in the model's own
+repository. Wan's shift is for 480 pixels; its README has 5 for 720."""
 
 
 def family_objective(model: ModelSpec) -> FlowMatchingSpec | DdpmSpec:
-    """What models of the class are trained by."""
+    """The objective of the class."""
     if model.class_name == "HunyuanDiT2DModel" and model.kwargs.get(_STYLED, True):
         return _HUNYUAN_DIT.model_copy(update={"beta_end": 0.03})
     return FAMILIES.get(model.class_name, Inputs()).objective
 
 
 def objective_of(model: ModelSpec, asked: ObjectiveSpec | None) -> ObjectiveSpec:
-    """What a model is trained by: as asked, else as it was published, else as its family was."""
+    """The objective of a model: as asked, else as published, else its family's."""
     return asked or PUBLISHED.get(model.name) or family_objective(model)
 
 
 MOST_BLOCKS = 1000
-"""In a list of like blocks; the deepest of the catalogue has 60."""
+"""The most blocks in a list; the deepest model of the catalogue has 60."""
 LARGEST_ARGUMENT = 2**24
 """Of a width, a count or a length: the largest of the catalogue is a width of 14336."""
 WIDEST = 2**20
@@ -310,7 +309,7 @@ def too_large(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def argument_problems(spec: ModelSpec) -> list[str]:
-    """What no class takes: lengths and counts of a model that nobody could build or wait for, and no block at all."""
+    """Problems of arguments that no class takes: sizes that nobody could build, and no block at all."""
     depths = tuple(dict.fromkeys(FAMILIES.get(spec.class_name, Inputs()).depths.values()))
     problems = [
         f"model.kwargs.{key} is {value}, and 0 to {MOST_BLOCKS if key in depths else LARGEST_ARGUMENT} was expected"
@@ -334,28 +333,27 @@ def argument_problems(spec: ModelSpec) -> list[str]:
 
 
 def training_obstacle(spec: ModelSpec) -> str | None:
-    """Why a model cannot be trained from a feature store, of latents and of texts with a pooled vector or of a class of
-    each picture; None where it can."""
+    """Why a model cannot be trained from a store of latents and texts or classes; None where it can."""
     class_name = spec.class_name
     inputs = FAMILIES.get(class_name)
     if inputs is None:
         return no_adapter(class_name)
     if inputs.video and not inputs.blank and begins_with_an_image(spec):
         if not inputs.first_frame:
-            return f"{spec.name} begins with a picture, which is fed to models of WanTransformer3DModel alone"
+            return f"{spec.name} begins with an image, which only models of WanTransformer3DModel can take here"
         if spec.kwargs.get("pos_embed_seq_len") is not None:
-            return f"the feature store keeps no last frame beside the first, which {spec.name} is fed"
+            return f"{spec.name} needs the first and the last frame, and a store keeps only the first"
     return None
 
 
 def no_adapter(class_name: str) -> str:
-    """That a class has no adapter, with those that may have been meant."""
+    """That a class has no adapter, with similar names."""
     near = nearest(class_name, FAMILIES)
     return f"no family adapter yet: {class_name}" + (f", {near}" if near.startswith("did you mean") else "")
 
 
 def begins_with_an_image(spec: ModelSpec) -> bool:
-    """Whether a model of videos is fed its first frame: beside the latents in further channels, or to its blocks."""
+    """Whether a video model takes its first frame: in further channels, or in its blocks."""
     channels, out = (spec.kwargs.get(key) for key in ("in_channels", "out_channels"))
     wider = isinstance(channels, int) and isinstance(out, int) and channels > out
     return wider or any(spec.kwargs.get(key) is not None for key in ("image_dim", "image_condition_type"))

@@ -1,6 +1,6 @@
-"""Cards to train on, and slices of them: the memory that drivers really give, peak rates, links, each with its source.
+"""GPUs and their MIG slices: usable memory, peak rates and links, each with its source.
 
-A slice is one of Multi-Instance GPU: `a100-80g-sxm:3g.40gb` is a card of its own to a process.
+A slice of Multi-Instance GPU, `a100-80g-sxm:3g.40gb`, is a GPU of its own for a process.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ PCIE_LANE_GBS = {
     "5.0": 32 * 128 / 130 / 8,
     "6.0": 64 * 242 / 256 / 8,
 }
-"""10⁹ bytes a second that one lane carries one way, by generation: transfers a second × the share of them that is
-not coding, over 8 bits. Headers of packets are not taken off.
+"""10⁹ bytes per second of one lane one way, by generation: transfers per second × the share without coding / 8 bits.
+Packet headers are included.
 
 Source: PCI Express Base Specification: 8, 16, 32 GT/s coded 128b/130b; 64 GT/s in flits of 242 bytes out of 256.
 """
 
 
 class Tflops(Strict):
-    """Dense peak rates in 10¹² operations a second; None where the card has no unit for the type."""
+    """Dense peak rates in 10¹² operations a second; None where the GPU has no unit for the type."""
 
     bf16: PositiveFloat | None
     fp16: PositiveFloat
@@ -38,12 +38,12 @@ class Tflops(Strict):
     fp32: PositiveFloat
 
     def computes(self, precision: str) -> bool:
-        """Whether the card has units for a precision of `Strategy`."""
+        """Whether the GPU has units for a precision of `Strategy`."""
         return bool({"bf16": self.bf16, "bf16_sr": self.bf16, "tf32": self.tf32}.get(precision, self.fp32))
 
     def of(self, dtype: str, *, tf32: bool) -> float:
-        """Operations a second of the units that compute matrix products of `dtype`. int8 counts as fp16: its products
-        are scaled within the same kernel."""
+        """Operations per second of matrix products in `dtype`. int8 counts as fp16: the same kernel scales its
+        products."""
         if dtype == "bfloat16":
             return (self.bf16 or self.fp32) * 1e12
         if dtype in ("float16", "int8", "uint8"):
@@ -64,8 +64,8 @@ class Sources(Strict):
 
 
 class Kind(Strict):
-    """Where cards of one kind are found: `host_gib` is a machine's memory for each of its cards, assumed where nobody
-    says how much there is; `display_mib` is what a plan leaves free of the card for a screen."""
+    """The machines of one kind of GPU. `host_gib`: assumed CPU memory per GPU; `display_mib`: GPU memory that a plan
+    leaves free for a screen."""
 
     host_gib: PositiveInt
     display_mib: NonNegativeInt
@@ -73,11 +73,13 @@ class Kind(Strict):
 
 
 class Gpu(Strict):
-    """A card. `total_mib` is what nvidia-smi shows, `usable_mib` what a CUDA process is told: the total less
-    what the driver keeps. `verified` is False where no sighting was at hand and the source says how the figure
-    came about. `l2_mib` is of the second-level cache, None where it was not sighted. `bandwidth_gbs` of the memory;
-    `nvlink_gbs` of all links to other cards and `c2c_gbs` of NVLink-C2C to the host's processor, both directions, None
-    where there is none; in 10⁹ B/s. `pcie` as `4.0 x16`. `reserved_bytes` of the usable ones stay free."""
+    """A GPU. `total_mib`: as in nvidia-smi; `usable_mib`: what a CUDA process sees, the total less the driver's part.
+
+    `…_verified` is False for figures without a measurement: the source says how they were derived. `l2_mib`: L2 cache,
+    None where it is unknown. In 10⁹ B/s: `bandwidth_gbs` of the memory; both directions of `nvlink_gbs` (all links to
+    other GPUs) and `c2c_gbs` (NVLink-C2C to the CPU), None without them. `pcie`: `4.0 x16`. `reserved_bytes` of the
+    usable ones stay free.
+    """
 
     name: str
     title: str
@@ -112,7 +114,7 @@ class Gpu(Strict):
 
     @property
     def mig(self) -> bool:
-        """Whether this is a slice of a card, `CARD:PROFILE`."""
+        """Whether this is a slice of a GPU, `GPU:PROFILE`."""
         return ":" in self.name
 
     @property
@@ -121,27 +123,27 @@ class Gpu(Strict):
 
     @property
     def usable_bytes(self) -> int:
-        """What a plan may fill, the CUDA context included."""
+        """Bytes that a plan may use, with the CUDA context."""
         return self.told_bytes - self.reserved_bytes
 
     @property
     def told_bytes(self) -> int:
-        """What a CUDA process is told that there is."""
+        """Bytes that a CUDA process sees."""
         return self.usable_mib * MIB
 
     @property
     def host_bytes(self) -> int:
-        """The host memory that is assumed for each card of a machine."""
+        """The CPU memory that is assumed for each GPU of a machine."""
         return self.kind.host_gib * GIB
 
     def reserving(self, nbytes: int | None = None) -> Gpu:
-        """The same card, of which so many bytes stay free; None: what a screen takes of its kind."""
+        """The same GPU with `nbytes` reserved; None: what a screen needs."""
         return self.model_copy(update={"reserved_bytes": self.kind.display_mib * MIB if nbytes is None else nbytes})
 
     @property
     def memory_bounds(self) -> tuple[int, int]:
-        """The bytes that a card of this kind can have: from an eighth of it, the smallest slice that MIG makes of one,
-        to a little over twice, where its chips were exchanged for larger ones (RTX 4090 of 49140 MiB)."""
+        """The possible bytes of such a GPU: from an eighth, the smallest MIG slice, to a little over twice, with larger
+        memory chips (RTX 4090 of 49140 MiB)."""
         return self.total_bytes // 8, self.total_bytes * 21 // 10
 
     @property
@@ -152,12 +154,12 @@ class Gpu(Strict):
 
     @property
     def nvlink_one_way_gbs(self) -> float | None:
-        """Peak of all NVLinks to other cards one way, in 10⁹ B/s; None without NVLink."""
+        """Peak of all NVLinks to other GPUs one way, in 10⁹ B/s; None without NVLink."""
         return None if self.nvlink_gbs is None else self.nvlink_gbs / 2
 
     @property
     def host_gbs(self) -> float:
-        """Peak to and from host memory one way, in 10⁹ B/s: over NVLink-C2C where there is one, else PCIe."""
+        """Peak to and from CPU memory one way, in 10⁹ B/s: over NVLink-C2C if there is one, else PCIe."""
         return self.pcie_gbs if self.c2c_gbs is None else self.c2c_gbs / 2
 
 
@@ -173,41 +175,41 @@ def _gpu(name: str) -> Gpu:
 
 
 def _plain(name: str) -> str:
-    """Without the vendor's words."""
+    """The name without the vendor's words."""
     return re.sub(r"^(nvidia-)?(geforce-|tesla-)?", "", normalise(name))
 
 
 def gpus() -> list[Gpu]:
-    """All cards, in the order of the catalogue: by architecture, consumer cards first."""
+    """All GPUs, in the order of the catalogue: by architecture, consumer GPUs first."""
     return [_gpu(name) for name in _document()["gpus"]]
 
 
 def gpu(name: str) -> Gpu:
-    """The card of that name, alias or driver's name (`NVIDIA GeForce RTX 4090`). `asked.resolve_gpu` knows slices
-    of cards, other memories and this machine's cards besides.
+    """The GPU of that name, alias or driver's name (`NVIDIA GeForce RTX 4090`). `machine.resolve_gpu` also
+    knows slices, other memory sizes and this machine's GPUs.
 
-    Raises UserError for an unknown name, and for one that means cards of different memory (`a100`).
+    Raises UserError for an unknown name, and for one that means GPUs of different memory (`a100`).
     """
     return _gpu(resolve("gpu", name, _plain(name), _document()["gpus"], _document()["aliases"]))
 
 
 def named(name: str) -> list[Gpu]:
-    """All cards that a name, alias or driver's name can mean; none for an unknown one."""
+    """All GPUs that a name, alias or driver's name can mean; none for an unknown one."""
     return [_gpu(found) for found in meant(_plain(name), _document()["gpus"], _document()["aliases"])]
 
 
 def no_gpu(name: str) -> str:
-    """The end of a sentence that says that there is no such card: why, where that is known, and what is nearest."""
+    """The end of an error for an unknown GPU: the reason, if known, and the nearest names."""
     return instead("gpu", _plain(name), _document()["gpus"], _document()["aliases"])
 
 
 def gpu_aliases(name: str) -> tuple[str, ...]:
-    """The further names that mean this card alone."""
+    """Other names of this GPU alone."""
     return aliases_of(name, _document()["aliases"])
 
 
 MEDIA_ENGINES = r"[+-](me\.all|me|gfx)"
-"""What a profile's name says of engines for video and graphics: nothing of memory and multiprocessors."""
+"""Parts of a profile's name for video and graphics engines, which change neither memory nor multiprocessors."""
 
 
 class Profile(Strict):
@@ -220,9 +222,9 @@ class Profile(Strict):
 
 
 class Layout(Strict):
-    """How `cards` of `sms` multiprocessors and so many memory slices are divided; `source` is of the listing."""
+    """How `gpus` of `sms` multiprocessors and `slices` of memory are divided; `source`: of the listing."""
 
-    cards: tuple[str, ...]
+    gpus: tuple[str, ...]
     sms: PositiveInt
     slices: PositiveInt
     source: str
@@ -231,55 +233,55 @@ class Layout(Strict):
 
 @cache
 def _layouts() -> dict[str, Layout]:
-    layouts = [Layout.model_validate(entry) for entry in load_json("mig.json")["layouts"]]
-    return {card: layout for layout in layouts for card in layout.cards}
+    layouts = [Layout.model_validate(entry) for entry in _document()["mig"]["layouts"]]
+    return {gpu: layout for layout in layouts for gpu in layout.gpus}
 
 
-def mig_profiles(card: Gpu) -> tuple[str, ...]:
-    """The names of the slices that a card can be divided into; none for a card without MIG."""
-    layout = _layouts().get(card.name)
+def mig_profiles(gpu: Gpu) -> tuple[str, ...]:
+    """The profiles of a GPU; empty without MIG."""
+    layout = _layouts().get(gpu.name)
     return () if layout is None else tuple(layout.profiles)
 
 
-def mig_slice(card: Gpu, profile: str) -> Gpu:
-    """The slice as a card of its own: compute by its share of the multiprocessors, bandwidth by its share of the
-    memory slices, and no NVLink, since MIG lets instances reach no other GPU; PCIe is shared with the others.
+def mig_slice(gpu: Gpu, profile: str) -> Gpu:
+    """The slice as a GPU: compute by its share of multiprocessors, bandwidth by its share of memory slices, no NVLink
+    (MIG instances reach no other GPU), and shared PCIe.
 
-    Raises UserError for a card without MIG and for a profile that it does not have.
+    Raises UserError for a GPU without MIG and for a profile that it does not have.
     """
-    layout = _layouts().get(card.name)
+    layout = _layouts().get(gpu.name)
     if layout is None:
-        raise UserError(f"{card.name} has no MIG slices here; cards that have: {', '.join(_layouts())}")
+        raise UserError(f"{gpu.name} has no MIG slices here; GPUs that have: {', '.join(_layouts())}")
     name = re.sub(rf"{MEDIA_ENGINES}$", "", profile.casefold())
     found = layout.profiles.get(name)
     if found is None:
-        raise UserError(f"{card.name} has no MIG profile {profile!r}; it has {', '.join(layout.profiles)}")
-    guide = load_json("mig.json")["guide"]
-    usable_mib = min(int(found.gib * 1024), card.usable_mib)
+        raise UserError(f"{gpu.name} has no MIG profile {profile!r}; it has {', '.join(layout.profiles)}")
+    guide = _document()["mig"]["guide"]
+    usable_mib = min(int(found.gib * 1024), gpu.usable_mib)
     origin = layout.source if found.sighted else f"derived: multiples of a smaller profile of {layout.source}"
     compute, bandwidth = found.sms / layout.sms, found.slices / layout.slices
-    return card.model_copy(
+    return gpu.model_copy(
         update={
-            "name": f"{card.name}:{name}",
-            "title": f"{card.title} MIG {name}",
+            "name": f"{gpu.name}:{name}",
+            "title": f"{gpu.title} MIG {name}",
             "multiprocessors": found.sms,
             "l2_mib": None,
             "total_mib": usable_mib,
             "total_verified": found.sighted,
             "usable_mib": usable_mib,
             "usable_verified": found.sighted,
-            "tflops": _scaled(card.tflops, compute),
-            "bandwidth_gbs": round(card.bandwidth_gbs * bandwidth, 1),
+            "tflops": _scaled(gpu.tflops, compute),
+            "bandwidth_gbs": round(gpu.bandwidth_gbs * bandwidth, 1),
             "nvlink_gbs": None,
             "sources": Sources(
                 total=origin,
                 usable=origin,
                 multiprocessors=origin,
-                compute=f"{found.sms} of {layout.sms} multiprocessors ({origin}); the card: {card.sources.compute}",
-                bandwidth=f"{found.slices} of {layout.slices} memory slices ({guide}); the card: "
-                f"{card.sources.bandwidth}",
-                link=f"no peer-to-peer under MIG, PCIe shared with the other instances ({guide}); the card: "
-                f"{card.sources.link}",
+                compute=f"{found.sms} of {layout.sms} multiprocessors ({origin}); the GPU: {gpu.sources.compute}",
+                bandwidth=f"{found.slices} of {layout.slices} memory slices ({guide}); the GPU: "
+                f"{gpu.sources.bandwidth}",
+                link=f"no peer-to-peer under MIG, PCIe shared with the other instances ({guide}); the GPU: "
+                f"{gpu.sources.link}",
             ),
         }
     )
@@ -305,8 +307,8 @@ SHARED_PER_BLOCK_BYTES = 48 * KIB
 
 
 class Capability(Strict):
-    """The most that one multiprocessor holds at a time: `threads` and `blocks`; its shared memory in bytes, and how
-    much of that a single block may ask for (`shared_optin_bytes`). `cores` are its fp32 units."""
+    """Limits of one multiprocessor: resident `threads` and `blocks`, shared memory in bytes, and the part that one
+    block may request (`shared_optin_bytes`). `cores`: its fp32 units."""
 
     threads: PositiveInt
     blocks: PositiveInt
@@ -340,7 +342,7 @@ shared memory as cuda_occupancy.h of CUDA 13.5 has them; cores: "Throughput of N
 
 
 def capability(compute_capability: tuple[int, int]) -> Capability:
-    """Raises UserError for a compute capability that no card of the catalogue has."""
+    """Raises UserError for a compute capability that no GPU of the catalogue has."""
     found = CAPABILITIES.get(compute_capability)
     if found is None:
         known = ", ".join(f"{major}.{minor}" for major, minor in CAPABILITIES)

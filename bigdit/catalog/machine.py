@@ -1,6 +1,6 @@
-"""The card that `--gpu` and `--gpu-memory` ask for: of the catalogue, a slice of one, or this machine's own.
+"""The GPU of `--gpu` and `--gpu-memory`: one of the catalogue, a slice, or this machine's.
 
-This machine's cards are as its driver tells of them through nvidia-smi; torch is not asked, for it is slow.
+This machine's GPUs are read from nvidia-smi, because importing torch is slow.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from bigdit.units import MIB, gib, parse_bytes
 
 FIELDS = ("index", "uuid", "name", "memory.total", "memory.used", "memory.free", "mig.mode.current")
 TIMEOUT_S = 60
-NOTABLE_MIB = 1024  # in use by others: less is what drivers and desktops take by themselves
-INSTEAD = "name a card instead, such as --gpu a100-80g-sxm (`bigdit gpus` lists all)"
+NOTABLE_MIB = 1024  # in use by others; drivers and desktops use less
+INSTEAD = "name a GPU instead, such as --gpu a100-80g-sxm (`bigdit gpus` lists all)"
 
 
 class Reading(NamedTuple):
-    """A row of nvidia-smi; memory in MiB. What the driver keeps for itself is neither used nor free; `total_mib` has it
-    from driver 510 on."""
+    """A row of nvidia-smi; memory in MiB. The driver's own part is neither used nor free; from driver 510 on
+    `total_mib` includes it."""
 
     number: str
     uuid: str
@@ -39,29 +39,30 @@ class Reading(NamedTuple):
 
     @property
     def usable_mib(self) -> int:
-        """What a CUDA process is told of an idle card."""
+        """What a CUDA process sees of an idle GPU."""
         return self.used_mib + self.free_mib
 
 
 def found_gpus() -> tuple[Gpu, ...]:
-    """The cards that a run on this machine would see, in the driver's order: the catalogue's rates, the driver's own
-    bytes. CUDA_VISIBLE_DEVICES is heeded, its numbers taken in the order of nvidia-smi.
+    """The GPUs that a run on this machine sees, in the driver's order: the catalogue's rates, the driver's bytes.
 
-    Raises UserError where there is no card, where the driver cannot be asked, and for a card that the catalogue
+    CUDA_VISIBLE_DEVICES is obeyed, with numbers as in nvidia-smi.
+
+    Raises UserError where there is no GPU, where the driver cannot be asked, and for a GPU that the catalogue
     does not have or that MIG has divided.
     """
     readings = _visible(_readings())
     problems = [problem for reading in readings if (problem := _problem(reading)) is not None]
     if problems:
         raise UserError(*problems)
-    return tuple(_card(reading) for reading in readings)
+    return tuple(_gpu(reading) for reading in readings)
 
 
 def _readings() -> list[Reading]:
-    """All cards of the machine. Raises UserError where nvidia-smi is missing, fails, or lists none."""
+    """All GPUs of the machine. Raises UserError where nvidia-smi is missing, fails, or lists none."""
     command = shutil.which("nvidia-smi")
     if command is None:
-        raise UserError(f"--gpu auto asks nvidia-smi for this machine's cards, and it is not on the PATH; {INSTEAD}")
+        raise UserError(f"--gpu auto needs nvidia-smi, which is not on the PATH; {INSTEAD}")
     query = [command, f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=TIMEOUT_S)
@@ -69,11 +70,11 @@ def _readings() -> list[Reading]:
         raise UserError(f"--gpu auto: nvidia-smi did not answer within {TIMEOUT_S} s; {INSTEAD}") from None
     except OSError as error:
         raise UserError(f"--gpu auto: {command} does not run ({error.strerror}); {INSTEAD}") from None
-    said = (done.stdout.strip() or done.stderr.strip() or "nothing").splitlines()
-    if said[0] in ("nothing", "No devices were found"):
-        raise UserError(f"--gpu auto: nvidia-smi finds no card in this machine; {INSTEAD}")
+    output = (done.stdout.strip() or done.stderr.strip() or "nothing").splitlines()
+    if output[0] in ("nothing", "No devices were found"):
+        raise UserError(f"--gpu auto: nvidia-smi finds no GPU in this machine; {INSTEAD}")
     if done.returncode != 0:
-        raise UserError(f"--gpu auto: nvidia-smi failed with status {done.returncode}: {said[0]}; {INSTEAD}")
+        raise UserError(f"--gpu auto: nvidia-smi failed with status {done.returncode}: {output[0]}; {INSTEAD}")
     rows = csv.reader(done.stdout.splitlines(), skipinitialspace=True)
     try:
         return [
@@ -82,12 +83,12 @@ def _readings() -> list[Reading]:
         ]
     except ValueError:
         raise UserError(
-            f"--gpu auto: nvidia-smi tells no memory of a card ({said[0]!r}); name it, with --gpu-memory if need be"
+            f"--gpu auto: nvidia-smi shows no memory of a GPU ({output[0]!r}); name it, with --gpu-memory if needed"
         ) from None
 
 
 def _visible(readings: list[Reading]) -> list[Reading]:
-    """Those that CUDA_VISIBLE_DEVICES lists, up to the first entry that is none of them, which is where CUDA stops."""
+    """The GPUs that CUDA_VISIBLE_DEVICES lists, up to the first unknown entry, where CUDA stops too."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         return readings
@@ -99,102 +100,101 @@ def _visible(readings: list[Reading]) -> list[Reading]:
         seen.append(match[0])
     if not seen:
         raise UserError(
-            f"--gpu auto: CUDA_VISIBLE_DEVICES={listed} shows none of this machine's {len(readings)} cards; unset it, "
-            "or name a card, with its slice where MIG divides it (--gpu a100-80g-sxm:3g.40gb)"
+            f"--gpu auto: CUDA_VISIBLE_DEVICES={listed} shows none of this machine's {len(readings)} GPUs; unset it, "
+            "or name a GPU, with its slice where MIG divides it (--gpu a100-80g-sxm:3g.40gb)"
         )
     return seen
 
 
 def _candidate(reading: Reading) -> Gpu | None:
-    """The catalogue's card of the driver's name; of several, the one of the nearest memory."""
+    """The catalogue's GPU of the driver's name; of several, that with the nearest memory."""
     candidates = named(reading.name)
-    return min(candidates, key=lambda card: abs(card.total_mib - reading.total_mib), default=None)
+    return min(candidates, key=lambda found: abs(found.total_mib - reading.total_mib), default=None)
 
 
 def _problem(reading: Reading) -> str | None:
-    card = _candidate(reading)
-    if card is None:
+    found = _candidate(reading)
+    if found is None:
         return (
-            f"card {reading.number} of this machine, {reading.name!r} with {reading.usable_mib} MiB, is not in the "
+            f"GPU {reading.number} of this machine, {reading.name!r} with {reading.usable_mib} MiB, is not in the "
             "catalogue; plan with the rates of one like it: "
             f"--gpu {_near(reading)} --gpu-memory {reading.usable_mib}MiB"
         )
     if reading.mig:
-        profiles = mig_profiles(card)
-        slices = f": --gpu {card.name}:{profiles[0]} (it has {', '.join(profiles)})" if profiles else ""
-        return f"card {reading.number} of this machine, {card.name}, is divided by MIG; name a slice of it{slices}"
+        profiles = mig_profiles(found)
+        slices = f": --gpu {found.name}:{profiles[0]} (it has {', '.join(profiles)})" if profiles else ""
+        return f"GPU {reading.number} of this machine, {found.name}, is divided by MIG; name a slice of it{slices}"
     return None
 
 
 def _near(reading: Reading) -> str:
-    """The card that an unknown one is most like: whose whole name it has, or one much like it; else by memory."""
-    cards = [g for g in gpus() if g.memory_bounds[0] <= reading.usable_mib * MIB <= g.memory_bounds[1]] or gpus()
-    titles = {card.title: card.name for card in cards}
+    """The GPU nearest to an unknown one: by its whole name, a similar name, or its memory."""
+    known = [g for g in gpus() if g.memory_bounds[0] <= reading.usable_mib * MIB <= g.memory_bounds[1]] or gpus()
+    titles = {found.title: found.name for found in known}
     whole = sorted((title for title in titles if reading.name.startswith(title)), key=len)[-1:]
     alike = whole or difflib.get_close_matches(reading.name, titles, n=1)
-    return titles[alike[0]] if alike else min(cards, key=lambda card: abs(card.total_mib - reading.total_mib)).name
+    return titles[alike[0]] if alike else min(known, key=lambda found: abs(found.total_mib - reading.total_mib)).name
 
 
-def _card(reading: Reading) -> Gpu:
-    card = _candidate(reading)
-    assert card is not None, "its problem has been raised"
+def _gpu(reading: Reading) -> Gpu:
+    found = _candidate(reading)
+    assert found is not None, "its problem has been raised"
     if reading.used_mib > NOTABLE_MIB:
         log.notice(
-            f"card {reading.number}, {card.name}: {reading.used_mib} MiB of {reading.usable_mib} are in use by others "
-            "now; the plan takes the whole card"
+            f"GPU {reading.number}, {found.name}: {reading.used_mib} MiB of {reading.usable_mib} are in use by other "
+            "programs; the plan assumes the whole GPU"
         )
-    told = f"nvidia-smi of this machine: used {reading.used_mib} and free {reading.free_mib} MiB"
-    return card.model_copy(
+    usable = f"nvidia-smi of this machine: used {reading.used_mib} and free {reading.free_mib} MiB"
+    return found.model_copy(
         update={
             "total_mib": max(reading.total_mib, reading.usable_mib),
             "total_verified": True,
             "usable_mib": reading.usable_mib,
             "usable_verified": True,
-            "sources": card.sources.model_copy(
-                update={"total": f"nvidia-smi of this machine: {reading.total_mib} MiB", "usable": told}
+            "sources": found.sources.model_copy(
+                update={"total": f"nvidia-smi of this machine: {reading.total_mib} MiB", "usable": usable}
             ),
         }
     )
 
 
-SLICE = re.compile(r"^(?P<card>.+?)(?::|[\s_-]mig[\s_-])(?P<profile>\S+)$", re.IGNORECASE)
+SLICE = re.compile(r"^(?P<gpu>.+?)(?::|[\s_-]mig[\s_-])(?P<profile>\S+)$", re.IGNORECASE)
 
 
 def resolve_gpu(name: str | None, memory: str | None = None) -> Gpu:
-    """The card to plan for.
+    """The GPU to plan for.
 
-    `name`: one of the catalogue, an alias or a driver's name; `CARD:PROFILE`, a slice as MIG makes it, or as torch
-    names it (`NVIDIA A100-SXM4-80GB MIG 3g.40gb`); `auto`, the card of this machine, of several the one with the
-    least memory (`machine.found_gpus` has them all). `memory`, such as `46068MiB`, takes the place of the bytes that
-    a CUDA process is told; its rates stay the named card's.
-    Raises UserError for a name that means no card or several, and for a memory that such a card cannot have.
+    `name`: one of the catalogue, an alias or a driver's name; `GPU:PROFILE`, a slice as MIG or torch names it
+    (`NVIDIA A100-SXM4-80GB MIG 3g.40gb`); `auto`, this machine's GPU, of several that with the least memory
+    (`machine.found_gpus` has all). `memory`, such as `46068MiB`, replaces the usable bytes; the rates stay.
+    Raises UserError for a name that means no GPU or several, and for a memory that such a GPU cannot have.
     """
     if name is None or name.strip().casefold() in ("", "custom"):
         raise UserError(_unnamed(memory))
-    card = _named(name.strip())
-    return card if memory is None else _with_memory(card, memory)
+    found = _named(name.strip())
+    return found if memory is None else _with_memory(found, memory)
 
 
 def _named(name: str) -> Gpu:
     if name.casefold() == "auto":
-        cards = found_gpus()
-        least = min(cards, key=lambda card: card.usable_bytes)
-        if len({card.name for card in cards}) > 1:
-            held = ", ".join(f"{card.name} ({gib(card.usable_bytes)})" for card in cards)
-            log.notice(f"this machine's cards differ: {held}; planned for the {least.name}, which has the least memory")
+        known = found_gpus()
+        least = min(known, key=lambda found: found.usable_bytes)
+        if len({found.name for found in known}) > 1:
+            held = ", ".join(f"{found.name} ({gib(found.usable_bytes)})" for found in known)
+            log.notice(f"this machine's GPUs differ: {held}; planned for the {least.name}, which has the least memory")
         return least
     parts = None if refusal("gpu", name) else SLICE.match(name)  # cuda:0 is no slice
-    return gpu(name) if parts is None else mig_slice(gpu(parts["card"]), parts["profile"])
+    return gpu(name) if parts is None else mig_slice(gpu(parts["gpu"]), parts["profile"])
 
 
 def _unnamed(memory: str | None) -> str:
     if memory is None:
-        return "no card was named; --gpu takes one of `bigdit gpus`, or auto for this machine's own"
+        return "no GPU was named; --gpu takes one of `bigdit gpus`, or auto for this machine's own"
     asked = _bytes(memory)
-    near = sorted(gpus(), key=lambda card: abs(card.total_bytes - asked))[:3]
-    like = ", ".join(f"{card.name} ({card.total_mib} MiB)" for card in near)
+    near = sorted(gpus(), key=lambda found: abs(found.total_bytes - asked))[:3]
+    like = ", ".join(f"{found.name} ({found.total_mib} MiB)" for found in near)
     return (
-        f"--gpu-memory {memory} says nothing of a card's speed; name with --gpu the card whose rates to take, "
+        f"--gpu-memory {memory} says nothing of speed; name a GPU with the right rates by --gpu, "
         f"nearest in memory: {like}"
     )
 
@@ -206,28 +206,28 @@ def _bytes(memory: str) -> int:
         raise UserError(f"--gpu-memory: {error}") from None
 
 
-def _with_memory(card: Gpu, memory: str) -> Gpu:
+def _with_memory(found: Gpu, memory: str) -> Gpu:
     asked = _bytes(memory)
-    low, high = card.memory_bounds
+    low, high = found.memory_bounds
     if not low <= asked <= high:
         raise UserError(
-            f"--gpu-memory {memory} is {gib(asked)}, and the {card.name}, of {card.total_mib} MiB, can have "
+            f"--gpu-memory {memory} is {gib(asked)}, and the {found.name}, of {found.total_mib} MiB, can have "
             f"{-(-low // MIB)} to {high // MIB} MiB"
         )
     mib = asked // MIB
-    if (card.usable_mib + card.total_mib) / 2 < mib <= card.total_mib:
+    if (found.usable_mib + found.total_mib) / 2 < mib <= found.total_mib:
         log.notice(
-            f"--gpu-memory {memory} is the total of the {card.name} in nvidia-smi rather than its used + free, of "
-            f"which processes are told: {card.usable_mib} MiB; the plan may promise too much"
+            f"--gpu-memory {memory} is the total of the {found.name} in nvidia-smi and not its used + free, "
+            f"{found.usable_mib} MiB, which processes see; the plan may be too optimistic"
         )
-    return card.model_copy(
+    return found.model_copy(
         update={
-            "title": f"{card.title} with {mib} MiB",
+            "title": f"{found.title} with {mib} MiB",
             "usable_mib": mib,
             "usable_verified": True,
-            "total_mib": max(card.total_mib, mib),
-            "sources": card.sources.model_copy(
-                update={"usable": f"--gpu-memory {memory}, in place of {card.usable_mib} MiB ({card.sources.usable})"}
+            "total_mib": max(found.total_mib, mib),
+            "sources": found.sources.model_copy(
+                update={"usable": f"--gpu-memory {memory}, in place of {found.usable_mib} MiB ({found.sources.usable})"}
             ),
         }
     )

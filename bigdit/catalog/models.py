@@ -1,4 +1,4 @@
-"""Diffusion transformers: constructor arguments, verified parameter counts, and the shapes they are fed."""
+"""Diffusion transformers: constructor arguments, verified parameter counts, and input shapes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bigdit.strategy import BatchShape, ModelSpec, Strict
 
 
 class TextInput(Strict):
-    """The text embeddings a model is fed, (tokens, dim) per sample; None where that is not one known shape."""
+    """The text embeddings of a model, (tokens, dim) per sample; None where the shape is unknown or varies."""
 
     encoder: str
     tokens: PositiveInt | None
@@ -39,7 +39,7 @@ class Vae(Strict):
 
 
 class Clip(Strict):
-    """The video that a checkpoint was published for, in pixels and frames, of which `fps` are a second."""
+    """The video size that a checkpoint was published for: pixels, frames, and frames per second."""
 
     height: PositiveInt
     width: PositiveInt
@@ -94,32 +94,32 @@ class CatalogModel(Strict):
 
     @property
     def training_obstacle(self) -> str | None:
-        """Why it cannot be trained from a feature store, of latents and text or classes; None where it can."""
+        """Why it cannot be trained from a store of latents and text or classes; None where it can."""
         return training_obstacle(self.spec)
 
     @property
     def text_pipeline(self) -> str | None:
-        """The diffusers pipeline by which `bigdit extract` encodes its text; None without text, and where none does."""
+        """The diffusers pipeline that encodes its text; None without text, or where bigdit cannot encode it."""
         return None if self.text is None else pipeline_of(self.spec.class_name, self.text.dim)
 
     @property
     def extractable(self) -> bool:
-        """Whether `bigdit extract` makes the features that it is trained on."""
+        """Whether `bigdit extract` can encode its training data."""
         return self.trainable and (self.text is None or self.text_pipeline is not None)
 
     @property
     def extract_obstacle(self) -> str | None:
-        """Why `bigdit extract` does not make the features that it is trained on; None where it does."""
+        """Why `bigdit extract` cannot encode its training data; None where it can."""
         if self.extractable or self.text is None or not self.trainable:
             return None
         return (
-            f"its text is encoded by {self.text.encoder}, of whose pipeline `bigdit extract` has no recipe; it trains "
-            "on a store whose text was encoded elsewhere"
+            f"`bigdit extract` cannot encode the text of its encoder {self.text.encoder}; train it on a store whose "
+            "text was encoded elsewhere"
         )
 
     @property
     def square(self) -> bool:
-        """Whether it takes squares alone."""
+        """Whether it takes only squares."""
         inputs = FAMILIES.get(self.spec.class_name)
         return inputs is not None and inputs.square
 
@@ -159,23 +159,23 @@ def model(name: str) -> CatalogModel:
 
 
 def no_model(name: str) -> str:
-    """The end of a sentence that says that there is no such model: why, where that is known, and what is nearest."""
+    """The end of an error for an unknown model: the reason, if known, and the nearest names."""
     return instead("model", normalise(name), _document()["models"], _aliases())
 
 
 def model_aliases(name: str) -> tuple[str, ...]:
-    """The further names that mean this model alone, without its repositories on the hub."""
+    """Other names of this model alone, without its repositories on the hub."""
     return aliases_of(name, _document()["aliases"])
 
 
 def repositories(name: str) -> tuple[str, ...]:
-    """The repositories of the hub that hold this model's weights, as `owner/name`."""
+    """The hub's repositories with this model's weights, as `owner/name`."""
     return tuple(repository for repository, held in _document()["hub"].items() if held == name)
 
 
 @cache
 def _aliases() -> Aliases:
-    """All names beside the catalogue's own: the aliases, and the repositories of the hub with and without owner."""
+    """All other names of models: aliases, and repositories of the hub with and without owner."""
     found: dict[str, list[str]] = dict(_document()["aliases"])
     for repository, held in _document()["hub"].items():
         found[repository] = found[repository.split("/")[1]] = [held]
@@ -185,9 +185,9 @@ def _aliases() -> Aliases:
 def latent_shape(
     model: CatalogModel, height: int, width: int, frames: int | None = None
 ) -> tuple[int, int, int] | tuple[int, int, int, int]:
-    """Latents (channels, h, w) of a picture of `height` × `width` pixels, (channels, f, h, w) of a video.
+    """Latents (channels, h, w) of an image of `height` × `width` pixels, (channels, f, h, w) of a video.
 
-    Raises UserError for a video without `frames`, a picture with them, and for pixels and frames that the VAE
+    Raises UserError for a video without `frames`, an image with them, and for pixels and frames that the VAE
     and the patches do not divide.
     """
     vae = model.vae
@@ -197,7 +197,7 @@ def latent_shape(
     if model.square and height != width:
         side = min(height, width)
         problems.append(
-            f"{model.name} takes squares alone, and {height} × {width} was asked for; nearest: {side} × {side}"
+            f"{model.name} takes only squares, and {height} × {width} was asked for; nearest: {side} × {side}"
         )
     if problems:
         raise UserError(*problems)
@@ -214,7 +214,7 @@ def batch_shape(
     """Shapes of one sample with `resolution` pixels a side or (height, width), the model's own where it is None,
     and so many `frames` of a video.
 
-    Raises UserError where the model states no resolution, or is fed text of no known length.
+    Raises UserError where the model states no resolution, or its text has no known length.
     """
     height, width = _native_sides(model) if resolution is None else _sides(resolution)
     if frames is None and model.clip is not None:
@@ -254,10 +254,10 @@ def _misfit(model: CatalogModel, side: str, pixels: int) -> list[str]:
 
 def _frames_misfit(model: CatalogModel, frames: int | None) -> list[str]:
     if not model.video:
-        return [] if frames is None else [f"{model.name} makes pictures, and {frames} frames were asked for"]
+        return [] if frames is None else [f"{model.name} makes images, and {frames} frames were asked for"]
     step = model.vae.temporal_downsample
     if frames is None:
-        return [f"{model.name} is a video model, whose latents have frames; give their number, such as {8 * step + 1}"]
+        return [f"{model.name} is a video model; give the number of frames, such as {8 * step + 1}"]
     if frames >= 1 and (frames - 1) % step == 0:
         return []
     below = (max(frames, 1) - 1) // step * step + 1
@@ -269,7 +269,7 @@ def _frames_misfit(model: CatalogModel, frames: int | None) -> list[str]:
 
 
 class Gate(Strict):
-    """Where it is said that a repository is gated, and the day on which that was so."""
+    """The source that says that a repository is gated, and its date."""
 
     source: str
     seen: datetime.date
@@ -277,12 +277,12 @@ class Gate(Strict):
 
 @cache
 def gates() -> dict[str, Gate]:
-    """By repository, as `owner/name`."""
-    return {repository: Gate.model_validate(entry) for repository, entry in load_json("gated.json")["gated"].items()}
+    """Gated repositories, as `owner/name`."""
+    return {repository: Gate.model_validate(entry) for repository, entry in _document()["gated"].items()}
 
 
 def before_download(repository: str) -> str | None:
-    """What comes before `hf download`; None of a repository that is not known to be gated."""
+    """What must be done before `hf download`; None for a repository that is not known to be gated."""
     if repository not in gates():
         return None
     return f"accept the licence at https://huggingface.co/{repository}, and log in by `hf auth login`"

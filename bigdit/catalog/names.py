@@ -1,4 +1,4 @@
-"""Names as people write them, resolved to the catalogue's; its JSON files, read where the package lies."""
+"""Names as people write them, resolved to the catalogue's; and its JSON files."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from bigdit.errors import UserError
 from bigdit.strategy import Strict
 
 SUGGESTED = 4
-"""Names that are suggested, at most."""
+"""The most suggested names."""
 
 Aliases = Mapping[str, Sequence[str]]
 
 
 class Refused(Strict):
-    """What people ask for and the catalogue cannot have. `asked`: a regular expression over normalised names, whose
-    group `rest` is what else the name says; `reason` is the user's answer, `nearest` names of the catalogue."""
+    """A name that the catalogue cannot have. `asked`: a regular expression over normalised names, whose group `rest` is
+    the remaining name; `reason`: the answer for the user; `nearest`: names of the catalogue."""
 
     asked: str
     reason: str
@@ -32,14 +32,14 @@ class Refused(Strict):
 
 
 def load_json(file: str) -> dict[str, Any]:
-    """A JSON document that is shipped with bigdit.catalog."""
+    """A JSON document of the package."""
     document: dict[str, Any] = json.loads((resources.files(__package__) / file).read_text(encoding="utf-8"))
     return document
 
 
 @cache
 def refusals(kind: str) -> tuple[Refused, ...]:
-    """What is refused of a kind, "model" or "gpu", the narrower entries first."""
+    """Refused names of a kind, "model" or "gpu", narrower entries first."""
     return tuple(Refused.model_validate(entry) for entry in load_json("refused.json")[kind])
 
 
@@ -49,7 +49,7 @@ def normalise(name: str) -> str:
 
 
 def meant(name: str, known: Collection[str], aliases: Aliases) -> tuple[str, ...]:
-    """The catalogue's names that `name` stands for, wherever its hyphens are: `wan-2.1-14b` is wan2.1-14b."""
+    """The catalogue's names that `name` means, whatever its hyphens: `wan-2.1-14b` is wan2.1-14b."""
     plain = _squeezed(name)
     for each in known:
         if _squeezed(each) == plain:
@@ -63,9 +63,8 @@ def meant(name: str, known: Collection[str], aliases: Aliases) -> tuple[str, ...
 def resolve(kind: str, asked: str, plain: str, known: Collection[str], aliases: Aliases) -> str:
     """The catalogue's name for `plain`, which is one of `known` or an alias of exactly one of them.
 
-    Raises UserError for an alias of several (they are listed), for what cannot be in the catalogue (the reason is
-    said), and for a name that is unknown (the nearest ones are listed); `kind`, "model" or "gpu", and `asked`, as
-    the user wrote it, are for these messages.
+    Raises UserError for an alias of several (listing them), for a refused name (with the reason), and for an unknown
+    name (with the nearest). Messages have `kind`, "model" or "gpu", and the name as `asked`.
     """
     targets = meant(plain, known, aliases)
     if len(targets) == 1:
@@ -76,7 +75,7 @@ def resolve(kind: str, asked: str, plain: str, known: Collection[str], aliases: 
 
 
 def instead(kind: str, plain: str, known: Collection[str], aliases: Aliases) -> str:
-    """Why a name is not among the known ones, where that is known, and which of them are nearest."""
+    """Why a name is unknown, if there is a reason, and the nearest names."""
     for refused in refusals(kind):
         found = re.search(refused.asked, plain)
         if found:
@@ -94,7 +93,7 @@ def instead(kind: str, plain: str, known: Collection[str], aliases: Aliases) -> 
 
 
 def refusal(kind: str, name: str) -> str:
-    """Why a name is refused, as `instead` says it; empty where nothing is known against it."""
+    """Why a name is refused; empty where it is not."""
     return next((f": {each.reason}" for each in refusals(kind) if re.search(each.asked, normalise(name))), "")
 
 
@@ -104,15 +103,14 @@ def aliases_of(name: str, aliases: Aliases) -> tuple[str, ...]:
 
 
 def _alike(plain: str, known: Collection[str], aliases: Aliases) -> list[str]:
-    """The names that share most of what `plain` says, by its words, the rarer the heavier: a size or a version that
-    nothing has counts for nothing, and letters decide only between those that say as much."""
+    """The names that share most words with `plain`, weighted by rarity. Letters decide only between equal ones."""
     spoken = {name: [name, *(alias for alias, targets in aliases.items() if name in targets)] for name in known}
-    said = {name: frozenset().union(*map(_words, names)) for name, names in spoken.items()}
+    words_of = {name: frozenset().union(*map(_words, names)) for name, names in spoken.items()}
     shared = {
-        word: [name for name, words in said.items() if any(each.startswith(word) for each in words)]
+        word: [name for name, words in words_of.items() if any(each.startswith(word) for each in words)]
         for word in _words(plain)
     }
-    weights = {word: math.log(1 + len(said) / len(names)) for word, names in shared.items() if names}
+    weights = {word: math.log(1 + len(words_of) / len(names)) for word, names in shared.items() if names}
     scores = {name: sum(weight for word, weight in weights.items() if name in shared[word]) for name in known}
     best = max(scores.values(), default=0.0)
     if not best:

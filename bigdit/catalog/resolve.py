@@ -1,37 +1,38 @@
-"""The model that is asked for: by catalogue name, by a diffusers config.json, or written out.
+"""The model of a run or a plan: by catalogue name, by a diffusers config.json, or written out; with its VAE.
 
-What a user's own config.json does not say, its sibling in the catalogue lends.
+What a user's config.json lacks is taken from its sibling, the most similar model of the catalogue.
 """
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bigdit.catalog.families import FAMILIES, Inputs, argument_problems
 from bigdit.catalog.models import CatalogModel, TextInput, Vae, model, models
-from bigdit.catalog.names import refusal
-from bigdit.catalog.pipeline import CONFIG, config_of, folder_vae, index_of, pipeline_folder, text_widths
+from bigdit.catalog.names import load_json, refusal
 from bigdit.config.run import ModelConfig
-from bigdit.documents import parse_json, read_file
+from bigdit.documents import parse_json, read_file, read_json
 from bigdit.errors import UserError, nearest
 from bigdit.strategy import ModelSpec
 
-INDEX = "model_index.json"
+INDEX, CONFIG = "model_index.json", "config.json"
 TRANSFORMER = "transformer"
 """The folder of a transformer in a pipeline's, in diffusers' layout."""
 
 
 def model_spec(config: ModelConfig) -> ModelSpec:
-    """What is to be trained. Raises UserError unless exactly one of name, path and class_name is given, and for
-    arguments that no class takes."""
+    """The model to train. Raises UserError unless exactly one of name, path and class_name is given, and for arguments
+    that no class takes."""
     ways = [key for key in ("name", "path", "class_name") if getattr(config, key) is not None]
     if len(ways) != 1:
         found = " and ".join(f"model.{way}" for way in ways) or "none of them"
-        raise UserError(f"one of model.name, model.path and model.class_name says what is trained; {found} was found")
+        raise UserError(f"exactly one of model.name, model.path and model.class_name was expected; {found} was found")
     if config.kwargs and config.class_name is None:
-        raise UserError(f"model.kwargs goes with model.class_name, and model.{ways[0]} was found")
+        raise UserError(f"model.kwargs needs model.class_name, and model.{ways[0]} was found")
     if config.name is not None:
         return model(config.name).spec
     if config.path is not None:
@@ -41,8 +42,8 @@ def model_spec(config: ModelConfig) -> ModelSpec:
 
 
 def read_model_config(path: Path) -> ModelSpec:
-    """The ModelSpec in a diffusers `config.json`, in the folder that holds one, or in a pipeline's folder. It has the
-    name of its folder, of the pipeline where the transformer lies in one, or of a file that is called otherwise.
+    """The ModelSpec in a diffusers `config.json`, its folder, or a pipeline's folder. It has the name of its folder,
+    its pipeline, or a file with another name.
 
     Raises UserError where the file is missing, is not JSON, names no class, or has arguments that no class takes.
     """
@@ -75,7 +76,7 @@ def _sensible(spec: ModelSpec) -> ModelSpec:
 
 
 def config_file(path: Path) -> Path:
-    """The config.json of the transformer at `path`, which may be it, its folder, or a pipeline's or its index."""
+    """The config.json of the transformer at `path`: the file, its folder, a pipeline's folder or its index."""
     path = path.parent if path.name == INDEX else path
     if not os.path.isdir(path):  # False for a name that no file can have, where Path.is_dir raises
         return path
@@ -102,13 +103,12 @@ def find_model(asked: str) -> CatalogModel:
 
 
 def user_model(path: Path) -> CatalogModel:
-    """The model of a diffusers config.json, with all that a plan asks of a catalogue model; its parameters uncounted.
+    """The model of a diffusers config.json, with all that a plan needs; its parameters are not counted.
 
-    Channels, patch size and the width of the text are read from the config, the VAE from the pipeline's folder that it
-    lies in. What that does not say, the number of text tokens and without a pipeline the VAE, comes from the
-    catalogue's model of the same class with the most equal arguments: `unverified` says what.
-    Raises UserError for a class without an adapter, where the config lacks what the sibling cannot lend, and where the
-    VAE or the text encoders of the folder do not go with the transformer.
+    Channels, patch size and the width of the text are read from the config, the VAE from its pipeline's folder. The
+    number of text tokens, and without a pipeline the VAE, are the sibling's: `unverified` lists them.
+    Raises UserError for a class without an adapter, for a config that lacks other values, and where the VAE or the
+    text encoders of the folder do not fit the transformer.
     """
     file = config_file(path)
     folder = pipeline_folder(file)
@@ -140,9 +140,9 @@ def user_model(path: Path) -> CatalogModel:
 
 
 def of_arguments(spec: ModelSpec, own: Vae | None = None) -> CatalogModel:
-    """The model of these arguments and its pipeline's `own` VAE, with what its sibling lends.
+    """The model of these arguments and its pipeline's `own` VAE, completed from its sibling.
 
-    Raises UserError where one of them that decides shapes is no number that can.
+    Raises UserError where an argument that decides shapes is no valid number.
     """
     inputs, sibling = FAMILIES[spec.class_name], _sibling(spec, own)
     more = {"spec": spec, "params": None, "buffer_elems": None, "notes": None, "source": (), "pipeline": None}
@@ -150,7 +150,7 @@ def of_arguments(spec: ModelSpec, own: Vae | None = None) -> CatalogModel:
 
 
 def _read(spec: ModelSpec, inputs: Inputs, sibling: CatalogModel, own: Vae | None) -> dict[str, Any]:
-    """What the arguments say of a model, the sibling lends and the pipeline's `own` VAE is."""
+    """Fields of a model from its arguments, its sibling and the pipeline's `own` VAE."""
     vae, text = own or _vae(spec, inputs, sibling), _text(spec, inputs, sibling)
     return {
         "block_lists": _block_lists(spec, inputs, sibling),
@@ -164,7 +164,7 @@ def _read(spec: ModelSpec, inputs: Inputs, sibling: CatalogModel, own: Vae | Non
 
 
 def _check_transformer(path: Path, folder: Path | None) -> None:
-    """Raise UserError for the folder of a pipeline with something else than a transformer: a U-Net."""
+    """Raise UserError for the folder of a pipeline with a U-Net."""
     index = {} if folder is None else index_of(folder)
     if "transformer" not in index and "unet" in index:
         kind = index["unet"][-1] if isinstance(index["unet"], list) else "UNet2DConditionModel"
@@ -175,7 +175,7 @@ def _check_transformer(path: Path, folder: Path | None) -> None:
 def _check_together(
     spec: ModelSpec, inputs: Inputs, sibling: CatalogModel, vae: Vae | None, widths: dict[str, int]
 ) -> None:
-    """Raise UserError where the VAE's latents, or the text encoders' states, are none that the transformer takes."""
+    """Raise UserError where the VAE's latents or the text encoders' states do not fit the transformer."""
     problems = []
     usual = _packed(sibling.vae, inputs)
     taken = spec.kwargs.get("in_channels", sibling.spec.kwargs.get("in_channels", usual))
@@ -184,7 +184,7 @@ def _check_together(
         how = f" in patches of {PACKING} × {PACKING}" if inputs.packs else ""
         problems.append(
             f"transformer/config.json has in_channels {taken}, and vae/config.json gives "
-            f"{_packed(vae, inputs)}{how} (latents of {vae.latent_channels}): they do not go together"
+            f"{_packed(vae, inputs)}{how} (latents of {vae.latent_channels}): they do not fit together"
         )
     width = spec.kwargs.get(inputs.text_dim or "")
     wanted = width[0] if isinstance(width, list) and width else width
@@ -192,26 +192,26 @@ def _check_together(
         given = ", ".join(f"{name}/config.json {each}" for name, each in widths.items())
         problems.append(
             f"transformer/config.json has {inputs.text_dim} {wanted}, and the text encoders' states are "
-            f"as wide as {given}: they do not go together"
+            f"as wide as {given}: they do not fit together"
         )
     if problems:
         raise UserError(*problems)
 
 
 def _packed(vae: Vae, inputs: Inputs) -> int:
-    """The channels in which the latents of a VAE go into the model."""
+    """The channels of the model's input for the latents of a VAE."""
     return vae.latent_channels * (PACKING**2 if inputs.packs else 1)
 
 
 def _assumed(vae: Vae | None, text: TextInput | None, sibling: CatalogModel) -> str | None:
-    """What was taken from the sibling, in words; None where nothing was."""
+    """What was taken from the sibling, as text; None if nothing was."""
     taken = [] if vae is None else [f"the VAE ({vae.name}, {vae.downsample} × {vae.downsample} pixels a latent)"]
     taken += [] if text is None else [f"{text.tokens} text tokens"]
     return f"{' and '.join(taken)}, taken from {sibling.name}" if taken else None
 
 
 def _block_lists(spec: ModelSpec, inputs: Inputs, sibling: CatalogModel) -> tuple[tuple[str, int], ...]:
-    """The sibling's lists, at the lengths that the config says."""
+    """The sibling's lists, with the lengths of the config."""
     return tuple(
         (name, _whole(inputs.depths[name], spec.kwargs.get(inputs.depths[name], length)))
         if name in inputs.depths
@@ -221,7 +221,7 @@ def _block_lists(spec: ModelSpec, inputs: Inputs, sibling: CatalogModel) -> tupl
 
 
 def _sibling(spec: ModelSpec, vae: Vae | None) -> CatalogModel:
-    """The catalogue's model of that class with the most equal arguments, and of several the one with that VAE."""
+    """The catalogue's model of the class with the most equal arguments; of several that with this VAE."""
 
     def alike(candidate: CatalogModel) -> tuple[int, bool]:
         equal = sum(spec.kwargs.get(key) == value for key, value in candidate.spec.kwargs.items())
@@ -231,7 +231,7 @@ def _sibling(spec: ModelSpec, vae: Vae | None) -> CatalogModel:
 
 
 def _vae(spec: ModelSpec, inputs: Inputs, sibling: CatalogModel) -> Vae:
-    """The sibling's, or one of other channels. A model fed more than latents has the sibling's in_channels."""
+    """The sibling's VAE, or one with other channels. A model with further inputs has the sibling's in_channels."""
     found = spec.kwargs.get("in_channels")
     if found is None or found == sibling.spec.kwargs.get("in_channels"):
         return sibling.vae
@@ -281,9 +281,174 @@ def _resolution(spec: ModelSpec, vae: Vae, sibling: CatalogModel) -> int | None:
 
 
 def _whole(key: str, value: Any) -> int:
-    """A positive integer; of several, as (frames, height, width), the last."""
+    """A positive integer; the last of several, as in (frames, height, width)."""
     if isinstance(value, list) and value:
         value = value[-1]
     if not isinstance(value, int) or value < 1:
         raise UserError(f"{key} is {value!r}; a positive integer was expected")
     return value
+
+
+class _Ratios(NamedTuple):
+    """Pixels a latent, frames a latent, channels of the latents."""
+
+    space: int
+    time: int
+    channels: int
+
+
+def _halvings(config: dict[str, Any], key: str) -> int:
+    """Pixels per side of a latent, where each listed stage but the last halves them."""
+    return 1 << (len(config[key]) - 1)
+
+
+# By the class of a VAE. Source: diffusers 0.42.1, `spatial_compression_ratio` and `temporal_compression_ratio` of these
+# classes and `vae_scale_factor` of their pipelines.
+_RATIOS: dict[str, Callable[[dict[str, Any]], _Ratios]] = {
+    "AutoencoderKL": lambda c: _Ratios(_halvings(c, "block_out_channels"), 1, c["latent_channels"]),
+    "AutoencoderKLFlux2": lambda c: _Ratios(_halvings(c, "block_out_channels"), 1, c["latent_channels"]),
+    "AutoencoderDC": lambda c: _Ratios(_halvings(c, "encoder_block_out_channels"), 1, c["latent_channels"]),
+    "AutoencoderKLQwenImage": lambda c: _Ratios(2 ** len(c["temperal_downsample"]), 1, c["z_dim"]),
+    "AutoencoderKLWan": lambda c: _Ratios(c["scale_factor_spatial"], c["scale_factor_temporal"], c["z_dim"]),
+    "AutoencoderKLCogVideoX": lambda c: _Ratios(
+        _halvings(c, "block_out_channels"), c["temporal_compression_ratio"], c["latent_channels"]
+    ),
+    "AutoencoderKLHunyuanVideo": lambda c: _Ratios(
+        c["spatial_compression_ratio"], c["temporal_compression_ratio"], c["latent_channels"]
+    ),
+    "AutoencoderKLHunyuanVideo15": lambda c: _Ratios(
+        c["spatial_compression_ratio"], c["temporal_compression_ratio"], c["latent_channels"]
+    ),
+    "AutoencoderKLHunyuanImage": lambda c: _Ratios(c["spatial_compression_ratio"], 1, c["latent_channels"]),
+    "AutoencoderKLLTXVideo": lambda c: _Ratios(
+        c.get("spatial_compression_ratio") or c["patch_size"] * 2 ** sum(c["spatio_temporal_scaling"]),
+        c.get("temporal_compression_ratio") or c["patch_size_t"] * 2 ** sum(c["spatio_temporal_scaling"]),
+        c["latent_channels"],
+    ),
+    "AutoencoderKLMochi": lambda c: _Ratios(
+        math.prod(c["spatial_expansions"]), math.prod(c["temporal_expansions"]), c["latent_channels"]
+    ),
+}
+
+
+def pipeline_folder(config: Path) -> Path | None:
+    """The pipeline's folder around a transformer's config.json; None without one."""
+    folder = config.absolute().parent.parent
+    there = any(os.path.isfile(file) for file in (folder / INDEX, folder / "vae" / CONFIG))  # False for a name too long
+    return folder if there else None
+
+
+# Defaults for keys that an older config.json lacks. Source: the constructors in diffusers 0.42.1.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "AutoencoderKLFlux2": {"block_out_channels": [128, 256, 512, 512], "latent_channels": 32},
+    "AutoencoderDC": {"encoder_block_out_channels": [128, 256, 512, 512, 1024, 1024], "latent_channels": 32},
+    "AutoencoderKLQwenImage": {"temperal_downsample": [False, True, True], "z_dim": 16},
+    "AutoencoderKLWan": {"scale_factor_spatial": 8, "scale_factor_temporal": 4, "z_dim": 16},
+    "AutoencoderKLCogVideoX": {
+        "block_out_channels": [128, 256, 256, 512],
+        "temporal_compression_ratio": 4,
+        "latent_channels": 16,
+    },
+    "AutoencoderKLHunyuanVideo": {
+        "spatial_compression_ratio": 8,
+        "temporal_compression_ratio": 4,
+        "latent_channels": 16,
+    },
+    "AutoencoderKLHunyuanVideo15": {
+        "spatial_compression_ratio": 16,
+        "temporal_compression_ratio": 4,
+        "latent_channels": 32,
+    },
+    "AutoencoderKLLTXVideo": {
+        "patch_size": 4,
+        "patch_size_t": 1,
+        "spatio_temporal_scaling": [True, True, True, False],
+        "latent_channels": 128,
+    },
+    "AutoencoderKLMochi": {
+        "spatial_expansions": [2, 2, 2],
+        "temporal_expansions": [1, 2, 3],
+        "latent_channels": 12,
+    },
+}
+
+
+def folder_vae(folder: Path) -> Vae | None:
+    """The VAE in a pipeline's folder; None where it is missing or of an unknown class. Raises UserError for a
+    config.json without the arguments of its class."""
+    file = folder / "vae" / CONFIG
+    config = config_of(file)
+    class_name = str(config.get("_class_name"))
+    if class_name not in _RATIOS:
+        return None
+    try:
+        space, time, channels = _RATIOS[class_name](_DEFAULTS.get(class_name, {}) | config)
+        kwargs = {key: value for key, value in config.items() if not key.startswith("_")}
+        alike = _known(class_name, (space, time, channels), kwargs)
+        return Vae(
+            name=alike or f"the VAE of {folder.name}",
+            class_name=class_name,
+            kwargs=kwargs,
+            downsample=space,
+            temporal_downsample=time,
+            latent_channels=channels,
+            params=_vaes()[alike]["params"] if alike else None,
+            encoder_params=_vaes()[alike]["encoder_params"] if alike else None,
+            source=str(file),
+            notes=None,
+        )
+    except KeyError as error:
+        raise UserError(f"{file} has no {error.args[0]}, which {class_name} needs") from None
+    except (TypeError, ValueError):
+        raise UserError(f"{file} has no valid arguments of {class_name}") from None
+
+
+def text_widths(folder: Path) -> dict[str, int]:
+    """The width of the hidden states of each text encoder in a pipeline's folder; empty where its index leaves one out,
+    whose states are zeros."""
+    if any(name.startswith("text_encoder") and entry == [None, None] for name, entry in index_of(folder).items()):
+        return {}
+    found = {}
+    for file in sorted(folder.glob(f"text_encoder*/{CONFIG}")):
+        config = config_of(file)
+        config = config | config.get("text_config", {}) if isinstance(config.get("text_config"), dict) else config
+        width = config.get("d_model", config.get("hidden_size"))
+        if isinstance(width, int):
+            found[file.parent.name] = width
+    return found
+
+
+def index_of(folder: Path) -> dict[str, Any]:
+    """model_index.json of a pipeline's folder; empty without one."""
+    return config_of(folder / INDEX)
+
+
+def _vaes() -> dict[str, Any]:
+    vaes: dict[str, Any] = load_json("models.json")["vaes"]
+    return vaes
+
+
+def _known(class_name: str, ratios: tuple[int, int, int], kwargs: dict[str, Any]) -> str | None:
+    """The catalogue's VAE of that class and shape whose known arguments are all among `kwargs`."""
+    for name, vae in _vaes().items():
+        shape, own = (vae["downsample"], vae["temporal_downsample"], vae["latent_channels"]), vae["kwargs"]
+        if own is None or (vae["class_name"], shape) != (class_name, ratios):
+            continue
+        if own == {key: kwargs.get(key) for key in own}:
+            return str(name)
+    return None
+
+
+def config_of(file: Path) -> dict[str, Any]:
+    """A JSON object of diffusers; empty without the file. Raises UserError for anything else."""
+    try:
+        found = read_json(file)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise UserError(f"{file} is not a config of diffusers: it is {error}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{file} is not a config of diffusers: it holds no JSON object")
+    return found

@@ -1,4 +1,4 @@
-"""`bigdit doctor`: what this machine can run, what is missing, and what mends it."""
+"""`bigdit doctor`: what this machine can run, what is missing, and the fix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import typer
 # The bounds of setup.cfg's `torch>=2.11,<2.16`, as first and last minor release, and what the tests ran with.
 TORCH_FIRST, TORCH_LAST, TORCH_TESTED = (2, 11), (2, 15), "2.13.0+cpu"
 
-# What each engine cannot do without.
+# What each engine needs.
 IMPORTS = {
     "single": "import torch",
     "fsdp2": "from torch.distributed.fsdp import fully_shard",
@@ -26,7 +26,7 @@ IMPORTS = {
 
 @dataclass(frozen=True)
 class Device:
-    """A CUDA card that torch sees; `catalog` is its name for `--gpu`, None for a card not in the catalogue."""
+    """A CUDA GPU that torch sees; `catalog` is its name for `--gpu`, None for a GPU not in the catalogue."""
 
     name: str
     compute_capability: str
@@ -37,7 +37,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine; `found` says what was found, or why it cannot run here."""
+    """An engine; `found`: what was found, or why it cannot run here."""
 
     name: str
     usable: bool
@@ -45,9 +45,11 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class EmulatedCard:
-    """What GPUs that are not there need: the CUDA build of torch that `python` has, and libraries, which `compiler`
-    builds into `cache` at first use; `builds` are there already. None for what is missing."""
+class EmulatedGpu:
+    """What emulated GPUs need. None for what is missing.
+
+    `python` has the CUDA build of torch. `compiler` builds libraries into `cache` at first use; `builds`: how many.
+    """
 
     torch: str | None
     python: str | None
@@ -58,7 +60,7 @@ class EmulatedCard:
 
 @dataclass
 class Health:
-    """What was found; `fixes` has a line for everything that is missing."""
+    """What was found; `fixes`: a line for each thing that is missing."""
 
     versions: dict[str, str]
     cores: int
@@ -67,14 +69,14 @@ class Health:
     backends: list[str] = field(default_factory=list)
     engines: list[Engine] = field(default_factory=list)
     compiler: str | None = None
-    emulated: EmulatedCard | None = None
+    emulated: EmulatedGpu | None = None
     fixes: list[str] = field(default_factory=list)
 
 
 def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Report versions, cards, memory, engines, compilers and emulated cards, with the fix for what is missing."""
+    """Report versions, GPUs, memory, engines, compilers and emulated GPUs, with the fix for what is missing."""
     from bigdit import log
     from bigdit.errors import UserError
 
@@ -88,7 +90,7 @@ def run(
 
 
 def examine() -> Health:
-    """Look at this machine: versions, cores, RAM, cards, collective backends, engines, compilers, emulated cards."""
+    """Look at this machine: versions, cores, RAM, GPUs, collective backends, engines, compilers, emulated GPUs."""
     from bigdit import __version__
     from bigdit.errors import versions
     from bigdit.machine import memory_bytes
@@ -105,7 +107,7 @@ def examine() -> Health:
     if errors["single"] is None:
         _look_at_torch(health)
     _look_at_engines(health, errors)
-    _look_at_emulated_cards(health)
+    _look_at_emulated_gpus(health)
     return health
 
 
@@ -129,7 +131,7 @@ def torch_supported(version: str) -> bool:
 
 
 def _compiler() -> str | None:
-    """The C++ compiler that DeepSpeed's just-in-time build would take."""
+    """The C++ compiler that DeepSpeed's just-in-time build uses."""
     candidates = (os.environ.get("CXX"), "c++", "g++", "clang++")
     return next((path for name in candidates if name and (path := shutil.which(name))), None)
 
@@ -145,17 +147,17 @@ def _look_at_torch(health: Health) -> None:
         health.devices.append(Device(name, f"{major}.{minor}", total, free, _in_catalog(name, total)))
     if not health.devices and shutil.which("nvidia-smi"):
         health.fixes.append(
-            f"nvidia-smi is here, and torch {torch.__version__} sees no CUDA card: install a CUDA build of torch"
+            f"nvidia-smi is installed, but torch {torch.__version__} sees no CUDA GPU: install a CUDA build of torch"
         )
     if distributed.is_available():
         here = {"gloo": distributed.is_gloo_available(), "nccl": distributed.is_nccl_available()}
         health.backends = [name for name, available in here.items() if available]
     if health.devices and "nccl" not in health.backends:
-        health.fixes.append("torch has no NCCL, which several cards need: install a CUDA build of torch")
+        health.fixes.append("torch has no NCCL, which several GPUs need: install a CUDA build of torch")
 
 
 def _in_catalog(name: str, total_bytes: int) -> str | None:
-    """The catalogue's card of that driver's name and about that memory; None where it has none."""
+    """The catalogue's name of the GPU with this driver name and about this memory."""
     from bigdit.catalog.gpus import named
 
     return next((c.name for c in named(name) if abs(c.usable_bytes - total_bytes) < 0.05 * total_bytes), None)
@@ -173,17 +175,17 @@ def _look_at_engines(health: Health, errors: dict[str, str | None]) -> None:
     if find_spec("deepspeed") is None:
         return
     if errors["deepspeed"] is not None:
-        health.fixes.append(f"deepspeed does not import ({errors['deepspeed']}): reinstall deepspeed beside this torch")
+        health.fixes.append(f"deepspeed does not import ({errors['deepspeed']}): reinstall deepspeed for this torch")
     if health.compiler is None:
         health.fixes.append(
-            "no C++ compiler was found (CXX, c++, g++, clang++): DeepSpeed compiles its CPU optimizer and other "
-            "ops at first use; install one, such as Debian's g++"
+            "no C++ compiler was found (CXX, c++, g++, clang++): DeepSpeed compiles ops at first use; install one, "
+            "such as Debian's g++"
         )
     if shutil.which("ninja") is None and find_spec("ninja") is None:
-        health.fixes.append("ninja is not installed, which DeepSpeed's builds need: pip install ninja")
+        health.fixes.append("DeepSpeed's builds need ninja, which is not installed: pip install ninja")
 
 
-def _look_at_emulated_cards(health: Health) -> None:
+def _look_at_emulated_gpus(health: Health) -> None:
     from bigdit.emulator import build, interpreter
     from bigdit.errors import UserError
 
@@ -197,14 +199,16 @@ def _look_at_emulated_cards(health: Health) -> None:
     cache = build.cache_folder()
     nearest = next(folder for folder in (cache, *cache.parents) if folder.exists())
     if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
-        health.fixes.append(f"{nearest} cannot be written, and emulated cards are built in {cache}: set BIGDIT_CACHE")
+        health.fixes.append(f"{nearest} cannot be written, and emulated GPUs are built in {cache}: set BIGDIT_CACHE")
     builds = sum(folder.name.isalnum() for folder in cache.iterdir()) if cache.is_dir() else 0
-    health.emulated = EmulatedCard(torch, python, compiler, str(cache), builds)
+    health.emulated = EmulatedGpu(torch, python, compiler, str(cache), builds)
 
 
 def _import_error(code: str) -> str | None:
-    """None if the import in `code` succeeds, else the last line of its error. In a process of its own, since
-    an import can be slow, print, set up logging, or crash."""
+    """The last line of the error that the import in `code` raises; None if it succeeds.
+
+    It runs in its own process, because an import can be slow, print, set up logging or crash.
+    """
     try:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     except subprocess.TimeoutExpired:
@@ -230,14 +234,14 @@ def _print(health: Health) -> None:
     machine.add_row("collectives", ", ".join(health.backends) or "none")
     machine.add_row("C++ compiler", cell(health.compiler))
     if not health.devices:
-        machine.add_row("cards", "none that torch sees: CPU only (plans need no card)")
+        machine.add_row("GPUs", "torch sees none: CPU only (plans need no GPU)")
     log.out.print(machine)
     if health.devices:
-        cards = table("Cards", ("card", "sm", "memory", "free", "catalogue"), numeric=("sm", "memory", "free"))
+        gpus = table("GPUs", ("GPU", "sm", "memory", "free", "catalogue"), numeric=("sm", "memory", "free"))
         for d in health.devices:
             sizes = gib(d.total_bytes), gib(d.free_bytes)
-            cards.add_row(escape(d.name), d.compute_capability, *sizes, cell(d.catalog))
-        log.out.print(cards)
+            gpus.add_row(escape(d.name), d.compute_capability, *sizes, cell(d.catalog))
+        log.out.print(gpus)
     engines = table("Engines", ("engine", "usable", "found"))
     for engine in health.engines:
         engines.add_row(engine.name, cell(engine.usable), escape(engine.found))
@@ -250,16 +254,16 @@ def _print(health: Health) -> None:
         log.out.print("nothing is missing")
 
 
-def _print_emulated(card: EmulatedCard) -> None:
+def _print_emulated(gpu: EmulatedGpu) -> None:
     from rich.markup import escape
 
     from bigdit import log
     from bigdit.report.tables import cell, table
 
-    built = table("Emulated cards", ("what", "found"))
-    built.add_row("torch", cell(card.torch))
-    built.add_row("interpreter", cell(card.python and escape(card.python)))
-    built.add_row("C compiler", cell(card.compiler and escape(card.compiler)))
-    known = f"{card.builds} built" if card.builds else "built at first use"
-    built.add_row("libraries", escape(f"{known}, in {card.cache}"))
+    built = table("Emulated GPUs", ("what", "found"))
+    built.add_row("torch", cell(gpu.torch))
+    built.add_row("interpreter", cell(gpu.python and escape(gpu.python)))
+    built.add_row("C compiler", cell(gpu.compiler and escape(gpu.compiler)))
+    known = f"{gpu.builds} built" if gpu.builds else "built at first use"
+    built.add_row("libraries", escape(f"{known}, in {gpu.cache}"))
     log.out.print(built)

@@ -1,4 +1,4 @@
-"""`bigdit emulate`: whether anybody's training script fits a card, by running it on one that is not there."""
+"""`bigdit emulate`: run any training script on an emulated GPU, and report whether it fits."""
 
 from __future__ import annotations
 
@@ -15,48 +15,46 @@ if TYPE_CHECKING:
 
 
 def run(
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND…", help="The script, as it is started.")],
-    gpu: Annotated[str, typer.Option(help="A card of `bigdit gpus`, or a MIG slice (a100-80g-sxm:3g.40gb).")],
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND…", help="The command that starts the script.")],
+    gpu: Annotated[str, typer.Option(help="A GPU of `bigdit gpus`, or a MIG slice: a100-80g-sxm:3g.40gb.")],
     gpu_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="What a CUDA process is told instead, as 46068MiB or 24GB.")
+        str | None, typer.Option(metavar="SIZE", help="Usable memory, in place of the catalogue's: 46068MiB or 24GB.")
     ] = None,
     processes: Annotated[
-        int, typer.Option("--processes", "--cards", min=1, help="Cards, one for each process of the command.")
+        int, typer.Option("--processes", "--gpus", min=1, help="Number of GPUs: one for each process.")
     ] = 1,
-    steps: Annotated[int | None, typer.Option(min=1, help="End each process after so many optimizer steps.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Stop each process after this many optimizer steps.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="A folder for report.html, report.json and snapshots for memory_viz.")
+        Path | None, typer.Option(help="Write report.html, report.json and snapshots for memory_viz to this folder.")
     ] = None,
     fake_weights: Annotated[
         list[str],
-        typer.Option(
-            metavar="NAME[=CONFIG]", help="A hub's model to lay out empty, by its name and a config; repeatable."
-        ),
+        typer.Option(metavar="NAME[=CONFIG]", help="Give this model of the hub empty weights; repeatable."),
     ] = [],  # noqa: B006
     as_json: Json = False,
 ) -> int:
-    """Run a training command, unmodified, on emulated cards, and show what it takes of them.
+    """Run a training command unchanged on emulated GPUs, and show the memory that it needs.
 
-    Real CUDA PyTorch runs with no GPU: kernels are not executed, and all memory is accounted for. Ends with 2 where a
-    process runs out of memory and does not go on, and else as the command does, but with 1 for a command's own 2. With
-    --json what the command prints goes to stderr.
+    The CUDA build of PyTorch runs without a GPU. Kernels are not executed; all memory is counted. The exit status is 2
+    where a process runs out of memory and stops. Otherwise it is the command's own, except that its 2 becomes 1. With
+    --json the command's output goes to stderr.
     """
     from bigdit.emulator.interpreter import check_machine
 
-    check_machine()  # first, so that what is missing is said at once
+    check_machine()  # first: what is missing is an error at once
     from bigdit import catalog, log
-    from bigdit.emulator.launch import CARDS_MOST
+    from bigdit.emulator.launch import GPUS_MOST
     from bigdit.errors import UserError
     from bigdit.report.emulation import document, show
 
-    card = catalog.resolve_gpu(gpu, gpu_memory)
-    if processes > CARDS_MOST:
-        raise UserError(f"--processes is {processes}, and one machine is emulated with 1 to {CARDS_MOST} cards")
+    device = catalog.resolve_gpu(gpu, gpu_memory)
+    if processes > GPUS_MOST:
+        raise UserError(f"--processes is {processes}, and an emulated machine has 1 to {GPUS_MOST} GPUs")
     if out is not None:
         from bigdit.report.emulation import clear_folder
 
         clear_folder(out)
-    found = _emulate(command, card, processes, steps, fake_weights, out, as_json)
+    found = _emulate(command, device, processes, steps, fake_weights, out, as_json)
     if out is not None:
         from bigdit.report.emulation import write_emulation
 
@@ -71,21 +69,21 @@ def run(
 
 def _emulate(
     command: list[str],
-    card: Gpu,
-    cards: int,
+    device: Gpu,
+    gpus: int,
     steps: int | None,
     fake_weights: list[str],
     out: Path | None,
     as_json: bool,
 ) -> Emulation:
-    """Run the command, and where its loss is scaled once more with the first step skipped."""
+    """Run the command; where it scales its loss, run it again with the first step skipped."""
     from bigdit import log
     from bigdit.emulator.emulation import Emulation
     from bigdit.emulator.launch import emulated_environment, shared_state
     from bigdit.emulator.run import run_emulated, workplace
 
     with workplace() as folder:
-        environment = emulated_environment(card, cards)
+        environment = emulated_environment(device, gpus)
         if fake_weights:
             from bigdit.emulator.fake_weights import lay_out
 
@@ -96,7 +94,7 @@ def _emulate(
             with shared_state() as state:
                 return run_emulated(
                     command,
-                    environment | emulated_environment(card, cards, state),
+                    environment | emulated_environment(device, gpus, state),
                     folder,
                     steps=steps,
                     skip_first=skip_first,
@@ -106,6 +104,6 @@ def _emulate(
 
         runs = [once(skip_first=False)]
         if runs[0].scales_loss and (runs[0].exit_status == 0 or runs[0].fits is False):
-            log.notice("fp16 with loss scaling: once more, with the first step skipped as on real cards")
+            log.notice("fp16 with loss scaling: running again with the first step skipped, as on real GPUs")
             runs.append(once(skip_first=True))
-    return Emulation(command=tuple(command), gpu=card, cards=cards, runs=tuple(runs))
+    return Emulation(command=tuple(command), gpu=device, gpus=gpus, runs=tuple(runs))

@@ -15,18 +15,20 @@ if TYPE_CHECKING:
 
 
 def run(
-    checkpoint: Annotated[Path, typer.Option(help="A checkpoint's folder, or a run's output: its latest one.")],
-    out: Annotated[Path, typer.Option(help="A folder that is not there yet.")],
+    checkpoint: Annotated[Path, typer.Option(help="A checkpoint, or the output of a run: its latest checkpoint.")],
+    out: Annotated[Path, typer.Option(help="A new folder.")],
     ema_width: EmaWidth = None,
 ) -> int:
-    """Write a checkpoint's weights, and their average, in diffusers' format; with the pipeline that the run was fed by,
-    where it has one. Of LoRA write the adapters."""
+    """Write a checkpoint's weights and their EMA in diffusers' format.
+
+    LoRA adapters are written by themselves. The run's pipeline is written too, where it has one.
+    """
     from bigdit import libraries, log
     from bigdit.errors import UserError
     from bigdit.files import alone, check_writable
 
     if os.path.lexists(out):
-        raise UserError(f"--out {out} is there already; name a folder that is not")
+        raise UserError(f"--out {out} exists already; name a new folder")
     check_writable("--out", out)
     libraries.prepare()
 
@@ -49,11 +51,11 @@ def _export(found: Checkpoint, out: Path, ema_width: float | None) -> None:
     if posthoc is None:
         verify(found)
     else:
-        log.notice(posthoc.said)
+        log.notice(posthoc.message)
     pipeline = pipeline_of(found)
     if isinstance(pipeline, str):
         export(found, out, posthoc, replace=False)
         written = "the transformer is" if found.state["strategy"].get("lora") is None else "LoRA adapters are"
-        log.notice(f"note: {written} written, and no pipeline: {pipeline}")
+        log.notice(f"note: {written} written without a pipeline: {pipeline}")
     else:
         export(found, out, posthoc, pipeline, replace=False)

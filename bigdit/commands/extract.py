@@ -1,4 +1,4 @@
-"""`bigdit extract`: encode the pictures and captions of a run into its feature store."""
+"""`bigdit extract`: encode the images and captions of a run into its latent and embedding cache."""
 
 from __future__ import annotations
 
@@ -21,26 +21,30 @@ def run(
     config: Config,
     overrides: Set = [],  # noqa: B006  # typer reads the default; it is not changed
     stage: Stage = None,
-    start_index: Annotated[int | None, typer.Option(help="The first picture: parts that start from here on.")] = None,
-    end_index: Annotated[int | None, typer.Option(help="The end: parts that start before this picture.")] = None,
-    shard: Annotated[str | None, typer.Option(metavar="K/N", help="The K-th of N even splits: 1/N to N/N.")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes that encode; default: data.workers.")] = None,
-    engine: Annotated[Literal["local", "slurm", "ray"], typer.Option(help="What starts the tasks.")] = "local",
-    tasks: Annotated[int | None, typer.Option(min=1, help="Of slurm and ray: tasks of so many workers each.")] = None,
+    start_index: Annotated[int | None, typer.Option(help="Encode from this image on.")] = None,
+    end_index: Annotated[int | None, typer.Option(help="Encode up to this image, without it.")] = None,
+    shard: Annotated[
+        str | None, typer.Option(metavar="K/N", help="Encode the K-th of N equal shares, from 1/N to N/N.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes that encode. Default: data.workers.")] = None,
+    engine: Annotated[Literal["local", "slurm", "ray"], typer.Option(help="What starts the workers.")] = "local",
+    tasks: Annotated[
+        int | None, typer.Option(min=1, help="With slurm or ray: number of tasks, each with --workers.")
+    ] = None,
     resources: Annotated[
         list[str],
         typer.Option(
             "--resource",
             metavar="KEY=VALUE",
-            help="What each task asks for: submitit's parameters, such as slurm_partition, or Ray's, such as num_gpus.",
+            help="What each task requests: parameters of submitit (slurm_partition) or of Ray (num_gpus).",
         ),
     ] = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
-    """Encode pictures and captions once, in parallel; the same command goes on where it stopped. Of a run with stages
-    the stores of all, one after the other.
+    """Encode images and captions once, in parallel; the same command resumes.
 
-    Any number of these may run at once, on any machines that share the folder: each takes what nobody has done.
+    A run with stages has the stores of all stages encoded in turn. This command may run several times at once, on any
+    machines that share the folder: each takes work that no other has taken.
     """
     from bigdit import libraries, log
 
@@ -74,19 +78,19 @@ def run(
 
 
 def _check(runs: Sequence[RunConfig]) -> None:
-    """Whether the runs could train on what is encoded for them, before hours of encoding."""
+    """Raise UserError where a run could not train, before hours of encoding."""
     from bigdit.catalog.resolve import model_spec
     from bigdit.config import check
     from bigdit.config.stages import of_each
     from bigdit.errors import UserError
 
-    # What is drawn while training is no matter of features.
+    # Samples that are generated during training need nothing of the store.
     seen = [each.model_copy(update={"samples": None}) for each in runs]
     try:
         of_each(range(len(runs)), lambda number: check(seen[number], model_spec(seen[number].model)))
     except UserError as error:
         of_training = re.compile(r"(stages\.\d+: )?(train|optimizer|engine)\.")
-        why = "; nothing is encoded for a run that cannot train"
+        why = "; a run that cannot train is not encoded"
         raise UserError(*(f"{line}{why if of_training.match(line) else ''}" for line in error.problems)) from None
 
 
@@ -101,7 +105,7 @@ def _engine(name: str, tasks: int | None, resources: list[str]) -> Engine:
     if name == "ray":
         return Ray(tasks or 1, asked)
     if tasks or asked:
-        raise UserError("--tasks and --resource: --engine local has none; its processes are --workers")
+        raise UserError("--tasks and --resource need --engine slurm or ray; --engine local has --workers")
     return encode_here
 
 
@@ -128,8 +132,8 @@ def _print(report: ExtractReport, samples: str) -> None:
     speed = f"{report.images_per_s:.1f} {samples}/s" if report.parts else "nothing was left to do"
     done = f"{duration(report.seconds)}, {speed}"
     if report.store is None:
-        done_here = f"{how_many(report.pictures, 'picture')} in {how_many(report.parts, 'part')}"
-        log.say(f"{report.features}: {done_here} done; others are missing")
+        done_here = f"{how_many(report.images, 'image')} in {how_many(report.parts, 'part')}"
+        log.say(f"{report.features}: {done_here} done; the others are missing")
         log.say(f"{done}; `bigdit features info {report.features}` shows the store")
         return
     buckets = ", ".join(f"{count} of {shape}" for shape, count in report.store.buckets.items())
@@ -140,16 +144,16 @@ def _print(report: ExtractReport, samples: str) -> None:
 
 
 def encoded(store: StoreReport) -> str:
-    """`4 of 11 videos encoded`, by what the latents are of."""
+    """`4 of 11 videos encoded`; images or videos by the shape of the latents."""
     from bigdit.units import how_many
 
-    moving = {shape.count("x") == 3 for shape in store.buckets}  # of [channels, frames, height, width]
-    kind = {(True,): "video", (False, True): "picture and video"}.get(tuple(sorted(moving)), "picture")
-    return f"{store.encoded} of {how_many(store.pictures, kind)} encoded"
+    moving = {shape.count("x") == 3 for shape in store.buckets}  # [channels, frames, height, width]
+    kind = {(True,): "video", (False, True): "image and video"}.get(tuple(sorted(moving)), "image")
+    return f"{store.encoded} of {how_many(store.images, kind)} encoded"
 
 
 def print_cut(store: StoreReport) -> None:
-    """How many captions each tokenizer cut, where it cut any."""
+    """Log how many captions each tokenizer cut."""
     from bigdit import log
     from bigdit.store.text import cut_line
 
@@ -158,7 +162,7 @@ def print_cut(store: StoreReport) -> None:
 
 
 def print_skipped(skipped: list[Skipped]) -> None:
-    """The first of what was skipped, with reasons."""
+    """Log the first ten skipped samples, with reasons."""
     from bigdit import log
 
     if skipped:

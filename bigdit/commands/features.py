@@ -1,4 +1,4 @@
-"""`bigdit features`: look at a feature store, check every byte of it, and mend it."""
+"""`bigdit features`: inspect, verify and repair a latent and embedding cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from bigdit.extract.verify import Damaged
     from bigdit.store.schema import Known
 
-HELP = "Look at a feature store, check every byte of it, and mend it."
+HELP = "Inspect, verify and repair a latent and embedding cache."
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=HELP)
 
@@ -24,7 +24,7 @@ Folder = Annotated[Path, typer.Argument(metavar="FEATURES", help="The store: dat
 
 @app.command()
 def info(folder: Folder, as_json: Json = False) -> None:
-    """Counts, buckets, sizes, encoders, the speed of each worker, what was cut or skipped, and what is in hand."""
+    """Show counts, buckets, sizes, encoders, the speed of each worker, and what was cut, skipped or leased."""
     from bigdit import log
     from bigdit.extract.report import store_report
     from bigdit.extract.verify import open_schema
@@ -39,13 +39,13 @@ def info(folder: Folder, as_json: Json = False) -> None:
 @app.command()
 def verify(
     folder: Folder,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes that read; default: one a core.")] = None,
-    repair: Annotated[bool, typer.Option("--repair", help="Encode the damaged parts again; needs --config.")] = False,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes that read. Default: one for each core.")] = None,
+    repair: Annotated[bool, typer.Option("--repair", help="Encode damaged parts again; needs --config.")] = False,
     config: Annotated[Path | None, typer.Option("--config", help="The run's YAML, for --repair.")] = None,
     overrides: Set = [],  # noqa: B006  # typer reads the default; it is not changed
     as_json: Json = False,
 ) -> int:
-    """Read every byte and hold it against its digest; exit with 1 where something is damaged and stays so."""
+    """Check every byte against its digest. The exit status is 1 where damage was found and not repaired."""
     import os
 
     from bigdit import log
@@ -54,7 +54,7 @@ def verify(
     from bigdit.units import gib, how_many
 
     if repair and config is None:
-        raise UserError("--repair: the damaged parts are encoded again, which takes the run's encoders; add --config")
+        raise UserError("--repair encodes the damaged parts again with the run's encoders; add --config")
     count = workers or os.cpu_count() or 1
     report = verify_store(folder, count)
     mended = False
@@ -77,10 +77,16 @@ def verify(
 def clean(
     folder: Folder,
     other_machines: Annotated[
-        bool, typer.Option("--other-machines", help="Also of other machines: say so if no extraction runs there.")
+        bool,
+        typer.Option(
+            "--other-machines", help="Also remove leases of other machines: use it only if no extraction runs there."
+        ),
     ] = False,
 ) -> None:
-    """Remove what dead workers left half-written; of other machines nobody here knows who is dead."""
+    """Remove what dead workers left half written.
+
+    This machine cannot tell whether workers of other machines are dead: see --other-machines.
+    """
     from bigdit import log
     from bigdit.extract.verify import open_schema
     from bigdit.store.lease import remove_left
@@ -94,7 +100,7 @@ def clean(
 
 
 def _repair(folder: Path, config: Path, overrides: list[str], workers: int | None, damaged: list[Damaged]) -> None:
-    """Remove the damaged files, which makes them missing, and encode what they held."""
+    """Remove the damaged files, and encode their samples again."""
     from bigdit import libraries
 
     libraries.prepare()
@@ -107,13 +113,13 @@ def _repair(folder: Path, config: Path, overrides: list[str], workers: int | Non
     run = next((each for each in runs if each.data.features and each.data.features.resolve() == folder.resolve()), None)
     if run is None:
         named = ", ".join(dict.fromkeys(str(each.data.features) for each in runs))
-        raise UserError(f"data.features: {named} is in {config}, and {folder} was verified; name the same")
+        raise UserError(f"data.features is {named} in {config}, and {folder} was verified; name the same folder")
     model = model_spec(run.model)
     check(run, model)
     for each in damaged:
         try:
             (folder / each.file).unlink(missing_ok=True)
-        except OSError as error:  # a folder, which may be somebody's
+        except OSError as error:  # a folder, which may belong to somebody
             raise UserError(
                 f"{folder / each.file} cannot be removed: {error.strerror}; remove it, and repair again"
             ) from None
@@ -129,41 +135,40 @@ _SHARES = {
     "io": "disk",
     "queue": "queue",
 }
-"""Heads of the columns of Shares."""
-
+"""Column heads by the fields of Shares."""
 
 _NAMED = 12
-"""Classes that a line names."""
+"""Class names that are shown."""
 
 
 def _identity(report: StoreReport) -> dict[str, str]:
-    """What a store was made from and by, a line each."""
+    """What a store was made from, and by which encoders."""
     from bigdit.units import gib, how_many
 
     found = {"bytes": ", ".join(f"{name} {gib(size)}" for name, size in report.bytes_by_column.items())}
     for number, source in enumerate(report.sources):
-        pictures = how_many(source["count"], "picture")
-        found[f"source {number}"] = f"{source.get('kind')}: {pictures}, digest {source.get('digest')}"
+        images = how_many(source["count"], "image")
+        found[f"source {number}"] = f"{source.get('kind')}: {images}, digest {source.get('digest')}"
     for what, identity in (("image", report.codec), ("text", report.text_encoder)):
         if identity:
-            found[what] = ", ".join(_said("", identity))
+            found[what] = ", ".join(_flat("", identity))
     if report.classes is not None:
         found["classes"] = _classes(report.classes)
     return found
 
 
 def _classes(known: Known) -> str:
-    """`1000: n01440764, n01443537, …`; of classes without names how many there are."""
+    """`1000: n01440764, n01443537, …`; their number where they have no names."""
     if isinstance(known, int):
-        return f"{known}, by their numbers"
+        return f"{known}, without names"
     return f"{len(known)}: {', '.join(known[:_NAMED])}{', …' if len(known) > _NAMED else ''}"
 
 
-def _said(prefix: str, identity: dict[str, Any]) -> Iterator[str]:
-    """`class_name AutoencoderDC`; of what has parts, those: `text_encoder.config 0123`."""
+def _flat(prefix: str, identity: dict[str, Any]) -> Iterator[str]:
+    """`class_name AutoencoderDC`; nested keys are joined: `text_encoder.config 0123`."""
     for key, value in identity.items():
         if isinstance(value, dict):
-            yield from _said(f"{prefix}{key}.", value)
+            yield from _flat(f"{prefix}{key}.", value)
         else:
             yield f"{prefix}{key} {value}"
 
@@ -178,15 +183,15 @@ def _print_info(report: StoreReport) -> None:
     done = "whole" if report.parts_done == report.parts else f"{report.parts_done} of {parts} done"
     log.say(f"{report.features}: {done}; {encoded(report)}, {gib(report.bytes)}")
     log.out.print(lines("", _identity(report)), highlight=False)
-    buckets = table("", ["bucket", "pictures", "share"], numeric=["pictures", "share"])
+    buckets = table("", ["bucket", "images", "share"], numeric=["images", "share"])
     for shape, count in report.buckets.items():
         buckets.add_row(shape, str(count), f"{count / report.encoded:.1%}")
     log.out.print(buckets)
     columns = ["worker", "on", "parts", "images", "images/s", *_SHARES.values()]
     speeds = table("", columns, numeric=columns[2:])
     speeds.caption = (
-        "% of a worker's time: read, encode, wait: what it was at;\n"
-        "CPU, GPU, disk: what was at work; queue: it waited for a core"
+        "% of a worker's time. read, encode, wait: its task;\n"
+        "CPU, GPU, disk: what was busy; queue: it waited for a core"
     )
     for each in report.workers:
         shares = each.shares
@@ -195,15 +200,15 @@ def _print_info(report: StoreReport) -> None:
             f"{host} {pid}",
             each.device,
             str(each.parts),
-            str(each.pictures),
+            str(each.images),
             f"{each.images_per_s:.1f}",
             *(f"{100 * getattr(shares, name):.0f}" for name in _SHARES),
         )
     log.out.print(speeds)
     for held in report.at_work:
-        what = {"alive": "is at work", "dead": "is dead", "unknown": "is of another machine: alive or dead"}[held.fate]
-        log.say(f"{held.worker} {what}; in hand: {', '.join(held.parts)}, {gib(held.bytes)}")
+        what = {"alive": "is running", "dead": "is dead", "unknown": "runs or ran on another machine"}[held.fate]
+        log.say(f"{held.worker} {what}; leased: {', '.join(held.parts)}, {gib(held.bytes)}")
     if any(held.fate != "alive" for held in report.at_work):
-        log.say(f"`bigdit features clean {report.features}` removes what dead workers left; see its --other-machines")
+        log.say(f"`bigdit features clean {report.features}` removes what dead workers left; see --other-machines")
     print_cut(report)
     print_skipped(report.skipped)

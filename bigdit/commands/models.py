@@ -1,4 +1,4 @@
-"""`bigdit models`: the diffusion transformers of the catalogue."""
+"""`bigdit models`: diffusion transformers of the catalogue."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ if TYPE_CHECKING:
 def run(
     containing: Annotated[
         str | None,
-        typer.Option("--filter", metavar="TEXT", help="Only models whose name, alias, repository or class has TEXT."),
+        typer.Option(
+            "--filter", metavar="TEXT", help="Only models with TEXT in their name, alias, repository or class."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON with every field.")] = False,
 ) -> None:
-    """List the diffusion transformers that are known, which of them can be planned, and which trained now."""
+    """List known diffusion transformers, and which of them can be planned and trained."""
     from bigdit import log
     from bigdit.catalog.models import models, no_model
     from bigdit.errors import UserError
 
-    wanted = (containing or "").casefold()
-    found = [m for m in models() if wanted in _words(m)]
+    asked = (containing or "").casefold()
+    found = [m for m in models() if asked in _words(m)]
     if not found:
-        raise UserError(f"no model has {containing!r} in its name, alias, repository or class{no_model(wanted)}")
+        raise UserError(f"no model has {containing!r} in its name, alias, repository or class{no_model(asked)}")
     if as_json:
         log.emit_json([_fields(m) for m in found])
     else:
@@ -59,15 +61,15 @@ def _fields(model: CatalogModel) -> dict[str, Any]:
 
 _ELSEWHERE = "train*"
 _PURPOSES = {
-    "train": "for train: can be planned, and trained from a feature store",
-    _ELSEWHERE: f"for {_ELSEWHERE}: its text is encoded elsewhere, by no recipe of `bigdit extract`",
-    "plan": "for plan: can be planned",
+    "train": "for train: can be planned and trained",
+    _ELSEWHERE: f"for {_ELSEWHERE}: `bigdit extract` cannot encode its text; encode it elsewhere",
+    "plan": "for plan: can only be planned",
 }
-"""What a model is for, and what that means."""
+"""What can be done with a model, in the column and in full."""
 
 
 def _purpose(model: CatalogModel) -> str | None:
-    """What a model is for now."""
+    """What can be done with a model."""
     if model.trainable:
         return "train" if model.extractable else _ELSEWHERE
     return "plan" if model.plannable else None
@@ -100,6 +102,6 @@ def _table(found: list[CatalogModel]) -> Table:
             _purpose(m) or DASH,
         )
     shown = [_PURPOSES[each] for each in _PURPOSES if each in {_purpose(m) for m in found}]
-    why = ["what is in the way: --json"] if {_purpose(m) for m in found} != {"train"} else []
+    why = ["reasons: --json"] if {_purpose(m) for m in found} != {"train"} else []
     made.caption = "\n".join([f"{len(found)} model{'' if len(found) == 1 else 's'}", *shown, *why])
     return made

@@ -1,4 +1,4 @@
-"""Options that several commands share, worded once."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Set = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Override a config key; repeatable.", callback=_set_once),
 ]
 Stage = Annotated[
-    int | None, typer.Option("--stage", min=0, metavar="N", help="Of a run with stages this one, from 0 on.")
+    int | None, typer.Option("--stage", min=0, metavar="N", help="Stage of a run with stages, from 0 on.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 
@@ -32,21 +32,21 @@ Model = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="A model of `bigdit models`, by its name or repository; or a config.json or a folder of diffusers.",
+        help="Name or repository of a model of `bigdit models`, or a config.json or folder of diffusers.",
     ),
 ]
 Gpu = Annotated[
     str,
-    typer.Option(metavar="NAME", help="A card of `bigdit gpus`; CARD:PROFILE, a MIG slice; auto, this machine's."),
+    typer.Option(metavar="NAME", help="A GPU of `bigdit gpus`, a MIG slice (GPU:PROFILE), or auto for this machine's."),
 ]
 Resolution = Annotated[
     str | None,
-    typer.Option(metavar="PIXELS", help="1024, or 480x832 (height x width); the model's own if left out."),
+    typer.Option(metavar="PIXELS", help="1024, or 480x832 (height x width). Default: the model's own."),
 ]
-Frames = Annotated[int | None, typer.Option(metavar="N", help="Frames of a video; the model's own if left out.")]
+Frames = Annotated[int | None, typer.Option(metavar="N", help="Frames of a video. Default: the model's own.")]
 EmaWidth = Annotated[
     float | None,
-    typer.Option(metavar="WIDTH", help="The average of this width, made from snapshots (train.snapshot_every)."),
+    typer.Option(metavar="WIDTH", help="Use the EMA of this width, computed from snapshots (train.snapshot_every)."),
 ]
 
 
@@ -67,7 +67,7 @@ def of_plans() -> list[inspect.Parameter]:
 
 
 def listed(option: str, text: str, what: str, largest: int) -> list[int]:
-    """The numbers of `text`, none twice. Raises UserError for anything else, with `what` is expected, such as
+    """The distinct numbers in `text`. Raises UserError for anything else; `what`: the expected form, such as
     `sizes such as 1,2,4,8`."""
     try:
         numbers = [int(part) for part in text.split(",")]
@@ -77,5 +77,5 @@ def listed(option: str, text: str, what: str, largest: int) -> list[int]:
         raise UserError(f"{option} expects {what}, each from 1 to {largest}, and {text[:40]!r} was found")
     twice = sorted({number for number in numbers if numbers.count(number) > 1})
     if twice:
-        raise UserError(f"{option} {text[:40]} says {twice[0]} twice; leave one of them out")
+        raise UserError(f"{option} {text[:40]} has {twice[0]} twice; remove one of them")
     return numbers

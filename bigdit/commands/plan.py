@@ -1,4 +1,4 @@
-"""`bigdit plan`: will it fit, how fast, what must be set, and why."""
+"""`bigdit plan`: whether a training fits, how fast it is, which settings it needs, and why."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import typer
 from bigdit.commands.options import Json, Set, listed, of_plans
 
 if TYPE_CHECKING:
-    from bigdit.search.question import Question
+    from bigdit.search.plan import Question
 
 EXIT_DOES_NOT_FIT = 2
 BESIDE_A_RUN = (
     *("gpu", "gpu_memory", "reserve", "gpus", "gpus_per_node", "network", "host_memory"),
     *("images", "price", "receipts", "explain"),
 )
-"""What is asked beside the YAML of a run, which says all else."""
+"""Options that go with a run's YAML; the YAML holds all others."""
 MOST_OTHERS = 3
-"""Other numbers of cards on a page: each is a plan, and some 150 of 1,000 KB."""
+"""Other numbers of GPUs on a page. Each is a plan, and adds about 150 KB to a page of 1,000 KB."""
 
 
 def run(
     config: Annotated[
         Path | None,
-        typer.Option(help="A run's YAML, which says all but the GPUs and the data: a plan for each of its stages."),
+        typer.Option(help="Plan this run's YAML: all but the GPUs and the data set, with a plan for each stage."),
     ] = None,
     overrides: Set = [],  # noqa: B006  # typer reads the default; it is not changed
     out: Annotated[
@@ -36,39 +36,41 @@ def run(
     ] = None,
     also_gpus: Annotated[
         str | None,
-        typer.Option(metavar="N,N", help="Plan so many GPUs too, for report.html's what-if: three numbers at most."),
+        typer.Option(
+            metavar="N,N", help="Also plan these numbers of GPUs, for the what-if of report.html; at most three."
+        ),
     ] = None,
     as_json: Json = False,
     **asked: Any,
 ) -> int:
-    """Plan a training: whether it fits the GPUs, how fast it goes, what to set, and why.
+    """Plan a training: whether it fits the GPUs, how fast it is, which settings it needs, and why.
 
-    Exit status: 0 where it fits or is tight, 2 where it does not fit, 1 for what cannot be asked.
+    Exit status: 0 if it fits or is tight, 2 if it does not fit, 1 for invalid options.
     """
     from bigdit.emulator.interpreter import cuda_python
     from bigdit.errors import UserError
     from bigdit.search.ask import question_for
 
-    cuda_python()  # first, so that a missing one is said at once
+    cuda_python()  # first: a missing one is an error at once
     if config is None:
         if overrides:
-            raise UserError("--set goes with --config, and --model was given; leave it out")
+            raise UserError("--set needs --config, and --model was given; leave it out")
         question = question_for(**asked)
         others = [_with_gpus(number, asked) for number in _others(also_gpus, question.cluster.gpus, out)]
         return _plan(question, others, out, as_json)
-    there = os.path.exists(config)  # or reading it says that it does not exist
+    there = os.path.exists(config)  # else reading it raises the error
     beside = {name: value for name, value in asked.items() if name not in BESIDE_A_RUN and value is not None}
     if there and beside:
         from bigdit.search.of_run import instead
 
         raise UserError(*(instead(name, value) for name, value in beside.items()))
     if also_gpus is not None:
-        raise UserError("--also-gpus goes with --model, and --config was given; leave it out")
+        raise UserError("--also-gpus needs --model, and --config was given; leave it out")
     return _plan_stages(config, overrides, {name: asked[name] for name in BESIDE_A_RUN}, out, as_json)
 
 
 def _with_options(command: Callable[..., int]) -> None:
-    """Give it an option for each field of a PlanRequest, before its own ones."""
+    """Give the command an option for each field of PlanRequest, before its own."""
     named = inspect.signature(command, eval_str=True).parameters.values()
     own = [each.replace(kind=each.KEYWORD_ONLY) for each in named if each.kind is not each.VAR_KEYWORD]
     gpu, *others = sorted(of_plans(), key=lambda each: each.name != "gpu")
@@ -80,79 +82,77 @@ _with_options(run)
 
 
 def _others(also_gpus: str | None, own: int, out: Path | None) -> list[int]:
-    """Cards in all of the plans that the page has beside its `own`."""
+    """The numbers of GPUs of the page's other plans."""
     from bigdit.errors import UserError
     from bigdit.strategy import MOST_GPUS
 
     if also_gpus is None:
         return []
-    also = listed("--also-gpus", also_gpus, "numbers of cards such as 2,4,8", MOST_GPUS)
+    also = listed("--also-gpus", also_gpus, "numbers of GPUs such as 2,4,8", MOST_GPUS)
     if out is None:
-        raise UserError("--also-gpus is for report.html, which --out DIR writes; add --out, or leave it out")
+        raise UserError("--also-gpus needs --out DIR, which writes report.html; add --out, or leave it out")
     if len(also) > MOST_OTHERS:
-        raise UserError(
-            f"--also-gpus {also_gpus[:40]} are {len(also)} numbers; a page has {MOST_OTHERS} beside its own"
-        )
+        raise UserError(f"--also-gpus {also_gpus[:40]} has {len(also)} numbers; a page has at most {MOST_OTHERS}")
     if own in also:
-        raise UserError(f"--also-gpus says {own}, which the plan is of; leave it out there")
+        raise UserError(f"--also-gpus has {own}, the plan's own number of GPUs; leave it out there")
     return also
 
 
 def _with_gpus(number: int, asked: dict[str, Any]) -> Question:
-    """The question of one of the other numbers, whose errors name the option that said it."""
+    """The question for another number of GPUs; its errors name --also-gpus."""
     from bigdit.errors import UserError
     from bigdit.search.ask import question_for
 
     try:
         return question_for(**asked | {"gpus": number})
     except UserError as error:
-        lines = (line.replace("--gpus is", "--also-gpus says") for line in error.problems)
+        lines = (line.replace("--gpus is", "--also-gpus has") for line in error.problems)
         raise UserError(*(line.replace("or --gpus 1", "or leave it out") for line in lines)) from None
 
 
 def _plan(question: Question, others: Sequence[Question], out: Path | None, as_json: bool) -> int:
-    """The plan; and for its page those of other numbers of cards."""
+    """Make the plan, and those for other numbers of GPUs on its page."""
     from bigdit import log
     from bigdit.report.plan import show
     from bigdit.search.answer import make_plan
 
     if out is not None:
-        from bigdit.report.folder import check_folder, write_plan  # here: it draws, and imports what draws
+        from bigdit.report.page import check_folder, write_plan  # here: it imports matplotlib
 
         check_folder(out)
     plans = []
     for asked in (question, *others):
-        on = f" on {asked.cluster.gpus} cards" if others else ""
+        on = f" on {asked.cluster.gpus} GPUs" if others else ""
         with log.status(f"planning the training of {asked.model.name}{on}") as status:
             plans.append(make_plan(asked, progress=status))
     plan = plans[0]
     if out is not None:
         log.notice(f"wrote {out}: {', '.join(file.name for file in write_plan(plan, out, plans[1:]))}")
     if as_json:
-        log.emit_json(plan.model_dump(mode="json", exclude={"packed_timeline", "settings"}) | {"fits": plan.fits})
+        log.emit_json(plan.model_dump(mode="json", exclude={"packed_timeline", "ran"}) | {"fits": plan.fits})
     else:
         show(plan, out)
     return 0 if plan.fits else EXIT_DOES_NOT_FIT
 
 
 def _plan_stages(config: Path, overrides: list[str], asked: dict[str, Any], out: Path | None, as_json: bool) -> int:
-    """A plan for each stage, in a folder of its own, and a run.yaml of all; the run fits where all do."""
+    """Make a plan for each stage, and one run.yaml; the run fits where all stages fit."""
     from bigdit import log
     from bigdit.report.plan import show_short
     from bigdit.search.answer import make_plan
-    from bigdit.search.of_run import questions_of, unpinned
+    from bigdit.search.of_run import overruled, questions_of
 
     questions, plans = questions_of(config, overrides, asked), []
     folders = (
         [] if out is None else [out] if len(questions) == 1 else [out / f"stage-{n}" for n in range(len(questions))]
     )
     if out is not None:
-        from bigdit.report.folder import check_folder, write_stages
         from bigdit.report.how_to_run import RUN
+        from bigdit.report.page import check_folder, write_stages
 
         for each in folders:
             check_folder(each)
-    for line in unpinned(config, overrides):
+    for line in overruled(config, overrides):
         log.notice(f"note: {line}")
     for number, question in enumerate(questions):
         name = f"stages.{number}" if len(questions) > 1 else str(config)
@@ -163,10 +163,10 @@ def _plan_stages(config: Path, overrides: list[str], asked: dict[str, Any], out:
             show_short(plan, name)
     if out is not None:
         write_stages(plans, out, folders, config, overrides)
-        log.notice(f"to train with it: bigdit train --config {out / RUN}")
+        log.notice(f"to train: bigdit train --config {out / RUN}")
     fits = all(plan.fits for plan in plans)
     if as_json:
-        found = [plan.model_dump(mode="json", exclude={"packed_timeline", "settings"}) for plan in plans]
+        found = [plan.model_dump(mode="json", exclude={"packed_timeline", "ran"}) for plan in plans]
         log.emit_json(
             {"fits": fits, "plans": [each | {"fits": plan.fits} for each, plan in zip(found, plans, strict=True)]}
         )

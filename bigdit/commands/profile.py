@@ -1,4 +1,4 @@
-"""`bigdit profile`: the memory of one strategy's training step, recorded on an emulated GPU."""
+"""`bigdit profile`: the memory of one strategy's training step on an emulated GPU."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def run(
     gpu: Gpu = "a100-80g-sxm",
     resolution: Resolution = None,
     frames: Frames = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw memory over time to this PNG.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot memory over time to this PNG.")] = None,
     snapshot: Annotated[
-        Path | None, typer.Option(help="Write torch's memory snapshot, for pytorch.org/memory_viz, to this file.")
+        Path | None, typer.Option(help="Write torch's memory snapshot to this file, for pytorch.org/memory_viz.")
     ] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which the run is stopped.")] = 300.0,
+    timeout: Annotated[float, typer.Option(min=1, help="Stop the run after this many seconds.")] = 300.0,
     as_json: Json = False,
 ) -> int:
     """Run two training steps of one strategy on an emulated GPU, and show their memory by phase and by category."""
     from bigdit.emulator.interpreter import cuda_python
 
-    cuda_python()  # first, so that a missing one is said at once
+    cuda_python()  # first: a missing one is an error at once
     from bigdit import catalog, log
     from bigdit.config.load import parse_strategy
     from bigdit.files import check_writable
@@ -46,30 +46,30 @@ def run(
     for option, file in (("--plot", plot), ("--snapshot", snapshot)):
         if file is not None:
             check_writable(option, file.parent)
-    card = catalog.resolve_gpu(gpu)
+    device = catalog.resolve_gpu(gpu)
     request = request_for(
         catalog.find_model(model),
-        card,
+        device,
         parse_strategy(strategy),
         resolution=None if resolution is None else parse_resolution(resolution),
         frames=frames,
     )
-    title = f"{request.model.name} on an emulated {card.title}: {','.join(strategy)}"
-    with log.err.status(f"profiling {request.model.name}"), Cards(card, 1, timeout_s=timeout) as cards:
-        found = cards.profile(request, snapshot)
-    non_torch = beside_training(request.strategy, card.compute_capability, card.multiprocessors)
-    fits = found.peak_reserved_bytes + non_torch.high_bytes <= card.usable_bytes
+    title = f"{request.model.name} on an emulated {device.title}: {','.join(strategy)}"
+    with log.err.status(f"profiling {request.model.name}"), Cards(device, 1, timeout_s=timeout) as emulated:
+        found = emulated.profile(request, snapshot)
+    non_torch = beside_training(request.strategy, device.compute_capability, device.multiprocessors)
+    fits = found.peak_reserved_bytes + non_torch.high_bytes <= device.usable_bytes
     if as_json:
-        shown = {"gpu": card.name, "emulated": cards.build, "usable_bytes": card.usable_bytes, "fits": fits}
+        shown = {"gpu": device.name, "emulated": emulated.build, "usable_bytes": device.usable_bytes, "fits": fits}
         log.emit_json(shown | _document(request, found, non_torch))
     else:
         log.out.print(title, style="bold", markup=False, highlight=False)
-        _show(request, found, card.usable_bytes, non_torch)
+        _show(request, found, device.usable_bytes, non_torch)
         log.out.print("fits" if fits else "does not fit", style="bold")
     if plot is not None:
         from bigdit.report.figures import plot_timeline
 
-        plot_timeline(found.timeline, plot, title=title, card_bytes=card.usable_bytes)
+        plot_timeline(found.timeline, plot, title=title, gpu_bytes=device.usable_bytes)
     for written in filter(None, (plot, snapshot)):
         log.notice(f"wrote {written}")
     return 0 if fits else EXIT_DOES_NOT_FIT
@@ -78,7 +78,7 @@ def run(
 def _show(request: StepRequest, found: Profile, usable_bytes: int, non_torch: ByteRange) -> None:
     from bigdit import log
     from bigdit.memory import host_memory
-    from bigdit.report import ledger as report
+    from bigdit.report import plan as report
     from bigdit.units import count, gib
 
     def say(line: str) -> None:
@@ -86,7 +86,7 @@ def _show(request: StepRequest, found: Profile, usable_bytes: int, non_torch: By
 
     latents = " × ".join(map(str, request.batch.latents))
     tokens = "" if request.batch.text is None else f", text {' × '.join(map(str, request.batch.text))}"
-    say(f"{count(found.params)} parameters; a sample: latents {latents}{tokens}")
+    say(f"{count(found.params)} parameters; one sample: latents {latents}{tokens}")
     strategy = request.strategy
     say(f"micro-batch {strategy.micro_batch_size}, {strategy.precision}, {strategy.optimizer.name}")
     for table in (
@@ -98,7 +98,7 @@ def _show(request: StepRequest, found: Profile, usable_bytes: int, non_torch: By
         log.out.print(table)
     log.out.print()
     host = host_memory(found.host_timeline)
-    say(f"host memory, tensors alone: {gib(host.peak_bytes)}, page-locked {gib(host.page_locked_bytes)}")
+    say(f"CPU memory of tensors: {gib(host.peak_bytes)}, page-locked {gib(host.page_locked_bytes)}")
     for line in found.notices:
         say(f"note: {line}")
 

@@ -1,7 +1,8 @@
-"""`bigdit receipts`: what runs of this machine took, and how far off emulated memory and estimated seconds are."""
+"""`bigdit receipts`: memory and time that runs took, and the errors of their predictions."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,58 +14,57 @@ if TYPE_CHECKING:
     from bigdit.catalog import Gpu
     from bigdit.receipt import Receipt
 
-HELP = "What earlier runs took, and how far off plans are."
+HELP = "Memory and time that runs took, and the errors of plans."
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=HELP)
 
-Card = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Of this GPU alone.")]
+GpuName = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Only receipts of this GPU.")]
 Folder = Annotated[
     Path | None,
-    typer.Option("--receipts", metavar="DIR", help="The folder; those that plans read if left out."),
+    typer.Option("--receipts", metavar="DIR", help="Folder of receipts. Default: those that plans read."),
 ]
 
 
 @app.command("list")
-def show(gpu: Card = None, receipts: Folder = None, as_json: Json = False) -> None:
-    """All receipts: when, which model and GPU, reserved bytes, seconds a step."""
+def show(gpu: GpuName = None, receipts: Folder = None, as_json: Json = False) -> None:
+    """List all receipts: date, model, GPU, reserved bytes, seconds per step."""
     from bigdit import log
     from bigdit.report.receipts import listed
     from bigdit.units import how_many
 
     found = _read(receipts)
-    of_cards = None if gpu is None else _cards(found, gpu)
-    own = [each for each in found if of_cards is None or each.device in of_cards]
+    names = None if gpu is None else _gpus(found, gpu)
+    own = [each for each in found if names is None or each.device in names]
     if as_json:
         log.emit_json([each.model_dump(mode="json") for each in own])
     elif own:
         log.out.print(listed(own))
     elif found:
-        log.notice(f"none of {how_many(len(found), 'receipt')} is of {gpu}")
+        log.notice(f"{how_many(len(found), 'receipt')}, none of {gpu}")
 
 
 @app.command()
-def compare(gpu: Card = None, receipts: Folder = None, as_json: Json = False) -> None:
-    """Compare each receipt with an emulated GPU, and show what plans take from all of a GPU: margin and speed."""
+def compare(gpu: GpuName = None, receipts: Folder = None, as_json: Json = False) -> None:
+    """Compare each receipt with an emulated GPU, and show the margin and the speed that plans learn from it."""
     from bigdit import log
     from bigdit.profile.cards import Cards
     from bigdit.report.receipts import compared, summary
-    from bigdit.search.calibration import calibration, check, memory_band
-    from bigdit.search.receipts import of_card
+    from bigdit.search.calibration import Calibration, check, of_gpu
     from bigdit.units import how_many
 
     found = _read(receipts)
-    cards = _cards(found, gpu)
+    gpus = _gpus(found, gpu)
     document = []
-    for device, card in cards.items():
-        with log.err.status(f"running what the {device} ran on an emulated one"), Cards(card) as emulated:
-            own = [*of_card(found, card), *of_card(found, card, emulated=True)]
-            checked, notices = check(own, card, emulated)
+    for device, target in gpus.items():
+        with log.err.status(f"repeating the runs of the {device} on an emulated one"), Cards(target) as emulated:
+            own = [*of_gpu(found, target), *of_gpu(found, target, emulated=True)]
+            checked, notices = check(own, target, emulated)
         lines = summary(checked)
-        band = memory_band(checked)
-        if band is not None:
-            lines.append(f"plans for this card take {band.share:.1%} more memory into account: {band.source}")
-        kinds = [calibration(checked, each.receipt.strategy) for each in checked]
-        lines += dict.fromkeys(f"their speed is calibrated by {kind.source}" for kind in kinds if kind is not None)
+        calibration = Calibration(checked)
+        if (margin := calibration.measured_margin) is not None:
+            lines.append(f"plans for this GPU have a safety margin of {margin.share:.1%}: {margin.source}")
+        kinds = [calibration.ratio(each.receipt.strategy) for each in checked]
+        lines += dict.fromkeys(f"their speed is calibrated: {kind.source}" for kind in kinds if kind is not None)
         for line in notices:
             log.notice(f"note: {line}")
         if not as_json and checked:
@@ -79,7 +79,7 @@ def compare(gpu: Card = None, receipts: Folder = None, as_json: Json = False) ->
                 "measured_peak_reserved_bytes": each.receipt.measured_peak_reserved_bytes,
                 "predicted_peak_reserved_bytes": each.peak_reserved_bytes,
                 "seconds_per_step": None if each.receipt.emulated else each.receipt.seconds_per_step,
-                "predicted_seconds_per_step": each.step.seconds.model_dump(),
+                "predicted_seconds_per_step": asdict(each.step.seconds),
             }
             for each in checked
         ]
@@ -87,72 +87,71 @@ def compare(gpu: Card = None, receipts: Folder = None, as_json: Json = False) ->
         log.emit_json(document)
     elif not document:
         whose = "a GPU" if gpu is None else gpu
-        log.notice(f"none of {how_many(len(found), 'receipt')} is of {whose} with one shape of batches")
+        log.notice(f"{how_many(len(found), 'receipt')}, none of {whose} with one shape of batches")
 
 
 @app.command()
-def calibrate(gpu: Card = None, receipts: Folder = None, as_json: Json = False) -> None:
-    """Show what plans take from a GPU's receipts: the safety margin of memory, and the factor of speed."""
+def calibrate(gpu: GpuName = None, receipts: Folder = None, as_json: Json = False) -> None:
+    """Show what plans learn from a GPU's receipts: the safety margin of memory and the factor of speed."""
     from bigdit import log
     from bigdit.errors import UserError
     from bigdit.profile.cards import Cards
-    from bigdit.report.receipts import bands, speeds
-    from bigdit.search.calibration import check, learnt
-    from bigdit.search.receipts import left_out, of_card
+    from bigdit.report.receipts import margins, speeds
+    from bigdit.search.calibration import Calibration, check, left_out, of_gpu
     from bigdit.units import how_many
 
     found = _read(receipts)
     learned = []
-    for card in {card.name: card for card in _cards(found, gpu).values()}.values():
-        with log.err.status(f"running what the {card.title} ran on an emulated one"), Cards(card) as emulated:
-            checked, notices = check(of_card(found, card), card, emulated)
-        for line in [*left_out(found, card), *notices]:
+    for target in {target.name: target for target in _gpus(found, gpu).values()}.values():
+        with log.err.status(f"repeating the runs of the {target.title} on an emulated one"), Cards(target) as emulated:
+            checked, notices = check(of_gpu(found, target), target, emulated)
+        for line in [*left_out(found, target), *notices]:
             log.notice(f"note: {line}")
         if checked:
-            learned.append(learnt(card, checked))
+            learned.append(Calibration(checked).learnt(target))
     if not learned:
         raise UserError(
-            f"receipts calibrate: none of {how_many(len(found), 'receipt')} is usable of "
+            f"receipts calibrate: {how_many(len(found), 'receipt')}, none usable of "
             f"{'any GPU' if gpu is None else gpu}; one that `bigdit train` wrote on a GPU, with one shape of "
             "batches, was expected (--receipts DIR)"
         )
     if as_json:
         log.emit_json([each.model_dump(mode="json") for each in learned])
         return
-    log.out.print(bands(learned))
+    log.out.print(margins(learned))
     log.out.print()
     log.out.print(speeds(learned))
 
 
-def _cards(receipts: list[Receipt], wanted: str | None) -> dict[str, Gpu]:
-    """The cards of the catalogue that these are of, by their drivers' names; a line for each that it does not have."""
+def _gpus(receipts: list[Receipt], wanted: str | None) -> dict[str, Gpu]:
+    """The catalogue's GPUs of these receipts by their drivers' names; unknown ones are logged."""
     from bigdit import catalog, log
     from bigdit.errors import UserError
 
     name = None if wanted is None else catalog.resolve_gpu(wanted).name
-    cards = {}
+    gpus = {}
     for device in sorted({each.device for each in receipts} - {"cpu"}):
         try:
-            card = catalog.gpu(device)
+            target = catalog.gpu(device)
         except UserError as error:
             log.notice(f"note: receipts of {device} are left out: {error}")
             continue
-        if name in (None, card.name):
-            cards[device] = card
-    return cards
+        if name in (None, target.name):
+            gpus[device] = target
+    return gpus
 
 
 def _read(folder: Path | None) -> list[Receipt]:
     from bigdit import log
     from bigdit.errors import UserError
-    from bigdit.search.receipts import folders, read
+    from bigdit.search.calibration import folders, read
 
     if folder is not None and not folder.is_dir():
-        raise UserError(f"--receipts: {folder} is no folder; one with receipts, as training writes them, was expected")
-    places = folders() if folder is None else [folder]
+        raise UserError(f"--receipts: {folder} is no folder; one with receipts of training was expected")
+    places = folders(folder)
     found, notices = read(places)
     for line in notices:
         log.notice(f"note: {line}")
     if not found:
-        log.notice(f"no receipts in {', '.join(map(str, places))}; `bigdit train` leaves one where there is a GPU")
+        log.notice(f"no receipts in {', '.join(map(str, places))}; `bigdit train` writes one on a machine with a GPU")
     return found

@@ -1,4 +1,4 @@
-"""`bigdit recipe`: runs that are known to fit their cards."""
+"""`bigdit recipe`: runs that fit their GPUs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import typer
 from bigdit.commands.options import Json
 
 if TYPE_CHECKING:
-    from bigdit.recipes.recipe import Recipe
+    from bigdit.recipes import Recipe
 
-HELP = "Runs that are known to fit their cards, to be copied and filled in."
+HELP = "Runs that fit their GPUs, to copy and fill in."
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=HELP)
 
@@ -21,9 +21,9 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="A recipe of `bigdit r
 
 @app.command("list")
 def every(as_json: Json = False) -> None:
-    """All recipes: what is trained on which card, and what it took there."""
+    """List all recipes: what is trained on which GPU, and what it needs."""
     from bigdit import log
-    from bigdit.recipes.recipe import names, recipe
+    from bigdit.recipes import names, recipe
     from bigdit.report.recipes import listed
 
     found = [recipe(name) for name in names()]
@@ -35,9 +35,9 @@ def every(as_json: Json = False) -> None:
 
 @app.command()
 def show(name: Name, as_json: Json = False) -> None:
-    """One recipe: what it needs, the commands from download to samples, and its YAML."""
+    """Show one recipe: what it needs, the commands from download to samples, and its YAML."""
     from bigdit import log
-    from bigdit.recipes.recipe import recipe
+    from bigdit.recipes import recipe
     from bigdit.report.recipes import shown
 
     found = recipe(name)
@@ -52,26 +52,26 @@ def show(name: Name, as_json: Json = False) -> None:
 def copy(
     name: Name,
     out: Annotated[
-        Path | None, typer.Option(help="The file, by .yaml at its end, or its folder; NAME.yaml here if left out.")
+        Path | None, typer.Option(help="A file that ends with .yaml, or a folder. Default: NAME.yaml here.")
     ] = None,
 ) -> None:
-    """Write a recipe's YAML, to be filled in. A file that is there stays."""
+    """Write a recipe's YAML, to fill in. An existing file is never replaced."""
     from bigdit import log
     from bigdit.errors import UserError
     from bigdit.files import write_text
-    from bigdit.recipes.recipe import recipe
+    from bigdit.recipes import recipe
 
     found = recipe(name)
     file = out or Path()
     if file.is_dir() or not (file.suffix in (".yaml", ".yml") or file.exists()):
         file = file / f"{found.name}.yaml"
     if file.exists():
-        raise UserError(f"{file} is there already, and is left as it is; --out names another file")
+        raise UserError(f"{file} exists already, and was not changed; name another file with --out")
     write_text(file, found.text)
     log.notice(f"wrote {file}")
 
 
 def _document(found: Recipe) -> dict[str, Any]:
-    """What is known of a recipe, as JSON."""
+    """A recipe as JSON."""
     took = found.took.model_dump(mode="json") if found.took else None
     return {"name": found.name, "title": found.title, **found.about.model_dump(), "took": took}

@@ -1,4 +1,4 @@
-"""`bigdit report`: the page of a run, at any time of it."""
+"""`bigdit report`: the page of a run, also while it trains."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from bigdit.commands.options import Json
 
 
 def run(
-    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="The output of a run, as its config has it.")],
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="The output folder of a run.")],
     as_json: Json = False,
 ) -> None:
-    """Write a run's report.html into its output: curves, memory by phase against the plan, pictures, settings."""
+    """Write report.html into a run's output: curves, memory by phase against the plan, images and settings."""
     from bigdit import log
     from bigdit.report.run import read_run, write_page
 

@@ -1,4 +1,4 @@
-"""`bigdit sample`: pictures or videos from captions or classes, and a grid of them."""
+"""`bigdit sample`: generate images or videos from captions or classes, and a grid of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from bigdit.commands.options import EmaWidth, Json
-from bigdit.units import LARGEST
+from bigdit.units import LARGEST, how_many
 
 if TYPE_CHECKING:
     import torch
@@ -23,97 +23,95 @@ if TYPE_CHECKING:
 
 
 def run(
-    checkpoint: Annotated[Path, typer.Option(help="A checkpoint, or the output of a run: then its latest.")],
-    out: Annotated[Path, typer.Option(help="The folder for the pictures and grid.png, or the videos and grid.webp.")],
+    checkpoint: Annotated[Path, typer.Option(help="A checkpoint, or the output of a run: its latest checkpoint.")],
+    out: Annotated[Path, typer.Option(help="Folder for images and grid.png, or videos and grid.webp.")],
     caption: Annotated[
         list[str],
-        typer.Option(
-            "--caption", help="A caption; of a model of classes, one's name or number, as --label; repeatable."
-        ),
+        typer.Option("--caption", help="A caption, or a class as with --label; repeatable."),
     ] = [],  # noqa: B006
     label: Annotated[
-        list[str], typer.Option("--label", help="Of a model of classes one's name or number; repeatable.")
+        list[str], typer.Option("--label", help="Name or number of a class, for models of classes; repeatable.")
     ] = [],  # noqa: B006
-    captions: Annotated[Path | None, typer.Option(help="A text file with a caption, or a class, a line.")] = None,
+    captions: Annotated[Path | None, typer.Option(help="A text file with one caption or class per line.")] = None,
     image: Annotated[
         list[Path],
         typer.Option(
             "--image",
-            help="Of a model whose videos begin with a picture: that, or a video, whose first frame it is; one for all "
-            "captions, or one for each, repeated.",
+            help="First frame, for models that begin with an image: an image, or a video whose first frame counts. "
+            "Once for all captions, or repeated for each.",
         ),
     ] = [],  # noqa: B006
     size: Annotated[
         str | None,
-        typer.Option(metavar="HxW", help="Pixels, FxHxW of a video of F frames; the run's first bucket if left out."),
+        typer.Option(metavar="HxW", help="Pixels; FxHxW for a video of F frames. Default: the run's first bucket."),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps from noise to picture.")] = 20,
+    steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps of the sampler.")] = 20,
     sampler: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Of flow matching euler, heun, dpmsolver++ or unipc, of DDPM dpmsolver++, unipc or ddim; the first of "
-            "these if left out.",
+            help="For flow matching euler, heun, dpmsolver++ or unipc; for DDPM dpmsolver++, unipc or ddim. Default: "
+            "the first of these.",
         ),
     ] = None,
-    guidance: Annotated[float, typer.Option(min=0, help="Classifier-free guidance; 1 is none.")] = 3.0,
+    guidance: Annotated[float, typer.Option(min=0, help="Scale of classifier-free guidance; 1: none.")] = 3.0,
     negative: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="What guidance leads away from; no caption, or no class, if left out."),
+        typer.Option(metavar="TEXT", help="Negative prompt. Default: the empty caption, or no class."),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=LARGEST, help="Picture i is drawn from seed + i.")] = 0,
-    ema: Annotated[bool, typer.Option("--ema", help="The moving average of the weights (strategy.ema).")] = False,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST, help="Image i is generated from seed + i.")] = 0,
+    ema: Annotated[bool, typer.Option("--ema", help="Use the EMA of the weights (strategy.ema).")] = False,
     ema_width: EmaWidth = None,
     as_json: Json = False,
 ) -> None:
-    """Draw one picture, or video, a caption or a class with a trained checkpoint."""
+    """Generate one image or video for each caption or class with a trained checkpoint."""
     from bigdit import libraries, log
     from bigdit.errors import UserError
     from bigdit.files import check_writable
 
     libraries.prepare()  # before what reads --image imports them
-    from bigdit.sampling.encoded import asked_image
+    from bigdit.sampling.conditions import asked_image
 
-    by_option = {"--label": label, "--caption": caption, f"--captions {captions}": _lines(captions)}
-    wanted = [each for given in by_option.values() for each in given]
-    if not wanted:
-        raise UserError("no caption was given; pass --caption TEXT, --label CLASS, or --captions FILE with one a line")
+    given = {"--label": label, "--caption": caption, f"--captions {captions}": _lines(captions)}
+    prompts = [each for texts in given.values() for each in texts]
+    if not prompts:
+        raise UserError("no caption was given; pass --caption TEXT, --label CLASS, or --captions FILE")
     bucket = _size(size) if size else None
-    drawn_by = _sampler(sampler)
+    sampler_name = _sampler(sampler)
     images = [asked_image("--image", path) for path in image]
     if not math.isfinite(guidance):
         raise UserError(f"--guidance is {guidance}, and a finite number was expected")
     if negative is not None and guidance == 1:
-        raise UserError("--negative was given, and --guidance 1 leads away from nothing; pass another --guidance")
+        raise UserError("--negative has no effect with --guidance 1; pass another --guidance")
     check_writable("--out", out)
     if out.is_dir() and any(out.iterdir()):
-        raise UserError(f"--out {out} holds files already, which would stand among new ones; name another folder")
+        raise UserError(f"--out {out} holds files already; name another folder")
 
     import torch
 
     from bigdit.checkpoint import PostHoc, find_checkpoint
     from bigdit.files import write_json
     from bigdit.sampling import Sampler, SamplingOptions
-    from bigdit.shortage import bounded, told
+    from bigdit.shortage import bounded, memory_errors
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found, notices = find_checkpoint(checkpoint)
     for line in notices:
         log.notice(line)
     with bounded(device):
-        with told(f"--checkpoint {found.folder}: loading it", device, "a device with more memory is needed"):
+        with memory_errors(f"--checkpoint {found.folder}: loading it", device, "a device with more memory is needed"):
             posthoc = None if ema_width is None else PostHoc(found, ema_width)
             if posthoc is not None:
-                log.notice(posthoc.said)
+                log.notice(posthoc.message)
             loaded = Sampler(found, device, ema=ema, posthoc=posthoc)
             if label and loaded.captions:
-                raise UserError(f"--label is {label[0]!r}, and this model is fed captions; pass --caption TEXT")
+                raise UserError(f"--label is {label[0]!r}, and this model takes captions; pass --caption TEXT")
             *frames, height, width = bucket or loaded.buckets[0]
             options = SamplingOptions(
-                height, width, steps, guidance, negative, drawn_by, seed, frames=frames[0] if frames else None
+                height, width, steps, guidance, negative, sampler_name, seed, frames=frames[0] if frames else None
             )
-            loaded.check(options, by_option, len(images))
-        rows, grid = _draw(loaded, wanted, options, images, out)
+            loaded.check(options, given, len(images))
+        rows, grid = _generate(loaded, prompts, options, images, out)
     report = {
         "checkpoint": str(found.folder),
         "ema": ema,
@@ -121,37 +119,35 @@ def run(
         "steps": steps,
         "guidance": guidance,
         "negative": negative,
-        "pictures": rows,
+        "images": rows,
     }
     write_json(out / "samples.json", report)
     if as_json:
         log.emit_json(report)
-    log.notice(
-        f"wrote {len(rows)} {'video' if frames else 'picture'}{'' if len(rows) == 1 else 's'}, samples.json and {grid}"
-    )
+    log.notice(f"wrote {how_many(len(rows), 'video' if frames else 'image')}, samples.json and {grid}")
 
 
-def _draw(
-    sampler: Sampler, wanted: Sequence[str], options: SamplingOptions, images: Sequence[Image.Image], out: Path
+def _generate(
+    sampler: Sampler, prompts: Sequence[str], options: SamplingOptions, images: Sequence[Image.Image], out: Path
 ) -> tuple[list[dict[str, Any]], Path]:
-    """Write a file for each that is wanted, as it comes, and a grid of all: what they are, and the grid's path."""
+    """Write a file for each prompt, and a grid of all. Returns a row for each file, and the grid's path."""
     from bigdit.sampling.grid import grid_png, moving_grid, png, webp
 
-    moving, fps = options.frames is not None, sampler.fps or 1.0  # of videos, which alone have one
+    moving, fps = options.frames is not None, sampler.fps or 1.0  # only videos have one
     suffix, shown = ".webp" if moving else ".png", functools.partial(_shown, unit="videos" if moving else "images")
-    drawn, rows = [], []
-    for i, pixels in enumerate(sampler.sample(wanted, options, images, shown)):
-        drawn.append(pixels.squeeze(0).numpy() if len(pixels) == 1 else pixels.movedim(0, -1).numpy())
+    generated, rows = [], []
+    for i, pixels in enumerate(sampler.sample(prompts, options, images, shown)):
+        generated.append(pixels.squeeze(0).numpy() if len(pixels) == 1 else pixels.movedim(0, -1).numpy())
         path = out / f"{i:05d}{suffix}"
-        _write(path, webp(drawn[-1], fps) if moving else png(drawn[-1]))
-        rows.append({"file": path.name, "caption": wanted[i], "seed": options.seed + i})
+        _write(path, webp(generated[-1], fps) if moving else png(generated[-1]))
+        rows.append({"file": path.name, "caption": prompts[i], "seed": options.seed + i})
     grid = out / f"grid{suffix}"
-    _write(grid, webp(moving_grid(drawn), fps) if moving else grid_png(drawn, wanted))
+    _write(grid, webp(moving_grid(generated), fps) if moving else grid_png(generated, prompts))
     return rows, grid
 
 
 def _shown(what: str, found: Iterator[torch.Tensor], total: int, unit: str) -> Iterator[torch.Tensor]:
-    """The same, with a bar of how many there are."""
+    """Yield `found` with a progress bar."""
     from bigdit import log
 
     with log.progress(what, total=total, unit=unit) as advance:
@@ -185,10 +181,10 @@ def _sampler(name: str | None) -> SamplerName | None:
 
     known: dict[str, SamplerName] = {each: each for each in get_args(SamplerName)}
     if name is not None and name not in known:
-        of_each = "; ".join(f"of {objective}: {', '.join(names)}" for objective, names in SAMPLERS.items())
+        of_each = "; ".join(f"for {objective}: {', '.join(names)}" for objective, names in SAMPLERS.items())
         near = [each for each in known if name.strip() and each.startswith(name.strip().casefold())]
         meant = f"did you mean {', '.join(near)}? " if near else ""
-        raise UserError(f"--sampler {shown(name)[:40]!r}: there is no such sampler; {meant}{of_each}")
+        raise UserError(f"--sampler {shown(name)[:40]!r}: unknown sampler; {meant}{of_each}")
     return None if name is None else known[name]
 
 

@@ -1,4 +1,4 @@
-"""`bigdit setup`: the CUDA build of torch for emulated GPUs, in an environment beside the user's."""
+"""`bigdit setup`: install the CUDA build of torch for emulated GPUs in an environment of its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _DOWNLOAD, _DISK = "0.72 GB", "2.1 GB"
-"""What torch 2.13.0 and its Triton take, as they were installed."""
+"""Sizes of torch 2.13.0 and its Triton, measured after installing them."""
 
 _ANOTHER_INDEX = "set PIP_INDEX_URL to an index that has all builds of torch, and run `bigdit setup` again"
 
@@ -15,13 +15,13 @@ _PIP = (
     "end_with(int(sys.argv.pop(1)), signal.SIGKILL); "
     "runpy.run_module('pip', run_name='__main__', alter_sys=True)"
 )
-"""Runs pip, which ends with the process whose id comes first."""
+"""Runs pip until the process ends whose id is the first argument."""
 
 
 def run() -> None:
-    """Install the CUDA build of torch that emulated GPUs need, once, in an environment of its own.
+    """Install the CUDA build of torch that emulated GPUs need, in an environment of its own.
 
-    It needs no GPU and no package of NVIDIA's. Where torch has CUDA already, there is nothing to do.
+    It needs no GPU and no NVIDIA package. Where torch already has CUDA, nothing is installed.
     """
     from bigdit import log
     from bigdit.emulator import interpreter
@@ -34,7 +34,7 @@ def run() -> None:
         return
     torch, folder = versions()["torch"].partition("+")[0], interpreter.own_environment()
     if torch == "missing":
-        raise UserError("torch is not installed, and its version decides which CUDA build is: pip install torch")
+        raise UserError("torch is not installed; setup installs the CUDA build of its version: pip install torch")
     with alone(folder):
         log.notice(
             f"installing the CUDA build of torch {torch} into {folder}: {_DOWNLOAD} to download, {_DISK} on disk"
@@ -44,9 +44,9 @@ def run() -> None:
 
 
 def _make(folder: Path, torch: str) -> str:
-    """Make an environment with this torch and its Triton, which shares all else with the user's; its build of torch.
+    """Make an environment with this torch and its Triton, which shares all else with the user's.
 
-    The folder appears when it is whole. Raises UserError if it cannot be made.
+    Returns its build of torch. The folder appears when it is complete. Raises UserError if it cannot be made.
     """
     import venv
 
@@ -75,7 +75,7 @@ def _make(folder: Path, torch: str) -> str:
 
 
 def _install(requirement: str, packages: Path) -> None:
-    """Have pip install one package into a folder, with its progress on stderr. Raises UserError with pip's reason."""
+    """Install one package into a folder by pip, with progress on stderr. Raises UserError with pip's reason."""
     import os
     import subprocess
     import sys
@@ -86,8 +86,8 @@ def _install(requirement: str, packages: Path) -> None:
 
     command = [sys.executable, "-P", "-c", _PIP, str(os.getpid()), "install", "--disable-pip-version-check"]
     command += ["--no-deps", "--only-binary=:all:", "--target", str(packages), requirement]
-    with tempfile.TemporaryDirectory(dir=packages) as scratch:  # so that all of it goes with the folder
-        environment = os.environ | {"PIP_CONSTRAINT": os.devnull, "TMPDIR": scratch}
+    with tempfile.TemporaryDirectory(dir=packages) as workspace:  # removed with the folder
+        environment = os.environ | {"PIP_CONSTRAINT": os.devnull, "TMPDIR": workspace}
         pip = subprocess.Popen(command, env=environment, stdout=2, stderr=subprocess.PIPE, text=True, errors="replace")
         assert pip.stderr is not None
         lines = []
@@ -105,13 +105,13 @@ def _install(requirement: str, packages: Path) -> None:
 
 
 def _why(requirement: str, lines: Sequence[str], packages: Path) -> str:
-    """Why pip failed and what mends it, by what it wrote to stderr; empty if it wrote nothing."""
+    """Why pip failed, and the fix, from its stderr; empty if that is empty."""
     import errno
 
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")] or lines[-1:]
     text = "\n".join(lines)
     if "No module named pip" in text:
-        return "this environment has no pip, which `bigdit setup` installs with: python -m ensurepip"
+        return "this environment has no pip, which `bigdit setup` needs: python -m ensurepip"
     if any(f"[Errno {number}]" in text for number in (errno.ENOSPC, errno.EDQUOT)):
         return f"the disk of {packages.parents[3]} is full, and {_DISK} are needed; free some, or set BIGDIT_CACHE"
     if "Retrying (" in text:
@@ -122,7 +122,7 @@ def _why(requirement: str, lines: Sequence[str], packages: Path) -> str:
 
 
 def _tritons(packages: Path) -> list[str]:
-    """What the installed torch requires of Triton, such as `triton==3.7.1`."""
+    """The Triton that the installed torch requires, such as `triton==3.7.1`."""
     import re
     from importlib.metadata import distributions
 
@@ -131,7 +131,7 @@ def _tritons(packages: Path) -> list[str]:
 
 
 def _shared() -> str:
-    """A .pth file that brings in the packages of this environment, also those that its own .pth files bring in."""
+    """A .pth file that adds the packages of this environment, with those of its own .pth files."""
     import site
 
     folders = site.getsitepackages() + ([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])

@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 def run(
     config: Config,
     overrides: Set = [],  # noqa: B006  # typer reads the default; it is not changed
-    ds_config: Annotated[Path | None, typer.Option(help="DeepSpeed's JSON; chooses the engine deepspeed.")] = None,
-    grace: Annotated[float | None, typer.Option(help="Seconds to save and end in after a signal; train.grace.")] = None,
+    ds_config: Annotated[Path | None, typer.Option(help="DeepSpeed's JSON; sets engine deepspeed.")] = None,
+    grace: Annotated[float | None, typer.Option(help="Seconds to save and end after a signal (train.grace).")] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check config and model, print the config and a verdict, stop.")
+        bool, typer.Option("--dry-run", help="Check config and model, print the config and a verdict, and stop.")
     ] = False,
 ) -> int:
-    """Train as the run's config says, with as many processes; the same command resumes."""
+    """Train a run's config with its number of processes; the same command resumes."""
     from bigdit import libraries, log
     from bigdit.catalog.families import objective_of
     from bigdit.catalog.names import revision
     from bigdit.config import load_stages
     from bigdit.files import check_writable
     from bigdit.objective_spec import counting
-    from bigdit.report.leave import leaving_a_page
+    from bigdit.report import leaving_a_page
     from bigdit.train.prepare import check_stores, prepare_stages, with_ds_config, with_grace
     from bigdit.train.processes.launch import launch
 
@@ -41,33 +41,33 @@ def run(
     first = stages[0].run
     prepared = prepare_stages(stages)
     if not dry_run:
-        on_host = max((stage.plan.expected.host_bytes for stage in stages if stage.plan is not None), default=0)
-        _check_host(on_host)
+        host_bytes = max((stage.plan.expected.host_bytes for stage in stages if stage.plan is not None), default=0)
+        _check_host(host_bytes)
         check_stores(stages)
         with leaving_a_page(first.output):
-            return launch(first, config, overrides, on_host)
+            return launch(first, config, overrides, host_bytes)
     for stage in stages:
         for line in stage.plan_notices(revision()):
             log.notice(f"note: {line}")
     libraries.prepare()
-    from bigdit.train.data import check_those_there  # torch, which only the processes that train need else
-    from bigdit.train.resume import counted, foreseen, verdict
-    from bigdit.train.saves import snapshots_said
+    from bigdit.train.data import check_data  # torch, which only the processes that train need else
+    from bigdit.train.resume import start_notices, verdict, with_steps
+    from bigdit.train.saves import snapshot_notices
     from bigdit.train.state import check_models
 
     models = check_models(prepared)
-    missing = check_those_there(prepared)
+    missing = check_data(prepared)
     check_writable("output", first.output)
-    prepared, lines = counted(prepared, needed=False)
-    for line in [*(f"note: {each}" for each in missing), *lines, *foreseen(prepared)]:
+    prepared, lines = with_steps(prepared, needed=False)
+    for line in [*(f"note: {each}" for each in missing), *lines, *start_notices(prepared)]:
         log.notice(line)
     for each, model in zip(prepared, models, strict=True):
-        for line in snapshots_said(each.stage.run, model):
+        for line in snapshot_notices(each.stage.run, model):
             log.notice(f"note: {line}")
     documents = [
         {
             "run": each.stage.run.model_dump(mode="json")
-            | {"objective": counting(objective_of(each.spec, each.stage.run.objective))},  # as a run may say it
+            | {"objective": counting(objective_of(each.spec, each.stage.run.objective))},  # as a run may have it
             "strategy": each.strategy.model_dump(mode="json"),
         }
         for each in prepared
@@ -84,7 +84,7 @@ def _check_host(needed: int) -> None:
 
     if needed > (own := memory_bytes()):
         raise UserError(
-            f"the plan needs {gib(needed)} of host memory (expected.host_bytes), and this machine has {gib(own)}; plan "
+            f"the plan needs {gib(needed)} of CPU memory (expected.host_bytes), and this machine has {gib(own)}; plan "
             f"with --host-memory {own // GIB}GiB"
         )
 
@@ -97,5 +97,5 @@ def _check_one_machine(plan: PlanFile) -> None:
     if len(spread) > 1:
         raise UserError(
             f"the plan is for {plan.strategy.world_size} processes on {len(spread)} machines, and `bigdit train` "
-            f"starts those of one; start {entry()[-1]} with the commands that `bigdit plan` printed"
+            f"starts one machine; start {entry()[-1]} with the commands that `bigdit plan` printed"
         )

@@ -1,6 +1,6 @@
-"""A run as the user writes it: YAML into strict values, checked together before anything starts.
+"""A run's YAML: read into strict values, and checked before anything starts.
 
-What needs torch, a store or a checkpoint to be checked is checked where those are opened.
+What needs torch, a store or a checkpoint is checked where those are opened.
 """
 
 from bigdit.config.check import check

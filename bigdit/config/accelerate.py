@@ -1,7 +1,7 @@
-"""What `accelerate launch` was asked for of what the run or its plan decides: the same, or it is refused.
+"""Check that options of `accelerate launch` agree with the run.
 
-Its options reach processes as variables that accelerate's own Accelerator heeds: a run that passed over them would
-train otherwise than whoever started it has asked for.
+They reach processes as environment variables for accelerate's own Accelerator, which bigdit does not use. A run that
+ignored them would train otherwise than asked.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from bigdit.strategy import Strategy
 
 _ENGINES = {"use_deepspeed": "deepspeed", "use_fsdp": "fsdp2", "use_megatron_lm": "megatron"}
 _STARTED = {
-    "deepspeed": "say --use_deepspeed",
-    "fsdp2": "say --use_fsdp --fsdp_version 2, or --multi_gpu",
+    "deepspeed": "use --use_deepspeed",
+    "fsdp2": "use --use_fsdp --fsdp_version 2, or --multi_gpu",
 }
 _PRECISIONS = {"fp32": "no", "tf32": "no", "bf16": "bf16", "bf16_sr": "bf16", "fp16": "fp16"}
 
 
 def _started(engine: str) -> str:
-    """How a run of that engine is started instead."""
+    """How to start a run of this engine."""
     return f"start it by `python {' '.join(entry())}`" if engine == "single" else _STARTED[engine]
 
 
 def check_accelerate(strategy: Strategy) -> None:
-    """Raise UserError with all that accelerate's launcher was asked for and a run of this `strategy` does not do."""
+    """Raise UserError with each option of accelerate's launcher that contradicts `strategy`."""
     asked = asked_of_accelerate()
     problems = [
         _problem(asked, option, f"strategy.engine is {strategy.engine}", _started(strategy.engine))
@@ -47,11 +47,11 @@ def check_accelerate(strategy: Strategy) -> None:
 def _option_problems(asked: dict[str, str], strategy: Strategy) -> Iterator[str]:
     for option, (wanted, decided) in _decided(strategy).items():
         if option in asked and _plain(asked[option]) != _plain(wanted):
-            yield _problem(asked, option, decided, f"say --{option} {_plain(wanted)}")
+            yield _problem(asked, option, decided, f"use --{option} {_plain(wanted)}")
 
 
 def _decided(strategy: Strategy) -> dict[str, tuple[object, str]]:
-    """By option of accelerate: what it would be for this strategy, and what decides it."""
+    """The value of each accelerate option for this strategy, and the key that decides it."""
     accum, clipping, replicas = strategy.grad_accum_steps, strategy.gradient_clipping, strategy.dp_replicate
     found: dict[str, tuple[object, str]] = {
         "mixed_precision": (_PRECISIONS[strategy.precision], f"strategy.precision is {strategy.precision}"),

@@ -1,4 +1,4 @@
-"""Checks across sections and of the model, all reported at once."""
+"""Checks across sections, and of sections against the model, all reported at once."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def check(run: RunConfig, model: ModelSpec) -> None:
     ema = run.strategy.ema
     if run.train.snapshot_every is not None and (ema is None or ema.widths is None):
         problems.append(
-            f"train.snapshot_every is {run.train.snapshot_every}, and strategy.ema.widths is missing: averages of "
-            "other widths are made of two; set it to [0.05, 0.1], or leave snapshot_every out"
+            f"train.snapshot_every is {run.train.snapshot_every}, and strategy.ema.widths is missing: an EMA of "
+            "another width is made from two; set it to [0.05, 0.1], or leave snapshot_every out"
         )
     problems += _check_schedule(run)
     if problems:
@@ -34,7 +34,7 @@ def check(run: RunConfig, model: ModelSpec) -> None:
 
 
 def _check_images(run: RunConfig) -> list[str]:
-    """Pictures that samples begin with: one or as many as captions, where encoders.first_frame has them begin so."""
+    """Problems of samples.images: one or as many as captions are needed where encoders.first_frame is set."""
     if run.samples is None:
         return []
     images, captions = len(run.samples.images), len(run.samples.captions)
@@ -43,54 +43,58 @@ def _check_images(run: RunConfig) -> list[str]:
     if images in (1, captions):
         return []
     return [
-        f"samples.images has {images} for {captions} of samples.captions, and encoders.first_frame has videos begin "
-        "with a picture; name one for all, or one for each"
+        f"samples.images has {images} for {captions} of samples.captions, and encoders.first_frame needs an image "
+        "for each video; name one for all, or one for each"
     ]
 
 
 def online_problems(run: RunConfig) -> list[str]:
-    """What of a run is not made of features that are encoded in each step, where it has these."""
+    """What keeps a run from encoding in each step, if it does so."""
     if run.strategy.features == "cached":
         return []
-    cached = "set it to cached, and `bigdit extract` encodes into data.features once"
+    cached = "set it to cached, and run `bigdit extract` first"
     return [f"strategy.features is online, and {why}; {cached}" for why in _not_online(run)]
 
 
 def _not_online(run: RunConfig) -> list[str]:
     image, text, found = run.encoders.image, run.encoders.text, []
     if len(run.data.buckets) > 1:
-        found.append(f"data.buckets has {len(run.data.buckets)}: which is a picture's is known when all were read")
+        found.append(
+            f"data.buckets has {len(run.data.buckets)}: the bucket of an image is known only after all were read"
+        )
     if run.validation is not None:
-        found.append("validation holds samples of a store out")
+        found.append("validation needs samples of a store")
     if run.encoders.first_frame is not None:
-        found.append("encoders.first_frame is kept in a store alone")
+        found.append("encoders.first_frame needs a store")
     if run.encoders.device != "auto":
-        found.append(f"encoders.device is {run.encoders.device}: they are where the model is; set it to auto")
+        found.append(
+            f"encoders.device is {run.encoders.device}: encoders must be on the model's device; set it to auto"
+        )
     if isinstance(image, VaeCodec) and image.latents == "moments":
-        found.append("encoders.image.latents is moments, of which loaders draw; set it to mode or sampled")
+        found.append("encoders.image.latents is moments, which needs a store; set it to mode or sampled")
     if text is not None and text.stored != "bf16":
-        found.append(f"encoders.text.stored is {text.stored}, as a store keeps states; leave it out")
+        found.append(f"encoders.text.stored is {text.stored}, which needs a store; leave it out")
     return found
 
 
 def _check_latents(run: RunConfig, model: ModelSpec) -> list[str]:
     codec = run.encoders.image
     if not isinstance(codec, IdentityCodec):
-        return []  # a VAE's channels are known when it is loaded: extraction checks them
+        return []  # a VAE's channels are known only when it is loaded: extraction checks them
     problems = []
     channels = codec.factor**2 * (1 if codec.color == "gray" else 3)
     taken, out = (model.kwargs.get(key) for key in ("in_channels", "out_channels"))
     blank = (
         isinstance(out, int) and taken == 2 * out + 1
     )  # HunyuanVideo-1.5's first frame and its mask, which are zeros
-    key = "in_channels" if run.encoders.first_frame is None and not blank else "out_channels"  # more go in with them
+    key = "in_channels" if run.encoders.first_frame is None and not blank else "out_channels"
     wanted = model.kwargs.get(key)
     if wanted is not None and wanted != channels:
         problems.append(
             f"encoders.image gives {channels} channels (factor {codec.factor}, {codec.color}), "
             f"and the model's {key} is {wanted}; {_fitting(codec, wanted)}"
         )
-    patch = model.kwargs.get("patch_size", 1)  # what is no number the model itself refuses
+    patch = model.kwargs.get("patch_size", 1)  # the model itself rejects what is no number
     patch = patch[-1] if isinstance(patch, list | tuple) and patch else patch  # (frames, height, width) of videos
     side = codec.factor * (patch if isinstance(patch, int) and patch > 0 else 1)
     for bucket in run.data.buckets:
@@ -103,11 +107,11 @@ def _check_latents(run: RunConfig, model: ModelSpec) -> list[str]:
 
 
 def _fitting(codec: IdentityCodec, wanted: Any) -> str:
-    """What gives the model as many channels."""
+    """The settings that give the model this number of channels."""
     for color, colors in (("gray", 1), ("rgb", 3)):
         if wanted == codec.factor**2 * colors:
             return f"set encoders.image.color to {color}"
-    vae = "set encoders.image to the VAE that the model was made for (name: vae, class_name, path)"
+    vae = "set encoders.image to the model's VAE (name: vae, class_name, path)"
     for color, colors in (("rgb", 3), ("gray", 1)):
         factor = math.isqrt(wanted // colors) if isinstance(wanted, int) and wanted > 0 else 0
         if factor and factor**2 * colors == wanted:
@@ -120,12 +124,13 @@ def _check_text(run: RunConfig, model: ModelSpec) -> list[str]:
     if any(labelled):
         return _check_labels(run, labelled.count(False))
     if run.data.classes is not None:
-        return ["data.classes names classes, and data.images has no label; set it, or leave data.classes out"]
+        return ["data.classes is set, and data.images has no label; set it, or leave data.classes out"]
     if text is None:
         return [
-            "encoders.text is missing, and no source of data.images has a label: a model is fed captions or classes; "
-            "set encoders.text to a mapping of pipeline, path or config; or, of a model of classes, data.images to one "
-            "such as {path: FOLDER, label: folder}"
+            "encoders.text is missing, and no source of data.images has a label: a model needs captions or "
+            "classes; set encoders.text to a mapping of pipeline, path or config; or, for a model of classes, "
+            "data.images to "
+            "one such as {path: FOLDER, label: folder}"
         ]
     if sum(way is not None for way in (text.pipeline, text.path, text.config)) != 1:
         return [
@@ -143,7 +148,7 @@ def _check_schedule(run: RunConfig) -> list[str]:
     train, problems = run.train, []
     kind, decay = train.lr_schedule, train.decay_steps
     if train.steps is None:
-        pass  # this is asked again when the epochs were counted
+        pass  # checked again after the epochs were counted
     elif train.warmup_steps > train.steps:
         problems.append(f"train.warmup_steps is {train.warmup_steps}, beyond train.steps {train.steps}")
     elif train.warmup_steps + (decay or 0) > train.steps:
@@ -153,7 +158,7 @@ def _check_schedule(run: RunConfig) -> list[str]:
         )
     if (decay is None) == (kind == "wsd"):
         found = "missing" if decay is None else f"{decay}"
-        problems.append(f"train.decay_steps is {found}, and train.lr_schedule is {kind}; it is of wsd, which needs it")
+        problems.append(f"train.decay_steps is {found}, and train.lr_schedule is {kind}; only wsd has it, and needs it")
     if train.min_lr and kind == "constant":
         problems.append(
             f"train.min_lr is {train.min_lr:g}, and train.lr_schedule is constant; cosine and wsd fall to it"
@@ -185,6 +190,6 @@ def _check_objective(run: RunConfig, model: ModelSpec) -> list[str]:
         return problems
     return [
         *problems,
-        f"objective.learned_variance is true, and the model's out_channels is {predicted}: with a variance beside the "
-        f"prediction it is {2 * channels}, twice in_channels; set it so, or objective.learned_variance to false",
+        f"objective.learned_variance is true, and the model's out_channels is {predicted}: with a variance it is "
+        f"{2 * channels}, twice in_channels; set it to that, or objective.learned_variance to false",
     ]

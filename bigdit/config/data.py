@@ -1,4 +1,4 @@
-"""The sections of a run's YAML that say what is read, and what makes latents and embeddings of it."""
+"""The sections of a run's YAML for data and encoders."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def _as_bytes(value: Any) -> Any:
 
 
 Bucket = Annotated[tuple[Side, ...], Field(min_length=2, max_length=3)]
-"""[height, width] of pictures in pixels, or [frames, height, width] of videos."""
+"""[height, width] in pixels for images, [frames, height, width] for videos."""
 
 
 def frames_of(bucket: tuple[int, ...]) -> int:
-    """The frames of a bucket; a picture has one."""
+    """The frames of a bucket; 1 for images."""
     return bucket[0] if len(bucket) == 3 else 1
 
 
@@ -46,7 +46,7 @@ MAX_PIXELS = 89_478_485
 """A quarter of a GiB at three bytes a pixel. Source: Pillow, Image.MAX_IMAGE_PIXELS."""
 
 LEAST_WEIGHT, MOST_WEIGHT = 1.2e-38, 3.4e38
-"""Of captions, which the store keeps in fp32 (IEEE 754): others would be 0 or infinite there."""
+"""Bounds of caption weights: the store keeps them in fp32 (IEEE 754), where others would be 0 or infinite."""
 WEIGHTS = f"from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
 
 
@@ -59,34 +59,34 @@ SourceKind = Literal["folder", "csv", "parquet", "webdataset", "datasets"]
 
 
 PART_SIZE = 256
-"""Samples in a part of a store, where a run does not say."""
+"""Default samples in a part of a store."""
 LARGE_PART = 1e9
-"""Bytes of a part, of which there are few in a data set and several in memory."""
+"""The most bytes of a part: several parts are in memory at once."""
 
 
 class SourceConfig(Section):
     """Images or videos with captions or classes. A string stands for `path` alone."""
 
     path: Path
-    """A folder of images or videos with .txt or .json captions beside them; a CSV or Parquet file of paths and
-    captions; Parquet files or WebDataset tars (a file, a folder or a pattern: {000..099}.tar); a folder of datasets."""
+    """A folder of images or videos with captions in .txt or .json files; a CSV or Parquet file of paths and captions;
+    Parquet files or WebDataset tars (a file, a folder or a pattern: {000..099}.tar); a folder of datasets."""
     kind: SourceKind | None = None
-    """What the path is, where it does not show."""
+    """What the path is, if it cannot be recognised."""
     image: str | None = None
-    """Of tables: the column of images, or of their paths."""
+    """For tables: the column of images, or of their paths."""
     captions: dict[str, float | str] = {}
-    """Of tables: the column of captions, several, or a mapping of columns to weights: numbers, or columns of them."""
+    """For tables: the column of captions, a list, or a mapping of columns to weights (numbers or columns)."""
     label: str | None = None
-    """Where the class is, for models of classes: a column, a key of the .json in tars, or folder, the first of the
-    path. Captions are not read then."""
+    """For models of classes: a column, a key of the .json in tars, or folder (the first of the path). Captions are not
+    read then."""
     split: str | None = None
-    """Of several splits in a folder of datasets or Parquet files, the one that is read."""
+    """The split to read, in a folder of datasets or Parquet files with several."""
     follow_links: Switch = False
-    """Read files outside the folder that links point to. Links to folders are never entered."""
+    """Read files outside the folder through links. Links to folders are never followed."""
     frame_rate: Positive | None = None
-    """Of a folder of folders of numbered images, each a video: frames a second."""
+    """For a folder of folders of numbered images, each a video: frames per second."""
     clips: Annotated[Count, Field(le=10_000)] = 1
-    """How many clips a video gives at most, each as long as the longest of data.buckets."""
+    """The most clips from a video, each as long as the longest of data.buckets."""
 
     @model_validator(mode="before")
     @classmethod
@@ -98,7 +98,7 @@ class SourceConfig(Section):
     @model_validator(mode="after")
     def _one_condition(self) -> SourceConfig:
         if self.label is not None and self.captions:
-            raise ValueError("captions and label are both set, and a model is fed one of them; leave out the other")
+            raise ValueError("captions and label are both set, and a model takes one of them; leave out the other")
         return self
 
     @field_validator("captions", mode="before")
@@ -119,23 +119,23 @@ class SourceConfig(Section):
 
 
 class DataConfig(Section):
-    """What is trained on, and the store of its latents and embeddings."""
+    """The training data, and its latent and embedding cache."""
 
     images: tuple[SourceConfig, ...]
-    """The source of images or videos, or a list of sources. One that is appended later leaves the store as it is."""
+    """The source of images or videos, or a list of sources. More may be appended later."""
     features: Path | None = None
-    """The folder of latents and embeddings, which `bigdit extract` fills; or a URL (s3://, gs://, az://). Left out with
-    strategy.features online."""
+    """The latent and embedding cache that `bigdit extract` fills: a folder or a URL (s3://, gs://, az://). Left out
+    with strategy.features online."""
     classes: tuple[str, ...] | None = Field(default=None, min_length=1)
-    """Of sources with a label: the names of the classes from class 0 on. null: the folders' names, sorted, or labels
-    are the numbers themselves."""
+    """Names of the classes from class 0 on, for sources with a label. null: the sorted names of folders, or labels are
+    numbers."""
     buckets: tuple[Bucket, ...] = Field(min_length=1)
-    """Sizes in pixels, [height, width], or of videos [frames, height, width]. Each sample goes to the nearest aspect
-    ratio, videos to the most frames that they have."""
+    """Sizes in pixels: [height, width], for videos [frames, height, width]. Each sample goes to the nearest aspect
+    ratio, a video to the most frames that it has."""
     fps: Positive | None = None
-    """Frames a second that are taken of videos."""
+    """Frames per second that are read from videos."""
     max_pixels: Count = MAX_PIXELS
-    """The most pixels of an image or frame. Larger ones are skipped; each takes four bytes a pixel in each worker."""
+    """The most pixels of an image or frame; larger ones are skipped. Each worker needs four bytes per pixel."""
     part_size: Count = PART_SIZE
     """Samples in one part of the store."""
     workers: Processes = 1
@@ -146,19 +146,20 @@ class DataConfig(Section):
     read_threads: Processes = 2
     """Threads that read the store."""
     reader: Literal["pread", "mmap"] = "pread"
-    """How the store's files are read. mmap takes less CPU for a store on a local disk that fits the page cache."""
+    """How the store's files are read. mmap needs less CPU time for a local store that fits the page cache."""
     remote_cache: Annotated[Count, BeforeValidator(_as_bytes)] = 16 * GIB
-    """Bytes of a remote store that each process keeps in a temporary folder: 16GiB. Best are 64 parts or more."""
+    """Bytes of a remote store that each process keeps in a temporary folder, such as 16GiB; best are 64 parts or
+    more."""
 
     @property
     def store(self) -> Path:
-        """The folder of the store, which a run has whose features are cached."""
+        """The folder of the store, for a run with cached features."""
         assert self.features is not None, "its features are online"
         return self.features
 
     @property
     def samples(self) -> str:
-        """What is counted of it: images, videos, or samples where there are both."""
+        """`images`, `videos`, or `samples` for both."""
         kinds = {len(bucket) for bucket in self.buckets}
         return "samples" if len(kinds) > 1 else "videos" if 3 in kinds else "images"
 
@@ -166,7 +167,7 @@ class DataConfig(Section):
     @classmethod
     def _one_source(cls, value: Any) -> Any:
         if value in ([], ()):
-            raise ValueError("the list is empty; name a source, such as a folder of pictures")
+            raise ValueError("the list is empty; name a source, such as a folder of images")
         return value if isinstance(value, list | tuple) else [value]
 
     @model_validator(mode="after")
@@ -174,8 +175,8 @@ class DataConfig(Section):
         videos = [bucket for bucket in self.buckets if len(bucket) == 3]
         if videos and self.fps is None:
             raise ValueError(
-                f"buckets has {written_bucket(videos[0])} of videos, and fps is missing; set it to the frames a second "
-                "that the model is trained at, such as 16 of Wan, 8 of CogVideoX or 25 of LTX-Video"
+                f"buckets has {written_bucket(videos[0])} of videos, and fps is missing; set it to the frames per "
+                "second that the model is trained at, such as 16 of Wan, 8 of CogVideoX or 25 of LTX-Video"
             )
         if self.fps is not None and not videos:
             raise ValueError(
@@ -186,12 +187,12 @@ class DataConfig(Section):
 
 
 def part_size(sample_bytes: float) -> int:
-    """How many samples of so many bytes make a part of a store: PART_SIZE, or as many as fit 1 GB."""
+    """The samples in a part of a store: PART_SIZE, or as many of `sample_bytes` as fit 1 GB."""
     return min(PART_SIZE, 1 << int(math.log2(max(LARGE_PART / sample_bytes, 1))))
 
 
 T5_TOKENS = 300
-"""Where nothing else is said, as in PixArt-Σ (arXiv:2403.04692) and Sana (arXiv:2410.10629)."""
+"""The default, as in PixArt-Σ (arXiv:2403.04692) and Sana (arXiv:2410.10629)."""
 
 
 class IdentityCodec(Section):
@@ -200,13 +201,13 @@ class IdentityCodec(Section):
     name: Literal["identity"] = "identity"
     """identity chooses this codec."""
     factor: Count = 1
-    """Pixels of a latent's side."""
+    """Pixels per side of a latent."""
     color: Literal["rgb", "gray"] = "rgb"
     """Three channels, or one."""
 
 
 class VaeCodec(Section):
-    """A VAE of diffusers. Its latents are scaled and shifted as its family's pipeline does it."""
+    """A VAE of diffusers. Latents are scaled and shifted as in its family's pipeline."""
 
     name: Literal["vae"] = "vae"
     """vae chooses this codec."""
@@ -227,14 +228,14 @@ class VaeCodec(Section):
     path: Path
     """The folder of the VAE, as save_pretrained writes it."""
     latents: Literal["mode", "sampled", "moments"] = "mode"
-    """What is kept of the VAE's distribution: its mode; one draw; or mean and standard deviation, of which loaders draw
-    anew each time."""
+    """What is stored of the VAE's distribution: its mode; one sample; or mean and standard deviation, from which each
+    read samples anew."""
     seed: Natural = 0
-    """With latents sampled: what the draw follows from, beside the image's place in the source."""
+    """With latents sampled: the seed, together with the image's place in the source."""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """What the VAE computes in."""
+    """The dtype of the VAE."""
     tiling: Switch = False
-    """Encode in tiles that are blended at their seams: less memory, and slightly other latents."""
+    """Encode in tiles that are blended at their seams, which needs less memory and changes latents slightly."""
 
 
 class TextEncoderConfig(Section):
@@ -247,15 +248,15 @@ class TextEncoderConfig(Section):
     path: Path | None = None
     """The folder of a T5: safetensors weights and tokenizer."""
     config: dict[str, Any] | None = None
-    """Arguments of T5Config, for random weights and a byte-level tokenizer: nothing is downloaded."""
+    """Arguments of T5Config, for random weights and a byte-level tokenizer without a download."""
     seed: Natural = 0
-    """With config: what the weights are drawn from."""
+    """With config: the seed of the weights."""
     max_tokens: Count | None = None
     """Tokens that captions are cut to. null: 300, or as many as the pipeline takes."""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """What the encoders compute in."""
+    """The dtype of the encoders."""
     stored: Literal["bf16", "fp8"] = "bf16"
-    """How the store keeps hidden states. fp8 (e4m3 with a scale a token) takes half the bytes, and is off by 2.6 %."""
+    """The dtype of stored hidden states. fp8 (e4m3, a scale per token) halves the bytes, with an error of 2.6 %."""
 
     @property
     def tokens_asked(self) -> int | None:
@@ -264,25 +265,25 @@ class TextEncoderConfig(Section):
 
 
 class FirstFrameConfig(Section):
-    """The first frame of videos, for models that begin with one; its latents are made by encoders.image."""
+    """The first frame of videos, for models that begin with one; encoders.image makes its latents."""
 
     pipeline: Path | None = None
     """The folder of a diffusers pipeline, whose image encoder embeds the frame where the model takes that."""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """What the image encoder computes in."""
+    """The dtype of the image encoder."""
 
 
 class EncodersConfig(Section):
-    """What turns images and captions into latents and embeddings. The same encoders serve sampling."""
+    """The encoders of images and captions, which sampling uses too."""
 
     image: IdentityCodec | VaeCodec = Field(discriminator="name")
-    """What makes latents of images and videos."""
+    """The encoder of images and videos."""
     text: TextEncoderConfig | None = None
-    """What makes embeddings of captions. null: the model takes classes."""
+    """The encoder of captions. null: the model takes classes."""
     first_frame: FirstFrameConfig | None = None
-    """What is made of a video's first frame, for models that begin with an image."""
+    """The encoding of a video's first frame, for models that begin with an image."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where `bigdit extract` encodes. auto: on all GPUs of the machine, else on its CPU."""
     batch_size: Count | Literal["auto"] = "auto"
-    """Images, frames or captions that `bigdit extract` encodes at once; halved where memory runs out. auto: on a GPU
-    what fits, else 16, one caption on a CPU, and one video."""
+    """Images, frames or captions that `bigdit extract` encodes at once; halved where memory runs out. auto: what
+    fits on a GPU; else 16 images, one caption or one video."""

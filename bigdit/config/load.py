@@ -1,6 +1,6 @@
 """Read YAML, apply `--set a.b=c`, validate; every problem is one line that names its key.
 
-A Strategy alone is `zero2,world_size=8,checkpointed_blocks=all` as people write it, or a YAML file of its keys.
+A Strategy by itself is text such as `zero2,world_size=8,checkpointed_blocks=all`, or a YAML file of its keys.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def read_run(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def parse_run(document: dict[str, Any], source: str = "", world_size: int | None = None) -> RunConfig:
-    """Validate a document; `source` names it in errors. `world_size`: as many processes run, which a launcher has
-    started. Raises UserError with all problems."""
+    """Validate a document; `source` names it in errors. `world_size`: the number of processes that a launcher started.
+    Raises UserError with all problems."""
     try:
         document = _with_strategy(document, world_size)
         return RunConfig.model_validate(document)
@@ -41,28 +41,28 @@ def parse_run(document: dict[str, Any], source: str = "", world_size: int | None
 
 
 def read_ds_config(path: Path, key: str = "strategy.ds_config") -> dict[str, Any]:
-    """The document as it stands, which `key` names. Raises UserError where it is missing or not a JSON object."""
+    """DeepSpeed's document, which `key` names. Raises UserError where it is missing or no JSON object."""
     return read_mapping(path, parse_json, f"{key}: {path}", "a JSON object")
 
 
 def set_once(overrides: Sequence[str]) -> list[str]:
-    """What `--set` was given. Raises UserError for a key that stands twice."""
+    """The values of `--set`. Raises UserError for a repeated key."""
     keys = [override.partition("=")[0] for override in overrides]
     if twice := [key for key in dict.fromkeys(keys) if keys.count(key) > 1]:
-        raise UserError(*(f"--set says {key[:80]} {keys.count(key)} times; leave it once" for key in twice))
+        raise UserError(*(f"--set has {key[:80]} {keys.count(key)} times; give it once" for key in twice))
     return list(overrides)
 
 
 def with_option(overrides: Sequence[str], option: str, values: Mapping[str, object]) -> list[str]:
-    """The overrides with the keys that an option stands for. Raises UserError for a key that `--set` says too."""
+    """The overrides, with the keys of an option. Raises UserError for a key that `--set` has too."""
     keys = [override.partition("=")[0] for override in overrides]
     if both := [key for key in values if key in keys]:
-        raise UserError(*(f"{option} and --set {key} say the same key; leave one of them out" for key in both))
+        raise UserError(*(f"{option} and --set {key} set the same key; leave one of them out" for key in both))
     return [*(f"{key}={value}" for key, value in values.items()), *overrides]
 
 
 def _with_strategy(document: dict[str, Any], world_size: int | None) -> dict[str, Any]:
-    """The document with the processes that run and the DeepSpeed document that its strategy names."""
+    """The document with `world_size` and the contents of the DeepSpeed file that its strategy names."""
     strategy = document.get("strategy", {})
     if not isinstance(strategy, dict):
         return document
@@ -73,8 +73,8 @@ def _with_strategy(document: dict[str, Any], world_size: int | None) -> dict[str
         if strategy["world_size"] != world_size:
             raise UserError(
                 f"strategy.world_size is {strategy['world_size']}, and {how_many(world_size, 'process')} "
-                f"{'runs' if world_size == 1 else 'run'} (WORLD_SIZE); start as many, set it to {world_size}, or leave "
-                "it out"
+                f"{'runs' if world_size == 1 else 'run'} (WORLD_SIZE); start that many, set it to {world_size}, or "
+                "leave it out"
             )
     return document | {"strategy": strategy}
 
@@ -101,7 +101,7 @@ def _apply(document: dict[str, Any], override: str) -> None:
 
 
 def _within(node: Any, key: str, override: str) -> Any:
-    """What a mapping has under a key, a section where it has nothing; or a list by its number."""
+    """The value at a key of a mapping, a new section where it has none; or at a number of a list."""
     if isinstance(node, dict):
         return node.setdefault(key, {})
     if not key.isdecimal() or int(key) >= len(node):
@@ -110,9 +110,9 @@ def _within(node: Any, key: str, override: str) -> Any:
 
 
 MOST_MICRO_BATCH = 1024
-"""Samples of a card in one pass that can be asked for: the search itself looks no further than 512."""
+"""The largest micro-batch that may be asked for; the search ends at 512."""
 MOST_RANK = 8192
-"""Of adapters: beyond the width of the layer that it stands beside, a rank adds nothing, and none here is wider."""
+"""The largest rank of adapters: no layer here is wider, and a larger rank adds nothing."""
 
 _HOST = {"device": "cpu", "pin_memory": True}
 # Buckets of 5e7 elements: DeepSpeed's own 5e8 cost up to 1.9 GiB, and models here are a few blocks of 1e7.
@@ -137,7 +137,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "fsdp2": {"engine": "fsdp2"},
     "fsdp2-offload": {"engine": "fsdp2", "cpu_offload": True},
 }
-"""Engines by the names that people call them; any key of a Strategy goes beside them."""
+"""Engines by their usual names; keys of a Strategy may be added to them."""
 
 
 def parse_strategy(texts: Sequence[str]) -> Strategy:
@@ -173,13 +173,13 @@ def _split(text: str) -> list[str]:
 
 
 def _check_once(parts: Sequence[str]) -> None:
-    """Raise UserError where one text says a key twice."""
-    said: dict[str, str] = {}
+    """Raise UserError for a repeated key."""
+    seen: dict[str, str] = {}
     for part in parts:
         key, found, _ = (each.strip() for each in part.partition("="))
-        if found and key in said:
-            raise UserError(f"--strategy says {said[key]} and {part}; leave one of them out")
-        said[key] = part
+        if found and key in seen:
+            raise UserError(f"--strategy has {seen[key]} and {part}; leave one of them out")
+        seen[key] = part
 
 
 def _add(document: dict[str, Any], part: str) -> None:
@@ -196,8 +196,9 @@ def _add(document: dict[str, Any], part: str) -> None:
         document.update(_copied(PRESETS[part]))
     elif part.endswith((".yaml", ".yml", ".json")):
         path = Path(part)
-        said = f"--strategy {path}: the file"
-        document.update(read_mapping(path, parse_yaml, said, "keys of a strategy, such as engine"))
+        document.update(
+            read_mapping(path, parse_yaml, f"--strategy {path}: the file", "keys of a strategy, such as engine")
+        )
     else:
         raise UserError(f"--strategy {part}: neither key=value, a YAML file nor a preset; {nearest(part, PRESETS)}")
 
@@ -214,7 +215,7 @@ def _copied(value: Any) -> Any:
 
 
 def _within_bounds(strategy: Strategy) -> Strategy:
-    """Raise UserError for sizes that plans refuse too: nobody would wait for the attempt."""
+    """Raise UserError for sizes that plans reject too."""
     rank = 0 if strategy.lora is None else strategy.lora.rank
     bounds = {
         "micro_batch_size": (strategy.micro_batch_size, MOST_MICRO_BATCH),

@@ -1,4 +1,4 @@
-"""`plan.yaml`: what a plan predicts of a strategy, and what of that a run does not follow."""
+"""`plan.yaml`: what a plan predicts, and how a run deviates from it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ FILE = "plan.yaml"
 DS_CONFIG = "ds_config.json"
 
 _HEAD = """\
-# Written by `bigdit plan`: what it predicts of the run.yaml beside it. A record, whose digest an edit breaks.
+# Written by `bigdit plan`: predictions for the run.yaml in this folder. Do not edit: the digest would not match.
 """
-_FIX = "ask `bigdit plan` again, with --out"
+_FIX = "run `bigdit plan` again, with --out"
 
 
 class Asked(Strict):
-    """The question in short; plan.json has all of it. `resolution` is (height, width) in pixels."""
+    """The question in short; plan.json has all of it. `resolution`: (height, width) in pixels."""
 
     gpu: str
     gpus_per_node: PositiveInt
@@ -40,8 +40,7 @@ class Asked(Strict):
 
 
 class Expected(Strict):
-    """What the plan predicts of one GPU: bytes of memory; (low, high) where it is a range. `host_bytes` are of the CPU
-    memory of a machine."""
+    """Predicted bytes of one GPU, (low, high) for ranges. `host_bytes`: CPU memory of a machine."""
 
     verdict: Literal["FITS", "TIGHT", "DOES NOT FIT"]
     usable_bytes: PositiveInt
@@ -53,9 +52,9 @@ class Expected(Strict):
 
 
 class LargestMicroBatch(Strict):
-    """Of one size in pixels, as so many ran on an emulated GPU and one more did not: with nothing recomputed, with the
-    plan's blocks, and with all. 0 where none fits, or swapped blocks have to be recomputed; None where it was not
-    looked for."""
+    """The largest micro-batch for a size in pixels, found on an emulated GPU: with no recomputed blocks, with the
+    plan's and with all. 0 where none fits, or where swapped blocks must be recomputed; None where it was not
+    searched."""
 
     height: PositiveInt
     width: PositiveInt
@@ -65,7 +64,7 @@ class LargestMicroBatch(Strict):
 
 
 class Phase(Strict):
-    """The peak of one phase in bytes, what it left, and what was live at the peak by category."""
+    """Bytes of one phase: its peak, what it left, and the peak by category."""
 
     phase: str
     peak_bytes: NonNegativeInt
@@ -74,17 +73,17 @@ class Phase(Strict):
 
 
 class RecordedLedger(Strict):
-    """`memory.Ledger` as a file has it: training compares with it, and recomputes nothing."""
+    """`memory.Ledger` in the file: training compares with it."""
 
     granularity: PositiveInt
     phases: tuple[Phase, ...]
 
 
 class PlanFile(Strict):
-    """What a plan predicts. `expandable_segments`: the setting of torch's allocator that it was planned for.
+    """What a plan predicts. `expandable_segments`: the planned setting of torch's allocator.
 
-    `run_digest`: of the run.yaml that was written beside it.
-    `smaller`: what training goes on with where a step runs out of memory after all, one after the other.
+    `run_digest`: of the run.yaml that was written with it. `smaller`: sizes that training tries in turn where a step
+    runs out of memory.
     """
 
     format: Literal[1] = 1
@@ -103,7 +102,7 @@ class PlanFile(Strict):
 
     @property
     def processes_per_node(self) -> list[int]:
-        """Processes on each machine: as many on all where that comes out even, else the last machine has the rest."""
+        """Processes on each machine: the same number on all if that is possible, else the last has the rest."""
         world, most = self.strategy.world_size, self.question.gpus_per_node
         nodes = -(-world // most)
         if world % nodes == 0:
@@ -112,18 +111,12 @@ class PlanFile(Strict):
 
     @property
     def most_pixels(self) -> int:
-        """Of the largest size that the plan found to fit its micro-batch."""
+        """Pixels of the largest size that fits with the plan's micro-batch."""
         height, width = self.question.resolution
         size = self.strategy.micro_batch_size
         fitting = [limit.height * limit.width for limit in self.micro_batch_sizes if limit.recommended >= size]
         return max([height * width, *fitting])
 
-
-COMPILED = (
-    "strategy.compile_blocks is true, and the plan is of blocks as they are written: compiled ones keep other tensors, "
-    "as a rule less, and at times more"
-)
-"""What a run beside its plan should know."""
 
 # Constants of a run that no prediction depends on.
 _FREE = ("lr", "betas", "beta3", "eps", "weight_decay", "decayed")
@@ -138,39 +131,36 @@ def unplanned(strategy: Strategy, plan: PlanFile) -> list[str]:
 
 
 def _predicted_by(strategy: Strategy) -> dict[str, Any]:
-    """What predictions depend on: an average by how many there are, a limit of the norm by whether there is one."""
-    found = strategy.model_dump(
-        mode="json", exclude={"compile_blocks": True, "optimizer": set(_FREE), "lora": {"alpha"}}
-    )
+    """The settings that predictions depend on: of EMA only device and count, of clipping only whether there is any."""
+    found = strategy.as_planned.model_dump(mode="json", exclude={"optimizer": set(_FREE), "lora": {"alpha"}})
     if strategy.ema is not None:
         found["ema"] = {"device": strategy.ema.device, "averages": strategy.ema.count}
     return found | {"gradient_clipping": "a limit" if strategy.gradient_clipping else None}
 
 
 def plan_notices(run: RunConfig, plan: PlanFile, catalogue: str) -> list[str]:
-    """What of this run the plan did not foresee: another strategy or model, other versions, another `catalogue`, larger
-    samples; a line each."""
+    """How a run deviates from its plan: strategy, versions, `catalogue`, larger samples; a line each."""
     lines, installed = [], versions() | {"python": plan.versions.get("python", "")}  # which takes no part in memory
     if other := unplanned(run.strategy, plan):
-        lines.append(f"the plan predicts another strategy, and is not compared with: {', '.join(other)}")
+        lines.append(f"the plan is for another strategy, and is not compared with the run: {', '.join(other)}")
     moved = [
         f"{name} {was} ({installed[name]} is installed)"
         for name, was in plan.versions.items()
         if name in installed and _release(installed[name]) != _release(was)
     ]
     if moved:
-        lines.append(f"the plan was made with {', '.join(moved)}, which may take other memory; plan again to be sure")
+        lines.append(f"the plan was made with {', '.join(moved)}, which may change its memory; plan again to be sure")
     if plan.catalogue != catalogue:
         lines.append(
             f"the plan was made with catalogue {plan.catalogue}, and this is {catalogue}; plan again to be sure"
         )
-    if run.strategy.compile_blocks:
-        lines.append(COMPILED)
+    if notice := run.strategy.plan_notice:
+        lines.append(notice)
     return [*lines, *_larger(run, plan)]
 
 
 def _larger(run: RunConfig, plan: PlanFile) -> list[str]:
-    """Samples of the run that take more memory than the plan's, a line each kind."""
+    """Samples that need more memory than the plan's, a line for each kind."""
     lines, (height, width), frames = [], plan.question.resolution, plan.question.frames or 1
     larger = [
         written_bucket(bucket)
@@ -180,21 +170,21 @@ def _larger(run: RunConfig, plan: PlanFile) -> list[str]:
     planned = f"{height} × {width}" + (f" of {how_many(frames, 'frame')}" if plan.question.frames else "")
     if larger:
         lines.append(
-            f"data.buckets holds {', '.join(larger)}, and the plan is for {planned} (question.resolution) and "
-            "what fits as it does (micro_batch_sizes): larger samples take more memory than it says"
+            f"data.buckets has {', '.join(larger)}, and the plan is for {planned} (question.resolution) and sizes that "
+            "fit as well (micro_batch_sizes): larger samples need more memory than planned"
         )
     tokens, text = plan.batch.text and plan.batch.text[0], run.encoders.text
     asked = text and text.tokens_asked
     if tokens and (asked or 0) > tokens:
         lines.append(
             f"encoders.text.max_tokens is {asked}, and the plan is for {tokens} (batch.text): "
-            "longer text takes more memory than it says"
+            "longer text needs more memory than planned"
         )
     return lines
 
 
 def check_plan(run: RunConfig, spec: ModelSpec, plan: PlanFile) -> None:
-    """Raise UserError where the plan is of another model than `spec`, or predicts that the run does not fit."""
+    """Raise UserError where the plan is for another model than `spec`, or predicts that the run does not fit."""
     if plan.expected.verdict == "DOES NOT FIT" and not unplanned(run.strategy, plan):
         raise UserError(
             f"the plan's verdict is DOES NOT FIT: {gib(plan.expected.process_bytes[1])} needed of "
@@ -204,13 +194,13 @@ def check_plan(run: RunConfig, spec: ModelSpec, plan: PlanFile) -> None:
     if spec.class_name != planned.class_name:
         raise UserError(
             f"model is a {spec.class_name}, and the plan's model is {planned.name}, a {planned.class_name}; set plan "
-            "to null, or ask `bigdit plan` for it"
+            "to null, or plan this model"
         )
     # As JSON has it: a config.json's lists are a constructor's tuples. What only one of them names may be a default.
     own, wanted = (ModelSpec.model_validate_json(each.model_dump_json()).kwargs for each in (spec, planned))
     problems = [
         f"model has {key} {own[key]!r}, and the plan's model.kwargs.{key} is {wanted[key]!r} ({planned.name}); set "
-        "plan to null, or ask `bigdit plan` for it"
+        "plan to null, or plan this model"
         for key in sorted(own.keys() & wanted.keys())
         if own[key] != wanted[key]
     ]
@@ -219,7 +209,7 @@ def check_plan(run: RunConfig, spec: ModelSpec, plan: PlanFile) -> None:
 
 
 def _release(version: str) -> str:
-    """Without the build: the same torch for processors is as good as that for CUDA."""
+    """The version without the build: CPU and CUDA builds of one torch are equivalent here."""
     return version.partition("+")[0]
 
 
@@ -231,15 +221,14 @@ def write_plan_file(path: Path, plan: PlanFile) -> None:
 
 
 def read_plan_file(path: Path) -> PlanFile:
-    """The plan in `path`, a plan.yaml or the folder of one. Raises UserError unless it is as it was written."""
+    """The plan in `path`, a plan.yaml or its folder. Raises UserError if it was changed or damaged."""
     file = path / FILE if os.path.isdir(path) else path
     document = _read(file)
     if document.get("format") != FORMAT:
         raise UserError(f"{file} has format {document.get('format')!r}, and this bigdit reads {FORMAT}; {_FIX}")
     if document.pop("digest", "missing") != _digest(document):
         raise UserError(
-            f"{file} is not as it was written: its digest does not match; a plan is a record, so put settings into "
-            f"the run.yaml beside it, or {_FIX}"
+            f"{file} was changed: its digest does not match; put settings into the run.yaml in its folder, or {_FIX}"
         )
     try:
         return PlanFile.model_validate(document)
@@ -247,7 +236,9 @@ def read_plan_file(path: Path) -> PlanFile:
         first, *rest = error.errors()
         key = ".".join(str(part) for part in first["loc"])
         more = f" (and {len(rest)} more)" if rest else ""
-        raise UserError(f"{file} was written by a bigdit of other keys: {key}: {first['msg']}{more}; {_FIX}") from None
+        raise UserError(
+            f"{file} was written by another version of bigdit: {key}: {first['msg']}{more}; {_FIX}"
+        ) from None
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -263,9 +254,9 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _digest(document: dict[str, Any]) -> str:
-    """Sixteen hex digits of what the document says, however its lines are laid out; none for keys no JSON has."""
+    """Sixteen hex digits of the document's values; empty for keys that JSON cannot have."""
     try:
-        plain = json.loads(json.dumps(document, default=str))  # all keys are text: they can be sorted
+        plain = json.loads(json.dumps(document, default=str))  # makes all keys text, which can be sorted
     except TypeError:
         return ""
     return text_digest(json.dumps(plain, sort_keys=True))

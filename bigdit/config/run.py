@@ -1,16 +1,14 @@
-"""A run's YAML: its sections, each key with its meaning. Those of what is read and encoded are in data.py, those of
-what is monitored in monitor.py, and how a step is run in Strategy."""
+"""A run's YAML: its sections, each key with its meaning. Data and encoders are in data.py, the step in Strategy."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from bigdit.config.data import DataConfig, EncodersConfig
-from bigdit.config.monitor import SamplesConfig, TrackerName, ValidationConfig
-from bigdit.numbers import Count, Natural, NotNegative, Positive
+from bigdit.numbers import Count, Natural, NotNegative, Number, Positive
 from bigdit.objective_spec import ObjectiveSpec
 from bigdit.strategy import Section, Strategy
 
@@ -27,11 +25,11 @@ class ModelConfig(Section):
     kwargs: dict[str, Any] = {}
     """The arguments of `class_name`."""
     init_from: Path | None = None
-    """A folder of diffusers weights to start from, or a checkpoint. null: weights are drawn from train.seed."""
+    """A folder of diffusers weights to start from, or a checkpoint. null: random weights from train.seed."""
 
 
 class TrainConfig(Section):
-    """How long the run is, how its learning rate goes, and what it saves."""
+    """The length of the run, its learning rate, and what it saves."""
 
     steps: Count | None = None
     """Optimizer steps."""
@@ -41,7 +39,7 @@ class TrainConfig(Section):
     """Steps in which the learning rate rises to strategy.optimizer.lr."""
     lr_schedule: Literal["constant", "cosine", "wsd"] = "constant"
     """The learning rate after the warm-up. cosine: half a cosine. wsd (warm-up, stable, decay): it falls in the last
-    decay_steps, as one minus the root of what is done."""
+    decay_steps as 1 - √(share of them done)."""
     decay_steps: Count | None = None
     """Steps in which wsd lowers the learning rate."""
     min_lr: NotNegative = 0.0
@@ -49,23 +47,24 @@ class TrainConfig(Section):
     checkpoint_every: Count = 1000
     """Steps between checkpoints."""
     keep_checkpoints: Count = 2
-    """How many of the newest checkpoints stay."""
+    """The number of newest checkpoints to keep."""
     keep_every: Count | None = None
-    """Checkpoints of steps that this divides stay too."""
+    """Also keep checkpoints at multiples of this step."""
     export_every: Count | None = None
-    """Steps between exports in diffusers' format, of the transformer or of the adapters; the last step has one too.
+    """Steps between exports of the transformer or the adapters in diffusers' format; the last step has one too.
     `bigdit export` writes the whole pipeline."""
     snapshot_every: Count | None = None
-    """Steps between snapshots of the averages of strategy.ema.widths, 4 bytes a trained weight and average. All stay,
-    and averages of other widths are made of them."""
+    """Steps between snapshots of the EMAs of strategy.ema.widths: 4 bytes per trained weight and EMA. All are kept, and
+    EMAs of other widths are made from them."""
     grace: Positive = 60.0
-    """Seconds after SIGTERM, SIGUSR1, SIGHUP or Ctrl-C to save a checkpoint and end in."""
+    """Seconds to save a checkpoint and end after SIGTERM, SIGUSR1, SIGHUP or Ctrl-C."""
     timeout: Positive = 600.0
-    """Seconds that a process waits for another one before the run ends."""
+    """Seconds that a process waits for another before the run ends."""
     most_skipped_steps: Count = 10
-    """Steps in a row that may be skipped since their gradients are not finite; then the run ends."""
+    """The run ends after more skipped steps in a row than this; steps with gradients that are not finite are
+    skipped."""
     seed: Natural = 0
-    """Of weights, order, noise, t and, in bf16_sr, of rounding."""
+    """The seed of weights, order, noise, t and, in bf16_sr, rounding."""
 
     @model_validator(mode="after")
     def _one_length(self) -> TrainConfig:
@@ -73,41 +72,91 @@ class TrainConfig(Section):
             raise ValueError("steps and epochs are both missing; set one of them")
         if self.steps is not None and self.epochs is not None:
             raise ValueError(
-                f"steps is {self.steps} and epochs {self.epochs:g}, and one follows from the other; leave one of them "
-                "out, or set it to null"
+                f"steps is {self.steps} and epochs {self.epochs:g}, and only one may be set; leave one of them out, or "
+                "set it to null"
             )
         return self
 
     @property
     def known_steps(self) -> int:
-        """`steps`, which a run by epochs has when its samples were counted (train/resume.py)."""
+        """`steps`; a run by epochs has it after its samples were counted (train/resume.py)."""
         assert self.steps is not None, "its epochs were not counted"
         return self.steps
+
+
+TrackerName = Literal["tensorboard", "wandb", "trackio", "comet_ml", "aim", "mlflow", "clearml", "dvclive", "swanlab"]
+"""As accelerate calls them, and as their packages are called."""
+
+
+def _text(value: Any) -> Any:
+    """The number of a class as a text, as YAML has it without quotes; pydantic judges the rest."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+Caption = Annotated[str, BeforeValidator(_text)]
+Time = Annotated[Number, Field(gt=0, lt=1)]
+
+
+class SamplesConfig(Section):
+    """Images or videos that the model generates during training, or its EMA where strategy.ema keeps one. They have the
+    size of the first of data.buckets."""
+
+    captions: tuple[Caption, ...] = Field(min_length=1)
+    """What is generated: captions, or of a model of classes their names or numbers."""
+    images: tuple[Path, ...] = ()
+    """Of models that begin with an image: one for all captions, or one for each. Of a video its first frame counts."""
+    every: Count = 1000
+    """Steps between two times; the last step has them too."""
+    steps: Annotated[Count, Field(le=1000)] = 20
+    """Steps of the objective's own sampler."""
+    guidance: NotNegative = 3.0
+    """The scale of classifier-free guidance; 1: none."""
+    seed: Natural = 0
+    """Number i is generated from seed + i."""
+
+
+class ValidationConfig(Section):
+    """The loss of samples that are not trained on, of the weights and of their EMA, always with the same noise."""
+
+    samples: Count = 256
+    """How many of those that the store has when the run begins, chosen by their place in it."""
+    every: Count = 500
+    """Steps between two times; the last step has one too."""
+    times: tuple[Time, ...] = Field(default=(0.1, 0.3, 0.5, 0.7, 0.9), min_length=1)
+    """Each t that samples are noised at, 0 = the image, 1 = noise. Metrics have the mean, and the loss of each."""
+
+    @field_validator("times")
+    @classmethod
+    def _each_once(cls, times: tuple[float, ...]) -> tuple[float, ...]:
+        if twice := sorted({time for time in times if times.count(time) > 1}):
+            raise ValueError(f"{twice[0]:g} is there twice; each time has one loss")
+        return times
 
 
 class RunConfig(Section):
     """A whole run."""
 
     model: ModelConfig
-    """What is trained."""
+    """The model to train."""
     data: DataConfig
-    """Images or videos with captions or classes, and the folder of their latents and embeddings."""
+    """Images or videos with captions or classes, and their latent and embedding cache."""
     encoders: EncodersConfig
-    """What makes latents and embeddings of them."""
+    """The encoders that make latents and embeddings."""
     objective: ObjectiveSpec | None = None
-    """What the model learns to predict. null: the model's own, DDPM of DiT and PixArt, flow matching of all others."""
+    """What the model learns to predict. null: the model's own: DDPM for DiT and PixArt, flow matching for most
+    others."""
     strategy: Strategy = Strategy()
     """How a step is run: engine, batch, precision, optimizer, memory. `bigdit plan --out` writes it."""
     train: TrainConfig
     """The length of the run, its learning rate, and what it saves."""
     validation: ValidationConfig | None = None
-    """The loss of samples that are not trained on. null: all samples are trained on."""
+    """The loss on samples that are not trained on. null: all samples are trained on."""
     samples: SamplesConfig | None = None
     """Images or videos that are generated during training."""
     trackers: tuple[TrackerName, ...] = ()
-    """What gets metrics and images too, by accelerate."""
+    """Trackers of accelerate that also receive metrics and images."""
     plan: Path | None = None
-    """The plan.yaml of `bigdit plan --out`, or its folder, as seen from this file: predictions to compare the run with.
+    """The plan.yaml of `bigdit plan --out`, or its folder, relative to this file: predictions to compare the run with.
     null: nothing is compared."""
     stages: tuple[dict[str, Any], ...] = ()
     """Stages one after another, with the same weights, optimizer state and EMA. Each holds the keys that differ from
@@ -126,21 +175,21 @@ class RunConfig(Section):
 
 
 METRICS = "metrics.jsonl"
-"""A row a step."""
+"""A row for each step."""
 
 RECORD = "run.json"
-"""The run as its last start has it, and what its first steps took."""
+"""The run of the last start, and the memory of its first steps."""
 
 RECEIPT = "receipt.json"
-"""Of a run that came to its end."""
+"""Written at the end of a run."""
 
 
 def receipt_of(stage: int) -> str:
-    """Of a stage that another one follows."""
+    """The receipt of a stage that another follows."""
     return f"receipt-stage-{stage}.json"
 
 
 PAGE = "report.html"
 
 CHECKPOINTS, AVERAGES, EXPORTS, SAMPLES = "checkpoints", "averages", "exports", "samples"
-"""Folders; in each a name a step, such as step-00000800."""
+"""Folders, with an entry for each step, such as step-00000800."""

@@ -1,4 +1,4 @@
-"""A run's stages, one after another with the same weights: each is a whole run, by what it has otherwise."""
+"""A run's stages, one after another with the same weights. Each is a run with some keys of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bigdit.errors import UserError
 
 T = TypeVar("T")
 
-# What all stages of a run share: the weights and what is kept of them, what they are asked, and the processes.
+# Keys that all stages share: weights and their copies, inputs of the model, processes.
 _SHARED = (
     *("model", "output", "trackers", "data.classes"),
     *("encoders.image.name", "encoders.image.class_name", "encoders.image.path"),
@@ -31,8 +31,10 @@ _SHARED = (
 
 @dataclass(frozen=True)
 class Stage:
-    """Stage `number` of `count`, from 0: a whole `run` of its own that begins at step `start` of all. `plan`: what is
-    predicted of it, where it has a plan. The key `length` says how long it is. A run without stages is one stage."""
+    """Stage `number` of `count`, from 0: a `run` that begins at step `start` of all. A run without stages is one stage.
+
+    `plan`: its predictions, if it has a plan. `length`: the key of its length.
+    """
 
     run: RunConfig
     number: int = 0
@@ -43,38 +45,36 @@ class Stage:
 
     @property
     def end(self) -> int:
-        """How many steps were taken when it is done, with those of the stages before it."""
+        """The number of steps at its end, with those of earlier stages."""
         return self.start + self.run.train.known_steps
 
     @property
     def name(self) -> str:
-        """As the YAML has it: `stages.1`."""
+        """`stages.1`, as in the YAML."""
         return f"stages.{self.number}"
 
     @property
     def prefix(self) -> str:
-        """What stands before its keys: `stages.1.`; of a run without stages nothing."""
+        """The prefix of its keys: `stages.1.`; empty for a run without stages."""
         return f"{self.name}." if self.count > 1 else ""
 
     def plan_notices(self, catalogue: str) -> list[str]:
-        """What of it its plan did not foresee, a line each."""
+        """How it deviates from its plan, a line each."""
         found = [] if self.plan is None else plan_notices(self.run, self.plan, catalogue)
         return [f"{self.name}: {line}" if self.count > 1 else line for line in found]
 
 
 def load_run(path: Path, overrides: Sequence[str] = (), stage: int | None = None) -> RunConfig:
-    """The run that `path` describes, with `key.path=value` overrides; of a run with stages this `stage`. Raises
-    UserError with all problems."""
+    """The run in `path` with `key.path=value` overrides; `stage`: which of its stages. Raises UserError with all
+    problems."""
     found = load_chosen(path, overrides, stage)
     if len(found) > 1:
-        raise UserError(
-            f"{path} has stages, each a run of its own, and this takes one; name it: --stage 0 to {len(found) - 1}"
-        )
+        raise UserError(f"{path} has {len(found)} stages; choose one: --stage 0 to {len(found) - 1}")
     return found[0].run
 
 
 def load_chosen(path: Path, overrides: Sequence[str], stage: int | None) -> tuple[Stage, ...]:
-    """All stages of the run that `path` describes, or this one. Raises UserError with all problems."""
+    """All stages of the run in `path`, or this one. Raises UserError with all problems."""
     stages = load_stages(path, overrides)
     if stage is None:
         return stages
@@ -85,8 +85,8 @@ def load_chosen(path: Path, overrides: Sequence[str], stage: int | None) -> tupl
 
 
 def load_stages(path: Path, overrides: Sequence[str] = (), world_size: int | None = None) -> tuple[Stage, ...]:
-    """The stages of the run that `path` describes, in order; of one without, that one. `world_size`: as many processes
-    run, which a launcher has started. Raises UserError with all problems."""
+    """The stages of the run in `path`, in order. `world_size`: the number of processes that a launcher started. Raises
+    UserError with all problems."""
     document, asked = _read(path, overrides)
 
     def loaded(own: dict[str, Any] | None) -> tuple[RunConfig, PlanFile | None]:
@@ -109,17 +109,17 @@ def load_stages(path: Path, overrides: Sequence[str] = (), world_size: int | Non
 
 
 def with_set(problem: str, path: Path, overrides: Sequence[str], asked: Sequence[dict[str, Any]] = ()) -> str:
-    """With `--set` beside the file, where that is what said the key; `asked`: what stages say, with it in them."""
-    told = problem.removeprefix(f"{path}: ")
-    key = re.sub(r"^(stages\.\d+): ", r"\1.", told).partition(" ")[0].rstrip(":")
-    if problem.startswith(f"{path}: ") and any(_says(each.partition("=")[0], key, asked) for each in overrides):
-        return f"{path} with --set: {told}"
+    """The problem, with `--set` named after the file if an override set the key; `asked`: the stages' own keys."""
+    detail = problem.removeprefix(f"{path}: ")
+    key = re.sub(r"^(stages\.\d+): ", r"\1.", detail).partition(" ")[0].rstrip(":")
+    if problem.startswith(f"{path}: ") and any(_sets(each.partition("=")[0], key, asked) for each in overrides):
+        return f"{path} with --set: {detail}"
     return problem
 
 
-def _says(override: str, key: str, asked: Sequence[dict[str, Any]]) -> bool:
-    """Whether an override said the key: itself or the section that it is in. A stage has of the run what it does not
-    say itself, and what all stages have alike is told without one."""
+def _sets(override: str, key: str, asked: Sequence[dict[str, Any]]) -> bool:
+    """Whether an override sets the key or a section around it. A stage inherits keys of the run, and problems of all
+    stages are reported without one."""
     of_stage = re.fullmatch(r"stages\.(\d+)\.(.+)", key)
     if of_stage is not None:
         inner = of_stage[2]
@@ -130,15 +130,15 @@ def _says(override: str, key: str, asked: Sequence[dict[str, Any]]) -> bool:
 
 
 def read_stages(path: Path, overrides: Sequence[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """What is said of each stage, by itself and by the run, not validated; of a run without stages what is said of
-    that. And what stages say themselves. Raises UserError where they are no list of mappings."""
+    """The document of each stage, merged with the run's and not validated; and the stages' own keys. Raises UserError
+    where stages are no list of mappings."""
     document, asked = _read(path, overrides)
     return [_merged(document, own) for own in asked] or [document], asked
 
 
 def of_each(numbers: Sequence[int], action: Callable[[int], T], before: str = "stages.{}: ") -> list[T]:
-    """What `action` gives of each of these stages. Raises UserError with the problems of all: once those that all of
-    them have, or the only one; the others with their stage `before` them."""
+    """The results of `action` for these stages. Raises UserError with all problems: those of all stages once, others
+    with their stage `before` them."""
     found, problems = [], []
     for number in numbers:
         try:
@@ -153,7 +153,7 @@ def of_each(numbers: Sequence[int], action: Callable[[int], T], before: str = "s
 
 
 def in_order(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """Each begins where the one before it ends; after one whose epochs were not counted yet that is not known."""
+    """The stages with their starts; unknown after a stage whose epochs were not counted yet."""
     placed, start = [], 0
     for stage in stages:
         placed.append(replace(stage, start=start))
@@ -162,10 +162,10 @@ def in_order(stages: Sequence[Stage]) -> tuple[Stage, ...]:
 
 
 def not_shared(number: int, key: str, found: Any, first: Any) -> str:
-    """The line for a key that a stage has otherwise than the first one."""
+    """The problem of a key that differs between a stage and the first."""
     return (
         f"stages.{number}.{key} is {written(found)}, and stages.0 has {written(first)}: all stages share it; set it "
-        "once, outside of stages"
+        "once, outside stages"
     )
 
 
@@ -174,13 +174,13 @@ def _read(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[di
     asked = document.pop("stages", None) or []
     if not isinstance(asked, list) or not all(isinstance(own, dict) for own in asked):
         raise UserError(f"{path}: stages is {shown(asked)}, and a list of mappings of a run's keys was expected")
-    if unheard := [each for each in overrides if asked and all(_has_own(own, each) for own in asked)]:
-        raise UserError(*(_unheard(each, len(asked)) for each in unheard))
+    if unused := [each for each in overrides if asked and all(_has_own(own, each) for own in asked)]:
+        raise UserError(*(_unused(each, len(asked)) for each in unused))
     return document, asked
 
 
 def _has_own(own: Any, override: str) -> bool:
-    """Whether a stage has of its own what the override says of the run."""
+    """Whether a stage has its own value for the override's key."""
     for part in override.partition("=")[0].split("."):
         if not isinstance(own, dict):
             return True
@@ -190,23 +190,23 @@ def _has_own(own: Any, override: str) -> bool:
     return not isinstance(own, dict)
 
 
-def _unheard(override: str, stages: int) -> str:
+def _unused(override: str, stages: int) -> str:
     key, _, value = override.partition("=")
     return (
-        f"--set {override[:80]}: all {stages} stages have {key} of their own, and none takes it; set it of one, such "
-        f"as stages.0.{key}={value[:40]}"
+        f"--set {override[:80]}: all {stages} stages have their own {key}; set it for one, such as "
+        f"stages.0.{key}={value[:40]}"
     )
 
 
 def _sharing(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """The stages in order. Raises UserError where they do not share what all stages do."""
+    """The stages in order. Raises UserError where shared keys differ."""
     if problems := [line for stage in stages for line in _not_shared(stage, stages[0])]:
         raise UserError(*problems)
     return in_order(stages)
 
 
 def _merged(base: Any, own: Any) -> Any:
-    """The run's sections with a stage's keys in them; a list is a value, and is another one as a whole."""
+    """The run's sections with a stage's keys; lists are replaced as a whole."""
     if not isinstance(base, dict) or not isinstance(own, dict):
         return copy.deepcopy(own)
     return copy.deepcopy(base) | {key: _merged(base.get(key), value) for key, value in own.items()}

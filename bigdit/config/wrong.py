@@ -1,7 +1,7 @@
-"""What is wrong with a document's values: a line for each key, in the words of who wrote it and not of pydantic.
+"""Problems of a document's values: a line for each key, in the user's words, not pydantic's.
 
-What other trainers call the keys, options and values of a run is from the documentation of diffusers' scripts, kohya's
-sd-scripts, SimpleTuner, ai-toolkit, OneTrainer, accelerate, transformers' Trainer.
+The names of keys, options and values in other trainers are from the documentation of diffusers' scripts, kohya's
+sd-scripts, SimpleTuner, ai-toolkit, OneTrainer, accelerate and transformers' Trainer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bigdit.strategy import Contradictory
 
 
 class Meant(NamedTuple):
-    """The `key` of a run, how its value maps, and the `options` of commands that say the same."""
+    """The `key` of a run, a note on its value, and the `options` of commands for it."""
 
     key: str
     note: str = ""
@@ -38,8 +38,8 @@ _NAMES: dict[Meant, str] = {
     Meant("data.images", "list a source as often as it is repeated"): (
         "repeats num_repeats n_repeats dataset_repeats repeat"
     ),
-    Meant("data.images.image", "the column of pictures"): "image_column",
-    Meant("data.images.captions", "columns of a table; .txt and .json beside pictures are found without it"): (
+    Meant("data.images.image", "the column of images"): "image_column",
+    Meant("data.images.captions", "columns of a table; .txt and .json files next to images are found without it"): (
         "caption_column text_column caption_ext caption_extension caption_strategy"
     ),
     Meant("data", "its images, features and buckets"): "datasets dataset dataset_config data_backend_config",
@@ -193,17 +193,17 @@ _VALUES: dict[Meant, str] = {
 }
 
 KEYS = {name: meant for meant, names in _NAMES.items() for name in names.split()}
-"""By what others call them; with the section before it where the name alone says too little."""
+"""Keys by their names in other trainers; with the section where the name alone is ambiguous."""
 
 
 def key_meant(*names: str) -> Meant | None:
-    """What is meant by the first of these names that other trainers have, however it is written."""
+    """What the first of these names means that other trainers have, in any spelling."""
     plain = (name.lstrip("-").casefold().replace("-", "_") for name in names)
     return next((KEYS[name] for name in plain if name in KEYS), None)
 
 
 def value_meant(value: str, known: Collection[str]) -> Meant | None:
-    """Which of the `known` values is meant: the same one in other letters, or what others call so."""
+    """Which of the `known` values is meant: the same in another spelling, or by its name in other trainers."""
     found = [Meant(each) for each in known if _letters(each) == _letters(value)]
     found += [
         meant
@@ -214,7 +214,7 @@ def value_meant(value: str, known: Collection[str]) -> Meant | None:
 
 
 def suggested(meant: Meant, key: str | None = None) -> str:
-    """`did you mean train.lr_schedule? (constant, cosine or wsd)`, the `key` in the words of who asks."""
+    """`did you mean train.lr_schedule? (constant, cosine or wsd)`; `key` replaces the key."""
     return f"did you mean {key or meant.key}?" + (f" ({meant.note})" if meant.note else "")
 
 
@@ -251,7 +251,7 @@ _MOST_SHOWN = 60
 
 
 def wrong(error: ValidationError, document: Any, kind: type[BaseModel]) -> list[str]:
-    """A line for each key of `document`, which is no `kind`, that is not taken, not known or missing."""
+    """A line for each key of `document` that is wrong, unknown or missing in a `kind`."""
     found: dict[Key, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         found.setdefault(_key(detail, document), []).append(detail)
@@ -260,7 +260,7 @@ def wrong(error: ValidationError, document: Any, kind: type[BaseModel]) -> list[
 
 
 def expected(details: Sequence[ErrorDetails]) -> str:
-    """`is 'x', and a whole number or all was expected`: what was found, and what would be taken."""
+    """`is 'x', and a whole number or all was expected`: what was found, and what is possible."""
     names = [name for detail in details for name in _names(detail)]
     value = details[0]["input"]
     if details[0]["type"] == "union_tag_invalid":
@@ -268,20 +268,20 @@ def expected(details: Sequence[ErrorDetails]) -> str:
     if len(names) > 1:
         meant = value_meant(str(value), names)
         near = nearest(str(value), names) if meant is None else suggested(meant)
-        return f"is {shown(value)}, which is not known; {near}"
+        return f"is {shown(value)}, which is unknown; {near}"
     kinds = [_expected(detail) for detail in details if not _names(detail)]
     return f"is {shown(value)}, and {' or '.join(dict.fromkeys([*kinds, *names]))} was expected"
 
 
 def shown(value: Any) -> str:
-    """A value as YAML has it, cut where it is long."""
+    """A value in YAML, shortened where it is long."""
     words = {"True": "true", "False": "false", "None": "null"}
     text = repr(value)
     return words.get(text, text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…")
 
 
 def _key(detail: ErrorDetails, document: Any) -> Key:
-    """Where in the document it is: pydantic's path without the names of what a value could have been."""
+    """The key in the document: pydantic's path without the names of a union's types."""
     key: list[str | int] = []
     for part in detail["loc"]:
         try:
@@ -311,11 +311,11 @@ def _line(key: str, details: Sequence[ErrorDetails], kind: type[BaseModel]) -> s
     if first["type"] == "missing" and isinstance(first["loc"][-1], str):
         return f"{key}: missing" + (f" ({meaning})" if (meaning := _meaning(path, kind)) else "; it has no default")
     if path[-1:] == ["[key]"]:
-        return f"{key}: this key is no text; put quotes around it"
+        return f"{key}: a key must be text; put quotes around it"
     if first["type"] == "value_error":
         message, found = first["msg"].removeprefix("Value error, "), first["input"]
-        told = message if isinstance(found, dict | list) else f"{message}; {shown(found)} was found"
-        return f"{key}: {told}" if key else message
+        full = message if isinstance(found, dict | list) else f"{message}; {shown(found)} was found"
+        return f"{key}: {full}" if key else message
     if first["type"] in ("model_type", "model_attributes_type"):
         known = _fields_at(path, kind)
         return f"{key} is {shown(first['input'])}, and keys such as {', '.join(known[:6])} were expected"
@@ -323,19 +323,19 @@ def _line(key: str, details: Sequence[ErrorDetails], kind: type[BaseModel]) -> s
 
 
 def _names(detail: ErrorDetails) -> list[str]:
-    """Those that a value may be, where it may be one of several names."""
+    """The possible names, for a value that is one of several."""
     _, among, names = detail["msg"].partition(" is not one of ")
-    if among and detail["type"] == "value_error":  # as typer says it
+    if among and detail["type"] == "value_error":  # typer's message
         return re.findall(r"'([^']+)'", names)
     if detail["type"] not in ("literal_error", "union_tag_invalid"):
         return []
     context = detail.get("ctx", {})
     found = re.findall(r"'([^']+)'", str(context.get("expected") or context.get("expected_tags")))
-    return [name for name in found if name != NUMBER]  # which is no name, but a value in the place of one
+    return [name for name in found if name != NUMBER]  # stands for a value without a name
 
 
 def _expected(detail: ErrorDetails) -> str:
-    """What would have been taken, of one of the kinds that a value may be."""
+    """What was expected, for one of the possible types of a value."""
     kind, context = detail["type"], detail.get("ctx", {})
     if kind == "missing":  # the end of a list
         return f"a list of {int(detail['loc'][-1]) + 1}"
@@ -348,13 +348,13 @@ def _expected(detail: ErrorDetails) -> str:
 
 
 def _hint(path: Sequence[str], kind: type[BaseModel]) -> str:
-    """Where a misplaced key belongs, what other trainers mean by it, or what a misspelt one may have meant."""
+    """Where a misplaced key belongs, what other trainers mean by it, or the nearest to a misspelt one."""
     here = _fields_at(path[:-1], kind)
     section, key = path[:-1], path[-1]
     if section and (
         others := [name for name in _others(section, kind) if key in _fields_at([*section[:-1], name], kind)]
     ):
-        return f"{section[-1]} has none; it is of {' and '.join(others)}"
+        return f"{section[-1]} has no such key; {' and '.join(others)} has it"
     meant = key_meant(".".join(path), path[-1])
     if meant is not None:
         parts = meant.key.split(".")
@@ -369,7 +369,7 @@ def _hint(path: Sequence[str], kind: type[BaseModel]) -> str:
 
 
 def _with_meaning(hint: str, section: Sequence[str], kind: type[BaseModel]) -> str:
-    """The hint, and of the only key that it names what that means."""
+    """The hint, with the meaning of the key if it names only one."""
     name = re.fullmatch(r"did you mean ([\w.]+)\?", hint)
     path = [] if name is None else name[1].split(".") if "." in name[1] else [*section, name[1]]
     meaning = _meaning(path, kind) if path else ""
@@ -377,22 +377,22 @@ def _with_meaning(hint: str, section: Sequence[str], kind: type[BaseModel]) -> s
 
 
 def _others(section: Sequence[str], kind: type[BaseModel]) -> list[str]:
-    """What the section at this path could have been of its union; none where it is of no union."""
+    """The other types of the section at this path, if it is one of a union."""
     names = [_name_of(model) for model in _models_at(section[:-1], kind)]
     return [name for name in names if name is not None and name != section[-1]] if section[-1] in names else []
 
 
 def _fields_at(path: Sequence[str], kind: type[BaseModel]) -> list[str]:
-    """The keys that the section at `path` knows."""
+    """The keys of the section at `path`."""
     models = _models_at(path, kind)
     return list(dict.fromkeys(name for model in models for name in (*model.model_fields, *getattr(model, "also", ()))))
 
 
 def _meaning(path: Sequence[str], kind: type[BaseModel]) -> str:
-    """The first clause of what the key at `path` means; nothing where its model says none."""
+    """The first clause of the meaning of the key at `path`; empty without one."""
     fields = [model.model_fields.get(path[-1]) for model in _models_at(path[:-1], kind)]
-    said = next((each.description for each in fields if each is not None and each.description), "")
-    first = re.split(r"[.;] ", " ".join(said.split()))[0].rstrip(".")
+    text = next((each.description for each in fields if each is not None and each.description), "")
+    first = re.split(r"[.;] ", " ".join(text.split()))[0].rstrip(".")
     return first[:1].lower() + first[1:]
 
 
@@ -402,13 +402,13 @@ def _models_at(path: Sequence[str], kind: type[BaseModel]) -> list[type[BaseMode
         inner = [m.model_fields[part].annotation for m in models if part in m.model_fields]
         if inner:
             models = [m for annotation in inner for m in _models_in(annotation)]
-        else:  # the tag of a discriminated union stands in the path as well: data's key `image` → `identity`
+        else:  # the path also has the tag of a discriminated union: `image` → `identity`
             models = [m for m in models if _name_of(m) == part] or models
     return models
 
 
 def _name_of(model: type[BaseModel]) -> str | None:
-    """By which a union of models knows it."""
+    """The tag of a model in a union."""
     found: str | None = getattr(model.model_fields.get("name"), "default", None)
     return found if isinstance(found, str) else None
 

@@ -1,7 +1,6 @@
-"""Memory as a record of events and its sums: what was allocated and freed on one device, in order.
+"""Memory as a record of allocations and frees on one device, and its sums. Nothing here imports torch.
 
-Nothing here imports torch: events come from `record`. What a process takes beside torch's reserved memory is in
-`process.py`.
+Events come from `record`. Non-torch memory is in `process.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ CATEGORIES: tuple[Category, ...] = get_args(Category)
 class Block:
     """One storage, `nbytes` as torch asked for them; `label` is the module or the call that allocated it.
 
-    `pinned`: page-locked host memory.
+    `pinned`: page-locked CPU memory.
     """
 
     nbytes: int
@@ -69,14 +68,14 @@ class Collective:
 
 
 Place = Literal["device", "host", "to device", "to host"]
-"""Where an operator computes, or the way that a copy between the two goes."""
+"""Where an operator computes, or the direction of a copy. `host`: the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorCost:
     """All calls of one operator with one dtype in one span: floating-point operations and bytes moved.
 
-    Of a copy between host and device the bytes are those that cross.
+    For a copy between CPU and GPU the bytes are those that are copied.
     """
 
     span: int
@@ -102,7 +101,7 @@ class Timeline:
     operators: tuple[OperatorCost, ...] = ()
 
     def changes(self, span: Span, granularity: int = 1) -> Iterator[tuple[Block, int]]:
-        """Each event of `span` as its block and the bytes that it adds (or, negative, takes away)."""
+        """Each event of `span` as its block and the bytes that it adds; negative for a free."""
         for event in self.events[span.start : span.stop]:
             block = self.blocks[abs(event) - 1]
             size = rounded(block.nbytes, granularity)
@@ -158,7 +157,7 @@ Source: kMinBlockSize in pytorch/c10/core/AllocatorConfig.h.
 
 
 class PhasePeak(Strict):
-    """The highest point of one phase over all its occurrences, and what was allocated there.
+    """The peak of one phase over all its occurrences, and what was allocated there.
 
     `at_peak` sums to `peak_bytes`; `end_bytes` is what the phase left behind, at its highest.
     """
@@ -170,7 +169,7 @@ class PhasePeak(Strict):
 
 
 class Ledger(Strict):
-    """Peak allocated bytes, each block counted in multiples of `granularity`, and which phase decides it."""
+    """Peak allocated bytes by phase; each block counts in multiples of `granularity`."""
 
     granularity: PositiveInt
     phases: tuple[PhasePeak, ...]
@@ -211,11 +210,11 @@ def ledger(timeline: Timeline, granularity: int = CUDA_GRANULARITY) -> Ledger:
 
 
 class HostMemory(Strict):
-    """What one process takes of its host, tensors alone: `peak_bytes` of pageable and page-locked memory together,
-    and `steps_bytes` of them once it has started.
+    """CPU memory of one process's tensors: `peak_bytes` of pageable and page-locked memory together, and `steps_bytes`
+    after its start.
 
-    `page_locked_bytes` is what the pinned allocator has taken in the end, its free blocks included: locked memory
-    is the process's until it ends, and counts against the machine's limit on it.
+    `page_locked_bytes`: what the pinned allocator holds at the end, free blocks included. Locked memory stays until
+    the process ends, and counts against the machine's limit.
     """
 
     peak_bytes: NonNegativeInt
@@ -223,7 +222,7 @@ class HostMemory(Strict):
     page_locked_bytes: NonNegativeInt
 
     def saving(self, checkpoint_bytes: int) -> int:
-        """The peak as it starts or steps, or as it saves a copy of so many bytes between steps: never both."""
+        """The peak of start and steps, or of saving a copy of so many bytes between steps."""
         return max(self.peak_bytes, self.steps_bytes + checkpoint_bytes)
 
 
@@ -237,10 +236,10 @@ def pinned_bytes(nbytes: int) -> int:
 
 
 def host_memory(timeline: Timeline) -> HostMemory:
-    """Replay a host's timeline: pageable tensors byte for byte, pinned ones through the pinned allocator.
+    """Replay a timeline of CPU memory: pageable tensors by their bytes, pinned ones through the pinned allocator.
 
-    A freed pinned block serves the next request of its size, at once: where a copy to the device still reads it,
-    the real allocator waits for that and may take another one.
+    A freed pinned block serves the next request of its size at once. The real allocator waits for copies that still
+    read it, and may take another block.
     """
     free: Counter[int] = Counter()
     started = max((span.stop for span in timeline.spans if span.phase == "init"), default=0)

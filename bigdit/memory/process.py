@@ -1,8 +1,7 @@
-"""What nvidia-smi shows of a process beside torch's reserved memory: its CUDA context and NCCL's buffers.
+"""Non-torch memory of a process, as in nvidia-smi: its CUDA context and NCCL's buffers.
 
-cuBLAS and cuDNN workspaces are not here: torch takes them from the caching allocator, so they are reserved memory.
-These figures move with drivers, CUDA and NCCL, so each is a low and a high; what was measured and what follows from
-it is said with each.
+cuBLAS and cuDNN workspaces are not included: torch takes them from its caching allocator. The figures vary with
+drivers, CUDA and NCCL, so each is a range; each has its measurement or derivation.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from bigdit.units import KIB, MIB
 
 
 class ByteRange(Strict):
-    """Between `low_bytes` and `high_bytes`, both possible."""
+    """A range from `low_bytes` to `high_bytes`, both possible."""
 
     low_bytes: NonNegativeInt
     high_bytes: NonNegativeInt
@@ -44,7 +43,7 @@ CHANNELS = {
     (10, 3): (2, 32),  # B300
     (12, 0): (2, 4),  # RTX 5060 to RTX PRO 6000, no NVLink
 }
-"""Channels that NCCL opens between cards of one compute capability: over PCIe, over the most NVLinks.
+"""Channels that NCCL opens between GPUs of one compute capability: over PCIe, over the most NVLinks.
 
 Source: measured: 2 over PCIe (rwth-i6/returnn#1469), 24 on A100 (NVIDIA/nccl#1785), 32 on H100 (NVIDIA/nccl#1685).
 Derived: two to an NVLink, as on A100 (NVIDIA/nccl#1225), 4 where there are two links or none, 32 on Blackwell as on
@@ -67,14 +66,14 @@ benchmarks/gpu_matrix.md).
 """
 
 KERNELS = ByteRange(low_bytes=0, high_bytes=256 * MIB)
-"""Kernels and library handles that a run of a model loads into the context, each when it is first used.
+"""Kernels and library handles that a run loads into the context at first use.
 
 Measured above the context: 0.16 GiB on H100 (vllm-project/vllm#12126) and 0.20 GiB (vllm-project/vllm#14447); 240 to
 256 MiB in training steps of 22 families on an H100 (benchmarks/gpu_matrix.md).
 """
 
 NCCL_LIBRARY = ByteRange(low_bytes=0, high_bytes=228 * MIB)
-"""What NCCL holds before it connects to anyone.
+"""NCCL's memory before it connects to other processes.
 
 Derived from a measurement: 484 MiB for one rank on an RTX 3090 (NVIDIA/nccl#2366), less its context of
 256 MiB.
@@ -100,22 +99,22 @@ over the 24 channels of four A100, of which two alone took 544 MiB (NVIDIA/nccl#
 
 
 def cuda_context(compute_capability: tuple[int, int], multiprocessors: int | None = None) -> ByteRange:
-    """The context of a process that trains on one card, of any that has this compute capability where the card's
-    `multiprocessors` are not given. Raises UserError for an unknown compute capability."""
+    """The context of a process that trains on one GPU; without `multiprocessors`, the range of all GPUs with this
+    compute capability. Raises UserError for an unknown compute capability."""
     threads = capability(compute_capability).threads
-    alike = [card.multiprocessors for card in gpus() if card.compute_capability == compute_capability]
+    alike = [gpu.multiprocessors for gpu in gpus() if gpu.compute_capability == compute_capability]
     counts = alike if multiprocessors is None else [multiprocessors]
     stacks = ByteRange(low_bytes=min(counts) * threads * STACK, high_bytes=max(counts) * threads * STACK)
     return stacks + DRIVER + KERNELS
 
 
 def nccl_buffers(compute_capability: tuple[int, int], world_size: int, communicators: int = 1) -> ByteRange:
-    """NCCL's memory on one card with so many communicators among processes; none where a process is alone.
+    """NCCL's memory on one GPU with this number of communicators; none for a single process.
 
-    How many processes there are does not matter beyond two nodes (NVIDIA/nccl#986). Raises UserError as `cuda_context`
+    The number of processes does not matter beyond two nodes (NVIDIA/nccl#986). Raises UserError as `cuda_context`
     does.
     """
-    capability(compute_capability)  # refuses one that is not known, also for a process alone
+    capability(compute_capability)  # raises for an unknown one
     if world_size == 1:
         return ByteRange(low_bytes=0, high_bytes=0)
     few, many = CHANNELS[compute_capability]
@@ -126,7 +125,7 @@ def nccl_buffers(compute_capability: tuple[int, int], world_size: int, communica
 def beside_torch(
     compute_capability: tuple[int, int], world_size: int, communicators: int = 1, multiprocessors: int | None = None
 ) -> ByteRange:
-    """What a process takes of a GPU beside torch's reserved memory, whatever it runs: alone it has no communicator.
+    """The non-torch memory of a process on a GPU, whatever it runs; a single process has no communicator.
 
     Raises UserError as `cuda_context` does.
     """
@@ -137,8 +136,8 @@ def beside_torch(
 def beside_training(
     strategy: Strategy, compute_capability: tuple[int, int], multiprocessors: int | None = None
 ) -> ByteRange:
-    """What a process that trains by `strategy` takes of a card beside torch's reserved memory; HSDP has a communicator
-    for each of its two groups. Raises UserError as `cuda_context` does."""
+    """The non-torch memory of a process that trains by `strategy`; HSDP has a communicator for each of its two groups.
+    Raises UserError as `cuda_context` does."""
     if strategy.world_size == 1:
         return cuda_context(compute_capability, multiprocessors) + NCCL_ALONE[strategy.engine]
     communicators = 2 if 1 < strategy.dp_replicate < strategy.world_size else 1

@@ -133,7 +133,7 @@ class TookTooLong(UserError):
 class Launched(Strict):
     """What the host handed to the GPU in one phase of a step, and how often it waited.
 
-    `counts` has the names of emulator/inside/counts.py. `library_calls` are products, convolutions and attention of
+    `counts` has the names of emulator/inside/libraries.py. `library_calls` are products, convolutions and attention of
     cuBLAS and cuDNN. Each launches one kernel at least.
     """
 

@@ -55,12 +55,14 @@ SOURCES = (
 @dataclass(frozen=True)
 class Row:
     """Two steps by the micro-batch size. `guess`: about how many fit. `sample_bytes`: about what one more takes;
-    0 where nothing is known. `known`: what torch reserves at sizes that ran already, on a GPU without a limit."""
+    0 where nothing is known. `known`: what torch reserves at sizes that ran already, on a GPU without a limit.
+    `failing`: a size that is known not to fit."""
 
     request: Callable[[int], StepRequest]
     guess: float
     sample_bytes: float = 0
     known: Mapping[int, int] = field(default_factory=dict)
+    failing: int = LARGEST_MICRO_BATCH + 1
 
     def expected(self, reserved: Mapping[int, int], capacity_bytes: int) -> float:
         """About how many fit, by the nearest sizes that are known on both sides, or by the nearest alone."""
@@ -189,7 +191,7 @@ class Cards:
         """
         reserved = dict(row.known)
         below, above = _around(reserved, capacity_bytes)
-        fitting, failing = below or 0, above or LARGEST_MICRO_BATCH + 1
+        fitting, failing = below or 0, min(above or row.failing, row.failing)
         while fitting + 1 < failing:
             expected = row.expected(reserved, capacity_bytes)
             size = min(max(int(expected), fitting + 1), failing - 1)

@@ -119,7 +119,7 @@ def _encoding(question: Question, watch: _Watch) -> None:
     assert request.encoders is not None
     frozen = FrozenEncoders(request.encoders)
     raw = raw_batch(request.encoders, request.batch, request.strategy)
-    sides = {PICTURES: frozen.of_pictures(), TEXTS: frozen.of_texts()}
+    sides = {PICTURES: frozen.of_images(), TEXTS: frozen.of_texts()}
     parameters = (each for modules in sides.values() for module in modules for each in module.parameters())
     watch.params = sum(each.numel() for each in parameters)
 
@@ -155,7 +155,7 @@ class _Watch(Witness):
         self.packed_work: str | None = None
         self._counting: Counting | None = None
         self._phase: str | None = None
-        self._counts = importlib.import_module("bigdit_emulated.counts").read
+        self._counts = importlib.import_module("bigdit_emulated.libraries").read_counts
         self._host = importlib.import_module("bigdit_emulated.host").tensor_bytes
         self._host_before = self._host()[0] - host_bytes
         self.host_peaks = [0, 0]  # until the engine has started, and since

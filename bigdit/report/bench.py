@@ -1,7 +1,7 @@
 """Benchmarks for people: memory against the micro-batch size, and contenders side by side.
 
-Memory is a table, two pictures, Markdown, and a page that holds all of it. Contenders are what a step of each takes,
-and how they compare with the baseline.
+Memory is a table, two figures, Markdown, and a page that holds all of it. Contenders have the time of a step each, and
+its ratio to the baseline's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from markupsafe import Markup
 from rich.table import Table
 
 from bigdit import log
-from bigdit.bench.interleaved import Comparison, Load, Spread
+from bigdit.bench import Comparison, Load, Spread
 from bigdit.bench.memory import Curve, MemoryBench, Point
 from bigdit.files import replacing, write_json, write_text
 from bigdit.memory import CATEGORIES
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-JSON, MARKDOWN, PICTURE, PAGE = "memory.json", "memory.md", "memory.png", "memory.html"
+JSON, MARKDOWN, PNG, PAGE = "memory.json", "memory.md", "memory.png", "memory.html"
 
 GRADES = {
     "measured": "measured on this machine's GPU",
     "emulated": "emulated: torch's own allocator on an emulated GPU; no kernel ran",
 }
-"""What tables and pictures say of their numbers, in full."""
+"""Where the numbers of tables and figures come from."""
 
 WHERE = {"measured": "on this machine's {}", "emulated": "on the emulated {}"}
-"""What every heading and figure says of its GPU."""
+"""How headings and figures name their GPU."""
 
 COLUMNS = ("micro-batch", "allocated", "reserved", "process", "peak in")
 OFF = "emulated %"
@@ -47,16 +47,16 @@ BY_CATEGORY = "Allocated at the peak, by category, on the emulated"
 
 
 def write_memory(found: MemoryBench, folder: Path, command: str) -> list[Path]:
-    """Write JSON, Markdown, picture and page into a folder, and name them. Raises UserError where it cannot be written.
+    """Write JSON, Markdown, figure and page into a folder, and return their paths. Raises UserError where that fails.
 
-    `command` is what somebody typed to have this.
+    `command`: the command line of the benchmark.
     """
     write_json(folder / JSON, found.model_dump(mode="json") | {"command": command})
-    with replacing(folder / PICTURE) as temporary:
+    with replacing(folder / PNG) as temporary:
         figure(found).savefig(temporary, format="png")
     write_text(folder / MARKDOWN, markdown(found, command))
     write_text(folder / PAGE, page(found, command))
-    return [folder / name for name in (JSON, MARKDOWN, PICTURE, PAGE)]
+    return [folder / name for name in (JSON, MARKDOWN, PNG, PAGE)]
 
 
 def title(found: MemoryBench) -> str:
@@ -65,7 +65,7 @@ def title(found: MemoryBench) -> str:
 
 
 def where(found: MemoryBench) -> str:
-    """`on the emulated NVIDIA A40`: the GPU, and the grade of the figures."""
+    """`on the emulated NVIDIA A40`: the GPU, and whether it is emulated."""
     return WHERE[found.grade].format(found.gpu.title)
 
 
@@ -78,14 +78,14 @@ def subtitle(found: MemoryBench) -> str:
 
 
 def columns(found: MemoryBench) -> list[str]:
-    """Of the tables: how far emulated figures are off, and time, only where there are any."""
+    """Columns of the tables; errors of emulated numbers, and time, only where they are known."""
     points = [point for curve in found.curves for point in curve.points]
     ran, timed = any(point.ran for point in points), any(point.seconds_per_step for point in points)
     return [*COLUMNS, *([OFF] if ran else []), *(TIMED if timed else ())]
 
 
 def rows(curve: Curve, names: Sequence[str]) -> list[list[str]]:
-    """The columns of these names: a row a point, and one for what was not run since a smaller size ran out."""
+    """A row for each point, and one for sizes that were not run because a smaller one ran out of memory."""
     found = [_cells(point) for point in curve.points]
     if curve.left_out:
         found.append({"micro-batch": ", ".join(map(str, curve.left_out)), "allocated": "not run"})
@@ -110,7 +110,7 @@ def _cells(point: Point) -> dict[str, str]:
 
 
 def retried(curve: Curve) -> list[str]:
-    """A line for each size that ran without fitting."""
+    """A line for each size that ran after retries of the allocator."""
     return [
         f"{RETRIED} {point.micro_batch_size} ran, but the allocator had to free its cache and retry "
         f"({point.peaks.retries}×). The GPU waits for each retry, so this size does not count as fitting"
@@ -120,7 +120,7 @@ def retried(curve: Curve) -> list[str]:
 
 
 def _off(point: Point) -> str:
-    """How far the emulated allocated and reserved bytes are off; a dash where nothing else ran."""
+    """Errors of the emulated allocated and reserved bytes in %; a dash where nothing was measured."""
     ran, emulated = point.ran, point.emulated
     if ran is None:
         return DASH
@@ -149,13 +149,13 @@ def _heading(curve: Curve, found: MemoryBench) -> str:
 
 
 def _named(curve: Curve) -> str:
-    """As it was asked for; of an engine that shares state out, that one process has it all where no more were asked."""
+    """The strategy as asked; for a sharding engine with one process, that there is one."""
     alone = curve.strategy.engine != "single" and curve.strategy.world_size == 1
     return f"{curve.asked}, 1 process," if alone else curve.asked
 
 
 def by_phase(curve: Curve) -> tuple[list[str], list[list[str]]]:
-    """The columns and, a row a size that fits, the peak of each phase in allocated bytes; nothing where none fits."""
+    """Columns, and for each size that fits a row of allocated peaks by phase; empty where none fits."""
     fitting = [point for point in curve.points if point.peaks.fits]
     if not fitting:
         return [], []
@@ -165,7 +165,7 @@ def by_phase(curve: Curve) -> tuple[list[str], list[list[str]]]:
 
 
 def by_category(found: MemoryBench) -> tuple[list[str], list[list[str]]]:
-    """The columns and, a row a category, what is allocated at the peak of each strategy's largest size that fits."""
+    """Columns, and for each category a row of bytes at the peak of each strategy's largest size that fits."""
     curves = [curve for curve in found.curves if curve.at_peak]
     rows = [
         [category, *(gib(curve.at_peak[category]) if category in curve.at_peak else DASH for curve in curves)]
@@ -181,17 +181,17 @@ def _largest(curve: Curve) -> str:
 
 
 def note(found: MemoryBench) -> str:
-    """What the columns are."""
-    said = "peaks of what torch allocates and reserves; process as nvidia-smi shows it"
+    """What the columns mean."""
+    meaning = "allocated, reserved: peaks of torch's allocator; process: as in nvidia-smi"
     if OFF not in columns(found):
-        return said
-    return f"{said}; {OFF}: how far the emulated figures of allocated / reserved are off"
+        return meaning
+    return f"{meaning}; {OFF}: errors of the emulated allocated / reserved bytes"
 
 
 def markdown(found: MemoryBench, command: str) -> str:
-    """The tables, the picture and the command."""
-    names, said = columns(found), note(found)
-    lines = [f"# {title(found)}", "", f"{subtitle(found)}. {found.written}.", "", f"![{title(found)}]({PICTURE})", ""]
+    """The tables, the figure and the command."""
+    names, meaning = columns(found), note(found)
+    lines = [f"# {title(found)}", "", f"{subtitle(found)}. {found.written}.", "", f"![{title(found)}]({PNG})", ""]
     for curve in found.curves:
         lines += [f"## {_heading(curve, found)}", "", *_lines(names, rows(curve, names)), ""]
         lines += [part for line in retried(curve) for part in (f"{line}.", "")]
@@ -201,7 +201,7 @@ def markdown(found: MemoryBench, command: str) -> str:
     categories, parts = by_category(found)
     if parts:
         lines += [f"## {BY_CATEGORY} {found.gpu.title}", "", *_lines(categories, parts), ""]
-    return "\n".join([*lines, f"{said[0].upper()}{said[1:]}.", "", f"    {command}", ""])
+    return "\n".join([*lines, f"{meaning[0].upper()}{meaning[1:]}.", "", f"    {command}", ""])
 
 
 def _lines(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
@@ -209,7 +209,7 @@ def _lines(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
 
 
 def page(found: MemoryBench, command: str) -> str:
-    """The whole page, which needs nothing beside it."""
+    """The whole page, self-contained."""
     names = columns(found)
     shown: dict[str, Any] = {
         "title": title(found),
@@ -224,7 +224,7 @@ def page(found: MemoryBench, command: str) -> str:
             (_heading(curve, found), curve, rows(curve, names), retried(curve), by_phase(curve))
             for curve in found.curves
         ],
-        "picture": _inline(curves_figure(found), "curves", f"{title(found)}: {_told(found)}"),
+        "figure": _inline(curves_figure(found), "curves", f"{title(found)}: {_described(found)}"),
         "by_category": f"{BY_CATEGORY} {found.gpu.title}",
         "categories": by_category(found),
         "bars": _inline(bars_figure(found), "bars", f"{BY_CATEGORY} {found.gpu.title}"),
@@ -233,16 +233,16 @@ def page(found: MemoryBench, command: str) -> str:
     return render("memory.html", {}, shown)
 
 
-def _inline(drawn: Figure, name: str, told: str) -> Markup:
-    return inline(drawn, name, told.partition(":")[0], told)
+def _inline(made: Figure, name: str, description: str) -> Markup:
+    return inline(made, name, description.partition(":")[0], description)
 
 
-def _told(found: MemoryBench) -> str:
+def _described(found: MemoryBench) -> str:
     return "; ".join(_heading(curve, found) for curve in found.curves) + f"; of {gib(found.gpu.usable_bytes)} usable"
 
 
 def figure(found: MemoryBench) -> Figure:
-    """The curves, and below them what is allocated at the peaks."""
+    """The curves, and below them the bytes at the peaks."""
     from matplotlib.figure import Figure
 
     made = Figure(figsize=(10, 6.6 + 0.6 * len(found.curves)), dpi=120, layout="constrained")
@@ -253,7 +253,7 @@ def figure(found: MemoryBench) -> Figure:
 
 
 def curves_figure(found: MemoryBench) -> Figure:
-    """The process's peak in GiB against the micro-batch size, a line a strategy, with the GPU's line."""
+    """The process's peak in GiB against the micro-batch size: a line for each strategy, and the GPU's."""
     from matplotlib.figure import Figure
 
     made = Figure(figsize=(10, 5), dpi=120, layout="constrained")
@@ -262,7 +262,7 @@ def curves_figure(found: MemoryBench) -> Figure:
 
 
 def bars_figure(found: MemoryBench) -> Figure:
-    """What is allocated at the peak of each strategy's largest size that fits, by category, in GiB."""
+    """GiB by category at the peak of each strategy's largest size that fits."""
     from matplotlib.figure import Figure
 
     made = Figure(figsize=(10, 1.6 + 0.6 * len(found.curves)), dpi=120, layout="constrained")
@@ -326,19 +326,19 @@ def _finish(axes: Axes, columns: int, legend_at: float, scale: Literal["x", "y"]
 
 
 def print_notes(found: Comparison) -> None:
-    """What else must be known, a line each."""
+    """Print the notes."""
     for line in found.notes:
         log.out.print(line, highlight=False, markup=False)
 
 
 def load_line(load: Load) -> str:
-    """`load 0.05 on 2 cores`, and what it means where the machine is busy."""
-    said = f"load {load.mean:.2f} on {load.cores} cores before it began"
-    return f"{said}: this machine is busy, and seconds are of what it had left" if load.busy else said
+    """`load 0.05 on 2 cores`, with a warning where the machine is busy."""
+    line = f"load {load.mean:.2f} on {load.cores} cores before the benchmark"
+    return f"{line}: this machine is busy, so times are too long" if load.busy else line
 
 
 def comparison_table(found: Comparison) -> Table:
-    """A row a contender, the baseline first: milliseconds of steps."""
+    """A row for each contender, the baseline first: milliseconds of a step."""
     columns = ["", "ms a step", "quartiles", "× as long", " quartiles"]
     made = table(found.what, columns, numeric=columns[1:])
     for each in found.contenders:
@@ -359,5 +359,5 @@ def _spread(spread: Spread, factor: float = 1) -> list[str]:
 
 
 def number(value: float) -> str:
-    """Three digits, and all of those before the point."""
+    """Three digits, and all digits before the point."""
     return f"{value:.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")

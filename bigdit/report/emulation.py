@@ -1,4 +1,4 @@
-"""What an emulated script took of its cards: for the terminal, as JSON, and as a page that needs nothing beside it."""
+"""What an emulated script needed of its GPUs: in the terminal, as JSON, and as a self-contained page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from bigdit import log
-from bigdit.emulator.emulation import Account, CardAccount, Emulation, Line, Live, OutOfMemory, Run, times
+from bigdit.emulator.emulation import Account, Emulation, GpuAccount, Line, Live, OutOfMemory, Run, times
 from bigdit.files import check_writable, write_json, write_text
 from bigdit.memory import CATEGORIES
 from bigdit.memory.process import ByteRange
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 
 LINES = 8
-"""Groups of live tensors that the terminal shows; the page and JSON have all."""
+"""Groups of live tensors in the terminal; the page and JSON have all."""
 
 WORK = {
-    "launches": "kernels launched, beside cuBLAS's and cuDNN's own",
-    "library_calls": "calls of cuBLAS and cuDNN that launch theirs",
-    "copies_to_device": "copies to the card",
-    "copies_to_host": "copies to the host",
-    "copies_on_device": "copies on the card",
-    "host_syncs": "waits of the host for the card",
+    "launches": "kernels launched, without those of cuBLAS and cuDNN",
+    "library_calls": "calls of cuBLAS and cuDNN",
+    "copies_to_device": "copies to the GPU",
+    "copies_to_host": "copies to CPU memory",
+    "copies_on_device": "copies on the GPU",
+    "host_syncs": "times that the CPU waits for the GPU",
 }
 
 
@@ -58,14 +58,14 @@ def show(emulation: Emulation) -> None:
 
 
 def document(emulation: Emulation) -> dict[str, Any]:
-    """The emulation as JSON, with what follows from it. Where `fits` is null, `reason` says why."""
+    """The emulation as JSON, with verdicts. Where `fits` is null, `reason` has the cause."""
     found = emulation.model_dump(mode="json")
     for run, dumped in zip(emulation.runs, found["runs"], strict=True):
         dumped |= _answer(run, emulation)
         for account, each in zip(run.accounts, dumped["accounts"], strict=True):
             each |= {"fits": run.holds(account) and (run.exit_status == 0 or None), "work_a_step": work(account)}
-            for card, shown in zip(account.cards, each["cards"], strict=True):
-                shown["process"] = emulation.process(account, card).model_dump(mode="json")
+            for gpu, shown in zip(account.gpus, each["gpus"], strict=True):
+                shown["process"] = emulation.process(account, gpu).model_dump(mode="json")
     return {
         "grade": "emulated",
         **_answer(emulation.decisive, emulation),
@@ -81,8 +81,8 @@ def _answer(run: Run, emulation: Emulation) -> dict[str, Any]:
 
 
 def title(emulation: Emulation) -> str:
-    cards = f"{emulation.cards} × " if emulation.cards > 1 else ""
-    return f"{shlex.join(emulation.command)} on {cards}{emulation.gpu.title}"
+    gpus = f"{emulation.gpus} × " if emulation.gpus > 1 else ""
+    return f"{shlex.join(emulation.command)} on {gpus}{emulation.gpu.title}"
 
 
 def subtitle(emulation: Emulation) -> str:
@@ -94,28 +94,28 @@ def subtitle(emulation: Emulation) -> str:
 
 
 def verdict(run: Run, emulation: Emulation) -> tuple[str, str]:
-    """The verdict in a word or three, and why."""
+    """The verdict, and why."""
     highest = run.highest
     if highest is None:
         return "no answer", f": {ending(run)}"
-    account, card = highest
+    account, gpu = highest
     if run.fits is False:
         return "does not fit", f": {account.title} ran out of memory{_asked(run.shortage(account))}"
-    taken = emulation.process(account, card)
+    taken = emulation.process(account, gpu)
     usable = emulation.gpu.usable_bytes
     many = len(run.accounts) > 1
-    said = f"{account.title if many else 'the process'} takes {between(taken)} of {gib(usable)}"
+    needed = f"{account.title if many else 'the process'} needs {between(taken)} of {gib(usable)}"
     if run.exit_status:
-        return "no answer", f": {ending(run)}; until then it took {between(taken)} of {gib(usable)}"
+        return "no answer", f": {ending(run)}; until then it needed {between(taken)} of {gib(usable)}"
     if run.out_of_memory_count:
-        return "ended well", f", after memory ran out {times(run.out_of_memory_count)} on the way: {said}"
+        return "ended well", f", although memory ran out {times(run.out_of_memory_count)}: {needed}"
     if taken.high_bytes > usable:
-        said += ", but with the most that CUDA and NCCL may take beside torch it is too much"
-    return "fits", f": {said}"
+        needed += ", but with the largest CUDA context and NCCL buffers it is too much"
+    return "fits", f": {needed}"
 
 
 def _asked(oom: OutOfMemory | None) -> str:
-    return "" if oom is None else f" in {oom.phase}: {gib(oom.asked_bytes)} asked, {gib(oom.free_bytes)} free"
+    return "" if oom is None else f" in {oom.phase}: {gib(oom.asked_bytes)} requested, {gib(oom.free_bytes)} free"
 
 
 def ending(run: Run) -> str:
@@ -131,14 +131,14 @@ def between(found: ByteRange) -> str:
 
 
 def work(account: Account) -> dict[str, int]:
-    """Kernels, copies and waits of a step: the median of all steps but the first, which sets up what others use."""
+    """Kernels, copies and waits of a step: medians over all steps but the first, which also sets up libraries."""
     steps = account.work_by_step[1:] or account.work_by_step
     names = [name for name in WORK if any(name in step for step in steps)]
     return {name: int(statistics.median(step.get(name, 0) for step in steps)) for name in names}
 
 
 def place(line: Line | None) -> str:
-    """`train.py:41`, from where the command was started; of a library from its package on."""
+    """`train.py:41`, relative to the working folder; for a library relative to its package."""
     if line is None:
         return DASH
     return f"{shown_path(line.file)}:{line.line}"
@@ -161,50 +161,50 @@ def _show_run(run: Run, emulation: Emulation) -> None:
         _say(f"[bold]{_which(run)}[/bold]")
     if run.accounts:
         log.out.print(processes(run, emulation))
-        _say("process: with CUDA context and NCCL, as nvidia-smi shows it")
+        _say("process: with CUDA context and NCCL, as in nvidia-smi")
     highest = run.highest
     if highest is None:
         return
-    account, card = highest
+    account, gpu = highest
     shortage = run.shortage(account)
     if shortage is not None:
         log.out.print()
         _show_oom(account, shortage)
     log.out.print()
-    log.out.print(phases(card))
-    _say(f"of {account.title}; start: all before the first training forward; forward: the rest of a step")
+    log.out.print(phases(gpu))
+    _say(f"of {account.title}; start: all before the first forward pass of training; forward: the rest of a step")
     if run.holds(account):
         log.out.print()
-        log.out.print(live(card.live, f"largest live tensors at the peak, in {card.peak_phase}"))
+        log.out.print(live(gpu.live, f"largest live tensors at the peak, in {gpu.peak_phase}"))
     if any(work(account).values()):
         log.out.print()
         log.out.print(work_table(account))
 
 
 def processes(run: Run, emulation: Emulation) -> Table:
-    """Each process's peaks, and what nvidia-smi would show of it."""
-    numeric = ["card", "allocated", "reserved", "process", "steps"]
+    """The peaks of each process by torch's allocator and in nvidia-smi."""
+    numeric = ["GPU", "allocated", "reserved", "process", "steps"]
     rows = table("peaks by process", ["process", *numeric, ""], numeric)
     for account in run.accounts:
-        for card in account.cards:
+        for gpu in account.gpus:
             rows.add_row(
                 account.title,
-                str(card.index),
-                gib(card.peak_allocated_bytes),
-                gib(card.peak_reserved_bytes),
-                between(emulation.process(account, card)),
+                str(gpu.index),
+                gib(gpu.peak_allocated_bytes),
+                gib(gpu.peak_reserved_bytes),
+                between(emulation.process(account, gpu)),
                 steps(account),
                 escape(end(account, run)),
             )
     return rows
 
 
-def phases(card: CardAccount) -> Table:
-    """A process's peaks by phase."""
+def phases(gpu: GpuAccount) -> Table:
+    """The peaks of a process by phase."""
     numeric = ["allocated", "reserved"]
     rows = table("peaks by phase", ["phase", *numeric], numeric)
-    for phase in card.phases:
-        mark = "◂ " if phase.phase == card.peak_phase else ""
+    for phase in gpu.phases:
+        mark = "◂ " if phase.phase == gpu.peak_phase else ""
         rows.add_row(phase.phase, mark + gib(phase.peak_allocated_bytes), gib(phase.peak_reserved_bytes))
     return rows
 
@@ -234,15 +234,15 @@ def made_by(group: Live) -> Iterator[str]:
     elif group.script is not None:
         yield f"{place(group.script)} {group.script.code}"
     elif group.library is None:
-        yield "no line of python: made within torch"
+        yield "made within torch, by no line of Python"
     if group.library is not None:
         yield f"  {place(group.library)} {group.library.name}"
 
 
 def _show_oom(account: Account, oom: OutOfMemory) -> None:
-    when = f"in {oom.phase}, after {how_many(oom.steps, 'step')}, on card {oom.card}"
+    when = f"in {oom.phase}, after {how_many(oom.steps, 'step')}, on GPU {oom.gpu}"
     _say(f"[bold]{account.title} ran out of memory[/bold] {when}:")
-    _say(f"  {gib(oom.asked_bytes)} asked, {gib(oom.free_bytes)} free of {gib(oom.total_bytes)}; "
+    _say(f"  {gib(oom.asked_bytes)} requested, {gib(oom.free_bytes)} free of {gib(oom.total_bytes)}; "
          f"{gib(oom.allocated_bytes)} allocated")  # fmt: skip
     for line in own_lines(oom):
         _say(escape(f"  {place(line)} in {line.name}: {line.code}"))
@@ -270,7 +270,7 @@ def end(account: Account, run: Run) -> str:
         return "out of memory"
     if account.error is not None:
         return account.error.type
-    return {"signal": "ended by a signal", "steps": "", "exit": "", "exception": "", "exec": "began anew"}[
+    return {"signal": "ended by a signal", "steps": "", "exit": "", "exception": "", "exec": "started another program"}[
         account.ended
     ]
 
@@ -282,17 +282,16 @@ def _say(line: str) -> None:
 PAGE, JSON = "report.html", "report.json"
 
 MOST_CURVES = 4
-"""Processes whose curves are drawn: the highest; others have their row in the table and all in the JSON."""
+"""Processes with a curve on the page: the highest; the table and the JSON have all."""
 
 MOST_SPANS = 60
-"""Phases that can be told apart in a picture; where there are more, only the start is marked."""
+"""Phases that a figure can show; with more of them only the start is marked."""
 
 SHADES = {"backward": COLOURS["saved activation"], "step": COLOURS["optimizer state"]}
 
 
 def clear_folder(folder: Path) -> None:
-    """Take away what an earlier emulation left in the folder. Raises UserError where it could not be written, before
-    anything runs for its sake."""
+    """Remove the files of an earlier emulation from the folder. Raises UserError where it cannot be written."""
     check_writable("--out", folder)
     if (folder / JSON).exists():
         for file in (folder / PAGE, folder / JSON, *folder.rglob("snapshot-*.pickle")):
@@ -300,14 +299,14 @@ def clear_folder(folder: Path) -> None:
 
 
 def write_emulation(emulation: Emulation, folder: Path) -> list[Path]:
-    """Write the page and the JSON beside the snapshots, and name all. Raises UserError where it cannot be written."""
+    """Write page and JSON next to the snapshots, and return all paths. Raises UserError where that fails."""
     write_text(folder / PAGE, page(emulation))
     write_json(folder / JSON, document(emulation))
     return [folder / PAGE, folder / JSON, *sorted(folder.rglob("snapshot-*.pickle"))]
 
 
 def page(emulation: Emulation) -> str:
-    """The whole page. Everything that processes wrote is escaped: it is somebody's script."""
+    """The whole page. Everything that processes wrote is escaped, because the script is not ours."""
     filters = {"gib": gib, "between": between, "duration": duration, "place": place}
     shown = {
         "emulation": emulation,
@@ -320,8 +319,8 @@ def page(emulation: Emulation) -> str:
 
 
 def _run(run: Run, at: int, emulation: Emulation) -> dict[str, Any]:
-    """All that the template shows of a run."""
-    found = [(account, card) for account in run.accounts for card in account.cards]
+    """What the template shows of a run."""
+    found = [(account, gpu) for account in run.accounts for gpu in account.gpus]
     found.sort(key=lambda each: (run.holds(each[0]), -each[1].peak_reserved_bytes))
     word, why = verdict(run, emulation)
     return {
@@ -332,33 +331,31 @@ def _run(run: Run, at: int, emulation: Emulation) -> dict[str, Any]:
         "name": "first step skipped by the loss scaler" if run.first_step_skipped else "as it is",
         "highest": run.highest,
         "figures": [
-            (account, card, _inline(account, card, run.shortage(account), emulation, f"curve-{at}-{number}"))
-            for number, (account, card) in enumerate(found[:MOST_CURVES])
-            if card.curve
+            (account, gpu, _inline(account, gpu, run.shortage(account), emulation, f"curve-{at}-{number}"))
+            for number, (account, gpu) in enumerate(found[:MOST_CURVES])
+            if gpu.curve
         ],
         "left_out": max(0, len(found) - MOST_CURVES),
     }
 
 
-def _inline(
-    account: Account, card: CardAccount, shortage: OutOfMemory | None, emulation: Emulation, name: str
-) -> Markup:
-    said = (
+def _inline(account: Account, gpu: GpuAccount, shortage: OutOfMemory | None, emulation: Emulation, name: str) -> Markup:
+    description = (
         f"Memory of {account.title} in the order of the allocator's events: allocated up to "
-        f"{gib(card.peak_allocated_bytes)}, in {card.peak_phase}, and reserved up to {gib(card.peak_reserved_bytes)}, "
-        f"of the card's {gib(emulation.gpu.usable_bytes)}."
+        f"{gib(gpu.peak_allocated_bytes)}, in {gpu.peak_phase}, and reserved up to {gib(gpu.peak_reserved_bytes)}, "
+        f"of the GPU's {gib(emulation.gpu.usable_bytes)}."
     )
-    return inline(curve_figure(account, card, shortage, emulation), name, "Memory over the run", said)
+    return inline(curve_figure(account, gpu, shortage, emulation), name, "Memory over the run", description)
 
 
-def curve_figure(account: Account, card: CardAccount, shortage: OutOfMemory | None, emulation: Emulation) -> Figure:
-    """Allocated and reserved over the run in GiB, phases behind them, and what the card leaves to torch."""
+def curve_figure(account: Account, gpu: GpuAccount, shortage: OutOfMemory | None, emulation: Emulation) -> Figure:
+    """Allocated and reserved GiB over the run, its phases, and the memory that the GPU leaves to torch."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4.4), dpi=120, layout="constrained")
     axes = figure.subplots()
-    at, allocated, reserved = (list(column) for column in zip(*card.curve, strict=True))
-    _draw_phases(axes, card)
+    at, allocated, reserved = (list(column) for column in zip(*gpu.curve, strict=True))
+    _draw_phases(axes, gpu)
     blue, red = COLOURS["parameter"], COLOURS["gradient"]
     heights = [nbytes / GIB for nbytes in allocated]
     axes.fill_between(at, heights, step="post", color=blue, alpha=0.25, linewidth=0)
@@ -366,10 +363,10 @@ def curve_figure(account: Account, card: CardAccount, shortage: OutOfMemory | No
     axes.plot(
         at, [nbytes / GIB for nbytes in reserved], drawstyle="steps-post", color=red, linewidth=1.2, label="reserved"
     )
-    _draw_card(axes, account, card, emulation)
-    if shortage is not None and shortage.card == card.index:
+    _draw_gpu(axes, account, gpu, emulation)
+    if shortage is not None and shortage.gpu == gpu.index:
         _draw_oom(axes, shortage, at[-1])
-    axes.set_xlim(0, max(card.events, 1))
+    axes.set_xlim(0, max(gpu.events, 1))
     axes.set_xlabel("allocations and frees, in order")
     axes.set_ylabel("GiB")
     axes.grid(axis="y", linewidth=0.4, alpha=0.5)
@@ -378,10 +375,10 @@ def curve_figure(account: Account, card: CardAccount, shortage: OutOfMemory | No
     return figure
 
 
-def _draw_phases(axes: Axes, card: CardAccount) -> None:
-    """Backward and step as stripes, where there are few enough; where the start ends in any case."""
-    spans = card.spans
-    ends = [*(span.start for span in spans[1:]), card.events][: len(spans)]
+def _draw_phases(axes: Axes, gpu: GpuAccount) -> None:
+    """Mark backward and step as stripes if there are few, and the end of the start."""
+    spans = gpu.spans
+    ends = [*(span.start for span in spans[1:]), gpu.events][: len(spans)]
     if len(spans) <= MOST_SPANS:
         named = set[str]()
         for span, end in zip(spans, ends, strict=True):
@@ -396,29 +393,31 @@ def _draw_phases(axes: Axes, card: CardAccount) -> None:
                       textcoords="offset points", va="top", bbox=BEHIND)  # fmt: skip
 
 
-def _draw_card(axes: Axes, account: Account, card: CardAccount, emulation: Emulation) -> None:
-    """The card's line, and below it what CUDA and NCCL may take beside torch; words where both are far above."""
+def _draw_gpu(axes: Axes, account: Account, gpu: GpuAccount, emulation: Emulation) -> None:
+    """Draw the GPU's line, and below it the non-torch memory; only text where both are far above the curve."""
     usable = emulation.gpu.usable_bytes
-    beside = emulation.beside(account)
-    top = max(card.peak_reserved_bytes, 1)
+    non_torch = emulation.beside(account)
+    top = max(gpu.peak_reserved_bytes, 1)
     words = f"usable {gib(usable)}, less CUDA and NCCL"
     if usable > 2 * top:
         axes.text(0.995, 0.985, f"{words}: above", transform=axes.transAxes, va="top", ha="right", bbox=BEHIND)
         axes.set_ylim(0, 1.2 * top / GIB)
         return
     axes.axhline(usable / GIB, color="black", linestyle="--", linewidth=1.2)
-    axes.axhspan((usable - beside.high_bytes) / GIB, usable / GIB, color=COLOURS["temporary"], alpha=0.6, linewidth=0)
+    axes.axhspan(
+        (usable - non_torch.high_bytes) / GIB, usable / GIB, color=COLOURS["temporary"], alpha=0.6, linewidth=0
+    )
     axes.annotate(words, (0, usable / GIB), xycoords=axes.get_yaxis_transform(), xytext=(6, 5),
                   textcoords="offset points", bbox=BEHIND)  # fmt: skip
     axes.set_ylim(0, 1.15 * max(usable, top) / GIB)
 
 
 def _draw_oom(axes: Axes, oom: OutOfMemory, end: int) -> None:
-    """Where the process ran out of memory for good: at the end of its curve."""
+    """Mark where the process ran out of memory: at the end of its curve."""
     height = (oom.allocated_bytes + oom.asked_bytes) / GIB
     highest = axes.get_ylim()[1]
     axes.annotate(
-        f"out of memory: {gib(oom.asked_bytes)} more asked",
+        f"out of memory: {gib(oom.asked_bytes)} more requested",
         (end, min(height, highest)),
         xytext=(-10, -22),
         textcoords="offset points",

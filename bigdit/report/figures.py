@@ -1,6 +1,6 @@
 """Figures: memory over time, memory against the micro-batch size, and the front of memory against speed.
 
-Over time, categories lie on one another, phases side by side, the GPU's bytes above.
+Over time, categories are stacked, phases follow one another, and the GPU's memory is a line.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from bigdit.files import replacing
 from bigdit.memory import CUDA_GRANULARITY, Category, Timeline
 from bigdit.report.words import samples
-from bigdit.search.plan import Curve, Plan
+from bigdit.search.plan import Plan
 from bigdit.units import GIB, KIB, MIB, gib
 
 if TYPE_CHECKING:
@@ -38,20 +38,20 @@ COLOURS: dict[Category, str] = {
     "workspace": "#222222",
     "temporary": "#DDDDDD",
 }
-"""One colour a category, in the order of the layers: what stays lies below, what comes and goes above.
+"""A colour for each category, in the order of the layers: what stays is below, what comes and goes above.
 
 Source: Paul Tol's colours for the colour-blind, https://personal.sron.nl/~pault: "muted", with single ones of
 "vibrant", "light" and "medium-contrast"; checked in tests/report/test_timeline.py.
 """
 
 MOST_COLUMNS = 2000
-"""Points drawn, at most: more than the picture has pixels."""
+"""The most points of a curve: more than the figure has pixels."""
 
 LETTERS_ACROSS = 130
-"""About so many letters fit beside one another over the picture."""
+"""About how many letters fit on a line over the figure."""
 
 BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 1.5, "alpha": 0.85}
-"""Words over lines stay legible."""
+"""A box that keeps text over lines legible."""
 
 Bytes = npt.NDArray[np.int64]
 
@@ -61,14 +61,14 @@ def plot_timeline(
     path: Path,
     *,
     title: str,
-    card_bytes: int | None = None,
+    gpu_bytes: int | None = None,
     granularity: int = CUDA_GRANULARITY,
 ) -> None:
     """Draw what is allocated after each event, in multiples of `granularity`, to a PNG file.
 
     `card_bytes` is a GPU's usable memory, drawn as a line. Raises UserError where the file cannot be written.
     """
-    figure = timeline_figure(timeline, title=title, card_bytes=card_bytes, granularity=granularity)
+    figure = timeline_figure(timeline, title=title, gpu_bytes=gpu_bytes, granularity=granularity)
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png")
 
@@ -77,7 +77,7 @@ def timeline_figure(
     timeline: Timeline,
     *,
     title: str,
-    card_bytes: int | None = None,
+    gpu_bytes: int | None = None,
     granularity: int = CUDA_GRANULARITY,
     most: int = MOST_COLUMNS,
 ) -> Figure:
@@ -94,7 +94,7 @@ def timeline_figure(
     axes.set_ylabel(f"allocated, {name}")
     _draw_categories(axes, live, columns(total, most), peak, unit)
     _draw_phases(axes, timeline)
-    _draw_limits(axes, timeline, peak, int(total[peak]), card_bytes, unit)
+    _draw_limits(axes, timeline, peak, int(total[peak]), gpu_bytes, unit)
     return figure
 
 
@@ -111,7 +111,7 @@ def live_bytes(timeline: Timeline, granularity: int) -> Bytes:
 
 
 def columns(total: Bytes, most: int = MOST_COLUMNS) -> Bytes:
-    """The events to draw: the highest of each of fewer than `most` equal stretches, and the last event."""
+    """The events to plot: the highest of each of fewer than `most` equal stretches, and the last."""
     edges = np.unique(np.linspace(0, len(total), most, dtype=np.int64))
     highest = [start + int(total[start:stop].argmax()) for start, stop in itertools.pairwise(edges)]
     return np.unique([*highest, len(total) - 1])
@@ -153,7 +153,7 @@ def _draw_categories(axes: Axes, live: Bytes, at: Bytes, peak: int, unit: int) -
 
 
 def _draw_phases(axes: Axes, timeline: Timeline) -> None:
-    """A line where a phase begins and its name above: upright where it is short, left out where there is no room."""
+    """Draw a line where a phase begins, and its name above: vertical if the phase is short, left out without room."""
     above = axes.get_xaxis_transform()
     highest = 1
     for span in timeline.spans:
@@ -168,18 +168,18 @@ def _draw_phases(axes: Axes, timeline: Timeline) -> None:
     axes.set_title(axes.get_title(loc="left"), loc="left", fontweight="bold", pad=18 + 6 * highest)
 
 
-def _draw_limits(axes: Axes, timeline: Timeline, peak: int, peak_bytes: int, card_bytes: int | None, unit: int) -> None:
-    """The peak, and the GPU's line where it does not flatten what lies below it."""
+def _draw_limits(axes: Axes, timeline: Timeline, peak: int, peak_bytes: int, gpu_bytes: int | None, unit: int) -> None:
+    """Mark the peak, and the GPU's memory if that does not flatten the curve."""
     phase = next((span.phase for span in timeline.spans if span.start < peak <= span.stop), None)
     top = max(peak_bytes, 1)
-    if card_bytes is not None:
-        words = f"the GPU's usable {gib(card_bytes)}"
-        if card_bytes <= 2 * top:
-            top = max(top, card_bytes)
-            axes.axhline(card_bytes / unit, color="black", linestyle="--", linewidth=1.2)
+    if gpu_bytes is not None:
+        words = f"the GPU's usable {gib(gpu_bytes)}"
+        if gpu_bytes <= 2 * top:
+            top = max(top, gpu_bytes)
+            axes.axhline(gpu_bytes / unit, color="black", linestyle="--", linewidth=1.2)
             axes.annotate(
                 words,
-                (0, card_bytes / unit),
+                (0, gpu_bytes / unit),
                 xycoords=axes.get_yaxis_transform(),
                 xytext=(6, 5),
                 textcoords="offset points",
@@ -209,7 +209,7 @@ LINES = (
     (COLOURS["input"], "D"),
     (COLOURS["EMA"], "v"),
 )
-"""Colours and markers of the curves in turn: told apart without colour too."""
+"""Colours and markers of the curves: they differ without colour too."""
 
 
 def plot_curves(plan: Plan, path: Path) -> None:
@@ -226,9 +226,10 @@ def curves_figure(plan: Plan) -> Figure:
     usable, chosen = plan.question.gpu.usable_bytes, plan.chosen
     figure = Figure(figsize=(10, 5), dpi=120, layout="constrained")
     axes = figure.subplots()
-    for curve, (colour, marker) in zip(plan.curves, LINES * len(plan.curves), strict=False):
-        _draw_curve(axes, curve, colour, marker)
-    _draw_card(axes, plan, horizontal=True)
+    for (label, curve), (colour, marker) in zip(plan.curves.items(), LINES * len(plan.curves), strict=False):
+        taken = [nbytes / GIB for nbytes in curve.values()]
+        axes.plot([*curve], taken, color=colour, marker=marker, markersize=5, label=label)
+    _draw_gpu(axes, plan, horizontal=True)
     size, held = chosen.strategy.micro_batch_size, chosen.process.high_bytes
     axes.plot([size], [held / GIB], "o", markersize=13, markerfacecolor="none", markeredgecolor="black")
     axes.annotate(
@@ -248,19 +249,14 @@ def curves_figure(plan: Plan) -> Figure:
     return figure
 
 
-def _draw_curve(axes: Axes, curve: Curve, colour: str, marker: str) -> None:
-    held = [nbytes / GIB for nbytes in curve.process_bytes]
-    axes.plot(curve.micro_batch_sizes, held, color=colour, marker=marker, markersize=5, label=curve.label)
-
-
 def front_figure(plan: Plan) -> Figure:
-    """Samples a second per GPU against the process's peak in GiB; points are numbered as the rows of the front."""
+    """Samples per second and GPU against the process's peak in GiB, numbered as the rows of the front."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.6), dpi=120, layout="constrained")
     axes = figure.subplots()
     for at, choice in enumerate(plan.front, start=1):
-        rate, held = choice.samples_per_second_per_card, choice.process.high_bytes / GIB
+        rate, held = choice.samples_per_second_per_gpu, choice.process.high_bytes / GIB
         colour = COLOURS["parameter" if choice.lossless else "gradient"]
         axes.errorbar(
             [held],
@@ -276,8 +272,8 @@ def front_figure(plan: Plan) -> Figure:
         axes.annotate(
             str(at), (held, rate.high), xytext=(0, 4), textcoords="offset points", ha="center", fontweight="bold"
         )
-    _draw_card(axes, plan, horizontal=False)
-    axes.set_ylim(0, 1.12 * max(choice.samples_per_second_per_card.high for choice in plan.front))
+    _draw_gpu(axes, plan, horizontal=False)
+    axes.set_ylim(0, 1.12 * max(choice.samples_per_second_per_gpu.high for choice in plan.front))
     axes.set_xlim(0, 1.1 * max([plan.question.gpu.usable_bytes, *(c.process.high_bytes for c in plan.front)]) / GIB)
     axes.set_xlabel("process at its peak, GiB")
     axes.set_ylabel(f"{samples(plan)}/s per GPU")
@@ -289,8 +285,8 @@ def front_figure(plan: Plan) -> Figure:
     return figure
 
 
-def _draw_card(axes: Axes, plan: Plan, *, horizontal: bool) -> None:
-    """The GPU's line, and below it the margin in which a plan is tight."""
+def _draw_gpu(axes: Axes, plan: Plan, *, horizontal: bool) -> None:
+    """Draw the GPU's line, and below it the margin in which a plan is tight."""
     usable = plan.question.gpu.usable_bytes
     margin = plan.chosen.process.high_bytes - plan.chosen.process.low_bytes
     line, area = (axes.axhline, axes.axhspan) if horizontal else (axes.axvline, axes.axvspan)

@@ -1,4 +1,4 @@
-"""How a plan is run: its run.yaml, with the places that are to be filled in, and the commands, right for its engine."""
+"""How a plan is run: its run.yaml, with folders to fill in, and the commands for its engine."""
 
 from __future__ import annotations
 
@@ -15,35 +15,34 @@ from bigdit.catalog.conditions import takes_first_frame
 from bigdit.catalog.encoders import caption_tokens, online_encoders
 from bigdit.catalog.families import PUBLISHED, objective_of
 from bigdit.catalog.models import TextInput, before_download, models, repositories
-from bigdit.catalog.pipeline import CONFIG
-from bigdit.catalog.resolve import TRANSFORMER
+from bigdit.catalog.resolve import CONFIG, TRANSFORMER
 from bigdit.checkout import entry
 from bigdit.config.data import PART_SIZE, VaeCodec, part_size
 from bigdit.config.plan_file import FILE
 from bigdit.documents import parse_yaml
 from bigdit.errors import UserError
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.recipes.recipe import Beginning, beginning, download, weights_folder
+from bigdit.recipes import Beginning, beginning, download, weights_folder
 from bigdit.report.words import samples
 from bigdit.search.of_run import carried, section
 from bigdit.search.plan import Plan, record
 from bigdit.strategy import Strategy
 
 _HEAD = """\
-# A run as `bigdit plan` found it: the strategy is the plan's, whose predictions lie in plan.yaml beside this file.
-# The folders are to be filled in. docs/reference has all keys.
+# Written by `bigdit plan`: the strategy is the plan's; plan.yaml in this folder has its predictions.
+# Fill in the folders. docs/reference has all keys.
 """
 RUN = "run.yaml"
 _FROM_SCRATCH = Beginning(steps=100_000, warmup_steps=1000, lr=1e-4)
-"""Of a run from random weights, where no pictures were counted; the warm-up is a tenth of the steps at the most."""
-_OTHER_TEXT = "`bigdit extract` does not encode text as {} is fed it ({}): its features come from elsewhere."
+"""For a run from random weights without --images; the warm-up has at most a tenth of the steps."""
+_OTHER_TEXT = "`bigdit extract` cannot encode the text of {} ({}): encode it elsewhere."
 _VAES = get_args(VaeCodec.model_fields["class_name"].annotation)
 FOLDER = "path/to"
-"""What the folders to fill in begin with."""
+"""The beginning of folders to fill in."""
 
 
 def skeleton(plan: Plan) -> str | None:
-    """The YAML; None for a model that is not trained here, or whose VAE this version does not know."""
+    """The YAML; None for a model that cannot be trained, or with an unknown VAE."""
     question = plan.question
     model = question.model
     if not model.trainable or model.vae.class_name not in _VAES:
@@ -55,14 +54,14 @@ def skeleton(plan: Plan) -> str | None:
     vae_dtype, text_dtype = _dtypes(plan) if online else ({}, {})
     spec, weights, start = model.spec, _weights(plan), _beginning(plan)
     steps = plan.run.steps if plan.run else start.steps
-    known = model.params is not None  # of the catalogue; a user's own model is written out
+    known = model.params is not None  # in the catalogue; a user's own model is written out
     named = _folder(model)
     pipeline, vae = model.pipeline or named, named if model.pipeline is None or _vae_lent(model) else model.pipeline
     run = {
         "model": ({"name": model.name} if known else {"class_name": spec.class_name, "kwargs": spec.kwargs})
         | ({} if weights is None else {"init_from": weights}),
         "data": {
-            "images": f"{FOLDER}/pictures" if model.text else {"path": f"{FOLDER}/pictures", "label": "folder"},
+            "images": f"{FOLDER}/images" if model.text else {"path": f"{FOLDER}/images", "label": "folder"},
             **({} if online else {"features": f"{FOLDER}/features"}),
             "buckets": [[*_frames(plan), *sides] for sides in sizes],
             **({} if model.clip is None else {"fps": model.clip.fps}),
@@ -96,8 +95,10 @@ def as_yaml(document: dict[str, Any]) -> str:
 
 
 def renewed(text: str, plan: Plan) -> str:
-    """A run's YAML that somebody has edited, with the strategy of another plan in it. Its learning rate and the other
-    constants of the run stay, and so does a text that is no run's."""
+    """A run's YAML that somebody has edited, with the strategy of another plan.
+
+    Its learning rate and other constants of the run stay. A text that is no run's is returned as it is.
+    """
     try:
         document = parse_yaml(text)
         strategy = carried(document, plan.chosen.strategy)
@@ -108,7 +109,7 @@ def renewed(text: str, plan: Plan) -> str:
 
 
 def _weights(plan: Plan) -> str | None:
-    """What the run starts from: the model's published weights, or those in a user's folder; None for random ones."""
+    """The weights to start from: published ones, or those in a user's folder; None for random ones."""
     model = plan.question.model
     known = model.pipeline is not None or repositories(model.name)
     if plan.question.from_scratch or not (known or plan.chosen.strategy.lora):
@@ -123,16 +124,16 @@ def _beginning(plan: Plan) -> Beginning:
 
 
 def _objective(model: CatalogModel) -> dict[str, Any]:
-    """The model's own; of flow matching how t is drawn and shifted."""
+    """The model's own objective; for flow matching the distribution and shift of t."""
     own = objective_of(model.spec, None)
-    said = own.model_dump(mode="json", exclude_defaults=True)
+    settings = own.model_dump(mode="json", exclude_defaults=True)
     if isinstance(own, FlowMatchingSpec):
-        said = own.model_dump(mode="json", include={"t_distribution", "shift"})
-    return {"name": own.name, **said}
+        settings = own.model_dump(mode="json", include={"t_distribution", "shift"})
+    return {"name": own.name, **settings}
 
 
 def _dtypes(plan: Plan) -> tuple[dict[str, str], dict[str, str]]:
-    """Of encoders online, as the plan has them on the card: VAE and text encoders, where they are not the default."""
+    """The dtypes of the VAE and the text encoders that are on the GPU, where they are not the default."""
     encoders = online_encoders(plan.question.model, plan.batch)
     dtypes = encoders.vae.dtype, next((each.dtype for each in encoders.text), "fp32")
     vae, text = ({} if each == "fp32" else {"dtype": each} for each in dtypes)
@@ -140,14 +141,14 @@ def _dtypes(plan: Plan) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _frames(plan: Plan) -> list[int]:
-    """Of a bucket of videos, those of which the plan's latents are made; of pictures none."""
+    """The frames of a bucket of videos; empty for images."""
     if len(plan.batch.latents) == 3:
         return []
     return [1 + (plan.batch.latents[1] - 1) * plan.question.model.vae.temporal_downsample]
 
 
 def _part_size(plan: Plan) -> dict[str, int]:
-    """Of samples so large that fewer of them make a part."""
+    """The part size, where samples are so large that fewer make a part."""
     data = plan.dataset
     size = PART_SIZE if data is None else part_size(data.store_bytes.high / data.images)
     return {} if size == PART_SIZE else {"part_size": size}
@@ -159,53 +160,50 @@ def _text(pipeline: str, text: TextInput) -> dict[str, Any]:
 
 
 def _first_frame(pipeline: str, model: CatalogModel) -> dict[str, Any]:
-    """Of models that begin with a picture."""
+    """The encoder of the first frame, for models that begin with an image."""
     if not takes_first_frame(model.spec):
         return {}
     return {"first_frame": {} if model.spec.kwargs.get("image_dim") is None else {"pipeline": pipeline}}
 
 
 def _folder(model: CatalogModel) -> str:
-    """The folder of weights and encoders: that of its repository on the hub, or one to be filled in."""
+    """The folder of weights and encoders: that of its repository on the hub, or one to fill in."""
     known = repositories(model.name)
     return weights_folder(known[0]) if known else f"{FOLDER}/{_named(model)}"
 
 
 def _named(model: CatalogModel) -> str:
-    """What a folder with encoders is called: as the pipeline of its class where the catalogue's encoders of that class
-    are alike, and the model's."""
+    """The name of a folder with encoders: that of the pipeline where all models of the class have the same encoders."""
     vaes = {each.vae.name for each in models() if each.spec.class_name == model.spec.class_name}
     return model.text_pipeline or "pipeline" if _usual(model) and len(vaes) == 1 else "pipeline"
 
 
 def _notes(plan: Plan) -> list[str]:
-    """What is to be known of the encoders' folders, a line each."""
+    """Notes on weights and encoders, a line each."""
     model = plan.question.model
     known, notes = repositories(model.name), []
     if known:
         gate = before_download(known[0])
         notes += [f"{download(known[0])}{f' # {gate}' if gate else ''}"]
     if _weights(plan) is None:
-        why = "" if plan.question.from_scratch else ": no published ones are known; model.init_from names others"
+        why = "" if plan.question.from_scratch else ": no published ones are known; set model.init_from to others"
         notes.append(f"It starts from random weights{why}.")
     elif isinstance(objective_of(model.spec, None), FlowMatchingSpec) and model.name not in PUBLISHED:
-        notes.append(f"The shift that {model.name} was trained with is not known here: objective.shift is 1.")
+        notes.append(f"The shift that {model.name} was trained with is unknown: objective.shift is 1.")
     if model.text is not None and not model.extractable:
         notes.append(_OTHER_TEXT.format(model.spec.class_name, model.text.encoder))
     if model.unverified and not known:
-        notes.append(f"Not verified of {model.name}: {model.unverified}.")
+        notes.append(f"Not verified for {model.name}: {model.unverified}.")
     if _vae_lent(model):
-        notes.append(
-            f"The plan is of {model.vae.name}: the VAE of {model.pipeline} is not known here, or there is none."
-        )
+        notes.append(f"The plan assumes {model.vae.name}: the VAE of {model.pipeline} is unknown or missing.")
     if model.pipeline is None and not _usual(model):
         vae = model.vae
-        states = "" if model.text is None else f", the text encoder states of {model.text.dim}"
+        states = "" if model.text is None else f", and the text encoder states of width {model.text.dim}"
         notes.append(
             f"The VAE must give {vae.latent_channels} channels and {vae.downsample} × {vae.downsample} pixels a "
             f"latent{states}:"
         )
-        notes.append(f"no encoders of the catalogue do that for {model.spec.class_name}.")
+        notes.append(f"the catalogue has no such encoders for {model.spec.class_name}.")
     return notes
 
 
@@ -215,7 +213,7 @@ def _vae_lent(model: CatalogModel) -> bool:
 
 
 def _usual(model: CatalogModel) -> bool:
-    """Whether a model of the catalogue with the same class has the same VAE, and text as wide."""
+    """Whether a model of the catalogue has the same class, VAE and width of text."""
     return any(
         each.spec.class_name == model.spec.class_name
         and each.vae == model.vae
@@ -230,13 +228,13 @@ _ALONE = ("--standalone", "--multi_gpu", "--use_deepspeed")  # options without a
 
 
 class Command(NamedTuple):
-    """What it is for, and the words of the command line."""
+    """A command line and its purpose."""
 
     comment: str
     words: tuple[str, ...]
 
     def lines(self, width: int = WIDTH) -> list[str]:
-        """The command for a shell, continued over lines of at most `width` where its words allow it."""
+        """The command for a shell, broken into lines of at most `width` between words."""
         lines, line = [], ""
         for part in self._parts():
             if line and len(line) + len(part) + 3 > width:
@@ -247,7 +245,7 @@ class Command(NamedTuple):
         return [*lines, line]
 
     def _parts(self) -> Iterator[str]:
-        """The words as a shell reads them, an option with its value."""
+        """The words quoted for a shell, an option with its value."""
         words = iter([*self.words, ""])
         word = next(words)
         while word:
@@ -264,12 +262,12 @@ def obstacle(plan: Plan) -> str | None:
     if plan.question.model.training_obstacle is not None:
         return plan.question.model.training_obstacle
     if plan.chosen.strategy.features == "online" and takes_first_frame(plan.question.model.spec):
-        return "features online have no first frame, which the model begins with"
+        return "strategy.features online cannot give the first frame that the model needs"
     return None
 
 
 def commands(plan: Plan, folder: Path) -> list[Command]:
-    """How to encode and to train by the plan that lies in `folder`, the short ways first."""
+    """The commands that encode and train by the plan in `folder`, the shortest first."""
     known = skeleton(plan) is not None
     recorded, config = record(plan), folder / RUN if known else Path(RUN)
     found, spread = [], recorded.processes_per_node
@@ -320,11 +318,11 @@ def _torchrun(config: Path, spread: Sequence[int]) -> list[Command]:
 
 
 def _accelerate(config: Path, spread: Sequence[int], kind: str) -> list[Command]:
-    """accelerate's launcher of this kind, which starts as many processes on each machine."""
+    """accelerate's launcher, which needs the same number of processes on each machine."""
     if len(set(spread)) > 1:
         return []
     words = ["accelerate", "launch", kind, "--num_machines", str(len(spread)), "--num_processes", str(sum(spread))]
-    if len(spread) > 1 and kind == "--use_deepspeed":  # else the first would start the others, by pdsh
+    if len(spread) > 1 and kind == "--use_deepspeed":  # else the first machine would start the others by pdsh
         words += ["--deepspeed_multinode_launcher", "standard"]
     if len(spread) > 1:
         words += ["--machine_rank", "$NODE_RANK", "--main_process_ip", "$HEAD", "--main_process_port", str(PORT)]

@@ -1,4 +1,4 @@
-"""Pages of HTML: templates whose values are escaped and there, and figures as inline SVG that take the page's looks."""
+"""HTML pages: templates that escape all values, and figures as inline SVG in the style of the page."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ if TYPE_CHECKING:
 
 
 def render(template: str, filters: dict[str, Any], shown: dict[str, Any]) -> str:
-    """The page that the template of this name makes of what is `shown`."""
+    """The page that a template makes of the values in `shown`."""
     environment = Environment(
         loader=PackageLoader("bigdit.report"), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     environment.filters |= filters
-    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}  # in the order in which it is given
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}  # in the given order
     return environment.get_template(template).render(shown)
 
 
 DARK: dict[Category, str] = COLOURS | {"parameter": "#7466D9", "workspace": "#FFFFFF"}
-"""COLOURS on a dark page: the two that would sink into it are lighter."""
+"""COLOURS on a dark page: two are lighter there."""
 
 
 def variable(category: Category) -> str:
-    """The name of a category's colour on the page."""
+    """The CSS variable of a category's colour."""
     return f"--{category.lower().replace(' ', '-')}"
 
 
 def inline(figure: Figure, name: str, title: str, description: str) -> Markup:
-    """The figure as an <svg> element; `name` sets its ids apart from those of others on the page.
+    """The figure as an <svg> element; `name` makes its ids unique on the page.
 
-    `title` and `description` are for those who cannot see it.
+    `title` and `description` are for screen readers.
     """
     import matplotlib
 
@@ -67,6 +67,6 @@ def _font(style: re.Match[str]) -> str:
 
 
 def _on_page() -> dict[str, str]:
-    """Colours of the figure, and what the page calls them."""
+    """Colours of the figure, and their CSS values on the page."""
     named = {colour: f"var({variable(category)})" for category, colour in COLOURS.items()}
     return named | {"#000000": "currentColor", "#ffffff": "var(--paper)"}

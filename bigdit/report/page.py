@@ -1,31 +1,42 @@
-"""A plan as one page of HTML that needs nothing beside it: no network, no other file."""
+"""A plan's HTML page, which is self-contained; the folder of its files; and `bigdit.plan(...)` for notebooks."""
 
 from __future__ import annotations
 
+import inspect
+import json
+import re
+import shutil
+import uuid
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
+from bigdit import log
+from bigdit.config.plan_file import DS_CONFIG, FILE, read_plan_file, text_digest, write_plan_file
+from bigdit.errors import UserError
+from bigdit.files import TEMPORARY, check_writable, commit_folder, read_bytes, write_json, write_text
 from bigdit.memory import CATEGORIES, PhasePeak, Timeline
 from bigdit.report import words
-from bigdit.report.figures import COLOURS, curves_figure, front_figure, timeline_figure
-from bigdit.report.how_to_run import commands, obstacle
+from bigdit.report.figures import COLOURS, curves_figure, front_figure, plot_curves, plot_timeline, timeline_figure
+from bigdit.report.how_to_run import RUN, as_yaml, commands, obstacle, renewed, skeleton
 from bigdit.report.html import DARK, inline, render, variable
 from bigdit.report.plan import needs, speed
-from bigdit.search.plan import Plan, Point, Setting, alike
-from bigdit.search.question import Question
-from bigdit.search.space import OPTIMIZER_TITLES
+from bigdit.search.answer import make_plan
+from bigdit.search.ask import question_for
+from bigdit.search.of_run import planned_run
+from bigdit.search.plan import OPTIMIZER_TITLES, Estimate, Plan, record
+from bigdit.search.request import OPTIONS
 from bigdit.strategy import Strategy
 from bigdit.units import count, gib, how_many
 
 COLUMNS = 400
-"""Points of memory over time on the page: enough for its width, and a tenth of the bytes of all."""
+"""Points of memory over time on the page: enough for its width, in a tenth of the bytes."""
 
 
 class Piece(NamedTuple):
-    """A part of a bar: its name, its colour on the page, its bytes, and its share of the bar's whole length in %."""
+    """A part of a bar: name, CSS colour, bytes, and its share of the length in %."""
 
     name: str
     colour: str
@@ -34,7 +45,7 @@ class Piece(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """A stacked bar with its name, what it adds up to in words, and what is to be marked about it."""
+    """A stacked bar: name, total as text, and an optional mark."""
 
     name: str
     total: str
@@ -43,14 +54,14 @@ class Bar(NamedTuple):
 
 
 def page(plan: Plan, folder: Path | None = None, others: Sequence[Plan] = ()) -> str:
-    """The page, with the commands that run the plan from its `folder`, and with what ran for the `others`: plans for
-    other numbers of GPUs."""
+    """The page, with the commands for the plan in `folder`, and the what-if of `others`: plans for other numbers of
+    GPUs."""
     filters = {"gib": gib, "size": words.size, "count": count, "between": words.between}
     return render("plan.html", filters, _found(plan, folder, others))
 
 
 def _found(plan: Plan, folder: Path | None, others: Sequence[Plan]) -> dict[str, Any]:
-    """All that the template shows."""
+    """The values of the template."""
     usable = plan.question.gpu.usable_bytes
     longest = max(usable, plan.chosen.process.high_bytes)
     return {
@@ -62,8 +73,8 @@ def _found(plan: Plan, folder: Path | None, others: Sequence[Plan]) -> dict[str,
         "speed": speed(plan),
         "needs": needs(plan),
         "facts": _facts(plan),
-        "card": _card_bar(plan, longest),
-        "card_line": 100 * usable / longest,
+        "gpu_bar": _gpu_bar(plan, longest),
+        "gpu_line": 100 * usable / longest,
         "phases": _phase_bars(plan),
         "categories": [name for name in CATEGORIES if any(name in phase.at_peak for phase in plan.ledger.phases)],
         "variable": variable,
@@ -84,7 +95,7 @@ def _found(plan: Plan, folder: Path | None, others: Sequence[Plan]) -> dict[str,
 
 
 def _facts(plan: Plan) -> dict[str, tuple[str, str]]:
-    """The figures at the top: name, value, and what it means."""
+    """The figures at the top: name, value and explanation."""
     chosen, gpus = plan.chosen, plan.question.cluster.gpus
     left = chosen.headroom_bytes
     found = {
@@ -94,7 +105,7 @@ def _facts(plan: Plan) -> dict[str, tuple[str, str]]:
         ),
         "micro-batch": (str(chosen.strategy.micro_batch_size), f"{chosen.strategy.global_batch_size:,} a step"),
         f"{words.samples(plan)}/s per GPU": (
-            words.between(chosen.samples_per_second_per_card),
+            words.between(chosen.samples_per_second_per_gpu),
             how_many(gpus, "GPU"),
         ),
     }
@@ -107,14 +118,14 @@ def _facts(plan: Plan) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _card_bar(plan: Plan, longest: int) -> Bar:
-    """The process at its peak: allocated, idle in the allocator, the safety margin, and what is not torch's."""
+def _gpu_bar(plan: Plan, longest: int) -> Bar:
+    """The process at its peak: allocated, idle in the allocator, safety margin, and non-torch memory."""
     held, ledger = words.held(plan), plan.ledger
     pieces = _pieces(ledger.deciding, longest)
     idle = max(held.pop("reserved by torch") - ledger.peak_allocated_bytes, 0)
     process = held.popitem()[1]
     more = {"idle in the allocator": ("--idle", idle)}
-    more |= {name: ("--beside", nbytes) for name, nbytes in held.items()}
+    more |= {name: ("--non-torch", nbytes) for name, nbytes in held.items()}
     pieces += [Piece(name, colour, nbytes, 100 * nbytes / longest) for name, (colour, nbytes) in more.items()]
     return Bar("the process at its peak", gib(process), pieces)
 
@@ -140,7 +151,7 @@ def _pieces(phase: PhasePeak, longest: int) -> list[Piece]:
 
 
 def _waterfall(plan: Plan) -> list[tuple[str, str, str, str, float]]:
-    """A row for each change: the change, why it saves, the memory after it, the verdict, the bar's length in %."""
+    """For each change: the change, why it saves memory, the memory after it, the verdict, the bar's length in %."""
     longest = max([plan.question.gpu.usable_bytes, *(step.process_bytes for step in plan.waterfall)])
     return [
         (step.change, step.saved_by, gib(step.process_bytes), step.verdict, 100 * step.process_bytes / longest)
@@ -151,117 +162,254 @@ def _waterfall(plan: Plan) -> list[tuple[str, str, str, str, float]]:
 def _timeline(plan: Plan) -> Markup:
     ledger = plan.ledger
     figure = timeline_figure(
-        Timeline.unpack(plan.packed_timeline), title="", card_bytes=plan.question.gpu.usable_bytes, most=COLUMNS
+        Timeline.unpack(plan.packed_timeline), title="", gpu_bytes=plan.question.gpu.usable_bytes, most=COLUMNS
     )
     peaks = ", ".join(f"{phase.phase} {gib(phase.peak_bytes)}" for phase in ledger.phases)
     peak = ledger.deciding.phase
-    said = f"Allocated memory from the engine's start through two steps. Peaks: {peaks}. Peak phase: {peak}."
-    return inline(figure, "timeline", "Memory over time", said)
+    description = f"Allocated memory from the engine's start through two steps. Peaks: {peaks}. Peak phase: {peak}."
+    return inline(figure, "timeline", "Memory over time", description)
 
 
 def _curves(plan: Plan) -> Markup:
     limit = gib(plan.question.gpu.usable_bytes)
     ends = "; ".join(
-        f"{each.label}: {gib(each.process_bytes[0])} at {each.micro_batch_sizes[0]} "
-        f"to {gib(each.process_bytes[-1])} at {each.micro_batch_sizes[-1]}"
-        for each in plan.curves
+        f"{label}: {gib(curve[min(curve)])} at {min(curve)} to {gib(curve[max(curve)])} at {max(curve)}"
+        for label, curve in plan.curves.items()
     )
-    said = f"Peak of the process against the micro-batch size, with the GPU's {limit}. {ends}."
-    return inline(curves_figure(plan), "curves", "Memory against the micro-batch size", said)
+    description = f"Peak of the process against the micro-batch size, with the GPU's {limit}. {ends}."
+    return inline(curves_figure(plan), "curves", "Memory against the micro-batch size", description)
 
 
 def _front(plan: Plan) -> Markup:
-    said = (
+    description = (
         f"{words.samples(plan).capitalize()} a second per GPU against the peak of the process; the points are the "
         "numbered rows of the table below."
     )
-    return inline(front_figure(plan), "front", "Memory against speed", said)
+    return inline(front_figure(plan), "front", "Memory against speed", description)
 
 
-CARDS = {"cards": "Number of GPUs"}
+GPUS = {"gpus": "Number of GPUs"}
+FIELDS = (
+    *("micro_batch_size", "checkpointed_blocks", "phase", "at_peak", "peak_allocated_bytes", "peak_reserved_bytes"),
+    *("process", "host_bytes", "verdict", "samples_per_second_per_gpu"),
+)
+"""Of a point, as the page's script names its values."""
 
 
 def whatif(plan: Plan, others: Sequence[Plan] = ()) -> dict[str, Any] | None:
-    """All that the page's script is given, for JSON: what ran for the plan, and for the `others`: plans for other
-    numbers of GPUs. None if the plan has no settings."""
-    if not plan.settings:
+    """The JSON for the page's script: what ran for the plan and for the `others`, plans for other numbers of GPUs.
+    None if nothing ran that can be compared."""
+    if not plan.ran:
         return None
-    return _points([plan, *others]) | {
+    options = [(each, ran) for each in (plan, *others) for ran in by_option(each).values()]
+    chosen = (GPUS if others else {}) | choices([ran[0].strategy for _, ran in options])
+    return {
+        "choices": chosen,
+        "fields": FIELDS,
+        "settings": [_setting(each, ran, chosen) for each, ran in options],
         "start": start(plan),
         "categories": {name: variable(name) for name in CATEGORIES},
         "samples": words.samples(plan),
     }
 
 
+def by_option(plan: Plan) -> dict[str, list[Estimate]]:
+    """All that ran, by the title of its option."""
+    found: dict[str, list[Estimate]] = {}
+    for each in plan.ran:
+        found.setdefault(each.option, []).append(each)
+    return found
+
+
 def start(plan: Plan) -> dict[str, Any]:
-    """What is shown first: the recommended strategy."""
-    chosen = plan.chosen.strategy
-    setting = next(each for each in plan.settings if alike(each.strategy, chosen))
-    count = max(point.checkpointed_blocks for point in setting.points)
-    blocks = count if chosen.checkpointed_blocks == "all" else chosen.checkpointed_blocks
-    return {
-        "strategy": setting.title,
-        "micro-batch": chosen.micro_batch_size,
-        "blocks": blocks,
-        "gpu": plan.question.gpu.title,
-    }
+    """The first choice on the page: the recommended strategy."""
+    chosen = plan.chosen
+    ran = [each.blocks for each in by_option(plan)[chosen.option]]
+    blocks = max(ran) if chosen.strategy.checkpointed_blocks == "all" else chosen.blocks
+    size, gpu = chosen.micro_batch_size, plan.question.gpu.title
+    return {"strategy": chosen.option, "micro-batch": size, "blocks": blocks, "gpu": gpu}
 
 
-def choices(settings: Collection[Setting]) -> dict[str, str]:
-    """The choices beside sizes and GPU, by key: their names on the page."""
-    found = {"engine": "Engine", "optimizer": "Optimizer", "precision": "Precision", "average": "EMA"}
-    if any(each.strategy.lora for each in settings):
+def choices(strategies: Collection[Strategy]) -> dict[str, str]:
+    """The choices other than sizes and GPU: their names on the page by key."""
+    found = {"engine": "Engine", "optimizer": "Optimizer", "precision": "Precision", "ema": "EMA"}
+    if any(each.lora for each in strategies):
         found["adapters"] = "Adapters"
-    if any(each.strategy.blocks_to_swap for each in settings):
+    if any(each.blocks_to_swap for each in strategies):
         found["weights"] = "Weights"
     return found | {"kept": "Kept of recomputed blocks"}
 
 
-def _points(plans: Sequence[Plan]) -> dict[str, Any]:
-    settings = [(each, plan.question) for plan in plans for each in plan.settings]
-    chosen = CARDS if len(plans) > 1 else {}
-    chosen = chosen | choices([each for each, _ in settings])
+def _setting(plan: Plan, ran: Sequence[Estimate], chosen: Collection[str]) -> dict[str, Any]:
+    first, question = ran[0], plan.question
     return {
-        "choices": chosen,
-        "fields": list(Point.model_fields),
-        "settings": [
-            _setting(each, question, chosen) | {"points": [_point(point) for point in each.points]}
-            for each, question in settings
-        ],
-    }
-
-
-def _setting(setting: Setting, question: Question, chosen: Collection[str]) -> dict[str, Any]:
-    return {
-        "strategy": setting.title,
-        "words": {key: text for key, text in _words(setting.strategy).items() if key in chosen},
-        "nonTorch": setting.non_torch.high_bytes,
-        "rooms": [room.model_dump(mode="json") for room in setting.rooms],
+        "strategy": first.option,
+        "words": {key: text for key, text in _words(first.strategy).items() if key in chosen},
+        "nonTorch": first.non_torch.high_bytes,
+        "rooms": [{"card": title, "usable_bytes": nbytes} for title, nbytes in plan.same_kernels.items()],
         "hostMemory": question.host_memory_bytes,
         "hostAssumed": question.host_assumed,
+        "points": [_point(each, plan) for each in ran],
     }
 
 
 def _words(strategy: Strategy) -> dict[str, str]:
     adapters = strategy.lora
     return {
-        "cards": str(strategy.world_size),
+        "gpus": str(strategy.world_size),
         "engine": words.engine(strategy),
         "optimizer": OPTIMIZER_TITLES[strategy.optimizer.name],
         "precision": words.PRECISIONS[strategy.precision],
-        "average": words.average(strategy),
+        "ema": words.ema(strategy),
         "adapters": f"LoRA of rank {adapters.rank} over a frozen {adapters.base} base" if adapters else "none",
         "weights": f"{strategy.blocks_to_swap} blocks in CPU memory" if strategy.blocks_to_swap else "on the GPU",
         "kept": "nothing" if strategy.checkpointing == "full" else "matrix products and attention",
     }
 
 
-def _point(point: Point) -> list[Any]:
-    """The values of all fields, without their names, in a third of the bytes. Bytes by category are in the order of
-    CATEGORIES, those of the process are low and high, and the speed is in words."""
-    found = point.model_dump(mode="json") | {
-        "at_peak": [point.at_peak.get(name, 0) for name in CATEGORIES],
-        "process": [point.process.low_bytes, point.process.high_bytes],
-        "samples_per_second_per_card": words.between(point.samples_per_second_per_card),
-    }
-    return list(found.values())
+def _point(each: Estimate, plan: Plan) -> list[Any]:
+    """The values of FIELDS, without their names, in a third of the bytes. Bytes by category are in the order of
+    CATEGORIES, and those of the recorded strategy alone; the speed is in words."""
+    at_peak = plan.ledger.at_peak if each.strategy == plan.chosen.strategy else {}
+    return [
+        each.micro_batch_size,
+        each.blocks,
+        each.peak_phase,
+        [at_peak.get(name, 0) for name in CATEGORIES],
+        each.peak_allocated_bytes,
+        each.peak_reserved_bytes,
+        [each.process.low_bytes, each.process.high_bytes],
+        each.host_bytes,
+        each.verdict,
+        words.between(each.samples_per_second_per_gpu),
+    ]
+
+
+JSON, PAGE, MEMORY, CURVE = "plan.json", "report.html", "memory.png", "curve.png"
+OURS = {FILE, DS_CONFIG, JSON, PAGE, MEMORY, CURVE, RUN}
+
+
+def check_folder(folder: Path) -> None:
+    """Raise UserError where a plan could not be written to `folder`; called before planning, which takes a while."""
+    _kept_run(folder)
+    check_writable("--out", folder)
+
+
+def write_plan(plan: Plan, folder: Path, others: Sequence[Plan] = (), run: str | None = None) -> list[Path]:
+    """Write all files of `plan`, or none. They replace those of an older plan; of an edited run.yaml only the strategy.
+
+    `run`: the text of run.yaml, if not the plan's own. The page also shows `others`: plans for other numbers of GPUs.
+    Raises UserError where `folder` holds files that no plan wrote, and where it cannot be written.
+    """
+    kept = _kept_run(folder)
+    temporary = folder.with_name(f"{TEMPORARY}{folder.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        temporary.mkdir(parents=True)
+        _fill(plan, others, temporary, folder, run or (skeleton(plan) if kept is None else renewed(kept, plan)))
+        commit_folder(temporary, folder)
+    except OSError as error:
+        raise UserError(f"--out: cannot write {folder}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return sorted(folder.iterdir())
+
+
+def write_stages(
+    plans: Sequence[Plan], out: Path, folders: Sequence[Path], config: Path, overrides: Sequence[str]
+) -> None:
+    """Write the plans of a run's stages to their `folders`, and the run with their strategies to `out`.
+
+    Without stages both are written to `out`.
+    """
+    strategies = [plan.chosen.strategy for plan in plans]
+    text = as_yaml(
+        planned_run(config, overrides, strategies, [str((each / FILE).relative_to(out)) for each in folders])
+    )
+    if [*folders] == [out]:
+        write_plan(plans[0], out, run=text)
+        return
+    for plan, folder in zip(plans, folders, strict=True):
+        write_plan(plan, folder)
+    write_text(out / RUN, text)
+
+
+def _fill(plan: Plan, others: Sequence[Plan], temporary: Path, folder: Path, run: str | None) -> None:
+    write_plan_file(temporary / FILE, record(plan, run))
+    write_text(temporary / JSON, document(plan))
+    if plan.chosen.strategy.ds_config is not None:
+        write_json(temporary / DS_CONFIG, plan.chosen.strategy.ds_document)
+    if run is not None:
+        write_text(temporary / RUN, run)
+    title = f"{plan.question.model.name} on {words.subject(plan)}, {plan.chosen.title}"
+    usable = plan.question.gpu.usable_bytes
+    plot_timeline(Timeline.unpack(plan.packed_timeline), temporary / MEMORY, title=title, gpu_bytes=usable)
+    if plan.curves:
+        plot_curves(plan, temporary / CURVE)
+    write_text(temporary / PAGE, page(plan, folder, others=others))
+
+
+def document(plan: Plan) -> str:
+    """`plan` as JSON: as `--json` prints it, with timeline and all that ran."""
+    return json.dumps(plan.model_dump(mode="json") | {"fits": plan.fits}, indent=2) + "\n"
+
+
+def _kept_run(folder: Path) -> str | None:
+    """The run.yaml in `folder`, if it was edited. Raises UserError unless a plan may replace the folder."""
+    if not folder.exists():
+        return None
+    if not folder.is_dir():
+        raise UserError(f"--out: {folder} is a file; name a folder")
+    found = {file.name for file in folder.iterdir()}
+    if not found:
+        return None
+    if FILE not in found:
+        raise UserError(f"--out: {folder} holds {_some(found)} and no plan; name another folder, or an empty one")
+    if found - OURS:
+        raise UserError(
+            f"--out: {folder} holds {_some(found - OURS)}, which a new plan would delete; move it, or name another "
+            "folder"
+        )
+    try:
+        text = read_bytes(folder / RUN).decode() if RUN in found else None
+        known = read_plan_file(folder / FILE).run_digest
+    except (OSError, ValueError, UserError):  # of another version, or damaged: keep the run.yaml
+        known = None
+    return None if text is None or text_digest(text) == known else text
+
+
+def _some(names: set[str]) -> str:
+    first = sorted(names)[:3]
+    return ", ".join(first) + (" …" if len(names) > 3 else "")
+
+
+_OPTION = re.compile(r"(?<!\S)--([a-z-]+)")
+
+HEIGHT = 900
+"""Height of the page in a notebook, in pixels."""
+
+
+class Answer(Plan):
+    """A plan that notebooks show as a page."""
+
+    def _repr_html_(self) -> str:
+        """The page in a frame, which isolates its style."""
+        return f'<iframe srcdoc="{escape(page(self))}" style="width: 100%; height: {HEIGHT}px; border: 0"></iframe>'
+
+
+def plan(model: str | None = None, gpu: str | None = None, **options: Any) -> Answer:
+    """The plan for these options of `bigdit plan`, with the same defaults."""
+    try:
+        question = question_for(model, gpu, **options)
+    except UserError as error:  # name arguments, not options
+        lines = [_OPTION.sub(lambda found: found[1].replace("-", "_"), line) for line in error.problems]
+        raise UserError(*lines) from None
+    with log.status(f"planning the training of {question.model.name}") as status:
+        return Answer(**dict(make_plan(question, progress=status)))
+
+
+_HELP = "\n".join(f"{name}: {known['help']}" for name, known in OPTIONS.items())
+plan.__doc__ = f"{plan.__doc__}\n\n{_HELP}"
+plan.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None) for name in OPTIONS],
+    return_annotation=Plan.__name__,
+)

@@ -1,4 +1,4 @@
-"""A plan in the terminal: what a person needs first comes first, and reads at 80 columns without colour."""
+"""A plan in the terminal, the most important first, within 80 columns and readable without colour."""
 
 from __future__ import annotations
 
@@ -11,27 +11,29 @@ from rich.text import Text
 
 from bigdit import log
 from bigdit.config.plan_file import FILE
+from bigdit.memory import Ledger
+from bigdit.memory.process import ByteRange
 from bigdit.report import words
 from bigdit.report.how_to_run import RUN, commands, obstacle
-from bigdit.report.tables import WIDEST, lines, table
+from bigdit.report.tables import DASH, WIDEST, lines, table
 from bigdit.report.words import between, gibs, number, samples, size, span
-from bigdit.search.plan import Choice, Plan
+from bigdit.search.plan import Estimate, Plan
 from bigdit.speed.seconds import Handed, Interval
 from bigdit.units import count, gib, how_many
 
 PARTS = 3
-"""Of the step's time, the longest."""
+"""How many parts of a step's time are shown."""
 MOST_ROWS = 5
-"""Of the front, in the terminal; all of it is in report.html and --json."""
+"""Rows of the front in the terminal; report.html and --json have all."""
 OTHERS = 2
-"""Of these, those whose optimizer has other numbers than the recommended one's, where there are so many."""
+"""How many of these rows are lossy where the recommended strategy is not, or the reverse."""
 
-_SAID = {"FITS": "fits", "TIGHT": "tight", "DOES NOT FIT": "no"}
+_VERDICTS = {"FITS": "fits", "TIGHT": "tight", "DOES NOT FIT": "no"}
 _STYLES = {"FITS": "bold green", "TIGHT": "bold yellow", "DOES NOT FIT": "bold red"}
 
 
 def show(plan: Plan, folder: Path | None = None, console: Console | None = None) -> None:
-    """Print `plan`; `folder` is where its files lie, if they were written."""
+    """Print `plan`; `folder`: where its files were written, if they were."""
     console = console or log.out
     for part in (
         _headline(plan),
@@ -54,8 +56,8 @@ def show(plan: Plan, folder: Path | None = None, console: Console | None = None)
 
 
 def show_short(plan: Plan, name: str) -> None:
-    """Print verdict, settings, length and CPU memory of the plan for `name`."""
-    length = speed(plan, PARTS).get("run", "add --images to see how long it takes")
+    """Print verdict, settings, duration and CPU memory of the plan for `name`."""
+    length = speed(plan, PARTS).get("run", "unknown; add --images")
     log.out.print(_headline(plan))
     memory = needs(plan, notes=False)["CPU memory"]
     log.out.print(lines(name, _recommended(plan) | {"run": length, "CPU memory": memory}), highlight=False)
@@ -82,7 +84,7 @@ def _headline(plan: Plan) -> RenderableType:
     )
     head.add_row("")
     head.add_row(Text.assemble((plan.verdict, _STYLES[plan.verdict]), f"{words.numerics(plan)}: {words.verdict(plan)}"))
-    for line in (*words.host(plan), words.band(plan)):
+    for line in (*words.host(plan), words.accuracy(plan)):
         head.add_row(Text(line))
     return head
 
@@ -92,16 +94,15 @@ def _recommended(plan: Plan) -> dict[str, str]:
 
 
 def _memory(plan: Plan, console: Console) -> Table:
-    """Peaks of the phases and the way to nvidia-smi on the left, what is allocated at the peak on the right, or below
-    in a narrow terminal."""
+    """Peaks by phase and the GPU's memory on the left; bytes at the peak on the right, or below if it is narrow."""
     left = Table.grid()
-    for part in (_phases(plan), "", _card(plan)):
+    for part in (_phases(plan), "", _gpu(plan)):
         left.add_row(part)
     sides = Table.grid(padding=(0, 4, 0, 0), pad_edge=False)
-    sides.add_row(left, _at_peak(plan))
+    sides.add_row(left, at_peak(plan.ledger))
     if console.measure(sides, options=console.options.update(max_width=WIDEST)).maximum <= console.width:
         return sides
-    for part in ("", _at_peak(plan)):
+    for part in ("", at_peak(plan.ledger)):
         left.add_row(part)
     return left
 
@@ -115,7 +116,7 @@ def _phases(plan: Plan) -> Table:
     return rows
 
 
-def _card(plan: Plan) -> Table:
+def _gpu(plan: Plan) -> Table:
     rows = table("on the GPU, at most", ["part", "bytes"], numeric=["bytes"])
     rows.show_header = False
     for name, nbytes in words.held(plan).items():
@@ -125,16 +126,40 @@ def _card(plan: Plan) -> Table:
     return rows
 
 
-def _at_peak(plan: Plan) -> Table:
-    ledger = plan.ledger
-    rows = table(
-        f"allocated at the peak, in {ledger.deciding.phase}", ["category", "bytes", "share"], ["bytes", "share"]
-    )
+def at_peak(ledger: Ledger) -> Table:
+    """Bytes allocated at the peak by category, with their shares."""
+    title = f"allocated at the peak, in {ledger.deciding.phase}"
+    rows = table(title, ["category", "bytes", "share"], ["bytes", "share"])
     total = ledger.peak_allocated_bytes
     for category, nbytes in ledger.at_peak.items():
         rows.add_row(category, gib(nbytes), f"{100 * nbytes / total:.1f} %")
     rows.add_section()
-    rows.add_row("total allocated", gib(total), "100.0 %")
+    rows.add_row("total allocated", gib(total), "100.0 %" if total else DASH)
+    return rows
+
+
+def phases(ledger: Ledger) -> Table:
+    """Each phase's peak, and what it leaves allocated; the peak phase is marked."""
+    columns = ["peak allocated", "left at its end"]
+    rows = table("by phase", ["phase", *columns], numeric=columns)
+    for phase in ledger.phases:
+        mark = "◂ " if phase is ledger.deciding else ""
+        rows.add_row(phase.phase, mark + gib(phase.peak_bytes), gib(phase.end_bytes))
+    rows.caption = "◂ peak phase; phases are not summed"
+    return rows
+
+
+def process(reserved_bytes: int, non_torch: ByteRange, usable_bytes: int) -> Table:
+    """From torch's reserved memory to the process in nvidia-smi, and what is left of the GPU."""
+    rows = table("on the GPU", ["", "low", "high"], numeric=["low", "high"])
+    parts = non_torch.low_bytes, non_torch.high_bytes
+    shown = [reserved_bytes + part for part in parts]
+    rows.add_row("reserved by torch", gib(reserved_bytes), gib(reserved_bytes))
+    rows.add_row("CUDA context and NCCL", *map(gib, parts))
+    rows.add_section()
+    rows.add_row("process, as in nvidia-smi", *map(gib, shown))
+    rows.add_row("usable bytes of the GPU", gib(usable_bytes), gib(usable_bytes))
+    rows.add_row("left", *(gib(usable_bytes - nbytes) for nbytes in shown))
     return rows
 
 
@@ -142,7 +167,7 @@ def _waterfall(plan: Plan) -> Table:
     rows = table("from the usual setting to this one", ["process", "fits", "change and what it does"], ["process"])
     for step in plan.waterfall:
         rows.add_row(
-            gib(step.process_bytes), _SAID[step.verdict], Text.assemble((step.change, "bold"), f": {step.saved_by}")
+            gib(step.process_bytes), _VERDICTS[step.verdict], Text.assemble((step.change, "bold"), f": {step.saved_by}")
         )
     rows.caption = f"each change comes on top of those above it; {words.EXPLAINED}"
     return rows
@@ -158,7 +183,7 @@ def _limits(plan: Plan) -> Table:
     return rows
 
 
-def _choices(title: str, choices: Sequence[Choice], plan: Plan) -> Table:
+def _choices(title: str, choices: Sequence[Estimate], plan: Plan) -> Table:
     """Memory and speed of each choice; the recommended one is marked."""
     lossy = [choice for choice in choices if choice.lossless != plan.chosen.lossless][:OTHERS]
     own = [choice for choice in choices if choice not in lossy][: MOST_ROWS - len(lossy)]
@@ -176,8 +201,8 @@ def _choices(title: str, choices: Sequence[Choice], plan: Plan) -> Table:
         )
         rows.add_row(
             gib(choice.process.high_bytes),
-            words.between(choice.samples_per_second_per_card),
-            _SAID[choice.verdict],
+            words.between(choice.samples_per_second_per_gpu),
+            _VERDICTS[choice.verdict],
             what,
         )
     notes = [f"{rate} per GPU", "each ran on an emulated GPU"]
@@ -213,18 +238,18 @@ def _print_commands(plan: Plan, folder: Path | None, console: Console) -> None:
 
 
 LEAST = 0.001
-"""A share of the step: a part below it tells nothing, and would be `8.3e-05–0.00035 s`."""
+"""The smallest share of a step whose part is shown."""
 
 
 def speed(plan: Plan, most: int | None = None) -> dict[str, str]:
-    """Seconds of a step and its `most` longest parts, images a second, the whole run, its cost, and the source."""
-    step, rate = plan.chosen.step, plan.chosen.samples_per_second_per_card
+    """Seconds of a step and its `most` longest parts, samples per second, the whole run, its cost, and the source."""
+    step, rate = plan.chosen.step, plan.chosen.samples_per_second_per_gpu
     parts = sorted(((name, part) for name, part in step.parts.items() if part.high), key=lambda each: -each[1].high)
-    told = [(name, part) for name, part in parts[:most] if part.high >= LEAST * step.seconds.high]
-    said = [f"{name} {span(part, like=step.seconds)}" for name, part in told]
-    said += ["and less"] if len(told) < len(parts) else []
+    longest = [(name, part) for name, part in parts[:most] if part.high >= LEAST * step.seconds.high]
+    shown = [f"{name} {span(part, like=step.seconds)}" for name, part in longest]
+    shown += ["and less"] if len(longest) < len(parts) else []
     found = {
-        "step": f"{span(step.seconds)}: {', '.join(said)}",
+        "step": f"{span(step.seconds)}: {', '.join(shown)}",
         "speed": f"{between(rate)} {samples(plan)}/s per GPU",
     }
     if step.launches is not None:
@@ -233,7 +258,7 @@ def speed(plan: Plan, most: int | None = None) -> dict[str, str]:
     if gpus > 1:
         found["speed"] += f", {between(rate * gpus)} on {gpus} GPUs"
     if plan.run is not None:
-        found["run"] = f"{_seen(plan)}{how_many(plan.run.steps, 'step')}: {span(plan.run.seconds)}"
+        found["run"] = f"{_samples(plan)}{how_many(plan.run.steps, 'step')}: {span(plan.run.seconds)}"
         found["cost"] = f"{between(plan.run.gpu_hours)} GPU-hours"
         if plan.run.money is not None:
             found["cost"] += f", {between(plan.run.money)} at {number(plan.question.price or 0)} per GPU-hour"
@@ -241,8 +266,8 @@ def speed(plan: Plan, most: int | None = None) -> dict[str, str]:
     return found
 
 
-def _seen(plan: Plan) -> str:
-    """The samples that are trained on, and how often."""
+def _samples(plan: Plan) -> str:
+    """The number of samples and epochs."""
     images, validation, epochs = plan.question.images, plan.question.held_out, plan.question.epochs
     if images is None:
         return ""
@@ -253,22 +278,22 @@ def _seen(plan: Plan) -> str:
 def _launches(handed: Handed, waits: Interval | None) -> str:
     """How many kernels are launched, the CPU time for it, and how long the GPU waits for them."""
     known = "counted on an emulated GPU" if handed.counted else "one for each operator"
-    said = f"{handed.count:,.0f} a step, {known}: {span(handed.seconds)} of CPU time"
+    shown = f"{handed.count:,.0f} a step, {known}: {span(handed.seconds)} of CPU time"
     if handed.bound == "no":
-        return f"{said}, hidden behind kernels" + ("" if waits is None else f" except {span(waits)}")
-    return f"{said}; the step {'is' if handed.bound == 'yes' else 'may be'} bound by launches"
+        return f"{shown}, hidden behind kernels" + ("" if waits is None else f" except {span(waits)}")
+    return f"{shown}; the step {'is' if handed.bound == 'yes' else 'may be'} bound by launches"
 
 
 def needs(plan: Plan, *, notes: bool = True) -> dict[str, str]:
-    """CPU memory, and the disk and time that the encoded data set takes; `notes` say what that is based on."""
+    """CPU memory, and disk and time for the encoded data set; with `notes` on what that is based."""
     host, data, node = plan.host, plan.dataset, plan.host.node_bytes
-    drawn = f"; {size(host.samples_bytes, node)} to generate samples (text encoder, VAE)" if host.samples_bytes else ""
+    generating = f"; {size(host.samples_bytes, node)} to generate samples (text encoder, VAE)"
     assumed = f" ({gib(plan.question.host_memory_bytes)} assumed)" if plan.question.host_assumed else ""
     found = {
         "CPU memory": f"{size(node)} per machine of {host.processes_per_node} process"
         f"{_s(host.processes_per_node, 'es')}{assumed}; tensors per process: {size(host.process_bytes, node)} at most, "
         f"{size(host.steps_bytes, node)} in steps ({size(host.page_locked_bytes, node)} page-locked), "
-        f"{size(host.checkpoint_bytes, node)} more to save{drawn}"
+        f"{size(host.checkpoint_bytes, node)} more to save{generating if host.samples_bytes else ''}"
     }
     if data is not None:
         each = max(data.latent_bytes, data.padded_text_bytes)
@@ -286,14 +311,14 @@ def needs(plan: Plan, *, notes: bool = True) -> dict[str, str]:
 
 
 def _encoding(plan: Plan, seconds: Interval) -> str:
-    """How long it takes, and what to do if that is longer than training."""
-    said = f"{span(seconds)} on all GPUs"
+    """The time for encoding, with advice if it is longer than training."""
+    shown = f"{span(seconds)} on all GPUs"
     if plan.run is None or seconds.middle <= plan.run.seconds.middle:
-        return said
+        return shown
     return (
-        f"{said}: longer than training ({span(plan.run.seconds, like=seconds)}). {samples(plan).capitalize()} that are "
-        "encoded once serve all epochs and runs. Fewer of them for more epochs take less time. Several machines can "
-        "share the work (bigdit extract --engine slurm or ray, or started on each)"
+        f"{shown}: longer than training ({span(plan.run.seconds, like=seconds)}). {samples(plan).capitalize()} "
+        "that are encoded once serve all epochs and runs. Fewer of them for more epochs take less time. Several "
+        "machines can share the work (bigdit extract --engine slurm or ray, or started on each)"
     )
 
 

@@ -1,4 +1,4 @@
-"""Receipts for people: what was measured, beside what the same run takes on an emulated GPU now."""
+"""Receipts as tables: what was measured, and what the same run needs on an emulated GPU now."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from bigdit.units import gib, how_many
 
 
 def listed(receipts: Sequence[Receipt]) -> Table:
-    """A row a receipt: when, what, where, and what it took."""
+    """A row for each receipt: date, model, GPU, memory and time."""
     columns = ("written", "model", "GPU", "micro-batch", "reserved", "step", "samples/s")
     rows = table("", columns, numeric=columns[3:])
     for each in receipts:
         rows.add_row(
             str(each.written),
             each.model.name,
-            _card(each),
+            _gpu(each),
             str(each.strategy.micro_batch_size),
             _bytes(each.measured_peak_reserved_bytes),
             _seconds(each),
@@ -33,14 +33,14 @@ def listed(receipts: Sequence[Receipt]) -> Table:
 
 
 def compared(checked: Sequence[Checked]) -> Table:
-    """A row a receipt: reserved bytes, measured and emulated now; seconds of a step, measured and estimated now."""
+    """A row for each receipt: reserved bytes, measured and emulated; seconds of a step, measured and estimated."""
     columns = ("model", "GPU", "reserved", "emulated", "off", "step", "estimated, s")
     rows = table("", columns, numeric=columns[2:])
     for each in checked:
         measured, step = each.receipt.measured_peak_reserved_bytes, each.step
         rows.add_row(
             each.receipt.model.name,
-            _card(each.receipt),
+            _gpu(each.receipt),
             _bytes(measured),
             gib(each.peak_reserved_bytes),
             DASH if measured is None else f"{100 * _off(each.peak_reserved_bytes, measured):+.2f} %",
@@ -50,23 +50,23 @@ def compared(checked: Sequence[Checked]) -> Table:
     return rows
 
 
-def bands(learned: Sequence[Learnt]) -> Table:
-    """A row a GPU: the safety margin of reserved bytes, and its source."""
+def margins(learned: Sequence[Learnt]) -> Table:
+    """A row for each GPU: the safety margin of reserved bytes, and its source."""
     columns = ("GPU", "memory", "from")
     rows = table("the safety margin of plans", columns, numeric=("memory",))
     for each in learned:
-        share = DASH if each.band_share is None else f"+{100 * each.band_share:.1f} %"
-        rows.add_row(each.gpu, share, each.band_source or "no receipt has reserved bytes")
+        share = DASH if each.margin_share is None else f"+{100 * each.margin_share:.1f} %"
+        rows.add_row(each.gpu, share, each.margin_source or "no receipt has reserved bytes")
     return rows
 
 
 def speeds(learned: Sequence[Learnt]) -> Table:
-    """A row a GPU and kind of strategy: what the roofline is multiplied by, and how far steps were from it."""
+    """A row for each GPU and kind of strategy: the factor on the roofline, and the spread of steps."""
     columns = ("GPU", "strategies", "factor", "either way", "receipts")
-    rows = table("what plans multiply estimated seconds by", columns, numeric=columns[2:])
+    rows = table("the factor on estimated seconds", columns, numeric=columns[2:])
     for each in learned:
         for kind, speed in each.speeds.items():
-            spread = f"{100 * math.expm1(speed.spread):.0f} %" if speed.count > 1 else DASH  # of one nothing is apart
+            spread = f"{100 * math.expm1(speed.spread):.0f} %" if speed.count > 1 else DASH  # one step has no spread
             rows.add_row(each.gpu, kind, f"× {speed.ratio:.3g}", spread, str(speed.count))
         if not each.speeds:
             rows.add_row(each.gpu, "no receipt has seconds", DASH, DASH, "0")
@@ -74,8 +74,7 @@ def speeds(learned: Sequence[Learnt]) -> Table:
 
 
 def summary(checked: Sequence[Checked]) -> list[str]:
-    """Lines for people: how far reserved bytes are off (median, P95, worst), and how many steps of real GPUs lie inside
-    their estimate."""
+    """Errors of reserved bytes (median, P95, worst), and how many steps of real GPUs lie inside their estimate."""
     timed = [each for each in checked if _timed(each)]
     lines = []
     for emulated in (False, True):
@@ -98,13 +97,13 @@ def summary(checked: Sequence[Checked]) -> list[str]:
     return lines
 
 
-def _card(each: Receipt) -> str:
-    cards = f"{each.strategy.world_size} × " if each.strategy.world_size > 1 else ""
-    return f"{cards}{each.device.removeprefix('NVIDIA ')}{' (emulated)' if each.emulated else ''}"
+def _gpu(each: Receipt) -> str:
+    gpus = f"{each.strategy.world_size} × " if each.strategy.world_size > 1 else ""
+    return f"{gpus}{each.device.removeprefix('NVIDIA ')}{' (emulated)' if each.emulated else ''}"
 
 
 def _seconds(each: Receipt) -> str:
-    """Of a step; none of an emulated GPU, whose kernels are not run."""
+    """Seconds of a step; a dash for an emulated GPU, whose kernels do not run."""
     return DASH if each.seconds_per_step is None or each.emulated else f"{each.seconds_per_step:.3f} s"
 
 

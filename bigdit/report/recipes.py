@@ -1,4 +1,4 @@
-"""Recipes for people: what each needs, and the commands."""
+"""Recipes in the terminal: what each needs, and the commands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.text import Text
 
 from bigdit.catalog import resolve_gpu
 from bigdit.catalog.models import before_download
-from bigdit.recipes.recipe import Recipe
+from bigdit.recipes import Recipe
 from bigdit.report.tables import DASH, table
 from bigdit.report.words import gibs
 from bigdit.search.dataset import written
@@ -18,7 +18,7 @@ from bigdit.units import gib
 
 
 def listed(recipes: Sequence[Recipe]) -> Table:
-    """A row a recipe."""
+    """A row for each recipe."""
     columns = ("recipe", "what", "process", "left")
     rows = table("", columns, numeric=columns[2:])
     for each in recipes:
@@ -29,7 +29,7 @@ def listed(recipes: Sequence[Recipe]) -> Table:
 
 
 def shown(found: Recipe, width: int) -> Iterator[Text | str]:
-    """The title, what it needs, the commands, the YAML: within the width, but for what is pasted or copied."""
+    """Title, needs, commands and YAML; all but commands and YAML within the width."""
     yield Text(_within(found.title, width), style="bold")
     yield ""
     yield from (_within(line, width, " " * 9) for line in needs(found))
@@ -43,46 +43,46 @@ def shown(found: Recipe, width: int) -> Iterator[Text | str]:
 
 
 def _within(text: str, width: int, indent: str = "") -> str:
-    """The text in lines of at most so many columns, where its words allow it."""
+    """The text in lines of at most `width` columns, broken between words."""
     return fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def needs(found: Recipe) -> list[str]:
-    """What it takes of card, host and disk, and how long it goes, a line each."""
-    card = resolve_gpu(found.about.gpu).title
-    card = card if found.processes == 1 else f"{found.processes} × {card}, each"
+    """What it needs of GPU, CPU memory, disk and time, a line each."""
+    gpu = resolve_gpu(found.about.gpu).title
+    gpu = gpu if found.processes == 1 else f"{found.processes} × {gpu}, each"
     took = found.took
     if took is None:
-        return [f"card   {card}; what it takes there was not measured"]
+        return [f"GPU    {gpu}; its memory was not measured"]
     low, high = took.process_bytes
     hours = f"{took.hours[0]:.1f} to {took.hours[1]:.1f} h"
-    where = "an emulated card" if found.processes == 1 else "emulated cards"
+    where = "an emulated GPU" if found.processes == 1 else "emulated GPUs"
     each = "" if found.stages == 1 else " of each stage"
     disk = " to ".join(dict.fromkeys(map(written, took.store_bytes)))
     by = "its profile" if "blocks_to_swap" in found.run["train"] else "the plan for it"
-    waiting = f"host   {gib(took.waiting_bytes)} of RAM in `bigdit extract`, for encoders that take turns on the card"
+    waiting = f"CPU    {gib(took.waiting_bytes)} of memory in `bigdit extract`, for encoders that take turns on the GPU"
     return [
-        f"card   {card}: {gibs(low, high)} of {gib(took.usable_bytes)}, {gib(_left(found))} left",
-        f"       of it torch reserves {gib(took.peak_reserved_bytes)}: three steps{each} on {where}, {took.torch}",
+        f"GPU    {gpu}: {gibs(low, high)} of {gib(took.usable_bytes)}, {gib(_left(found))} left",
+        f"       torch reserves {gib(took.peak_reserved_bytes)} of it: three steps{each} on {where}, {took.torch}",
         *_extraction(found),
-        f"host   {gib(took.host_bytes)} of RAM, while it saves",
+        f"CPU    {gib(took.host_bytes)} of memory while it saves",
         *([waiting] if took.waiting_bytes else []),
-        f"disk   {disk} of features for 100,000 {found.samples}",
+        f"disk   {disk} of latents and embeddings for 100,000 {found.samples}",
         *_saved(found),
         f"time   {hours} of training, by {by}",
         f"       {_encoding(found)}",
-        "       not counted: the download, reading and decoding, samples and saving",
+        "       not counted: download, reading and decoding, samples and saving",
     ]
 
 
 def _extraction(found: Recipe) -> list[str]:
-    """What encoding takes of the card."""
+    """What encoding needs of the GPU."""
     assert found.took is not None
     taken = found.took.extraction
     if taken is None:
-        return ["       what `bigdit extract` takes of it was not measured"]
-    few = "one video" if found.samples == "videos" else f"{taken.samples} pictures"
-    turns = "; text encoders and VAE had no room together, and took turns" if taken.ran_out else ""
+        return ["       the memory of `bigdit extract` was not measured"]
+    few = "one video" if found.samples == "videos" else f"{taken.samples} images"
+    turns = "; text encoders and VAE did not fit together, and took turns" if taken.ran_out else ""
     allocated, reserved = gib(taken.peak_allocated_bytes), gib(taken.peak_reserved_bytes)
     return [f"       `bigdit extract` allocates {allocated} and reserves {reserved}: {few} of each size{turns}"]
 
@@ -92,31 +92,31 @@ def _saved(found: Recipe) -> list[str]:
     assert found.took is not None
     saved = found.took.saved
     if saved is None:
-        return ["       weights, checkpoints and exports come on top"]
+        return ["       plus weights, checkpoints and exports"]
     kinds = {
         "weights": saved.weights_bytes,
         "the optimizer's state": saved.optimizer_bytes,
-        "averages": saved.averages_bytes,
+        "EMA": saved.ema_bytes,
     }
     parts = ", ".join(f"{written(nbytes)} of {name}" for name, nbytes in kinds.items() if nbytes)
     exports = "an export" if saved.exports == 1 else f"{saved.exports} exports"
     stay = "1 stays" if saved.checkpoints == 1 else f"{saved.checkpoints} stay"
     return [
-        f"       {written(saved.checkpoint_bytes)} a checkpoint ({parts}), of which {stay}",
+        f"       {written(saved.checkpoint_bytes)} for each checkpoint ({parts}), of which {stay}",
         f"       at most {written(saved.most_bytes)}: {saved.checkpoints_at_once} of them while one is written, and "
         f"{exports} of {written(saved.export_bytes)}",
-        "       the download comes on top",
+        "       plus the download",
     ]
 
 
 def _encoding(found: Recipe) -> str:
-    """How long its features take, or that it is not known."""
+    """The time for encoding, if it is known."""
     assert found.took is not None
     if found.took.encoding_hours is None:
-        return "how long encoding takes before it is not known"
+        return "the time for encoding before it is unknown"
     low, high = found.took.encoding_hours
-    cards = "card" if found.processes == 1 else "cards"
-    return f"{low:.1f} to {high:.1f} h before it, to encode 100,000 {found.samples} on the {cards}"
+    gpus = "GPU" if found.processes == 1 else "GPUs"
+    return f"{low:.1f} to {high:.1f} h before it, to encode 100,000 {found.samples} on the {gpus}"
 
 
 def _left(found: Recipe) -> int:

@@ -1,4 +1,4 @@
-"""A run as one page, and the same as JSON: what it has left in its output, whether it has ended or trains still."""
+"""The page of a run, and the same as JSON: what its output holds, also while it trains."""
 
 from __future__ import annotations
 
@@ -30,65 +30,64 @@ from bigdit.train.record import RunRecord, off, read_rows
 
 LOSSES = {"loss": "training", "validation_loss": "validation", "ema_validation_loss": "validation of EMA"}
 MEMORY = {"memory_bytes": "now", "peak_memory_bytes": "peak so far", "planned_memory_bytes": "planned"}
-# in turn: colours and dashes, by which lines are told apart without colour too
+# Colours and dashes of the lines, which differ without colour too.
 LINES = ((COLOURS["parameter"], "-"), (COLOURS["gradient"], "--"), (COLOURS["optimizer state"], ":"))
-MOST_POINTS = 240  # of a line; of more rows, a point is the mean of several
-LOG_FROM = 20  # highest over lowest, from which on a scale that need not begin with 0 is logarithmic
-MOST_PICTURES, PICTURE_BYTES = 6, 150_000  # how many are shown, and the bytes of each
+MOST_POINTS = 240  # of a line; with more rows a point is the mean of several
+LOG_FROM = 20  # highest over lowest value, from which a scale that need not begin with 0 is logarithmic
+MOST_IMAGES, IMAGE_BYTES = 6, 150_000  # images on the page, and the bytes of each
 
 
 @dataclass(frozen=True)
 class Found:
-    """What the run is (None of one that an earlier bigdit trained), its receipt (None before its end), rows of metrics,
-    pictures by the step after which they were drawn; `wanted` is how many steps it is to take, where that is known."""
+    """A run's record (None for an earlier bigdit's), receipt (None before its end), rows of metrics, and images by the
+    step after which they were generated. `total`: its number of steps, if known."""
 
     output: Path
     steps: int
-    wanted: int | None
+    total: int | None
     record: Annotated[RunRecord | None, Field(serialization_alias="run")]
     receipt: Receipt | None
     checkpoints: list[str]
     exports: list[str]
-    pictures: dict[int, Path]
+    images: dict[int, Path]
     notices: list[str]
     rows: Annotated[list[dict[str, Any]], Field(serialization_alias="metrics")]
 
     def series(self, key: str) -> list[tuple[int, float]]:
-        """(step, value) of the rows that have a finite number under this key."""
+        """(step, value) of the rows with a finite number at this key."""
         rows = (row for row in self.rows if type(row.get(key)) in (int, float) and math.isfinite(row[key]))
         return [(row["step"], row[key]) for row in rows]
 
     def document(self) -> Any:
-        """All that a page shows, for JSON; of pictures their paths."""
+        """All that the page shows, as JSON; images by their paths."""
         return TypeAdapter(Found).dump_python(self, mode="json", by_alias=True)
 
 
 def read_run(output: Path) -> Found:
-    """What lies in `output`. Raises UserError where no run has left rows there; what of the rest is damaged is left
-    out, and said among the notices."""
+    """What `output` holds. Raises UserError where it has no rows of metrics; other damaged files become notices."""
     path = output / METRICS
     try:
         rows, lost = read_rows(path)
     except OSError as error:
         raise UserError(f"report: {path} cannot be read: {error.strerror}") from None
     if not rows:
-        why = "has no row that can be read" if path.is_file() else "does not exist"
-        expected = "the output of a run (its config's output) that has taken ten steps, or all, was expected"
+        why = "has no readable row" if path.is_file() else "does not exist"
+        expected = "the output folder of a run after ten steps, or at its end, was expected"
         raise UserError(f"report: {path} {why}; {expected}")
-    notices = [f"{lost} of {len(rows) + lost} lines of {path} hold no row and are left out"] if lost else []
+    notices = [f"{lost} of {len(rows) + lost} lines of {path} hold no row, and were left out"] if lost else []
     record: RunRecord | None = _read(output / RECORD, RunRecord, notices)
     receipt: Receipt | None = _read(output / RECEIPT, Receipt, notices)
     steps = rows[-1]["step"]
-    wanted = None if record is None else record.steps or record.run.train.known_steps
+    total = None if record is None else record.steps or record.run.train.known_steps
     if record and receipt and record.start + receipt.steps != steps:
         receipt = None  # of an earlier end
     checkpoints, exports = ([path.name for path in _by_step(output / name)] for name in (CHECKPOINTS, EXPORTS))
-    pictures = {int(path.stem[5:]): path for path in _by_step(output / SAMPLES) if path.suffix}
-    return Found(output, steps, wanted, record, receipt, checkpoints, exports, pictures, notices, rows)
+    images = {int(path.stem[5:]): path for path in _by_step(output / SAMPLES) if path.suffix}
+    return Found(output, steps, total, record, receipt, checkpoints, exports, images, notices, rows)
 
 
 def _read(path: Path, kind: type[RunRecord] | type[Receipt], notices: list[str]) -> Any:
-    """What is kept in a file; None where there is none, or it is damaged, which is a notice."""
+    """The content of a file; None where it is missing or damaged; damage becomes a notice."""
     try:
         return kind.model_validate(read_json(path))
     except FileNotFoundError:
@@ -100,7 +99,7 @@ def _read(path: Path, kind: type[RunRecord] | type[Receipt], notices: list[str])
         why = f"is damaged: it is {error}"
     except OSError as error:
         why = f"cannot be read: {error.strerror}"
-    notices.append(f"{path} {why}; what it says is left out")
+    notices.append(f"{path} {why}; it was left out")
     return None
 
 
@@ -109,13 +108,13 @@ def _by_step(folder: Path) -> list[Path]:
 
 
 def write_page(found: Found) -> Path:
-    """Write the page of a run beside what it shows, and name it. Raises UserError where it cannot be written."""
+    """Write the page into the run's output, and return its path. Raises UserError where it cannot be written."""
     write_text(found.output / PAGE, page(found))
     return found.output / PAGE
 
 
 def page(found: Found) -> str:
-    """The whole page. Everything that is not bigdit's own is escaped: captions, names and paths are somebody's."""
+    """The whole page. Captions, names and paths are escaped, because they are not ours."""
     notices, run = [*found.notices], found.record and found.record.run
     shown = {
         "found": found,
@@ -126,7 +125,7 @@ def page(found: Found) -> str:
         "losses": LOSSES,
         "newest": {key: series[-1] for key in dict.fromkeys(chain(*found.rows)) if (series := found.series(key))},
         "charts": charts(found),
-        "pictures": _pictures(found, notices),
+        "images": _images(found, notices),
         "skipped": [row["step"] for row in found.rows if row.get("skipped")],
         "yaml": run and yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False, allow_unicode=True),
         "notices": notices,
@@ -136,7 +135,7 @@ def page(found: Found) -> str:
 
 
 def charts(found: Found) -> list[Markup]:
-    """The pictures of all that rows have."""
+    """The charts of all keys that rows have."""
     unit, name = units.unit_of(max((value for key in MEMORY for _, value in found.series(key)), default=1))
     asked = (
         ("Loss", LOSSES, 1, False),
@@ -150,13 +149,13 @@ def charts(found: Found) -> list[Markup]:
 
 
 def _chart(found: Found, title: str, keys: dict[str, str], unit: float, from_zero: bool) -> Markup:
-    """A line for each of the keys, and marks where stages begin; the scale is from zero on, or as it suits."""
+    """A chart with a line for each key, and marks where stages begin."""
     from matplotlib.figure import Figure
 
     known = ((label, found.series(key)) for key, label in keys.items())
     lines = {label: np.array(series) / (1, unit) for label, series in known if series}
     figure = Figure(figsize=(5.4, 2.9))
-    axes = figure.add_axes((0.12, 0.1, 0.87, 0.8))  # those of all charts alike
+    axes = figure.add_axes((0.12, 0.1, 0.87, 0.8))  # the same for all charts
     for (label, points), (colour, dashes) in zip(lines.items(), LINES, strict=False):
         groups = np.array_split(points, min(len(points), MOST_POINTS))
         at, middle = np.array([group.mean(axis=0) for group in groups]).T
@@ -183,25 +182,25 @@ def _chart(found: Found, title: str, keys: dict[str, str], unit: float, from_zer
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     if len(lines) > 1:
         axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, fontsize=8, columnspacing=1)
-    said = "; ".join(f"{label}: from {points[0, 1]:.4g} to {points[-1, 1]:.4g}" for label, points in lines.items())
-    return inline(figure, title.split()[0].strip(",").lower(), f"{title}, against steps", said)
+    ends = (f"{label}: from {points[0, 1]:.4g} to {points[-1, 1]:.4g}" for label, points in lines.items())
+    return inline(figure, title.split()[0].strip(",").lower(), f"{title}, against steps", "; ".join(ends))
 
 
-def _pictures(found: Found, notices: list[str]) -> list[tuple[int, str, Path]]:
-    """Step, the picture as a JPEG in base64, and its file, the newest first: the first, the last, and evenly between.
-    One that cannot be read is left out, and said."""
+def _images(found: Found, notices: list[str]) -> list[tuple[int, str, Path]]:
+    """Step, image (JPEG in base64) and file, the newest first: the first, the last, and some evenly between.
+    An unreadable image becomes a notice."""
     from PIL import Image
 
-    steps, shown = list(found.pictures), []
-    for place in np.linspace(len(steps) - 1, 0, min(len(steps), MOST_PICTURES)):
-        path = found.pictures[steps[round(place)]]
+    steps, shown = list(found.images), []
+    for place in np.linspace(len(steps) - 1, 0, min(len(steps), MOST_IMAGES)):
+        path = found.images[steps[round(place)]]
         try:
             pixels = Image.open(BytesIO(read_bytes(path))).convert("RGB")
-        except OSError as error:  # PIL's errors of a damaged picture too
-            notices.append(f"{path} cannot be read: {error.strerror or error}; it is left out")
+        except OSError as error:  # also PIL's errors for a damaged image
+            notices.append(f"{path} cannot be read: {error.strerror or error}; it was left out")
             continue
         pixels.save(data := BytesIO(), "jpeg", quality=90)
-        while data.tell() > PICTURE_BYTES:
+        while data.tell() > IMAGE_BYTES:
             pixels = pixels.resize((pixels.width * 3 // 4 or 1, pixels.height * 3 // 4 or 1))
             pixels.save(data := BytesIO(), "jpeg", quality=90)
         shown.append((steps[round(place)], base64.b64encode(data.getvalue()).decode(), path))

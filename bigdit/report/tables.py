@@ -1,4 +1,4 @@
-"""The house style of tables: one rule under the head, no colour needed, numbers to the right."""
+"""Tables in the terminal: a rule under the head, numbers to the right, readable without colour."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from rich.text import Text
 
 DASH = "–"
 NARROWEST = 12
-"""Characters that a column of texts gets at least, where a word of it is as long."""
+"""The least characters of a column of text, if it has a word of that length."""
 WIDEST = 1000
-"""Columns of a terminal in which nothing is broken."""
+"""A width in which no table is broken."""
 GAP = 2
-"""Blanks between columns."""
+"""Spaces between columns."""
 
 
 def table(title: str, columns: Sequence[str], numeric: Collection[str] = ()) -> Table:
     """An empty table; fill it with `add_row(*cells)`.
 
-    `numeric` columns are right-aligned and are never broken into lines: where the terminal is too narrow,
-    the other columns give way, and where they cannot, rows stand below each other.
+    `numeric` columns are right-aligned and never broken. In a narrow terminal the other columns shrink; where they
+    cannot, the cells of a row are printed below each other.
     """
     made = _Table(
         title=title, title_justify="left", title_style="bold", caption_justify="left", caption_style="",
@@ -37,8 +37,7 @@ def table(title: str, columns: Sequence[str], numeric: Collection[str] = ()) -> 
 
 
 class _Table(Table):
-    """A table whose rows stand below each other, each cell with its column's head, where the terminal would cut
-    numbers."""
+    """A table that prints cells below each other, with column heads, where a terminal would cut numbers."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         least = sum(_least(console, column) for column in self.columns) + GAP * (len(self.columns) - 1)
@@ -49,18 +48,18 @@ class _Table(Table):
             yield Text(str(self.title), style="bold")
         for first, *others in zip(*(column.cells for column in self.columns), strict=True):
             yield first
-            yield Padding(Text(", ").join(self._said(console, others)), (0, 0, 0, GAP))
+            yield Padding(Text(", ").join(self._headed(console, others)), (0, 0, 0, GAP))
         if self.caption:
             yield Text(str(self.caption))
 
-    def _said(self, console: Console, cells: Sequence[RenderableType]) -> Iterator[Text]:
+    def _headed(self, console: Console, cells: Sequence[RenderableType]) -> Iterator[Text]:
         for column, found in zip(self.columns[1:], cells, strict=True):
             head = f"{column.header} " if self.show_header and column.header else ""
             yield Text(head).append_text(found if isinstance(found, Text) else console.render_str(str(found)))
 
 
 def _least(console: Console, column: Column) -> int:
-    """The width below which a column's numbers are cut, or its words broken."""
+    """The least width that cuts no number and breaks no word of a column."""
     wide = console.options.update(max_width=WIDEST)
     sizes = [Measurement.get(console, wide, each) for each in (column.header, *column.cells)]
     if column.no_wrap:
@@ -69,7 +68,7 @@ def _least(console: Console, column: Column) -> int:
 
 
 def lines(title: str, found: Mapping[str, str]) -> Table:
-    """Names and what is said of them, side by side, under a title."""
+    """Names and texts side by side under a title."""
     made = Table.grid(padding=(0, 2, 0, 0))
     made.title, made.title_justify, made.title_style = title or None, "left", "bold"
     made.add_column(no_wrap=max(map(len, found), default=0) <= 24)

@@ -1,10 +1,9 @@
-"""A strategy, a range and a size in the words of the field."""
+"""Strategies, ranges and sizes as text."""
 
 from __future__ import annotations
 
 from bigdit.profile.cards import LARGEST_MICRO_BATCH
-from bigdit.search.plan import Choice, Plan
-from bigdit.search.space import lossy_by
+from bigdit.search.plan import Estimate, Plan, lossy_by
 from bigdit.speed.seconds import Interval
 from bigdit.strategy import EmaSpec, Strategy
 from bigdit.units import GIB, count, gib, how_many, unit_of
@@ -36,7 +35,7 @@ _SPANS = ((86_400, "days"), (3_600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"))
 
 
 def number(value: float) -> str:
-    """Three digits, or all before the point, and two of what is below one: 0.043, 0.40, 1.25, 38.5, 1,208."""
+    """Three digits or all before the point; two for numbers below one: 0.043, 0.40, 1.25, 38.5, 1,208."""
     digits = 0 if value >= 100 else 1 if value >= 10 else 2
     return f"{value:,.{digits}f}" if value >= 1 or not value else f"{value:#.2g}"
 
@@ -48,15 +47,14 @@ def between(interval: Interval, unit: float = 1) -> str:
 
 
 def span(seconds: Interval, like: Interval | None = None) -> str:
-    """A range of seconds in the unit that suits its middle, or that of `like`, of the same line: `38.5–50.3 days`."""
+    """A range of seconds in the unit of its middle, or of `like`: `38.5–50.3 days`."""
     middle = (like or seconds).middle or (like or seconds).high
     unit, name = next(((unit, name) for unit, name in _SPANS if middle >= unit), _SPANS[-1])
     return f"{between(seconds, unit)} {name}"
 
 
 def size(nbytes: float, like: float | None = None) -> str:
-    """Bytes as units.gib has them, in the unit of `like`, of the same line, and large ones without decimals:
-    40,455 GiB."""
+    """Bytes as units.gib has them, in the unit of `like`; large ones without decimals: 40,455 GiB."""
     unit, name = unit_of(nbytes if like is None else like)
     digits = 0 if unit == 1 or abs(nbytes) >= 1000 * GIB else 2
     return f"{nbytes / unit:,.{digits}f} {name}"
@@ -70,12 +68,12 @@ def gibs(low: float, high: float, like: float | None = None) -> str:
 
 
 def samples(plan: Plan) -> str:
-    """What is trained on: images, or videos."""
+    """`images` or `videos`."""
     return "videos" if plan.question.model.video else "images"
 
 
 def largest(micro_batch_size: int | None) -> str:
-    """A largest micro-batch: where the search ends it is no limit of the GPU; a dash where it was not looked for."""
+    """A largest micro-batch; with a + where the search ended, and a dash where it was not searched."""
     if micro_batch_size is None:
         return "–"
     if micro_batch_size >= LARGEST_MICRO_BATCH:
@@ -84,23 +82,23 @@ def largest(micro_batch_size: int | None) -> str:
 
 
 def limited(plan: Plan) -> list[str]:
-    """What the largest micro-batches are of, and what the `+` of one means, where one has it."""
+    """What the largest micro-batches are for, and what a `+` means."""
     found = (getattr(limit, key) for limit in plan.buckets for key in limits(plan))
-    most, said = LARGEST_MICRO_BATCH, ["by recomputed blocks, with the settings above"]
+    most, notes = LARGEST_MICRO_BATCH, ["by recomputed blocks, with the settings above"]
     if plan.chosen.strategy.checkpointing == "selective":
-        said.append("blocks keep matrix products and attention; larger ones may fit if these are recomputed too")
+        notes.append("blocks keep matrix products and attention; larger ones may fit if these are recomputed too")
     if max((each or 0 for each in found), default=0) >= most:
-        said.append(f"{most}+: the search ends at {most}; larger ones may fit")
-    return said
+        notes.append(f"{most}+: the search ends at {most}; larger ones may fit")
+    return notes
 
 
 def blocks(plan: Plan) -> int | None:
-    """The transformer blocks of the model; None in a user's own model, where nobody has counted."""
+    """The number of transformer blocks; None for a user's own model."""
     return sum(length for _, length in plan.question.model.block_lists) or None
 
 
 def subject(plan: Plan) -> str:
-    """`8 × NVIDIA A40`, with the machines where there are several."""
+    """`8 × NVIDIA A40`, with the number of machines if there are several."""
     cluster = plan.question.cluster
     if cluster.gpus == 1:
         return f"one {plan.question.gpu.title}"
@@ -128,7 +126,7 @@ def swapped(strategy: Strategy, total: int | None) -> str:
 
 
 def limits(plan: Plan) -> dict[str, str]:
-    """Columns of largest micro-batches, and their heads; the own blocks only where they are neither none nor all."""
+    """Columns of largest micro-batches with their heads; the plan's own blocks unless they are none or all."""
     total, chosen = blocks(plan), plan.chosen.strategy.checkpointed_blocks
     heads = {"none": "none", "recommended": f"{chosen} of {total or '…'}", "full": f"all {total}" if total else "all"}
     if chosen in (0, "all", total):
@@ -139,7 +137,7 @@ def limits(plan: Plan) -> dict[str, str]:
 
 
 def engine(strategy: Strategy) -> str:
-    """The engine, and what it shards and offloads."""
+    """The engine, with sharding and offload."""
     world = strategy.world_size
     if strategy.engine == "single":
         return "single GPU"
@@ -158,20 +156,19 @@ def engine(strategy: Strategy) -> str:
     return text + (f", CPU offload of {' and '.join(offloaded)}" if offloaded else "")
 
 
-def reason(choice: Choice) -> str:
-    """Why a choice is listed, without saying that it is the recommended one."""
+def reason(choice: Estimate) -> str:
+    """Why a choice is listed, without the word `recommended`."""
     return choice.reason.removeprefix("recommended: ")
 
 
-def why(choice: Choice) -> str:
-    """Why a choice is the recommended one, and what of it is lossy: `the fastest that fits; lossy: 8-bit CAME instead
-    of AdamW`."""
+def why(choice: Estimate) -> str:
+    """Why a choice is recommended, and what is lossy: `the fastest that fits; lossy: 8-bit CAME instead of AdamW`."""
     lossy = lossy_by(choice.strategy)
     return reason(choice) + (f"; lossy: {', '.join(lossy)}" if lossy else "")
 
 
-def settings(choice: Choice, plan: Plan) -> dict[str, str]:
-    """The strategy, a line for each thing that is set."""
+def settings(choice: Estimate, plan: Plan) -> dict[str, str]:
+    """The settings of a strategy, by name."""
     strategy = choice.strategy
     optimizer = OPTIMIZERS[strategy.optimizer.name]
     if strategy.optimizer.name == "adamw":
@@ -184,11 +181,11 @@ def settings(choice: Choice, plan: Plan) -> dict[str, str]:
         "optimizer": optimizer,
         "checkpointing": checkpointing(strategy, blocks(plan)),
         "batch": batch(strategy),
-        "EMA": average(strategy),
+        "EMA": ema(strategy),
         "encoders": _encoders(strategy),
     }
     if strategy.offload_activations:
-        found["activations"] = "what the blocks save waits in CPU memory"
+        found["activations"] = "CPU offload of what blocks save"
     if strategy.blocks_to_swap:
         found["weights"] = f"block swap: {swapped(strategy, blocks(plan))}, two at a time on the GPU"
     if strategy.lora is not None:
@@ -199,26 +196,26 @@ def settings(choice: Choice, plan: Plan) -> dict[str, str]:
 
 
 def _encoders(strategy: Strategy) -> str:
-    """Where the encoders are while training."""
+    """Where the encoders are during training."""
     if strategy.features == "cached":
         return "not on the GPU: latents and embeddings are cached"
     return "VAE and text encoder stay on the GPU"
 
 
-def average(strategy: Strategy) -> str:
-    """The moving averages of the weights, and where they are kept."""
+def ema(strategy: Strategy) -> str:
+    """The EMA of the weights, and where it is kept."""
     if strategy.ema is None:
         return "none"
     return f"{emas(strategy.ema)} {'in CPU memory' if strategy.ema.device == 'cpu' else 'on the GPU'}"
 
 
-def emas(ema: EmaSpec) -> str:
-    """How many averages there are: `in fp32`, or `3 in fp32`."""
-    return "in fp32" if ema.count == 1 else f"{ema.count} in fp32"
+def emas(spec: EmaSpec) -> str:
+    """`in fp32`, or `3 in fp32` for several."""
+    return "in fp32" if spec.count == 1 else f"{spec.count} in fp32"
 
 
 def _buckets(strategy: Strategy) -> dict[str, str]:
-    """DeepSpeed's buckets in elements; none for the other engines."""
+    """DeepSpeed's bucket sizes in elements; empty for other engines."""
     zero = (strategy.ds_config or {}).get("zero_optimization", {})
     sizes = [
         f"{name} {count(zero[key])}"
@@ -229,12 +226,12 @@ def _buckets(strategy: Strategy) -> dict[str, str]:
 
 
 def batch(strategy: Strategy) -> str:
-    """`micro-batch 8 × 32 accumulated = 256 a step`, of a plan."""
+    """`micro-batch 8 × 32 accumulated = 256 a step`, for a plan."""
     return step_size(strategy, " (where the search ends)" * (strategy.micro_batch_size == LARGEST_MICRO_BATCH))
 
 
 def step_size(strategy: Strategy, note: str = "") -> str:
-    """The same of any strategy, with a note on its micro-batch."""
+    """The same for any strategy, with a note on its micro-batch."""
     parts = [f"micro-batch {strategy.micro_batch_size}{note}"]
     if strategy.grad_accum_steps > 1:
         parts.append(f"{strategy.grad_accum_steps} accumulated")
@@ -244,7 +241,7 @@ def step_size(strategy: Strategy, note: str = "") -> str:
 
 
 def verdict(plan: Plan) -> str:
-    """The memory that is needed of what there is, and what is left."""
+    """The memory that is needed, usable and left."""
     chosen, usable = plan.chosen, plan.question.gpu.usable_bytes
     needs = f"needs {gibs(chosen.process.low_bytes, chosen.process.high_bytes)} of {gib(usable)} usable"
     needs += reserved(plan)
@@ -261,14 +258,14 @@ def verdict(plan: Plan) -> str:
 
 
 def reserved(plan: Plan) -> str:
-    """The GPU memory that stays free for other programs, if any does."""
+    """The GPU memory that is reserved for other programs, if any."""
     gpu = plan.question.gpu
     what = " for the display" if gpu == gpu.reserving() else ""
     return f" ({gib(gpu.reserved_bytes)} reserved{what})" if gpu.reserved_bytes else ""
 
 
 def host(plan: Plan) -> list[str]:
-    """A line if the assumed machine has less CPU memory than the plan needs."""
+    """A line if the assumed machine has less CPU memory than needed."""
     needed, assumed = plan.chosen.host_bytes, plan.question.host_memory_bytes
     if not plan.question.host_assumed or needed <= assumed:
         return []
@@ -278,8 +275,8 @@ def host(plan: Plan) -> list[str]:
 
 
 def numerics(plan: Plan) -> str:
-    """What a plan says first if it is lossy, and nobody asked for that."""
-    pins = plan.question.pins
+    """A note for the headline of a plan that is lossy although nobody asked for that."""
+    pins = plan.question.constraints
     asked = (pins.optimizer, pins.precision) != (None, None) or pins.lora_rank is not None
     if plan.chosen.lossless or asked:
         return ""
@@ -295,9 +292,9 @@ def how(plan: Plan) -> str:
 EXPLAINED = "each ran on an emulated GPU without a memory limit"
 
 
-def band(plan: Plan) -> str:
-    """How the figure was found, and what of it may differ on a real GPU."""
-    other, share = plan.non_torch, f"{100 * plan.band.share:.2g}"
+def accuracy(plan: Plan) -> str:
+    """How the memory was found, and how it may differ on a real GPU."""
+    other, share = plan.chosen.non_torch, f"{100 * plan.margin.share:.2g}"
     group = "CUDA's context varies" if plan.chosen.strategy.engine == "single" else "CUDA's context and NCCL vary"
     return (
         f"{how(plan)}; safety margin {gib(margin(plan))} ({share} %), "
@@ -307,14 +304,14 @@ def band(plan: Plan) -> str:
 
 def margin(plan: Plan) -> int:
     """The safety margin in bytes: what torch may reserve on a real GPU beyond an emulated one."""
-    return plan.chosen.process.high_bytes - plan.non_torch.high_bytes - plan.chosen.peak_reserved_bytes
+    return plan.chosen.process.high_bytes - plan.chosen.non_torch.high_bytes - plan.chosen.peak_reserved_bytes
 
 
 def held(plan: Plan) -> dict[str, int]:
-    """The high end of the process in parts, and what they come to."""
+    """The parts of the process at the high end, and their sum."""
     return {
         "reserved by torch": plan.chosen.peak_reserved_bytes,
         "safety margin": margin(plan),
-        "CUDA context, NCCL": plan.non_torch.high_bytes,
+        "CUDA context, NCCL": plan.chosen.non_torch.high_bytes,
         "process (nvidia-smi)": plan.chosen.process.high_bytes,
     }

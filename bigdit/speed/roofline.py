@@ -1,6 +1,6 @@
-"""What a card's kernels take: each operator's arithmetic or its bytes, whichever lasts longer (a roofline).
+"""What a GPU's kernels take: each operator's arithmetic or its bytes, whichever lasts longer (a roofline).
 
-Source of the model: Williams, Waterman & Patterson, "Roofline", CACM 52(4), 2009. The shares of a card's peak that
+Source of the model: Williams, Waterman & Patterson, "Roofline", CACM 52(4), 2009. The shares of a GPU's peak that
 kernels reach are intervals, each with where it was read; none is fitted to a measured training speed of the models
 that are planned here.
 """
@@ -28,7 +28,7 @@ out: what each of them took by torch's profiler beside the bytes and FLOPs that 
 (`git show 8fa40eb:benchmarks/on_gpu/shares.py`)."""
 
 MEASURED = (9, 0)
-"""The compute capability of that card: its shares are those of its operators, not of others' whole runs."""
+"""The compute capability of that GPU: its shares are those of its operators, not of others' whole runs."""
 
 PRODUCTS = {
     (7, 0): Interval(low=0.30, high=0.85),
@@ -39,16 +39,16 @@ PRODUCTS = {
 
 High: the largest products of the "maximum achievable matmul FLOPS" table of stas00/ml-engineering (A100 271 of 312,
 H100 795 of 989, GH200 829 of 989). Low of H100: measured in steps of seven models, 0.66 to 0.81 (HERE), which is 0.79
-of its high; low of A100: OF_THE_BEST of its high. V100: 39 of 130 TFLOPS in Megatron-LM's run on one card
+of its high; low of A100: OF_THE_BEST of its high. V100: 39 of 130 TFLOPS in Megatron-LM's run on one GPU
 (arXiv:1909.08053); its high is assumed.
 """
 
 OF_THE_BEST = 0.78
-"""What products from 2048 x 2048 x 2048 on reach at least of the best one's rate on the same card: 0.78 on an A40, 0.81
+"""What products from 2048 x 2048 x 2048 on reach at least of the best one's rate on the same GPU: 0.78 on an A40, 0.81
 to 0.85 on an H100 (zzc0721/torch-performance-test-data#185, #79); 0.79 in training steps on an H100 (HERE)."""
 
 BEST_PRODUCTS = {"a40": 0.82, "a6000": 0.80, "l20": 0.96, "l40s": 0.75, "h20": 0.96}
-"""Share of the peak rate of the best product of 16 bits that was measured, by card.
+"""Share of the peak rate of the best product of 16 bits that was measured, by GPU.
 
 Source: 122 of 150, 123 of 155, 114 of 120, 269 of 362 and 142 of 148 TFLOPS in zzc0721/torch-performance-test-data,
 database.md and #185.
@@ -63,11 +63,11 @@ CONVOLUTIONS_MEASURED = Interval(low=0.59, high=0.84)
 0.59 to 0.70 and more, since grouped ones are in the time (HERE); high as of products."""
 
 OTHER_PRODUCTS = Interval(low=0.35, high=0.96)
-"""Cards that no such table has: from below the others to what cuBLAS was seen to reach of an L20's rate
+"""GPUs that no such table has: from below the others to what cuBLAS was seen to reach of an L20's rate
 (115 of 119.5 TFLOPS, DefTruth/CUDA-Learn-Notes, hgemm)."""
 
 FP32_DOUBLED = Interval(low=0.45, high=0.76)
-"""The same on CUDA cores, in fp32, of cards whose rate counts units twice that compute integers too: from 9.1 of an RTX
+"""The same on CUDA cores, in fp32, of GPUs whose rate counts units twice that compute integers too: from 9.1 of an RTX
 A4000's 19.2 TFLOPS to 23.4 of an A10G's 31.2 (zzc0721/torch-performance-test-data#97, #126)."""
 
 FP32_PRODUCTS = {
@@ -93,7 +93,7 @@ SMALL_HEADS_MEASURED = Interval(low=0.42, high=0.46)
 """The same with heads of up to 64: 0.43 to 0.45 with 64 (SD3.5), where more of the time goes to the softmax."""
 
 ATTENTION = Interval(low=0.20, high=0.75)
-"""The same of other cards.
+"""The same of other GPUs.
 
 FlashAttention-2 reaches 0.50 to 0.73 on an A100 (arXiv:2307.08691) and 0.35 on an H100, FlashAttention-3 up to 0.75
 there (arXiv:2407.08608), all with heads of 64 or 128 that fill the tiles. Low is for other heads, short texts and
@@ -114,7 +114,7 @@ OPTIMIZER_MEASURED = Interval(low=0.80, high=0.92)
 BANDWIDTH = Interval(low=0.50, high=0.92)
 """Share of the memory's bandwidth that element-wise kernels, norms, copies and the optimizer reach.
 
-Measured copies on the card: 0.75 of an A100's (NVIDIA/cuda-samples#311), 0.77 of an H100's (NVIDIA/nccl#1264), 0.87
+Measured copies on the GPU: 0.75 of an A100's (NVIDIA/cuda-samples#311), 0.77 of an H100's (NVIDIA/nccl#1264), 0.87
 of an A100-40G's (PTsolvers/gpu-workshop-JuliaCon23#7). Low is for strided and broadcast operands and reductions,
 high for what stays in the cache in part: both assumed.
 """
@@ -123,23 +123,23 @@ GROUPED_MEASURED = Interval(low=0.50, high=0.80)
 """The same of grouped convolutions on an H100: Sana's, in bf16, with all others 0.66 to 0.73 (HERE)."""
 
 GROUPED = Interval(low=0.10, high=0.80)
-"""The same on other cards. PyTorch's and cuDNN's kernels differ by up to 5.8 times on the same shape
+"""The same on other GPUs. PyTorch's and cuDNN's kernels differ by up to 5.8 times on the same shape
 (pytorch/pytorch#91735), with the faster one assumed to reach 0.6 to 0.8."""
 
 LAUNCH_SECONDS = Interval(low=5e-6, high=50e-6)
-"""Of the host, for each operator it hands to the card: Python, dispatcher, autograd, launch.
+"""Of the host, for each operator it hands to the GPU: Python, dispatcher, autograd, launch.
 
 From 5 µs: "PyTorch op to kernel launch" and "Tensor core throughput at scale" (jiahuanglin.xyz, factryze.ai). To 50 µs:
 31 to 49 µs in small models on a virtual machine with 16 cores of a Xeon and Python 3.12 (HERE).
 """
 
 KERNEL_SECONDS = 4e-6
-"""The least that a kernel occupies the card, at most: 2 to 4 µs in a model whose tensors are small (HERE, dit-b-4)."""
+"""The least that a kernel occupies the GPU, at most: 2 to 4 µs in a model whose tensors are small (HERE, dit-b-4)."""
 
 _ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "cudnn_attention")
 
 KINDS = ("matrix products", "attention", "convolutions", "memory-bound operators", "encoders", "optimizer")
-"""What of a step kernels can be."""
+"""Kinds of kernels in a step."""
 
 
 class Pace(NamedTuple):

@@ -1,4 +1,4 @@
-"""The cards of a run."""
+"""GPUs, intervals, the seconds of a step, and how measured steps move predicted ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import NonNegativeFloat
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from bigdit.numbers import Count, Positive
 from bigdit.profile.attempt import Launched
@@ -15,9 +15,9 @@ from bigdit.strategy import Strict
 
 
 class Cluster(Strict):
-    """The cards of the run: `gpus` of them, `gpus_per_node` in a machine, machines joined by `network_gbs`.
+    """The GPUs of the run: `gpus` of them, `gpus_per_node` in a machine, machines joined by `network_gbs`.
 
-    `network_gbs`: 10⁹ bytes a second that one machine sends, and receives at the same time.
+    `network_gbs`: 10⁹ bytes per second that one machine sends while it receives as much.
     """
 
     gpus: Count = 1
@@ -52,7 +52,7 @@ class Interval:
 
     @property
     def middle(self) -> float:
-        """The geometric mean of the bounds; 0 where one of them is."""
+        """The geometric mean of the bounds; 0 if one is 0."""
         return math.sqrt(self.low * self.high)
 
     def per(self, amount: float) -> Interval:
@@ -68,22 +68,22 @@ PARTS = (
     "encoders",
     "optimizer",
     "launches",
-    "host",
+    "CPU",
     "collectives",
-    "copies to and from the host",
+    "copies to and from CPU memory",
 )
-"""Where the seconds go. `launches` are those in which the card waits for the next kernel; `host` is what the host's
+"""Where the seconds go. `launches` are those in which the GPU waits for the next kernel; `host` is what the host's
 cores compute: optimizer and average that were moved there."""
 
 NO_TIME = Interval(low=0, high=0)
 
 
 class StepTime(Strict):
-    """Seconds of one optimizer step on every card of the cluster.
+    """Seconds of one optimizer step on every GPU of the cluster.
 
     `parts` (of PARTS) add up to `seconds`, low to low and high to high. What can run at the same time as kernels
     (launches, collectives, copies) counts in the low bound only by what lasts beyond them, in the high bound whole.
-    `launches`: all of them, whether the card waits or not, as no receipt has moved them.
+    `launches`: all of them, whether the GPU waits or not, as no receipt has moved them.
     """
 
     seconds: Interval
@@ -92,24 +92,24 @@ class StepTime(Strict):
 
 
 LAUNCHED_SECONDS = Interval(low=5e-6, high=45e-6)
-"""Of the host, for each launch that an emulated card counts: Python, dispatcher, autograd, launch.
+"""Of the host, for each launch that an emulated GPU counts: Python, dispatcher, autograd, launch.
 
-Low as of LAUNCH_SECONDS in roofline.py. High: what steps took for each launch on an H100 and a virtual machine's Xeon
-where kernels filled 23 to 68 % of them: 26 µs (dit-b-4), 27 (Sana with ZeRO-2), 44 (pixart-alpha 256); the host cannot
-have taken longer. Source: on_gpu/measured.json in benchmarks.
+Low: as LAUNCH_SECONDS in roofline.py. High: the time per launch of steps on an H100 with a virtual machine's Xeon whose
+kernels filled 23 to 68 %: 26 µs (dit-b-4), 27 (Sana with ZeRO-2), 44 (pixart-alpha 256), an upper bound of the CPU
+time. Source: on_gpu/measured.json in benchmarks.
 """
 
 
 @dataclass(frozen=True)
 class Launches:
-    """How many things each micro-batch has the host hand over, and the end of the step."""
+    """Launches of each micro-batch, and of the end of the step."""
 
     micro: float
     step: float
 
 
 def launches_of(launched: Mapping[str, Launched], micro_batches: int) -> Launches | None:
-    """From what a step of so many micro-batches had an emulated card do, by phase; None where none was counted."""
+    """From what a step of so many micro-batches had an emulated GPU do, by phase; None where none was counted."""
     if not launched:
         return None
     step = sum(each.launches for phase, each in launched.items() if phase in ("step", "ema"))
@@ -118,8 +118,8 @@ def launches_of(launched: Mapping[str, Launched], micro_batches: int) -> Launche
 
 
 class Handed(Strict):
-    """`count` launches of a step take the host `seconds`. `counted`: on an emulated GPU; else one for each
-    operator. `bound`: whether most of the step waits for them, at both ends of its interval, at one, or at none."""
+    """`count` launches of a step need `seconds` of CPU time. `counted`: on an emulated GPU; else one for each operator.
+    `bound`: whether most of the step waits for them, at both ends of its interval, one, or none."""
 
     count: NonNegativeFloat
     counted: bool
@@ -128,6 +128,42 @@ class Handed(Strict):
 
 
 def bound(waits: Interval, seconds: Interval) -> Literal["yes", "possible", "no"]:
-    """Whether a step of `seconds` is bound by launches, for which the card `waits`."""
+    """Whether a step of `seconds` is bound by launches, for which the GPU `waits`."""
     ends = [waits.low > seconds.low / 2, waits.high > seconds.high / 2]
     return "yes" if all(ends) else "possible" if any(ends) else "no"
+
+
+class StepRatio(Strict):
+    """`count` measured steps took `ratio` times (their median) the middle of the prediction.
+
+    `spread`: how far the farthest of them was from the median, as a logarithm. `source` says all that in words.
+    """
+
+    ratio: PositiveFloat
+    spread: NonNegativeFloat
+    count: PositiveInt
+    source: str
+
+    def applied(self, parts: Mapping[str, Interval]) -> dict[str, Interval]:
+        """The parts of a step, moved and narrowed alike, so that they still add up.
+
+        Intervals are of ratios: of half-width w (the logarithm of high to middle), the total keeps the spread of
+        what was measured and 1/(count + 1) of w, as a prior counts beside `count` observations, and never more
+        than w.
+        """
+        total = sum(parts.values(), Interval(low=0, high=0))
+        if total.middle == 0:
+            return {name: part * self.ratio for name, part in parts.items()}
+        half = math.log(total.high / total.middle)
+        kept = math.exp(min(half, self.spread + half / (self.count + 1)))
+        width = total.high - total.low
+        # Where in the old interval the new bounds are: 0 is low, 1 high.
+        low, high = (
+            (bound - total.low) / width if width else 0.0 for bound in (total.middle / kept, total.middle * kept)
+        )
+        return {name: _within(part, max(low, 0.0), min(high, 1.0)) * self.ratio for name, part in parts.items()}
+
+
+def _within(part: Interval, low: float, high: float) -> Interval:
+    width = part.high - part.low
+    return Interval(low=part.low + low * width, high=part.low + max(high, low) * width)

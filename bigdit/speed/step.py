@@ -1,13 +1,23 @@
-"""How long a step takes on a GPU: a roofline over what its operators compute and move."""
+"""Seconds of a step: kernels by a roofline, launches, collectives, copies and CPU work."""
 
 from __future__ import annotations
 
 import math
 
 from bigdit.catalog import Gpu
-from bigdit.speed.calibration import Calibration
 from bigdit.speed.roofline import LAUNCH_SECONDS, kernel_seconds
-from bigdit.speed.seconds import LAUNCHED_SECONDS, NO_TIME, PARTS, Cluster, Handed, Interval, Launches, StepTime, bound
+from bigdit.speed.seconds import (
+    LAUNCHED_SECONDS,
+    NO_TIME,
+    PARTS,
+    Cluster,
+    Handed,
+    Interval,
+    Launches,
+    StepRatio,
+    StepTime,
+    bound,
+)
 from bigdit.speed.work import Amount, Exchange, Load, Work
 from bigdit.strategy import Strategy
 
@@ -17,19 +27,19 @@ def step_time(
     strategy: Strategy,
     gpu: Gpu,
     cluster: Cluster,
-    calibration: Calibration | None = None,
+    calibration: StepRatio | None = None,
     launches: Launches | None = None,
 ) -> StepTime:
     """Seconds of a step that does `work` on each `gpu` of `cluster`.
 
     Of `strategy` counts the precision, grad_accum_steps (whatever the attempt had) and HSDP's groups. Reading data,
     checkpoints and validation are not in it. `calibration` moves and narrows the interval to what was measured;
-    `launches` were counted where the step ran on an emulated card, and else are the operators.
+    `launches` were counted where the step ran on an emulated GPU, and else are the operators.
     """
     micro_batches = (work.micro * strategy.grad_accum_steps + work.last).clamped()
     parts = dict.fromkeys(PARTS, NO_TIME)
-    # The update waits for all gradients: nothing of it runs beside the micro-batches. The host, which hands operators
-    # to the GPU, runs ahead where kernels last longer.
+    # The update waits for all gradients, and does not overlap with micro-batches. The CPU, which launches kernels, runs
+    # ahead where they last longer.
     stages = (micro_batches, work.step.clamped())
     each, counts = LAUNCH_SECONDS, tuple(load.at("device").calls for load in stages)
     if launches is not None:
@@ -46,23 +56,23 @@ def step_time(
 
 
 def _stage(load: Load, launches: Interval, strategy: Strategy, gpu: Gpu, cluster: Cluster) -> dict[str, Interval]:
-    """The parts of work whose kernels, launches, collectives and copies may run beside one another."""
+    """The parts of work whose kernels, launches, collectives and copies may overlap."""
     kernels = kernel_seconds(load, gpu, strategy.precision)
     host = host_seconds(load, cluster)
-    beside = {
-        # One thread computes on the host and launches, so that both together hide behind the card's work.
+    overlapping = {
+        # One thread computes on the host and launches, so that both together hide behind the GPU's work.
         "host": host,
         "launches": launches,
         "collectives": exchange_seconds(load, strategy, gpu, cluster),
-        "copies to and from the host": copy_seconds(load, gpu),
+        "copies to and from CPU memory": copy_seconds(load, gpu),
     }
     low = sum(seconds.low for seconds in kernels.values())
     high = sum(seconds.high for seconds in kernels.values())
     parts = dict(kernels)
-    for name, seconds in beside.items():
+    for name, seconds in overlapping.items():
         waits = max(0.0, seconds.low + (host.low if name == "launches" else 0.0) - low)
         low += waits
-        # Kernels that last longer hide launches, whatever else goes wrong.
+        # Kernels that last longer always hide launches.
         whole = max(waits, seconds.high - high) if name == "launches" else seconds.high
         parts[name] = Interval(low=waits, high=whole)
     return parts
@@ -82,11 +92,11 @@ PCIE = Interval(low=0.20, high=0.80)
 """The same over PCIe: the processor's links and memory decide.
 
 High assumed, as one copy alone. 8 RTX 5090: 28 of 63 GB/s, 4 of them 35 (NVIDIA/nccl#1639); low for older boards
-without access from card to card: assumed.
+without access from GPU to GPU: assumed.
 """
 
 _SWITCHED = ("h20", "gh200-96g", "gh200-144g", "b200", "gb200", "b300")
-"""GPUs that NVLink's switches join, beside those whose name says SXM."""
+"""GPUs with NVLink switches, in addition to those with SXM in their name."""
 
 NETWORK = Interval(low=0.60, high=0.95)
 """Share of what a machine sends over the network that collectives reach. Assumed."""
@@ -100,9 +110,9 @@ _HOP = {"nvlink": 3.4e-6, "pcie": 5.7e-6, "network": 9.6e-6}
 """Source: hwLat of rings with the Simple protocol, same file."""
 
 HOST_LINK = Interval(low=0.40, high=0.85)
-"""Share of the link to the host that copies from and to page-locked memory reach.
+"""Share of the link to CPU memory that copies of page-locked memory reach.
 
-Peaks: 12 of 15.8 GB/s (V100) and 25 of 31.5 (A100), both measured (ZaidQureshi/bam#54). Low is for cards that share
+Peaks: 12 of 15.8 GB/s (V100) and 25 of 31.5 (A100), both measured (ZaidQureshi/bam#54). Low is for GPUs that share
 a root port or the host's memory: assumed.
 """
 
@@ -110,12 +120,12 @@ HOST_MEMORY = Interval(low=40e9, high=300e9)
 """Bytes a second that the cores of one machine move, all its processes together.
 
 Low: DeepSpeed's CPU Adam takes 8.2 s for 11.6 B parameters, at 28 B each (deepspeedai/DeepSpeed#735). High: three
-quarters of two sockets with 8 channels of DDR4-3200: assumed. Processes that were left with a single thread, or
-processors of few cores, are slower.
+quarters of two sockets with 8 channels of DDR4-3200: assumed. Processes with a single
+thread, or CPUs with few cores, are slower.
 """
 
 HOST_CALL = Interval(low=1e-6, high=10e-6)
-"""Of each operator on the host. Assumed: the launch of a kernel apart, as LAUNCH_SECONDS of roofline.py."""
+"""Of each operator on the CPU. Assumed: as LAUNCH_SECONDS of roofline.py, without the launch of a kernel."""
 
 
 def exchange_seconds(load: Load, strategy: Strategy, gpu: Gpu, cluster: Cluster) -> Interval:
@@ -125,19 +135,19 @@ def exchange_seconds(load: Load, strategy: Strategy, gpu: Gpu, cluster: Cluster)
 
 
 def copy_seconds(load: Load, gpu: Gpu) -> Interval:
-    """Seconds of copies between card and host: both ways at once in the low bound."""
+    """Seconds of copies between GPU and host: both ways at once in the low bound."""
     there, back, peak = load.at("to device").nbytes, load.at("to host").nbytes, gpu.host_gbs * 1e9
     return Interval(low=HOST_LINK.per(max(there, back) / peak).low, high=HOST_LINK.per((there + back) / peak).high)
 
 
 def host_seconds(load: Load, cluster: Cluster) -> Interval:
-    """Seconds of operators on the host's own tensors, whose memory the processes of a machine share."""
+    """Seconds of operators on CPU tensors; the processes of a machine share its memory bandwidth."""
     on_host = load.at("host")
     return HOST_MEMORY.per(on_host.nbytes * cluster.processes_per_node) + HOST_CALL * on_host.calls
 
 
 def _stride(exchange: Exchange, strategy: Strategy) -> int:
-    """How far apart the ranks of a group are: HSDP's shards are neighbours, its replicas a shard group apart."""
+    """The distance of a group's ranks: HSDP's shards are neighbours, its replicas a shard group apart."""
     replicas = strategy.dp_replicate > 1 and exchange.group_size == strategy.dp_replicate
     between_replicas = replicas and (exchange.name == "all_reduce" or strategy.dp_shard != strategy.dp_replicate)
     return strategy.dp_shard if between_replicas else 1
@@ -147,7 +157,7 @@ def _collective(exchange: Exchange, amount: Amount, stride: int, gpu: Gpu, clust
     """A ring of NCCL's over the group: within machines, and between them where it spans several.
 
     The bus carries `_bus_share` of the bytes; low has both links busy at once, and what leaves a machine leaves it
-    once; high is one ring over all cards, link after link.
+    once; high is one ring over all GPUs, link after link.
     Source: bus bandwidth as nccl-tests define it, doc/PERFORMANCE.md.
     """
     size = exchange.group_size
@@ -176,7 +186,7 @@ def _bus_share(name: str, size: int) -> float:
 
 
 def _within(name: str, size: int, gpu: Gpu) -> tuple[str, Interval]:
-    """The link between the cards of one machine, and its bus bandwidth in bytes a second."""
+    """The link between the GPUs of one machine, and its bus bandwidth in bytes a second."""
     pcie = PCIE * (gpu.pcie_gbs * 1e9)
     if gpu.nvlink_one_way_gbs is None:
         return "pcie", pcie

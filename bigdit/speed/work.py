@@ -1,4 +1,5 @@
-"""Amounts of many operators or collectives as one array, since a search adds and scales them at hundreds of sizes."""
+"""The work of a step: calls, FLOPs and bytes of operators and collectives, as arrays that a search can add and
+scale."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ Rows = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """How often, floating-point operations, bytes. Numbers between two attempts need not be whole."""
+    """Calls, floating-point operations and bytes; interpolated ones need not be whole."""
 
     calls: float = 0.0
     flops: float = 0.0
@@ -31,7 +32,7 @@ class Amount:
 
 
 class Keys(Generic[Key]):
-    """Keys in an order. What has the same ones in the same order shares this object, and caches go by it."""
+    """Ordered keys. Equal ones share this object, which is the key of caches."""
 
     def __init__(self, order: tuple[Key, ...]) -> None:
         self.order = order
@@ -75,7 +76,7 @@ class Amounts(Mapping[Key, Amount]):
         return Amounts(self.named, self.numbers * times)
 
     def clamped(self) -> Amounts[Key]:
-        """Nothing below zero, where an interpolation went there."""
+        """The amounts without negative values, which interpolation can give."""
         return Amounts(self.named, np.maximum(self.numbers, 0.0))
 
 
@@ -86,7 +87,7 @@ def _keys(order: tuple[Any, ...]) -> Keys[Any]:
 
 @functools.lru_cache(maxsize=512)
 def _together(first: Keys[Any], second: Keys[Any]) -> tuple[Keys[Any], Rows]:
-    """The keys of both, those of the first before what the second has beside them; and the rows of the second's."""
+    """The keys of both, those of the first before new ones of the second; and the rows of the second."""
     named = _keys(first.order + tuple(key for key in second.order if key not in first.row))
     return named, np.array([named.row[key] for key in second.order], dtype=np.intp)
 
@@ -138,12 +139,11 @@ NOTHING = Load({}, {})
 
 @dataclass(frozen=True)
 class Work:
-    """One optimizer step on one process: every micro-batch does `micro`, the last one `last` beside it, then `step`.
+    """One optimizer step of one process: `micro` for every micro-batch, `last` in addition for the last, then `step`.
 
     `micro` is encode, forward and backward; `last` is what waits for the last micro-batch, such as the reduction of
-    accumulated gradients; `step` is the optimizer's and the moving average's. All of it is linear: attempts at
-    other micro-batch sizes, depths and numbers of checkpointed blocks can be added and scaled. What comes out below
-    zero counts as nothing once it is timed.
+    accumulated gradients; `step` is the optimizer's and the EMA's. All of it is linear: attempts at other micro-batch
+    sizes, depths and numbers of checkpointed blocks can be added and scaled. Negative results count as zero.
     """
 
     micro: Load

@@ -1,7 +1,4 @@
-"""The contracts between the layers: what is trained (ModelSpec), on what (BatchShape), how (Strategy).
-
-Values alone: nothing here runs a step or knows a run's files.
-"""
+"""The values that all layers share: ModelSpec, BatchShape and Strategy. Nothing here runs a step."""
 
 from bigdit.strategy.strategy import (
     LEAST_SWAPPED,
@@ -13,19 +10,22 @@ from bigdit.strategy.strategy import (
     Strategy,
     swap_misfit,
 )
-from bigdit.strategy.trained import (
+from bigdit.strategy.values import (
     BITSANDBYTES,
     FACTORED,
     PROFILES,
     TORCHAO,
+    BatchShape,
     EmaSpec,
     LoraBase,
     LoraSpec,
+    ModelSpec,
     OptimizerName,
     OptimizerSpec,
+    Section,
+    Strict,
     Widths,
 )
-from bigdit.strategy.values import BatchShape, ModelSpec, Section, Strict
 
 __all__ = [
     "BITSANDBYTES",

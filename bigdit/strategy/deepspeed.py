@@ -1,4 +1,4 @@
-"""DeepSpeed's document within a strategy: `ds_config` holds what the strategy's other keys do not say."""
+"""DeepSpeed's document in a strategy: `ds_config` holds what the strategy's other keys do not set."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from bigdit.errors import nearest
 
 Document = dict[str, Any]
 Values = dict[str, tuple[Any, str]]
-"""Keys of the document whose values a strategy decides, these values, and its keys that decide them."""
+"""By key of the document: the value that a strategy sets, and the strategy's key for it."""
 
-# DeepSpeed passes over top-level keys that it does not know. Of sections it refuses them by itself.
+# DeepSpeed ignores unknown top-level keys. In sections it rejects them itself.
 # Source: deepspeed/runtime/config.py, DeepSpeed 0.19.
 _TOP_LEVEL = """
 activation_checkpointing aio amp autotuning bf16 checkpoint comet comms_logger communication_data_type compile
@@ -25,7 +25,7 @@ wall_clock_breakdown wandb weight_quantization zero_allow_untested_optimizer zer
 zero_optimization
 """
 
-# Sections that a run has keys of its own for. DeepSpeed would build a second optimizer or schedule beside ours.
+# Sections that a run's own keys replace. DeepSpeed would build a second optimizer or schedule.
 _OWNED = {
     "optimizer": "strategy.optimizer",
     "scheduler": "train.lr_schedule",
@@ -35,7 +35,7 @@ _OWNED = {
     "activation_checkpointing": "strategy.checkpointed_blocks",
 }
 
-_QUANTISER = "runs CUDA kernels of DeepSpeed's own, whose memory no emulated GPU sees"
+_QUANTISER = "runs DeepSpeed's own CUDA kernels, whose memory an emulated GPU cannot count"
 _NODES = "shards within a node, and an attempt knows processes, not nodes"
 # Neither a plan nor a run here supports these. The first value is the one that turns them off.
 _REFUSED = {
@@ -43,10 +43,10 @@ _REFUSED = {
     "zero_quantized_nontrainable_weights": (False, _QUANTISER),
     "zero_quantized_gradients": (False, _QUANTISER),
     "zero_hpz_partition_size": (1, _NODES),
-    "zenflow": (None, "steps the optimizer beside the training step, and not within it"),
+    "zenflow": (None, "steps the optimizer outside the training step"),
     "compute_grad_norm": (True, "hides gradients that are not finite, and fp32 would train on them"),
 }
-# Sections that a precision turns on, and what in them would put DeepSpeedCPUAdam in place of the run's optimizer.
+# Sections that a precision turns on, and their keys that would replace the run's optimizer by DeepSpeedCPUAdam.
 PRECISIONS = {
     "bf16": ("bf16_master_weights_and_grads", "bf16_optimizer_states"),
     "fp16": ("fp16_master_weights_and_grads",),
@@ -54,7 +54,7 @@ PRECISIONS = {
 
 
 def complete(document: Document, values: Values) -> Document:
-    """The document that DeepSpeed gets: ds_config and all that the strategy says by itself."""
+    """The document for DeepSpeed: ds_config with all that the strategy sets."""
     whole = copy.deepcopy(document)  # DeepSpeed writes into it
     for key, (value, _) in values.items():
         whole[key] = whole.get(key, {}) | {"enabled": value} if key in PRECISIONS else value
@@ -62,14 +62,14 @@ def complete(document: Document, values: Values) -> Document:
 
 
 def without_auto(value: Any) -> Any:
-    """The document without values that are `auto`: as in DeepSpeed, that stands for no value."""
+    """The document without values `auto`, which mean no value, as in DeepSpeed."""
     if not isinstance(value, dict):
         return value
     return {key: without_auto(inner) for key, inner in value.items() if inner != "auto"}
 
 
 def split(document: Document, values: Values) -> tuple[Document, list[str]]:
-    """ds_config without what the strategy says by itself; and its problems, each a line."""
+    """ds_config without what the strategy sets, and its problems, a line each."""
     document = without_auto(document)
     known = _TOP_LEVEL.split()
     problems = [f"ds_config.{key}: unknown key; {nearest(key, known)}" for key in document if key not in known]
@@ -109,10 +109,10 @@ def split(document: Document, values: Values) -> tuple[Document, list[str]]:
 
 
 def _strip(document: Document, values: Values) -> list[str]:
-    """Take the strategy's own values out of the document; a line for each that differs."""
+    """Remove the strategy's own values from the document; a line for each that differs."""
     problems = []
     for key, (value, ours) in values.items():
-        # Of bf16 and fp16 the strategy says whether they are on. The document says how losses are scaled.
+        # The strategy turns bf16 and fp16 on. The document sets how losses are scaled.
         name, section = (f"{key}.enabled", document.get(key, {})) if key in PRECISIONS else (key, document)
         found = section.pop(name.rpartition(".")[2], value)
         if found != value:

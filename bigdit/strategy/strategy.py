@@ -9,25 +9,29 @@ from pydantic import Field, model_validator
 
 from bigdit.numbers import Count, Natural, Positive, Switch
 from bigdit.strategy.deepspeed import PRECISIONS, Document, Values, complete, split
-from bigdit.strategy.trained import BITSANDBYTES, TORCHAO, EmaSpec, LoraSpec, OptimizerSpec
-from bigdit.strategy.values import Section, Strict
+from bigdit.strategy.values import BITSANDBYTES, TORCHAO, EmaSpec, LoraSpec, OptimizerSpec, Section, Strict
 from bigdit.units import how_many
 
 EngineName = Literal["single", "deepspeed", "fsdp2"]
 Precision = Literal["fp32", "tf32", "bf16", "bf16_sr", "fp16"]
 
 LEAST_SWAPPED = 3
-"""Blocks to swap, at least: there is room on the device for two."""
+"""The fewest blocks to swap: two of them are always on the device."""
 
 MOST_GPUS = 4096
-"""An attempt makes a process group of the real size, and what NCCL takes and how long collectives last is not known
-to hold beyond that."""
+"""The most processes: NCCL's memory and the time of collectives are not known beyond that."""
 
 _GLOBAL = "global_batch_size"
 
+_NOT_PLANNED: dict[str, Any] = {"compile_blocks": False}
+"""Keys that plans leave out, and their values in a plan."""
+
+_FORWARD_ONLY = {"checkpointed_blocks": 0, "offload_activations": False, "compile_blocks": False}
+"""What serves a backward pass, or takes more time than a few forward passes save."""
+
 
 class StepSize(Strict):
-    """What one process's memory is traded for time with, at the same global batch; see Strategy."""
+    """The keys that trade one process's memory for time at the same global batch; see Strategy."""
 
     micro_batch_size: Count
     grad_accum_steps: Count
@@ -36,7 +40,7 @@ class StepSize(Strict):
 
 
 class Contradictory(ValueError):
-    """What of a Strategy excludes what: its `problems`, each a line of its own."""
+    """Keys of a Strategy that exclude each other: `problems`, a line each."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("; ".join(problems))
@@ -44,51 +48,51 @@ class Contradictory(ValueError):
 
 
 class Strategy(Section):
-    """How a step is run. A run's YAML holds it, plans write it, engines consume it and attempts run it."""
+    """How a step runs. Plans write it into a run's YAML, and engines obey it."""
 
     engine: EngineName = "single"
-    """What steps the model: one process, DeepSpeed or FSDP2."""
+    """What runs the step: one process, DeepSpeed or FSDP2."""
     world_size: Annotated[Count, Field(le=MOST_GPUS)] = 1
-    """Processes, one a GPU. `bigdit train` starts them on this machine; another launcher must start as many."""
+    """Processes, one for each GPU. `bigdit train` starts them on this machine; another launcher must start that
+    many."""
     micro_batch_size: Count = 1
-    """Samples that a process takes at once."""
+    """Samples per process in one pass."""
     grad_accum_steps: Count = 1
-    """Micro-batches of a process in an optimizer step."""
+    """Micro-batches per process in an optimizer step."""
     precision: Precision = "bf16"
     """The dtype of weights, gradients and activations. `bf16` and `fp16` have fp32 master weights and optimizer state,
     fp16 with dynamic loss scaling. `bf16_sr` has no masters and rounds updates stochastically into bf16 weights. `tf32`
     is fp32 with TF32 matrix products."""
     optimizer: OptimizerSpec = OptimizerSpec()
-    """What steps the weights."""
+    """The optimizer of the weights."""
     optimizer_in_backward: Switch = False
-    """Step each parameter when its gradient is there, and free the gradient at once."""
+    """Step each parameter as soon as it has its gradient, and free the gradient at once."""
     checkpointed_blocks: Natural | Literal["all"] = 0
-    """Activation checkpointing: the first so many transformer blocks are recomputed in the backward pass."""
+    """Activation checkpointing: the number of first transformer blocks that are recomputed in the backward pass."""
     checkpointing: Literal["full", "selective"] = "full"
     """What a checkpointed block recomputes: everything, or all but matrix products and attention."""
     offload_activations: Switch = False
-    """Keep what autograd saves in CPU memory."""
+    """Keep activations that autograd saves in CPU memory."""
     compile_blocks: Switch = False
-    """Compile the repeated block by torch.compile. Plans run the block as it is written."""
+    """Compile the repeated block by torch.compile. Plans run it without."""
     blocks_to_swap: Natural = 0
-    """Block swap: weights of the first so many blocks are in CPU memory, and on the GPU two blocks at a time. With
+    """Block swap: the number of first blocks whose weights are in CPU memory, and on the GPU two blocks at a time. With
     `lora` these are frozen weights, else all."""
     gradient_clipping: Positive | None = 1.0
-    """The most that the norm of all gradients may be. null: it is not computed."""
+    """The largest norm of all gradients. null: no clipping."""
     ema: EmaSpec | None = None
-    """A moving average of the weights."""
+    """An EMA of the weights."""
     lora: LoraSpec | None = None
     """Train adapters over frozen weights, those of model.init_from."""
     features: Literal["cached", "online"] = "cached"
     """Where latents and embeddings come from. cached: the store in data.features. online: frozen encoders on the
     training GPU encode in each step."""
     encode_chunk: Count | None = None
-    """With features online: samples that the encoders take at once. Left out: one; null: the whole micro-batch."""
+    """With features online: samples that are encoded at once. Default: one; null: the whole micro-batch."""
     read_ahead_steps: Natural = 2
-    """Steps whose micro-batches the loader reads ahead and holds in CPU memory."""
+    """Steps that the loader reads ahead into CPU memory."""
     ds_config: dict[str, Any] | None = None
-    """DeepSpeed's JSON document: a mapping, or a file. What the strategy says by itself is "auto" there, or left
-    out."""
+    """DeepSpeed's JSON document: a mapping, or a file. Values that other keys set are "auto" there, or left out."""
     dp_replicate: Count = 1
     """FSDP2: copies of the model, each sharded over world_size / dp_replicate processes (HSDP)."""
     reshard_after_forward: Switch = True
@@ -97,13 +101,13 @@ class Strategy(Section):
     """FSDP2: keep shards, their gradients and the optimizer state in CPU memory."""
 
     also: ClassVar[dict[str, str]] = {
-        _GLOBAL: "Samples of an optimizer step over all processes. It stands in place of grad_accum_steps."
+        _GLOBAL: "Samples of an optimizer step over all processes. It replaces grad_accum_steps."
     }
 
     @model_validator(mode="before")
     @classmethod
     def _accumulated(cls, given: Any) -> Any:
-        """grad_accum_steps from global_batch_size, where that is said in its place."""
+        """Compute grad_accum_steps from global_batch_size, if that is given."""
         if not isinstance(given, dict):
             return given
         found = {key: value for key, value in given.items() if key not in (_GLOBAL, "grad_accum_steps")}
@@ -116,7 +120,7 @@ class Strategy(Section):
             raise Contradictory([f"{_GLOBAL} and grad_accum_steps are both set; one follows from the other"])
         size, processes = found.get("micro_batch_size", 1), found.get("world_size", 1)
         if not all(isinstance(each, int) and each > 0 for each in (size, processes)) or processes > MOST_GPUS:
-            return found  # the fields' own checks say what is wrong
+            return found  # the fields' own checks report it
         if not isinstance(whole, int) or isinstance(whole, bool) or whole < 1:
             raise Contradictory([f"{_GLOBAL} is {whole!r}, and a whole number of 1 or more was expected"])
         one_pass = size * processes
@@ -149,7 +153,7 @@ class Strategy(Section):
 
     @property
     def step_size(self) -> StepSize:
-        """The part of it that an out-of-memory may change."""
+        """The keys that may change after an out-of-memory error."""
         return StepSize(**{key: getattr(self, key) for key in StepSize.model_fields})
 
     @property
@@ -159,7 +163,7 @@ class Strategy(Section):
 
     @property
     def ds_document(self) -> Document:
-        """DeepSpeed's document as it gets it: ds_config with what the other keys say."""
+        """The document for DeepSpeed: ds_config with the values of other keys."""
         return complete(self.ds_config or {}, _deepspeed_values(self))
 
     @property
@@ -168,6 +172,37 @@ class Strategy(Section):
         if self.ds_config is None:
             return None
         return int(self.ds_config.get("zero_optimization", {}).get("stage", 0))
+
+    @property
+    def as_planned(self) -> Strategy:
+        """The strategy that plans run in its place: with blocks as they are written."""
+        return self.model_copy(update=_NOT_PLANNED)
+
+    @property
+    def not_planned(self) -> dict[str, Any]:
+        """The keys that plans leave out."""
+        return self.model_dump(include=set(_NOT_PLANNED))
+
+    @property
+    def plan_notice(self) -> str | None:
+        """How its memory differs from that of `as_planned`, for people; None where they are the same."""
+        if not self.compile_blocks:
+            return None
+        return (
+            "strategy.compile_blocks is true, and plans run blocks as they are written: compiled ones usually keep "
+            "less memory, and at times more"
+        )
+
+    @property
+    def forward_only(self) -> Strategy:
+        """The same strategy without what only a backward pass needs."""
+        return self.model_copy(update=_FORWARD_ONLY)
+
+    @property
+    def optimizer_in_cpu_memory(self) -> bool:
+        """Whether CPU memory holds masters and optimizer state, and a CPU steps them."""
+        offload = (self.ds_config or {}).get("zero_optimization", {}).get("offload_optimizer") or {}
+        return self.cpu_offload or offload.get("device", "none") != "none"
 
     def with_micro_batch_size(self, micro_batch_size: int) -> Strategy:
         """The same strategy at another micro-batch size."""
@@ -325,24 +360,24 @@ def _swap_problems(strategy: Strategy) -> list[str]:
         ]
     if strategy.engine != "single":
         problems.append(
-            f"blocks_to_swap keeps weights of one process on the host, and engine is {strategy.engine}, which shards "
+            f"blocks_to_swap keeps weights of one process in CPU memory, and engine is {strategy.engine}, which shards "
             f"them; use engine single, or set blocks_to_swap to 0"
         )
     if strategy.lora is None and not (strategy.precision == "bf16_sr" and strategy.optimizer_in_backward):
         problems.append(
-            "blocks_to_swap keeps weights on the host, and those that are trained have to be stepped while they are on "
-            f"the device, without masters: precision is {strategy.precision} and optimizer_in_backward is "
+            "blocks_to_swap keeps weights in CPU memory, and trained ones must be stepped while they are on the "
+            f"device, without masters: precision is {strategy.precision} and optimizer_in_backward is "
             f"{str(strategy.optimizer_in_backward).lower()}; set precision to bf16_sr and optimizer_in_backward to "
             "true, or set lora"
         )
     if strategy.lora is not None and strategy.lora.base != "bf16":
         problems.append(
-            f"blocks_to_swap keeps plain weights on the host, and lora.base is {strategy.lora.base}, packed on the "
+            f"blocks_to_swap keeps plain weights in CPU memory, and lora.base is {strategy.lora.base}, packed on the "
             "device; use lora.base bf16, or set blocks_to_swap to 0"
         )
     if strategy.checkpointing != "full":
         problems.append(
-            "blocks_to_swap fetches weights within a block, and checkpointing is selective, which wants the same "
+            "blocks_to_swap fetches weights within a block, and checkpointing is selective, which needs the same "
             "operations whenever the block runs; set checkpointing to full"
         )
     if recomputed != "all" and recomputed < swapped:

@@ -1,37 +1,37 @@
-"""Values that do not change; what is trained, and on what."""
+"""Immutable values: model, shapes, optimizer, EMA and LoRA."""
 
 from __future__ import annotations
 
 import hashlib
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from bigdit.numbers import Count
+from bigdit.numbers import Count, NotNegative, Number, Positive, Share, Switch
 
 
 class Strict(BaseModel):
-    """A value: unknown keys are errors, and nothing changes after validation."""
+    """An immutable value; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     def digest(self) -> str:
-        """Sixteen hex digits that name this value, for caches and checks of identity."""
+        """Sixteen hex digits that identify this value."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
 
 
 class Section(Strict):
-    """A section of a user's document. The docstring under a field is its meaning: the reference and errors show it."""
+    """A section of a user's document. The reference and errors show the docstring under a field."""
 
-    # Reading docstrings takes some 3 ms a class, so that only sections do it.
+    # Reading docstrings takes about 3 ms per class, so only sections do it.
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     also: ClassVar[dict[str, str]] = {}
-    """Keys that a document may have in place of a field, and what they mean."""
+    """Keys that may replace a field, and their meaning."""
 
 
 class ModelSpec(Strict):
-    """A diffusion transformer: its class, the constructor arguments, and what it is called."""
+    """A diffusion transformer: name, class and constructor arguments."""
 
     name: str
     class_name: str
@@ -40,9 +40,133 @@ class ModelSpec(Strict):
 
 class BatchShape(Strict):
     """Shapes of one sample: latents (channels, height, width), or (channels, frames, height, width) of a video;
-    text (tokens, dim), None without text; `latents_dtype`: on the host, as they are stored. What else a family feeds
-    its model follows from the model."""
+    text (tokens, dim), None without text; `latents_dtype`: as they are stored. Other inputs follow from the model."""
 
     latents: tuple[Count, Count, Count] | tuple[Count, Count, Count, Count]
     text: tuple[Count, Count] | None = None
     latents_dtype: Literal["fp32", "bf16"] = "fp32"
+
+
+OptimizerName = Literal[
+    "adamw",
+    "adamw_8bit",
+    "paged_adamw_8bit",
+    "lion_8bit",
+    "adamw_8bit_ao",
+    "adamw_4bit_ao",
+    "adafactor",
+    "came",
+    "came_8bit",
+]
+
+BITSANDBYTES: tuple[OptimizerName, ...] = ("adamw_8bit", "paged_adamw_8bit", "lion_8bit")
+TORCHAO: tuple[OptimizerName, ...] = ("adamw_8bit_ao", "adamw_4bit_ao")
+FACTORED: tuple[OptimizerName, ...] = ("adafactor", "came", "came_8bit")
+
+
+class OptimizerSpec(Section):
+    """An optimizer of bigdit/optim and its constants, as papers have them (Loshchilov & Hutter, arXiv:1711.05101)."""
+
+    name: OptimizerName = "adamw"
+    """The name of the optimizer."""
+    lr: Positive = 1e-4
+    """The learning rate after the warm-up; train.lr_schedule lowers it."""
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    """The decays of both moments."""
+    beta3: Share = 0.9999
+    """The decay of CAME's confidence (Luo et al., arXiv:2307.02047)."""
+    eps: Positive = 1e-8
+    """The number added to the denominator."""
+    weight_decay: NotNegative = 0.0
+    """Decoupled weight decay."""
+    decayed: Literal["all", "matrices"] = "all"
+    """Which parameters decay: all, or only the weights of linear layers and convolutions. Then norms, biases, tables
+    and embeddings are a separate group."""
+    implementation: Literal["fused", "foreach", "for_loop"] = "fused"
+    """The implementation of torch's adamw. Other optimizers have one."""
+
+    @model_validator(mode="after")
+    def _coherent(self) -> OptimizerSpec:
+        if self.name != "adamw" and self.implementation != "fused":
+            raise ValueError(f"implementation is for the optimizer adamw, and name is {self.name}")
+        return self
+
+
+Width = Annotated[Number, Field(gt=0.0, lt=0.288)]
+"""The width of a power function's profile over the steps, as a share of them; 1/√12 if all steps count alike."""
+
+Widths = Annotated[tuple[Width, ...], Field(min_length=2)]
+
+PROFILES = ("decay", "power", "widths")
+"""Keys of an EMA's profile; one of them is set."""
+
+
+class EmaSpec(Section):
+    """An EMA of the weights in fp32, sharded as the masters are."""
+
+    decay: Annotated[Number, Field(gt=0.0, lt=1)] | None = None
+    """The share that each step keeps; 0.9999 where no profile is set. Step t keeps at most (1 + t) / (10 + t)."""
+    power: Width | None = None
+    """An average that grows with the run. Its profile over the steps is a power function of this width, a share of
+    them: σ_rel (Karras et al., arXiv:2312.02696, §3.1). Usually 0.05 to 0.2; at 0.2887 all steps count alike."""
+    widths: Widths | None = None
+    """Two or more such averages, each as large as the weights. Samples and validation use the first. With
+    train.snapshot_every, EMAs of other widths are made from them after the run (ibid., §3.2)."""
+    device: Literal["gpu", "cpu"] = "gpu"
+    """The memory that holds the EMA."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _exponential(cls, given: Any) -> Any:
+        """Without a profile it is exponential."""
+        if isinstance(given, dict) and all(given.get(key) is None for key in PROFILES):
+            return given | {"decay": 0.9999}
+        return given
+
+    @model_validator(mode="after")
+    def _coherent(self) -> EmaSpec:
+        profiles = [f"ema.{key} is {_plain(getattr(self, key))}" for key in PROFILES if getattr(self, key) is not None]
+        if len(profiles) > 1:
+            raise ValueError(f"{', and '.join(profiles)}; leave all but one of them out")
+        if self.widths is not None and len(set(self.widths)) < len(self.widths):
+            raise ValueError(f"ema.widths is {_plain(self.widths)}; each must differ")
+        return self
+
+    @property
+    def powers(self) -> tuple[float, ...]:
+        """The widths of averages by power functions, in order; empty for an exponential one."""
+        return self.widths or (() if self.power is None else (self.power,))
+
+    @property
+    def count(self) -> int:
+        """The number of EMAs."""
+        return len(self.powers) or 1
+
+    @property
+    def profile(self) -> str:
+        """The key that weighs the steps: `ema.widths [0.05, 0.1]`. A decay may change during a run."""
+        profiles = {key: getattr(self, key) for key in ("power", "widths")}
+        return next((f"ema.{key} {_plain(value)}" for key, value in profiles.items() if value is not None), "ema.decay")
+
+
+def _plain(value: float | tuple[float, ...]) -> str:
+    """`0.05` or `[0.05, 0.1]`, as in YAML."""
+    return f"[{', '.join(map(_plain, value))}]" if isinstance(value, tuple) else f"{value:g}"
+
+
+LoraBase = Literal["bf16", "int8", "nf4"]
+
+
+class LoraSpec(Section):
+    """Low-rank adapters (Hu et al., arXiv:2106.09685) over frozen weights."""
+
+    rank: Count = 16
+    """The rank of each adapter."""
+    alpha: Positive = 16.0
+    """Adapters are scaled by alpha / rank."""
+    targets: tuple[str, ...] = ()
+    """Names of linear layers, matched by their last parts as in peft. Empty: those of attention."""
+    base: LoraBase = "bf16"
+    """The dtype of the frozen weights."""
+    dora: Switch = False
+    """Train a magnitude for each row of a weight too (Liu et al., arXiv:2402.09353)."""

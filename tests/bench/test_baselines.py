@@ -58,6 +58,6 @@ def test_a_step_without_room_for_a_second_model_is_timed_alone(monkeypatch):
     monkeypatch.setattr("bigdit.bench.step.room", lambda device: (1 << 20, 1 << 30))
     found = bench_step(spec, SHAPE, strategy, FlowMatchingSpec(), steps=3, seed=0)
     assert found.compared is None
-    assert found.alone.endswith("1.00 MiB are free; take a smaller micro-batch")
-    assert found.alone.startswith("it takes about ")
+    assert found.alone.endswith("1.00 MiB are free; use a smaller micro-batch")
+    assert found.alone.startswith("it needs about ")
     assert found.receipt.steps == 3

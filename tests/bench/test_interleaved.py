@@ -2,7 +2,7 @@
 
 import pytest
 
-from bigdit.bench.interleaved import Load, Spread, take_turns
+from bigdit.bench import Load, Spread, take_turns
 
 
 def test_turns_go_to_and_fro_and_ratios_are_of_the_same_round():

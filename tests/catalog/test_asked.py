@@ -81,7 +81,7 @@ def test_errors_of_slices():
     with pytest.raises(UserError) as error:
         resolve_gpu("a100-80g-sxm:3g.20gb")
     assert error.value.problems == (message,)
-    with pytest.raises(UserError, match=r"^l4 has no MIG slices here; cards that have: a30, a100-40g-pcie"):
+    with pytest.raises(UserError, match=r"^l4 has no MIG slices here; GPUs that have: a30, a100-40g-pcie"):
         resolve_gpu("l4:1g.6gb")
 
 
@@ -101,8 +101,8 @@ def test_a_memory_takes_the_place_of_the_cards(capsys):
 def test_the_total_of_nvidia_smi_is_taken_with_a_warning(capsys):
     assert resolve_gpu("a40", "46068MiB").usable_bytes == 46068 * MIB
     assert capsys.readouterr().err == (
-        "--gpu-memory 46068MiB is the total of the a40 in nvidia-smi rather than its used + free, of which processes "
-        "are told: 45416 MiB; the plan may promise too much\n"
+        "--gpu-memory 46068MiB is the total of the a40 in nvidia-smi and not its used + free, 45416 MiB, which "
+        "processes see; the plan may be too optimistic\n"
     )
 
 
@@ -131,17 +131,17 @@ def test_the_total_of_nvidia_smi_is_taken_with_a_warning(capsys):
             "-24GB",
             "--gpu-memory: a memory size with a unit was expected, such as 46068MiB or 24GB, and '-24GB' was found",
         ),
-        (None, None, "no card was named; --gpu takes one of `bigdit gpus`, or auto for this machine's own"),
+        (None, None, "no GPU was named; --gpu takes one of `bigdit gpus`, or auto for this machine's own"),
         (
             None,
             "46068MiB",
-            "--gpu-memory 46068MiB says nothing of a card's speed; name with --gpu the card whose rates to take, "
+            "--gpu-memory 46068MiB says nothing of speed; name a GPU with the right rates by --gpu, "
             "nearest in memory: a40 (46068 MiB), l20 (46068 MiB), l40 (46068 MiB)",
         ),
         (
             "custom",
             "80GB",
-            "--gpu-memory 80GB says nothing of a card's speed; name with --gpu the card whose rates to take, "
+            "--gpu-memory 80GB says nothing of speed; name a GPU with the right rates by --gpu, "
             "nearest in memory: h100-pcie (81559 MiB), h100-sxm (81559 MiB), h800-pcie (81559 MiB)",
         ),
     ],
@@ -171,7 +171,7 @@ def test_the_machines_own_cards(nvidia_smi, capsys):
     assert (second.name, second.usable_mib, second.tflops) == ("a100-80g-sxm", 81153, gpu("a100-80g-sxm").tflops)
     assert resolve_gpu("auto") == first
     assert capsys.readouterr().err == (
-        "this machine's cards differ: a40 (44.40 GiB), a100-80g-sxm (79.25 GiB); planned for the a40, which has the "
+        "this machine's GPUs differ: a40 (44.40 GiB), a100-80g-sxm (79.25 GiB); planned for the a40, which has the "
         "least memory\n"
     )
     nvidia_smi(*[A40] * 8)
@@ -198,7 +198,7 @@ def test_the_cards_that_cuda_would_show(nvidia_smi, monkeypatch):
         assert [card.name for card in found_gpus()] == names
     for listed in ("", "-1", "7", "MIG-33333333"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
-        message = rf"^--gpu auto: CUDA_VISIBLE_DEVICES={listed} shows none of this machine's 2 cards; unset it, or name"
+        message = rf"^--gpu auto: CUDA_VISIBLE_DEVICES={listed} shows none of this machine's 2 GPUs; unset it, or name"
         with pytest.raises(UserError, match=message):
             found_gpus()
 
@@ -207,7 +207,7 @@ def test_memory_in_use_by_others_is_said(nvidia_smi, capsys):
     nvidia_smi("0, GPU-1, NVIDIA A40, 46068, 20000, 25465, [N/A]")
     assert resolve_gpu("auto").usable_mib == 45465
     assert capsys.readouterr().err == (
-        "card 0, a40: 20000 MiB of 45465 are in use by others now; the plan takes the whole card\n"
+        "GPU 0, a40: 20000 MiB of 45465 are in use by other programs; the plan assumes the whole GPU\n"
     )
 
 
@@ -220,34 +220,32 @@ def test_cards_that_cannot_be_planned_for_are_all_said_at_once(nvidia_smi):
     with pytest.raises(UserError) as error:
         resolve_gpu("auto")
     assert error.value.problems == (
-        "card 0 of this machine, 'NVIDIA GeForce RTX 4090 Laptop GPU' with 15910 MiB, is not in the catalogue; plan "
+        "GPU 0 of this machine, 'NVIDIA GeForce RTX 4090 Laptop GPU' with 15910 MiB, is not in the catalogue; plan "
         "with the rates of one like it: --gpu rtx-4090 --gpu-memory 15910MiB",
-        "card 1 of this machine, 'GRID A100D-10C' with 10000 MiB, is not in the catalogue; plan with the rates of one "
+        "GPU 1 of this machine, 'GRID A100D-10C' with 10000 MiB, is not in the catalogue; plan with the rates of one "
         "like it: --gpu rtx-3080-10g --gpu-memory 10000MiB",
-        "card 2 of this machine, a100-80g-sxm, is divided by MIG; name a slice of it: --gpu a100-80g-sxm:1g.10gb (it "
+        "GPU 2 of this machine, a100-80g-sxm, is divided by MIG; name a slice of it: --gpu a100-80g-sxm:1g.10gb (it "
         "has 1g.10gb, 1g.20gb, 2g.20gb, 3g.40gb, 4g.40gb, 7g.80gb)",
     )
 
 
-INSTEAD = r"; name a card instead, such as --gpu a100-80g-sxm \(`bigdit gpus` lists all\)$"
+INSTEAD = r"; name a GPU instead, such as --gpu a100-80g-sxm \(`bigdit gpus` lists all\)$"
 
 
 def test_a_machine_without_cards(nvidia_smi, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    missing = r"^--gpu auto asks nvidia-smi for this machine's cards, and it is not on the PATH"
+    missing = r"^--gpu auto needs nvidia-smi, which is not on the PATH"
     with pytest.raises(UserError, match=missing + INSTEAD):
         resolve_gpu("auto")
     for lines, status in (((), 0), (("No devices were found",), 6)):
         nvidia_smi(*lines, status=status)
-        with pytest.raises(UserError, match=r"^--gpu auto: nvidia-smi finds no card in this machine" + INSTEAD):
+        with pytest.raises(UserError, match=r"^--gpu auto: nvidia-smi finds no GPU in this machine" + INSTEAD):
             resolve_gpu("auto")
     nvidia_smi("NVIDIA-SMI has failed because it could not communicate with the driver.", status=9)
     with pytest.raises(UserError, match=r"^--gpu auto: nvidia-smi failed with status 9: NVIDIA-SMI has .*" + INSTEAD):
         resolve_gpu("auto")
     nvidia_smi("0, GPU-1, NVIDIA GB10, [N/A], [N/A], [N/A], [N/A]")
-    with pytest.raises(
-        UserError, match=r"^--gpu auto: nvidia-smi tells no memory of a card \('0, GPU-1, NVIDIA GB10, "
-    ):
+    with pytest.raises(UserError, match=r"^--gpu auto: nvidia-smi shows no memory of a GPU \('0, GPU-1, NVIDIA GB10, "):
         resolve_gpu("auto")
     (tmp_path / "nvidia-smi").write_text("#!/no/such/interpreter\n")
     with pytest.raises(UserError, match=r"^--gpu auto: .*/nvidia-smi does not run \(No such file or directory\)"):

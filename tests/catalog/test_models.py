@@ -77,13 +77,13 @@ def test_what_cannot_be_trained_says_why():
     first, both = model("wan2.1-i2v-14b-480p").spec, {"pos_embed_seq_len": 514}
     assert takes_first_frame(first)
     assert training_obstacle(first.model_copy(update={"kwargs": first.kwargs | both})) == (
-        "the feature store keeps no last frame beside the first, which wan2.1-i2v-14b-480p is fed"
+        "wan2.1-i2v-14b-480p needs the first and the last frame, and a store keeps only the first"
     )
     cogvideox = ModelSpec(
         name="x", class_name="CogVideoXTransformer3DModel", kwargs={"in_channels": 32, "out_channels": 16}
     )
     assert training_obstacle(cogvideox) == (
-        "x begins with a picture, which is fed to models of WanTransformer3DModel alone"
+        "x begins with an image, which only models of WanTransformer3DModel can take here"
     )
     assert {m.name for m in models() if takes_classes(m.spec)} >= {"dit-xl-2", "dit-xl-2-paper"}
     assert all(m.trainable for m in models() if takes_classes(m.spec))
@@ -123,7 +123,7 @@ def test_what_is_trained_is_encoded_here_too():
 def test_text_is_no_class():
     sana = model("sana-1600m").spec
     assert (takes_classes(sana), no_class(sana)) == (False, None)
-    assert class_misfits(sana, 3) == ["classes, and SanaTransformer2DModel is fed text"]
+    assert class_misfits(sana, 3) == ["classes, and SanaTransformer2DModel takes text"]
     assert no_class(ModelSpec(name="x", class_name="PaperDiT", kwargs={"null_class": False})) is None
 
 
@@ -189,7 +189,7 @@ def test_frames_that_go_into_one_token_are_padded():
 
 
 def test_shapes_that_are_not_known():
-    with pytest.raises(UserError, match=r"ltx-video-0\.9 is a video model, whose latents have frames"):
+    with pytest.raises(UserError, match=r"ltx-video-0\.9 is a video model; give the number of frames"):
         latent_shape(model("ltx-video"), 512, 704)
     with pytest.raises(UserError, match="krea2 states no native resolution; give one"):
         batch_shape(model("krea2").model_copy(update={"resolution": None}))

@@ -7,7 +7,7 @@ from pipeline_folders import changed, pipeline_folder
 
 from bigdit.catalog import batch_shape, find_model, model, user_model
 from bigdit.catalog.families import FAMILIES
-from bigdit.emulator.repositories import document
+from bigdit.emulator.fake_weights import document
 from bigdit.errors import UserError
 from bigdit.strategy import BatchShape
 
@@ -50,14 +50,12 @@ def test_what_cannot_go_together_is_refused_with_both_sides(tmp_path):
     vae, text = error.value.problems
     assert vae == (
         f"{folder}: transformer/config.json has in_channels 64, and vae/config.json gives 16 in patches of 2 × 2 "
-        "(latents of 4): they do not go together"
+        "(latents of 4): they do not fit together"
     )
     assert "joint_attention_dim 4096" in text
     assert "text_encoder/config.json 768, text_encoder_2/config.json 2048" in text
     (folder / "vae/config.json").write_text(json.dumps({"_class_name": "AutoencoderKL"}))
-    with pytest.raises(
-        UserError, match=r"vae/config.json has no block_out_channels, which AutoencoderKL is built from"
-    ):
+    with pytest.raises(UserError, match=r"vae/config.json has no block_out_channels, which AutoencoderKL needs"):
         user_model(folder)
 
 

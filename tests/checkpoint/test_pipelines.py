@@ -172,7 +172,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_read(tmp_
     ):
         export_command.run(tmp_path / "no run", disk / "out")
     (tmp_path / "out").symlink_to("nowhere")
-    with pytest.raises(UserError, match=r"^--out .*/out is there already; name a folder that is not$"):
+    with pytest.raises(UserError, match=r"^--out .*/out exists already; name a new folder$"):
         export_command.run(tmp_path / "no run", tmp_path / "out")
 
 

@@ -6,7 +6,7 @@ import pytest
 import step
 from commands import DIGITS, SINGLE, TINY, bigdit, with_set
 
-from bigdit.bench.interleaved import Comparison, Load, take_turns
+from bigdit.bench import Comparison, Load, take_turns
 from bigdit.receipt import Receipt
 
 
@@ -62,7 +62,7 @@ def test_a_table_has_the_load_the_bytes_and_the_overhead(features):
     assert any(line.startswith("peak, measured ") for line in lines)
     assert not any("predicted" in line for line in lines)
     assert any(line.startswith("plain PyTorch ") and line.count("–") == 2 for line in lines)
-    busy = "not told, since this machine is busy"
+    busy = "unknown, because this machine is busy"
     assert any(line.startswith("overhead of bigdit's step: ") and line.endswith((" %)", busy)) for line in lines)
     assert all(len(line) <= 80 for line in lines)
 

@@ -72,7 +72,7 @@ def test_what_is_in_the_way_of_extraction_is_said(monkeypatch):
 
 def test_legends_are_of_what_is_shown(monkeypatch):
     monkeypatch.delitem(PIPELINES, "CogView4Transformer2DModel")
-    legends = {"sana-600m": [], "cogview": ["for train*: its text is encoded elsewhere", "what is in the way: --json"]}
+    legends = {"sana-600m": [], "cogview": ["for train*: `bigdit extract` cannot encode its text", "reasons: --json"]}
     for containing, more in legends.items():
         text = options(models.run, "--filter", containing).stdout
         assert "for train: " in text
@@ -89,7 +89,7 @@ def test_gpus_read_well_at_80_columns(printed):
     assert row(text, "gb200")[1].startswith("~")
     assert row(text, "t4")[4] == "–"
     assert row(text, "rtx-pro-6000-server")[1] == "94.96"
-    assert "80 cards" in text
+    assert "80 GPUs" in text
 
 
 def test_filter_and_json():
@@ -106,9 +106,9 @@ def test_filter_and_json():
     (a40,) = json.loads(options(gpus.run, "--filter", "a40", "--json").stdout)[-1:]
     assert a40["sources"]["usable"]
     hopper = json.loads(options(gpus.run, "--filter", "hopper", "--json").stdout)
-    assert {"h100-sxm", "h200-sxm"} <= {card["name"] for card in hopper}
-    assert all(card["usable_bytes"] == card["usable_mib"] * 2**20 for card in hopper)
-    (h200,) = [card for card in hopper if card["name"] == "h200-sxm"]
+    assert {"h100-sxm", "h200-sxm"} <= {gpu["name"] for gpu in hopper}
+    assert all(gpu["usable_bytes"] == gpu["usable_mib"] * 2**20 for gpu in hopper)
+    (h200,) = [gpu for gpu in hopper if gpu["name"] == "h200-sxm"]
     assert (h200["pcie_gbs"], h200["host_gbs"], h200["nvlink_one_way_gbs"]) == (63.02, 63.02, 450)
     assert h200["aliases"] == ["h200"]
     assert h200["mig_profiles"][0] == "1g.18gb"
@@ -125,14 +125,14 @@ def test_aliases_are_found_and_shown():
     (dev,) = json.loads(options(models.run, "--filter", "labs/flux.1-dev", "--json").stdout)
     assert dev["spec"]["name"] == "flux.1-dev"
     shown = json.loads(options(gpus.run, "--filter", "h100-80g", "--json").stdout)
-    assert {"h100-sxm"} <= {card["name"] for card in shown} <= {"h100-sxm", "h100-pcie"}
+    assert {"h100-sxm"} <= {gpu["name"] for gpu in shown} <= {"h100-sxm", "h100-pcie"}
 
 
-def test_cards_by_memory():
-    """The vendor's sizes, by what nvidia-smi shows in total: an A10 of 23028 MiB is a card of 24 GB."""
+def test_gpus_by_memory():
+    """The vendor's sizes, by what nvidia-smi shows in total: an A10 of 23028 MiB is a GPU of 24 GB."""
 
     def names(*arguments):
-        return {card["name"] for card in json.loads(options(gpus.run, *arguments, "--json").stdout)}
+        return {gpu["name"] for gpu in json.loads(options(gpus.run, *arguments, "--json").stdout)}
 
     large = names("--min-memory", "24GB")
     assert {"a10", "l4", "rtx-4090", "b200"} <= large
@@ -151,13 +151,13 @@ def test_a_filter_that_finds_nothing():
         models.run(containing="sanna-1600")
     with pytest.raises(UserError, match=rf"no model has 'sdxl' {words}: SDXL and what is tuned from it are U-Nets"):
         options(models.run, "--filter", "sdxl")
-    with pytest.raises(UserError, match=r"no card has 'a4o' in its name, alias or architecture; did you mean a40"):
+    with pytest.raises(UserError, match=r"no GPU has 'a4o' in its name, alias or architecture; did you mean a40"):
         gpus.run(containing="a4o")
     with pytest.raises(
-        UserError, match=r"^no card has 931.32 GiB \(--min-memory 1000GB\); the largest is the b300, 268"
+        UserError, match=r"^no GPU has 931.32 GiB \(--min-memory 1000GB\); the largest is the b300, 268"
     ):
         gpus.run(min_memory="1000GB")
-    with pytest.raises(UserError, match=r"^no card with 'turing' in its name has 74.51 GiB \(--min-memory 80GB\); the"):
+    with pytest.raises(UserError, match=r"^no GPU with 'turing' in its name has 74.51 GiB \(--min-memory 80GB\); the"):
         gpus.run(containing="turing", min_memory="80GB")
     with pytest.raises(
         UserError,
@@ -205,7 +205,7 @@ def test_doctor_without_a_compiler(monkeypatch, tmp_path):
     assert found["compiler"] is None
     assert any(fix.startswith("no C++ compiler was found") for fix in found["fixes"])
     assert found["emulated"]["compiler"] is None
-    assert any(fix.startswith("no C compiler: cc is not found, and the emulated card") for fix in found["fixes"])
+    assert any(fix.startswith("no C compiler: cc is not found, and the emulated GPU") for fix in found["fixes"])
 
 
 def _environment(folder, version, cuda):
@@ -220,27 +220,27 @@ def _environment(folder, version, cuda):
     return python
 
 
-def test_what_emulated_cards_need(monkeypatch, tmp_path):
+def test_what_emulated_gpus_need(monkeypatch, tmp_path):
     def found():
         health = doctor.Health(versions={}, cores=1, ram_bytes=1)
-        doctor._look_at_emulated_cards(health)
+        doctor._look_at_emulated_gpus(health)
         return health.emulated, health.fixes
 
     plain, cuda = _environment(tmp_path / "a", "2.13.0+cpu", None), _environment(tmp_path / "b", "2.13.0+cu130", "13.0")
     monkeypatch.setattr(sys, "executable", str(plain))
     monkeypatch.setenv("BIGDIT_CUDA_PYTHON", str(cuda))
     monkeypatch.setenv("BIGDIT_CACHE", str(tmp_path / "cache"))
-    card, fixes = found()
-    assert (card.torch, card.python) == ("2.13.0+cu130 CUDA 13.0", str(cuda))
-    assert (card.cache, card.builds, fixes) == (str(tmp_path / "cache/emulator"), 0, [])
+    gpu, fixes = found()
+    assert (gpu.torch, gpu.python) == ("2.13.0+cu130 CUDA 13.0", str(cuda))
+    assert (gpu.cache, gpu.builds, fixes) == (str(tmp_path / "cache/emulator"), 0, [])
     (tmp_path / "cache/emulator" / "0a1b").mkdir(parents=True)
     monkeypatch.setattr(sys, "executable", str(cuda))
-    card, _ = found()
-    assert (card.python, card.builds) == (str(cuda), 1)
+    gpu, _ = found()
+    assert (gpu.python, gpu.builds) == (str(cuda), 1)
     monkeypatch.setattr(sys, "executable", str(plain))
     monkeypatch.setenv("BIGDIT_CUDA_PYTHON", str(plain))
-    card, (fix,) = found()
-    assert card.torch is None
+    gpu, (fix,) = found()
+    assert gpu.torch is None
     assert fix.startswith(f"BIGDIT_CUDA_PYTHON: {plain} has torch 2.13.0+cpu, not its build for CUDA 13; name another")
     monkeypatch.setenv("BIGDIT_CUDA_PYTHON", str(tmp_path / "none"))
     monkeypatch.setenv("BIGDIT_CACHE", str(plain))  # a file

@@ -45,7 +45,7 @@ def test_help_does_not_import_torch():
 
 def test_what_is_kept_of_a_plan_is_shown_without_what_makes_plans():
     code = "import sys, bigdit.search.answer, bigdit.search.ask, bigdit.report.plan; "
-    code += "sys.exit(any(name in sys.modules for name in ('numpy', 'bigdit.search.making')))"
+    code += "sys.exit(any(name in sys.modules for name in ('numpy', 'bigdit.search.planner')))"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
@@ -142,7 +142,7 @@ def test_training_finds_out_about_a_missing_store_at_once(tmp_path):
         (["plan", "--network", "fast"], "error: --network is 'fast', and a number was expected"),
         (
             ["extract", "--config", "none.yaml", "--engine", "foo"],
-            "error: --engine is 'foo', which is not known; known: local, ray, slurm",
+            "error: --engine is 'foo', which is unknown; known: local, ray, slurm",
         ),
         (
             ["profile", "--model", "dit-s-2", "--plot", "/proc/x.png"],
@@ -166,7 +166,7 @@ def test_a_working_folder_that_is_gone_is_a_line(tmp_path):
     gone.mkdir()
     done = run_command("sh", "-c", f"cd {gone} && rmdir {gone} && exec {BIN / 'bigdit'} plan --model sana-600m")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: the working folder is gone; go to one that is there (cd)\n"
+    assert done.stderr == "error: the working folder was removed; change to another (cd)\n"
     gone.mkdir()
     helped = run_command("sh", "-c", f"cd {gone} && rmdir {gone} && exec {BIN / 'bigdit'} plan --help")
     assert (helped.returncode, helped.stderr) == (0, "")

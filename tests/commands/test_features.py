@@ -47,18 +47,18 @@ def test_info_tells_what_is_there_and_who_is_at_it(store):
     gone, dead = left_half_written(store)
     done = bigdit("features", "info", store, COLUMNS="160")
     assert done.returncode == 0, done.stderr
-    assert f"{store}: whole; 240 of 240 pictures encoded, " in done.stdout
-    for expected in ("source 0  folder: 240 pictures", "image     name identity, factor 2", "text      class_name T5"):
+    assert f"{store}: whole; 240 of 240 images encoded, " in done.stdout
+    for expected in ("source 0  folder: 240 images", "image     name identity, factor 2", "text      class_name T5"):
         assert expected in done.stdout
     assert "4x4x4 80 33.3%" in " ".join(done.stdout.split())
-    assert f"{gone.name} is of another machine: alive or dead; in hand: {PART}, 4 B" in done.stdout
-    assert f"{dead.name} is dead; in hand: {PART}, 4 B" in done.stdout
+    assert f"{gone.name} runs or ran on another machine; leased: {PART}, 4 B" in done.stdout
+    assert f"{dead.name} is dead; leased: {PART}, 4 B" in done.stdout
     assert f"`bigdit features clean {store}` removes what dead workers left" in done.stdout
     report = json.loads(bigdit("features", "info", store, "--json").stdout)
     assert (report["parts_done"], report["parts"], report["encoded"], report["skipped"]) == (1, 1, 240, [])
     assert report["bytes"] == (store / PART).stat().st_size
     assert 0 < report["bytes"] - sum(report["bytes_by_column"].values()) < 2000  # the header
-    assert sum(worker["pictures"] for worker in report["workers"]) == 240
+    assert sum(worker["images"] for worker in report["workers"]) == 240
     assert report["workers"][0]["images_per_s"] > 0
     assert {held["fate"] for held in report["at_work"]} == {"dead", "unknown"}
 
@@ -170,7 +170,7 @@ def test_a_killed_process_that_verified_is_a_line(tmp_path):
         said = main.communicate()[1].decode()
     assert main.returncode == 1
     assert said.splitlines()[-1] == (
-        f"error: a process that verified {tmp_path}/store was killed, for lack of memory perhaps, or crashed: nothing "
+        f"error: a process that verified {tmp_path}/store was killed, perhaps for lack of memory, or crashed. Nothing "
         "was changed; verify again, with fewer --workers"
     )
 

@@ -49,8 +49,8 @@ def plan_json(*arguments):
         (
             ["--model", "sana-1600m", "--gpu", "a40", "--gpus", "8", "--engine", "single", "--global-batch", "9"],
             [
-                "error: --engine single runs on one card, and --gpus is 8;",
-                "error: --global-batch is 9, and 8 cards come to multiples of 8; nearest: 8 or 16",
+                "error: --engine single runs on one GPU, and --gpus is 8;",
+                "error: --global-batch is 9, and 8 GPUs come to multiples of 8; nearest: 8 or 16",
             ],
         ),
     ],
@@ -105,13 +105,13 @@ def test_a_plan_for_people_for_machines_and_for_python(tmp_path):
     status, printed, _ = plan_json(*question)
     assert (status, printed["fits"], printed["verdict"]) == (0, True, "FITS")
     assert printed["question"]["images"] == 10_000
-    assert not {"packed_timeline", "settings"} & set(printed)
-    assert len(json.loads((tmp_path / "plan/plan.json").read_text())["settings"]) > 1
+    assert not {"packed_timeline", "ran"} & set(printed)
+    assert len(json.loads((tmp_path / "plan/plan.json").read_text())["ran"]) > 1
 
     code = (
         "import bigdit, json\n"
         "plan = bigdit.plan('dit-s-8', 'rtx-3060', images='10k', global_batch=64)\n"
-        "print(json.dumps(plan.model_dump(mode='json', exclude={'packed_timeline', 'settings'}) | {'fits': plan.fits}))"
+        "print(json.dumps(plan.model_dump(mode='json', exclude={'packed_timeline', 'ran'}) | {'fits': plan.fits}))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=500, check=False
@@ -185,7 +185,7 @@ def test_a_run_with_stages_has_a_plan_of_each_by_which_it_trains(tmp_path):
     assert done.stdout.count("add --images to see how long it takes") == 2
     done = bigdit("train", "--config", plans / "run.yaml", "--dry-run")
     assert done.returncode == 0, done.stderr
-    assert "the plan predicts another strategy" not in done.stderr
+    assert "the plan is for another strategy" not in done.stderr
     strategies = [stage["strategy"] for stage in json.loads(done.stdout)["stages"]]
     recorded = [yaml.safe_load((plans / f"stage-{number}/plan.yaml").read_text()) for number in (0, 1)]
     assert json.loads((plans / "stage-0/plan.json").read_text())["question"]["epochs"] == 2
@@ -237,7 +237,7 @@ def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
     assert "800 images (200 for validation) × 0.1 epochs, 20 steps" in text
     assert "0.01 GiB to generate samples (text encoder, VAE)" in text
     (tmp_path / "vae/diffusion_pytorch_model.safetensors").unlink()
-    unknown = "what the VAE takes of the host is not known, and not counted: no weights there"
+    unknown = "the CPU memory of the VAE is not known, and not counted: no weights there"
     assert unknown in " ".join(bigdit("plan", *asked).stdout.split())
 
 
@@ -264,32 +264,32 @@ def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
         ([*TINY, "--config", "nosuch.yaml"], "the config nosuch.yaml does not exist"),
         (
             ["--config", DIGITS, "--set", "train.steps=5", "--set", "train.steps=6"],
-            "--set says train.steps 2 times; leave it once",
+            "--set has train.steps 2 times; give it once",
         ),
-        ([*TINY, "--set", "a=1"], "--set goes with --config, and --model was given; leave it out"),
+        ([*TINY, "--set", "a=1"], "--set needs --config, and --model was given; leave it out"),
         (
             [*TINY, "--also-gpus", "2"],
-            "--also-gpus is for report.html, which --out DIR writes; add --out, or leave it out",
+            "--also-gpus needs --out DIR, which writes report.html; add --out, or leave it out",
         ),
         (
             [*TINY, "--out", "plan", "--also-gpus", "1,2"],
-            "--also-gpus says 1, which the plan is of; leave it out there",
+            "--also-gpus has 1, the plan's own number of GPUs; leave it out there",
         ),
         (
             [*TINY, "--out", "plan", "--also-gpus", "two"],
-            "--also-gpus expects numbers of cards such as 2,4,8, each from 1 to 4096, and 'two' was found",
+            "--also-gpus expects numbers of GPUs such as 2,4,8, each from 1 to 4096, and 'two' was found",
         ),
         (
             [*TINY, "--out", "plan", "--also-gpus", "2,3,4,5"],
-            "--also-gpus 2,3,4,5 are 4 numbers; a page has 3 beside its own",
+            "--also-gpus 2,3,4,5 has 4 numbers; a page has at most 3",
         ),
         (
             [*TINY, "--out", "plan", "--also-gpus", "2,12"],
-            "--also-gpus says 12, and machines of --gpus-per-node 8 come to multiples of 8; nearest: 8 or 16",
+            "--also-gpus has 12, and machines of --gpus-per-node 8 come to multiples of 8; nearest: 8 or 16",
         ),
         (
             [*TINY, "--out", "plan", "--engine", "single", "--also-gpus", "2"],
-            "--engine single runs on one card, and --also-gpus says 2; use --engine zero1, zero2, zero3 or fsdp2, or "
+            "--engine single runs on one GPU, and --also-gpus says 2; use --engine zero1, zero2, zero3 or fsdp2, or "
             "leave it out",
         ),
         (
@@ -303,7 +303,7 @@ def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
         ),
         (
             ["--config", DIGITS, "--out", "plan", "--also-gpus", "2"],
-            "--also-gpus goes with --model, and --config was given; leave it out",
+            "--also-gpus needs --model, and --config was given; leave it out",
         ),
         ([], "no model was named; --model takes one of `bigdit models`, or a diffusers config.json"),
     ],

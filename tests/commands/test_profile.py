@@ -127,7 +127,7 @@ def test_a_strategy_is_presets_keys_and_files(tmp_path):
         ("zero2,world_size=99999999", "--strategy: world_size is 99999999, and 4096 or less was expected"),
         (
             "single,micro_batch_size=2,micro_batch_size=4",
-            "--strategy says micro_batch_size=2 and micro_batch_size=4; leave one of them out",
+            "--strategy has micro_batch_size=2 and micro_batch_size=4; leave one of them out",
         ),
     ],
 )

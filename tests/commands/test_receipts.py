@@ -13,7 +13,7 @@ from bigdit.search.calibration import UNPROVED
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Two receipts of an A100 and one of an emulated one, one of a card that nobody knows, one of a CPU, and a file
+    """Two receipts of an A100 and one of an emulated one, one of a GPU that nobody knows, one of a CPU, and a file
     that is none."""
     folder = tmp_path_factory.mktemp("receipts")
     made = {
@@ -41,7 +41,7 @@ def test_they_are_listed(folder):
     assert len(json.loads(bigdit("receipts", "list", "--receipts", folder, "--json").stdout)) == 5
 
 
-def test_those_of_a_card_are_listed_alone(folder):
+def test_those_of_a_gpu_are_listed_alone(folder):
     done = bigdit("receipts", "list", "--receipts", folder, "--gpu", "a100-80g-sxm")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("A100-SXM4-80GB") == done.stdout.count("2026-01-02") == 3
@@ -50,7 +50,7 @@ def test_those_of_a_card_are_listed_alone(folder):
     assert {each["device"] for each in listed} == {"NVIDIA A100-SXM4-80GB"}
     done = bigdit("receipts", "list", "--receipts", folder, "--gpu", "a40")
     assert (done.returncode, done.stdout) == (0, "")
-    assert "none of 5 receipts is of a40" in done.stderr
+    assert "5 receipts, none of a40" in done.stderr
     assert bigdit("receipts", "list", "--receipts", folder, "--gpu", "a4000000").returncode == 1
 
 
@@ -71,7 +71,7 @@ def test_they_are_compared_with_an_emulated_gpu(folder):
     assert "7.654" not in done.stdout
     assert "0 of 1 step inside the estimated interval; ! marks those outside" in done.stdout
     assert "0.100 s !" in done.stdout
-    assert "plans for this card take" in done.stdout
+    assert "plans for this GPU have" in done.stdout
     assert "their speed is calibrated by" in done.stdout
     assert "note: receipts of Nobody's Card are left out: " in done.stderr
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
@@ -81,21 +81,21 @@ def test_they_are_compared_with_an_emulated_gpu(folder):
 def test_what_plans_take_from_them_is_said_by_card(folder):
     """The emulated one, which was slower and took more, counts for nothing."""
     (row,) = json.loads(bigdit("receipts", "compare", "--receipts", folder, "--json").stdout)[:1]
-    (card,) = json.loads(bigdit("receipts", "calibrate", "--receipts", folder, "--json").stdout)
-    assert (card["gpu"], card["receipts"]) == ("a100-80g-sxm", 2)
+    (gpu,) = json.loads(bigdit("receipts", "calibrate", "--receipts", folder, "--json").stdout)
+    assert (gpu["gpu"], gpu["receipts"]) == ("a100-80g-sxm", 2)
     # One receipt has bytes: twice its error, and half of what is assumed without any. One has seconds: the factor is
     # what it took of what is predicted.
     off = abs(2 * GIB / row["predicted_peak_reserved_bytes"] - 1)
-    assert card["band_share"] == pytest.approx(min(2 * off + UNPROVED.share / 2, 0.99))
+    assert gpu["margin_share"] == pytest.approx(min(2 * off + UNPROVED.share / 2, 0.99))
     seconds = row["predicted_seconds_per_step"]
-    (speed,) = card["speeds"].values()
-    assert list(card["speeds"]) == ["one GPU"]
+    (speed,) = gpu["speeds"].values()
+    assert list(gpu["speeds"]) == ["one GPU"]
     assert speed["ratio"] == pytest.approx(0.1 / math.sqrt(seconds["low"] * seconds["high"]))
     assert (speed["spread"], speed["count"]) == (0, 1)
     done = bigdit("receipts", "calibrate", "--receipts", folder, "--gpu", "a100-80g-sxm")
     assert done.returncode == 0, done.stderr
-    assert "note: 1 receipt of an emulated card is left out: what the NVIDIA A100" in done.stderr
-    assert f"+{100 * card['band_share']:.1f} %" in done.stdout
+    assert "note: 1 receipt of an emulated GPU is left out: what the NVIDIA A100" in done.stderr
+    assert f"+{100 * gpu['margin_share']:.1f} %" in done.stdout
     assert f"× {speed['ratio']:.3g}" in done.stdout
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
 
@@ -103,21 +103,19 @@ def test_what_plans_take_from_them_is_said_by_card(folder):
 def test_nothing_to_take_is_a_line(folder, tmp_path):
     done = bigdit("receipts", "calibrate", "--receipts", folder, "--gpu", "a40")
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith(
-        "error: receipts calibrate: none of 5 receipts is usable of a40; one"
-    )
+    assert done.stderr.splitlines()[-1].startswith("error: receipts calibrate: 5 receipts, none usable of a40; one")
     done = bigdit("receipts", "calibrate", "--receipts", tmp_path, "--json")
     assert (done.returncode, done.stdout) == (1, "")
-    assert "error: receipts calibrate: none of 0 receipts is usable of any GPU" in done.stderr
+    assert "error: receipts calibrate: 0 receipts, none usable of any GPU" in done.stderr
 
 
-def test_none_of_a_card_and_none_at_all_are_lines(folder, tmp_path):
+def test_none_of_a_gpu_and_none_at_all_are_lines(folder, tmp_path):
     done = bigdit("receipts", "compare", "--receipts", folder, "--gpu", "a40")
     assert done.returncode == 0
-    assert "none of 5 receipts is of a40 with one shape of batches" in done.stderr
+    assert "5 receipts, none of a40 with one shape of batches" in done.stderr
     done = bigdit("receipts", "list", "--receipts", tmp_path)
     assert (done.returncode, done.stdout) == (0, "")
-    assert f"no receipts in {tmp_path}; `bigdit train` leaves one" in done.stderr
+    assert f"no receipts in {tmp_path}; `bigdit train` writes one" in done.stderr
     done = bigdit("receipts", "compare", "--receipts", tmp_path / "nowhere")
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: --receipts: {tmp_path}/nowhere is no folder")

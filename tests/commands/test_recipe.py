@@ -10,7 +10,7 @@ from bigdit import catalog
 from bigdit.catalog.conditions import takes_classes
 from bigdit.catalog.models import gates
 from bigdit.config import load_stages
-from bigdit.recipes.recipe import MEASURED, names, recipe
+from bigdit.recipes import MEASURED, names, recipe
 from bigdit.train.prepare import prepare_stages
 from bigdit.units import gib
 
@@ -46,7 +46,7 @@ def test_a_recipe_is_a_run_of_the_catalogues_model_on_its_card(name):
 def test_one_is_shown_with_its_needs_and_all_commands_and_is_copied_as_it_stands(tmp_path):
     shown = bigdit("recipe", "show", "sana-1600m-a40").stdout
     found = recipe("sana-1600m-a40")
-    for text in ("NVIDIA A40", "of RAM, while it saves", *found.commands, found.text):
+    for text in ("NVIDIA A40", "of memory while it saves", *found.commands, found.text):
         assert text in shown
     done = bigdit("recipe", "copy", "sana-1600m-a40", "--out", tmp_path)
     assert done.returncode == 0, done.stderr
@@ -55,7 +55,7 @@ def test_one_is_shown_with_its_needs_and_all_commands_and_is_copied_as_it_stands
     copied.write_text("mine")
     again = bigdit("recipe", "copy", "sana-1600m-a40.yaml", "--out", tmp_path)
     assert again.returncode == 1
-    assert again.stderr == f"error: {copied} is there already, and is left as it is; --out names another file\n"
+    assert again.stderr == f"error: {copied} exists already, and was not changed; name another file with --out\n"
     assert copied.read_text() == "mine"
 
 
@@ -91,21 +91,21 @@ def test_what_has_no_ending_is_a_folder(tmp_path):
     assert done.stderr == f"wrote {tmp_path}/my/runs/sana-1600m-a40.yaml\n"
     (tmp_path / "file").write_text("mine")
     done = bigdit("recipe", "copy", "sana-1600m-a40", "--out", tmp_path / "file")
-    assert done.stderr == f"error: {tmp_path}/file is there already, and is left as it is; --out names another file\n"
+    assert done.stderr == f"error: {tmp_path}/file exists already, and was not changed; name another file with --out\n"
 
 
 def test_what_it_saves_is_shown_and_said_as_json():
     name = "sana-1600m-a40"
     saved, extraction = recipe(name).took.saved, recipe(name).took.extraction
-    parts = saved.weights_bytes + saved.optimizer_bytes + saved.averages_bytes
+    parts = saved.weights_bytes + saved.optimizer_bytes + saved.ema_bytes
     assert 0 < saved.checkpoint_bytes - parts < 2**20  # headers
     assert saved.most_bytes == 3 * saved.checkpoint_bytes + 2 * saved.export_bytes
     shown = " ".join(bigdit("recipe", "show", name).stdout.split())
     for text in (
-        "19.3 GB a checkpoint (6.42 GB of weights, 12.8 GB of the optimizer's state), of which 2 stay",
+        "19.3 GB for each checkpoint (6.42 GB of weights, 12.8 GB of the optimizer's state), of which 2 stay",
         "at most 70.6 GB: 3 of them while one is written, and 2 exports of 6.42 GB",
         f"`bigdit extract` allocates {gib(extraction.peak_allocated_bytes)} and reserves "
-        f"{gib(extraction.peak_reserved_bytes)}: 8 pictures of each size",
+        f"{gib(extraction.peak_reserved_bytes)}: 8 images of each size",
     ):
         assert text in shown
     said = json.loads(bigdit("recipe", "show", name, "--json").stdout)
@@ -140,11 +140,11 @@ def test_how_wide_hours_are_is_what_the_faq_says():
 
 def test_videos_and_classes_are_asked_for_as_such():
     shown = " ".join(bigdit("recipe", "show", "wan2.1-1.3b-lora-rtx-4090").stdout.split())
-    assert "of features for 100,000 videos " in shown
+    assert "of latents and embeddings for 100,000 videos " in shown
     assert "GiB: one video of each size " in shown
     low, high = recipe("wan2.1-1.3b-lora-rtx-4090").took.encoding_hours
-    assert f"{low:.1f} to {high:.1f} h before it, to encode 100,000 videos on the card" in shown
-    assert "not counted: the download, reading and decoding, samples and saving" in shown
+    assert f"{low:.1f} to {high:.1f} h before it, to encode 100,000 videos on the GPU" in shown
+    assert "not counted: download, reading and decoding, samples and saving" in shown
     assert '--caption "a fox in the snow"' in recipe("wan2.1-1.3b-lora-rtx-4090").commands[-1]
     assert recipe("dit-xl-2-rtx-4090").commands[-1].endswith("--label 0")
 

@@ -128,7 +128,7 @@ CONTRADICTIONS = [
 @pytest.mark.parametrize(("strategy", "options", "said"), CONTRADICTIONS, ids=[each[1] for each in CONTRADICTIONS])
 def test_what_contradicts_the_run_is_refused_by_both_names(checked, strategy, options, said):
     assert problems(checked, strategy, options) == [
-        f"accelerate was asked for --{option} {asked} ({ACCELERATE[option][0]}), and {decided}; say --{option} {wanted}"
+        f"accelerate was asked for --{option} {asked} ({ACCELERATE[option][0]}), and {decided}; use --{option} {wanted}"
         for option, asked, decided, wanted in said
     ]
 
@@ -136,10 +136,10 @@ def test_what_contradicts_the_run_is_refused_by_both_names(checked, strategy, op
 @pytest.mark.parametrize(
     ("strategy", "options", "named", "fix"),
     [
-        (zero2(), f"{FSDP} --fsdp_version 2", "use_fsdp", "say --use_deepspeed"),
-        (FSDP2, f"{DEEPSPEED} --zero_stage 2", "use_deepspeed", "say --use_fsdp --fsdp_version 2, or --multi_gpu"),
+        (zero2(), f"{FSDP} --fsdp_version 2", "use_fsdp", "use --use_deepspeed"),
+        (FSDP2, f"{DEEPSPEED} --zero_stage 2", "use_deepspeed", "use --use_fsdp --fsdp_version 2, or --multi_gpu"),
         (SINGLE, "--use_deepspeed --num_processes 1", "use_deepspeed", "start it by `python launch/train.py`"),
-        (zero2(), "--use_megatron_lm --num_processes 2", "use_megatron_lm", "say --use_deepspeed"),
+        (zero2(), "--use_megatron_lm --num_processes 2", "use_megatron_lm", "use --use_deepspeed"),
     ],
 )
 def test_another_engine_is_refused_alone(checked, strategy, options, named, fix):
@@ -202,5 +202,5 @@ def test_a_launched_process_refuses_before_it_looks_for_features(told, tmp_path,
     assert main.main(["--config", str(config)]) == 1
     assert capsys.readouterr().err.splitlines() == [
         "error: accelerate was asked for --zero_stage 1 (ACCELERATE_DEEPSPEED_ZERO_STAGE), and strategy.ds_config: "
-        "zero_optimization.stage is 2; say --zero_stage 2"
+        "zero_optimization.stage is 2; use --zero_stage 2"
     ]

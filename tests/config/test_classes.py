@@ -41,35 +41,35 @@ CASES = [
     (
         CLASSES,
         ["data.images=pictures", TEXT],
-        "data.images has no label, and PaperDiT is fed classes; set it, such as to folder, and leave encoders.text out",
+        "data.images has no label, and PaperDiT takes classes; set it, such as to folder, and leave encoders.text out",
     ),
     (
         CLASSES,
         ["model.kwargs.null_class=false"],
-        "data.caption_dropout is 0.1, and model.kwargs.null_class is false: there is no class that stands for none; "
-        "set the one to 0, or the other to true",
+        "data.caption_dropout is 0.1, and model.kwargs.null_class is false: the model has no label for no class; set "
+        "the one to 0, or the other to true",
     ),
     (
         DIGITS,
         ["data.classes=[a, b]"],
-        "data.classes names classes, and data.images has no label; set it, or leave data.classes out",
+        "data.classes is set, and data.images has no label; set it, or leave data.classes out",
     ),
     (
         DIGITS,
         ["data.images={path: a, label: folder}", "encoders.text=null"],
-        "data.images has a label, and SanaTransformer2DModel is fed text; leave it out, and set encoders.text",
+        "data.images has a label, and SanaTransformer2DModel takes text; leave it out, and set encoders.text",
     ),
     (
         DIGITS,
         ["data.images={path: a.csv, label: x, captions: y}"],
-        "data.images: captions and label are both set, and a model is fed one of them; leave out the other",
+        "data.images: captions and label are both set, and a model takes one of them; leave out the other",
     ),
     (
         DIGITS,
         ["encoders.text=null"],
-        "encoders.text is missing, and no source of data.images has a label: a model is fed captions or classes; set "
-        "encoders.text to a mapping of pipeline, path or config; or, of a model of classes, data.images to one such as "
-        "{path: FOLDER, label: folder}",
+        "encoders.text is missing, and no source of data.images has a label: a model needs captions or classes; set "
+        "encoders.text to a mapping of pipeline, path or config; or, for a model of classes, data.images to one such "
+        "as {path: FOLDER, label: folder}",
     ),
     (
         DIGITS,

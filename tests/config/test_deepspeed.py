@@ -92,8 +92,8 @@ _CPU_ADAM = "needs DeepSpeedCPUAdam, and bigdit steps its own optimizer; remove 
         ),
         (
             {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
-            "ds_config.zero_optimization.zero_quantized_weights is True: it runs CUDA kernels of DeepSpeed's own, "
-            "whose memory no emulated GPU sees; remove it",
+            "ds_config.zero_optimization.zero_quantized_weights is True: it runs DeepSpeed's own CUDA kernels, "
+            "whose memory an emulated GPU cannot count; remove it",
         ),
         (
             {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}},
@@ -102,8 +102,8 @@ _CPU_ADAM = "needs DeepSpeedCPUAdam, and bigdit steps its own optimizer; remove 
         ),
         (
             {"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}},
-            "ds_config.zero_optimization.zenflow is {'topk_ratio': 0.1}: it steps the optimizer beside the training "
-            "step, and not within it; remove it",
+            "ds_config.zero_optimization.zenflow is {'topk_ratio': 0.1}: it steps the optimizer outside the training "
+            "step; remove it",
         ),
         (
             {"zero_optimization": {"stage": 2, "compute_grad_norm": False}},
@@ -164,7 +164,7 @@ def test_what_deepspeed_does_not_take_is_told_as_it_tells_it(document: dict[str,
 
     with pytest.raises(UserError) as caught:
         check_document(Strategy(engine="deepspeed", ds_config=document))
-    assert all(line.startswith("strategy.ds_config: DeepSpeed does not take it: ") for line in caught.value.problems)
+    assert all(line.startswith("strategy.ds_config: DeepSpeed rejects it: ") for line in caught.value.problems)
     assert message in str(caught.value)
 
 

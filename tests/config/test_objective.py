@@ -69,45 +69,45 @@ def test_keys_without_a_name_are_of_flow_matching():
     [
         (
             ["objective.name=ddmp"],
-            "objective.name is 'ddmp', which is not known; did you mean ddpm?",
+            "objective.name is 'ddmp', which is unknown; did you mean ddpm?",
         ),
-        (["objective.prediction=v"], "objective.prediction: unknown key; flow_matching has none; it is of ddpm"),
+        (["objective.prediction=v"], "objective.prediction: unknown key; flow_matching has no such key; ddpm has it"),
         (
             ["objective={name: ddpm, shift: 3}"],
-            "objective.shift: unknown key; ddpm has none; it is of flow_matching",
+            "objective.shift: unknown key; ddpm has no such key; flow_matching has it",
         ),
         (
             ["objective={name: ddpm, betas: cosine}"],
-            "objective.betas is 'cosine', which is not known; did you mean squaredcos_cap_v2?",
+            "objective.betas is 'cosine', which is unknown; did you mean squaredcos_cap_v2?",
         ),
         (
             ["objective.shift={name: linear}"],
-            "objective.shift.name is 'linear', which is not known; known: exponential, sqrt",
+            "objective.shift.name is 'linear', which is unknown; known: exponential, sqrt",
         ),
         (
             ["objective={t_distribution: uniform, mode_scale: 1}"],
-            "objective.mode_scale is 1, and objective.t_distribution is uniform; it is of mode: leave it out",
+            "objective.mode_scale is 1, and objective.t_distribution is uniform; it is for mode: leave it out",
         ),
         (
             ["objective={t_distribution: uniform, mode_scale: 1.29}"],  # its default
-            "objective.mode_scale is 1.29, and objective.t_distribution is uniform; it is of mode: leave it out",
+            "objective.mode_scale is 1.29, and objective.t_distribution is uniform; it is for mode: leave it out",
         ),
         (
             ["objective={name: ddpm, p2_k: 1}"],
-            "objective.p2_k is 1, and objective.p2_gamma is missing, which it is of; set both",
+            "objective.p2_k is 1, and objective.p2_gamma is missing, which it belongs to; set both",
         ),
         (
             ["objective={t_distribution: mode, logit_std: 2}"],
-            "objective.logit_std is 2, and objective.t_distribution is mode; it is of logit_normal: leave it out",
+            "objective.logit_std is 2, and objective.t_distribution is mode; it is for logit_normal: leave it out",
         ),
         (
             ["objective={name: ddpm, betas: squaredcos_cap_v2, beta_end: 0.5}"],
-            "objective.beta_end is 0.5, and objective.betas is squaredcos_cap_v2; it is of linear and scaled_linear: "
+            "objective.beta_end is 0.5, and objective.betas is squaredcos_cap_v2; it is for linear and scaled_linear: "
             "leave it out",
         ),
         (
             ["objective={name: ddpm, min_snr_gamma: 5, p2_k: 3}"],
-            "objective.p2_k is 3, and objective.p2_gamma is missing, which it is of; set both",
+            "objective.p2_k is 3, and objective.p2_gamma is missing, which it belongs to; set both",
         ),
         (
             ["objective.name=ddpm", "objective.predicts=v"],
@@ -120,7 +120,7 @@ def test_keys_without_a_name_are_of_flow_matching():
         ),
         (
             ["objective={name: ddpm, zero_terminal_snr: true}"],
-            "objective: zero_terminal_snr leaves noise alone in the last timestep, which says nothing of the picture "
+            "objective: zero_terminal_snr leaves noise alone in the last timestep, which says nothing of the image "
             "where prediction is epsilon; set prediction to v",
         ),
         (
@@ -133,13 +133,13 @@ def test_keys_without_a_name_are_of_flow_matching():
         ),
         (
             ["objective={name: ddpm, timesteps: 100000}"],
-            "objective: 100000 timesteps with betas from 0.0001 to 0.02 leave nothing of the picture long before the "
+            "objective: 100000 timesteps with betas from 0.0001 to 0.02 leave nothing of the image long before the "
             "last; set fewer timesteps, or a smaller beta_end",
         ),
         (
             ["objective={name: ddpm, learned_variance: true}"],
-            "objective.learned_variance is true, and the model's out_channels is 4: with a variance beside the "
-            "prediction it is 8, twice in_channels; set it so, or objective.learned_variance to false",
+            "objective.learned_variance is true, and the model's out_channels is 4: with a variance it is 8, twice "
+            "in_channels; set it to that, or objective.learned_variance to false",
         ),
     ],
 )

@@ -46,13 +46,13 @@ def test_each_option_is_one_of_a_command():
         ("data.images=[{path: a, repeats: 10}]", "data.images.0.repeats: unknown key; did you mean data.images? (list "
          "a source as often as it is repeated)"),
         ("network={linear: 16}", "network: unknown key; did you mean strategy.lora? ({rank: 16, alpha: 16})"),
-        ("strategy.engine=DDP", "strategy.engine is 'DDP', which is not known; did you mean deepspeed? "
+        ("strategy.engine=DDP", "strategy.engine is 'DDP', which is unknown; did you mean deepspeed? "
          "(zero_optimization"),
-        ("train.lr_schedule=cosine_with_restarts", "train.lr_schedule is 'cosine_with_restarts', which is not known; "
+        ("train.lr_schedule=cosine_with_restarts", "train.lr_schedule is 'cosine_with_restarts', which is unknown; "
          "did you mean cosine? (without restarts)"),
-        ("strategy.optimizer.name=PagedAdamW8bit", "strategy.optimizer.name is 'PagedAdamW8bit', which is not "
-         "known; did you mean paged_adamw_8bit?"),
-        ("strategy.precision=bfloat16", "strategy.precision is 'bfloat16', which is not known; did you mean bf16?"),
+        ("strategy.optimizer.name=PagedAdamW8bit", "strategy.optimizer.name is 'PagedAdamW8bit', which is unknown; "
+                                                   "did you mean paged_adamw_8bit?"),
+        ("strategy.precision=bfloat16", "strategy.precision is 'bfloat16', which is unknown; did you mean bf16?"),
     ],
 )  # fmt: skip
 def test_what_others_call_it_is_answered_by_its_meaning(override, line):

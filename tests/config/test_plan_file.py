@@ -28,9 +28,8 @@ def test_comments_and_layout_are_no_edit(tmp_path):
 
 WRITTEN = "set plan to null, or to one that `bigdit plan` wrote"
 EDITED = (
-    "is not as it was written: its digest does not match; a plan is a record, so put settings into the run.yaml "
-    "beside it, "
-    "or ask `bigdit plan` again, with --out"
+    "was changed: its digest does not match; put settings into the run.yaml in its folder, or run `bigdit plan` "
+    "again, with --out"
 )
 
 
@@ -58,10 +57,10 @@ def test_any_edit_is_noticed(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("format: 2\n", "has format 2, and this bigdit reads 1; ask `bigdit plan` again, with --out"),
-        ("", "is damaged: it holds no keys; ask `bigdit plan` again, with --out"),
-        ("- 1\n", "is damaged: it holds no keys; ask `bigdit plan` again, with --out"),
-        ("model: {}\n", "has format None, and this bigdit reads 1; ask `bigdit plan` again, with --out"),
+        ("format: 2\n", "has format 2, and this bigdit reads 1; run `bigdit plan` again, with --out"),
+        ("", "is damaged: it holds no keys; run `bigdit plan` again, with --out"),
+        ("- 1\n", "is damaged: it holds no keys; run `bigdit plan` again, with --out"),
+        ("model: {}\n", "has format None, and this bigdit reads 1; run `bigdit plan` again, with --out"),
         ("format: 1\n2026-01-01: a day\n", EDITED),
         ("format: 1\n1: a\nb: c\n", EDITED),
         ("a: [", "is damaged: not YAML: "),
@@ -101,8 +100,8 @@ def test_a_plan_of_other_keys_is_one_line(tmp_path):
     document = plan_of().model_dump(mode="json") | {"colour": "blue", "batch": {"latents": [1]}}
     file.write_text(yaml.safe_dump(document | {"digest": plan_file._digest(document)}))
     (found,) = problems(read_plan_file, file)
-    assert found.startswith(f"{file} was written by a bigdit of other keys: batch.latents.")
-    assert found.endswith("; ask `bigdit plan` again, with --out")
+    assert found.startswith(f"{file} was written by another version of bigdit: batch.latents.")
+    assert found.endswith("; run `bigdit plan` again, with --out")
 
 
 @given(st.integers(1, 300), st.integers(1, 16))

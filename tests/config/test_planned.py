@@ -50,7 +50,7 @@ def test_a_strategy_that_was_edited_is_not_compared(overrides, differs, tmp_path
     stage = stage_of(tmp_path, plan, *overrides)
     assert differs in unplanned(stage.run.strategy, plan)
     (notice,) = stage.plan_notices(plan.catalogue)
-    assert notice.startswith("the plan predicts another strategy, and is not compared with: strategy.")
+    assert notice.startswith("the plan is for another strategy, and is not compared with the run: strategy.")
     assert differs in notice
 
 
@@ -60,7 +60,7 @@ def test_other_processes_than_the_run_says_are_refused(tmp_path):
     file = run_yaml(tmp_path, plan)
     assert load_stages(file, [], 2)[0].run.strategy.world_size == 2
     assert problems(load_stages, file, [], 3) == [
-        f"{file}: strategy.world_size is 2, and 3 processes run (WORLD_SIZE); start as many, set it to 3, or "
+        f"{file}: strategy.world_size is 2, and 3 processes run (WORLD_SIZE); start that many, set it to 3, or "
         "leave it out"
     ]
 
@@ -86,8 +86,8 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
     write(other, tmp_path / "plan")
     (stage,) = load_stages(tmp_path / "run.yaml")
     assert problems(prepare_stages, [stage]) == [
-        "model has num_layers 4, and the plan's model.kwargs.num_layers is 9 (digits); set plan to null, or ask "
-        "`bigdit plan` for it"
+        "model has num_layers 4, and the plan's model.kwargs.num_layers is 9 (digits); set plan to null, or plan this "
+        "model"
     ]
 
 
@@ -104,8 +104,8 @@ def test_what_the_plan_did_not_foresee_is_said(tmp_path):
     assert plan_notices(run, plan, plan.catalogue) == []
     compiled = stage_of(tmp_path, plan, "strategy.compile_blocks=true").run
     assert plan_notices(compiled, plan, plan.catalogue) == [
-        "strategy.compile_blocks is true, and the plan is of blocks as they are written: compiled ones keep other "
-        "tensors, as a rule less, and at times more"
+        "strategy.compile_blocks is true, and plans run blocks as they are written: compiled ones usually keep less "
+        "memory, and at times more"
     ]
     build = plan.model_copy(update={"versions": plan.versions | {"torch": f"{plan.versions['torch']}+another"}})
     assert plan_notices(run, build, plan.catalogue) == []
@@ -116,11 +116,11 @@ def test_what_the_plan_did_not_foresee_is_said(tmp_path):
     fitting = plan.model_copy(update={"micro_batch_sizes": (fits,)})
     assert not any("data.buckets" in line for line in plan_notices(larger, fitting, plan.catalogue))
     assert plan_notices(larger, old, "fedcba9876543210") == [
-        f"the plan was made with torch 2.12.0 ({plan.versions['torch']} is installed), which may take other memory; "
-        "plan again to be sure",
+        f"the plan was made with torch 2.12.0 ({plan.versions['torch']} is installed), which may change its memory; "
+        f"plan again to be sure",
         "the plan was made with catalogue 0123456789abcdef, and this is fedcba9876543210; plan again to be sure",
-        "data.buckets holds 16 × 16, and the plan is for 8 × 12 (question.resolution) and what fits as it does "
-        "(micro_batch_sizes): larger samples take more memory than it says",
-        "encoders.text.max_tokens is 64, and the plan is for 32 (batch.text): longer text takes more memory than it "
-        "says",
+        "data.buckets has 16 × 16, and the plan is for 8 × 12 (question.resolution) and sizes that fit as well "
+        "(micro_batch_sizes): larger samples need more memory than planned",
+        "encoders.text.max_tokens is 64, and the plan is for 32 (batch.text): longer text needs more memory than "
+        "planned",
     ]

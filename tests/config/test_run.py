@@ -44,7 +44,7 @@ def test_overrides_reach_nested_keys():
 def test_an_unknown_key_names_the_nearest():
     assert problems(["train.stepz=3"]) == ["train.stepz: unknown key; did you mean steps, decay_steps?"]
     assert problems(["encoders.image.facto=2"]) == [
-        "encoders.image.facto: unknown key; did you mean factor? (pixels of a latent's side)"
+        "encoders.image.facto: unknown key; did you mean factor? (pixels per side of a latent)"
     ]
     assert problems(["mode.name=x"]) == ["mode: unknown key; did you mean model, encoders?"]
 
@@ -61,7 +61,7 @@ def test_a_misplaced_key_names_its_section():
 
 def test_all_problems_of_values_are_told_at_once():
     assert problems(["train.steps=-1", "strategy.optimizer.name=adam", "output=null"]) == [
-        "strategy.optimizer.name is 'adam', which is not known; did you mean adamw?",
+        "strategy.optimizer.name is 'adam', which is unknown; did you mean adamw?",
         "train.steps is -1, and 1 or more was expected",
         "output is null, and a path was expected",
     ]
@@ -83,14 +83,13 @@ def test_all_problems_of_values_are_told_at_once():
          "one of them out"),
         ("strategy.ema={power: 0.3}", "strategy.ema.power is 0.3, and a number below 0.288 was expected"),
         ("strategy.ema=0.9", "strategy.ema is 0.9, and keys such as decay, power, widths, device were expected"),
-        ("strategy.ema={widths: [0.1, 0.1]}", "strategy.ema: ema.widths is [0.1, 0.1]; each is an average of its own, "
-         "so let them differ"),
+        ("strategy.ema={widths: [0.1, 0.1]}", "strategy.ema: ema.widths is [0.1, 0.1]; each must differ"),
         ("strategy.ema={widths: [0.05]}", "strategy.ema.widths is [0.05], and a list of at least 2 was expected"),
         ("train=null", "train is null, and keys such as steps, epochs, warmup_steps, lr_schedule, decay_steps, "
          "min_lr were expected"),
         ("train.steps=null", "train: steps and epochs are both missing; set one of them"),
-        ("train.epochs=2.5", "train: steps is 800 and epochs 2.5, and one follows from the other; leave one of them "
-         "out, or set it to null"),
+        ("train.epochs=2.5", "train: steps is 800 and epochs 2.5, and only one may be set; leave one of them out, or "
+                             "set it to null"),
         ("train.epochs=0", "train.epochs is 0, and a number above 0 was expected"),
         ("train.epochs=1e7", "train.epochs is '1e7', and 1000000 or less was expected"),
         ("strategy.optimizer.lr=.inf", "strategy.optimizer.lr is inf, and a finite number was expected"),
@@ -107,13 +106,14 @@ def test_all_problems_of_values_are_told_at_once():
         ("strategy.world_size=100000", "strategy.world_size is 100000, and 4096 or less was expected"),
         ("train.timeout=.inf", "train.timeout is inf, and a finite number was expected"),
         ("data.images=5", "data.images: it is a path, or a mapping with path; 5 was found"),
-        ("data.images=[]", "data.images: the list is empty; name a source, such as a folder of pictures"),
+        ("data.images=[]", "data.images: the list is empty; name a source, such as a folder of images"),
         ("data.images={path: a, captions: {b: true}}", "data.images.captions: the weight of b is a number from 1.2e-38 "
          "to 3.4e+38, or a column; True was found"),
         ("data.buckets=[[8]]", "data.buckets.0 is [8], and a list of at least 2 was expected"),
         ("data.buckets=[[8, 8, 8, 8]]", "data.buckets.0 is [8, 8, 8, 8], and a list of 3 was expected"),
         ("data.buckets=[[9, 8, 8]]", "data: buckets has 9 × 8 × 8 of videos, and fps is missing; set it to the frames "
-         "a second that the model is trained at, such as 16 of Wan, 8 of CogVideoX or 25 of LTX-Video"),
+                                     "per second that the model is trained at, such as 16 of Wan, 8 of CogVideoX or "
+                                     "25 of LTX-Video"),
         ("data.fps=8", "data: fps is 8, and buckets has no frames; give [frames, height, width], such as [17, 8, 8], "
          "or leave fps out"),
         ("data.buckets=[]", "data.buckets is [], and a list of at least 1 was expected"),
@@ -122,9 +122,9 @@ def test_all_problems_of_values_are_told_at_once():
         ("encoders.image=5", "encoders.image is 5, and keys such as name, factor, color, class_name, path, latents "
          "were expected"),
         ("encoders.image={}", "encoders.image is {}, and a mapping with a name was expected"),
-        ("encoders.image.name=foo", "encoders.image.name is 'foo', which is not known; known: identity, vae"),
+        ("encoders.image.name=foo", "encoders.image.name is 'foo', which is unknown; known: identity, vae"),
         ("model.kwargs=5", "model.kwargs is 5, and a mapping of keys to values was expected"),
-        ("model.kwargs={1: 2}", "model.kwargs.1: this key is no text; put quotes around it"),
+        ("model.kwargs={1: 2}", "model.kwargs.1: a key must be text; put quotes around it"),
     ],
 )  # fmt: skip
 def test_a_value_that_is_not_taken_is_one_line_in_the_words_of_the_config(override, line):
@@ -156,17 +156,17 @@ def test_all_contradictions_are_told_at_once():
     ("overrides", "lines"),
     [
         (("train.warmup_steps=9",), ["train.warmup_steps is 9, beyond train.steps 8"]),
-        (("train.lr_schedule=wsd",), ["train.decay_steps is missing, and train.lr_schedule is wsd; it is of wsd, which "
-         "needs it"]),
+        (("train.lr_schedule=wsd",), ["train.decay_steps is missing, and train.lr_schedule is wsd; only wsd has it, "
+                                      "and needs it"]),
         (("train.lr_schedule=cosine", "train.decay_steps=2"), ["train.decay_steps is 2, and train.lr_schedule is "
-         "cosine; it is of wsd, which needs it"]),
+         "cosine; only wsd has it, and needs it"]),
         (("train.lr_schedule=wsd", "train.decay_steps=7", "train.warmup_steps=2"), ["train.decay_steps is 7, and "
          "train.warmup_steps 2 leave 6 of train.steps 8 to it"]),
         (("train.lr_schedule=constant", "train.min_lr=1e-5"), ["train.min_lr is 1e-05, and train.lr_schedule is "
          "constant; cosine and wsd fall to it"]),
         (("train.lr_schedule=cosine", "train.min_lr=1"), ["train.min_lr is 1, above strategy.optimizer.lr 0.001, "
          "which falls to it"]),
-        (("train.lr_schedule=linear",), ["train.lr_schedule is 'linear', which is not known; did you mean "
+        (("train.lr_schedule=linear",), ["train.lr_schedule is 'linear', which is unknown; did you mean "
          "cosine? (to train.min_lr)"]),
     ],
 )  # fmt: skip
@@ -199,7 +199,7 @@ def test_pixels_of_no_fitting_number_of_channels_name_what_fits():
     (found,) = problems(["encoders.image.factor=8", "encoders.image.color=rgb", "data.buckets=[[8, 8]]"])
     assert found == (
         "encoders.image gives 192 channels (factor 8, rgb), and the model's in_channels is 4; set encoders.image to "
-        "the VAE that the model was made for (name: vae, class_name, path), or, for pixels, its factor to 2 and its "
+        "the model's VAE (name: vae, class_name, path), or, for pixels, its factor to 2 and its "
         "color to gray"
     )
 
@@ -217,8 +217,8 @@ ALONE = ("strategy.engine=single", "strategy.ds_config=null", "strategy.global_b
         (("strategy.blocks_to_swap=2", "strategy.lora={base: nf4}", "model.init_from=/weights"), ["strategy: "
          "blocks_to_swap is 2, and the weights of two blocks are on the device at any time; set it to 3 or more, or "
          "to 0"]),
-        (("strategy.blocks_to_swap=3",), ["strategy: blocks_to_swap keeps weights on the host, and those that are "
-         "trained have to be stepped while they are on the device, without masters: precision is fp32 and "
+        (("strategy.blocks_to_swap=3",), ["strategy: blocks_to_swap keeps weights in CPU memory, and trained "
+         "ones must be stepped while they are on the device, without masters: precision is fp32 and "
          "optimizer_in_backward is false; set precision to bf16_sr and optimizer_in_backward to true, or set lora",
          "strategy: blocks_to_swap is 3, and checkpointed_blocks is 0: weights of a swapped block come again when it "
          "is recomputed; set checkpointed_blocks to 3 or more, or all"]),
@@ -230,7 +230,7 @@ def test_what_of_a_strategy_excludes_what_is_a_line_each(overrides, lines):
 
 def test_other_processes_than_those_of_the_run_are_told_by_their_variable():
     with pytest.raises(
-        UserError, match=r"strategy\.world_size is 1, and 2 processes run \(WORLD_SIZE\); start as many"
+        UserError, match=r"strategy\.world_size is 1, and 2 processes run \(WORLD_SIZE\); start that many"
     ):
         load_stages(DIGITS, [*ALONE, "strategy.world_size=1"], 2)
 
@@ -291,7 +291,7 @@ def test_set_needs_a_key_and_a_value():
 
 def test_one_way_to_name_the_model():
     assert problems(["model.name=sana-600m"]) == [
-        "one of model.name, model.path and model.class_name says what is trained; "
+        "exactly one of model.name, model.path and model.class_name was expected; "
         "model.name and model.class_name was found"
     ]
 
@@ -300,8 +300,8 @@ def test_what_is_drawn_on_the_way_begins_with_pictures_where_the_run_does():
     drawn = ["data.buckets=[[9, 8, 8]]", "data.fps=8", "samples.captions=[a one, a two, a six]"]
     for images, count in (("[]", 0), ("[a.png, b.png]", 2)):
         found = problems([*drawn, "encoders.first_frame={}", f"samples.images={images}"])
-        said = f"samples.images has {count} for 3 of samples.captions, and encoders.first_frame has videos begin with"
-        assert f"{said} a picture; name one for all, or one for each" in found
+        said = f"samples.images has {count} for 3 of samples.captions, and encoders.first_frame needs an image"
+        assert f"{said} for each video; name one for all, or one for each" in found
     for images in ("[a.png]", "[a.png, b.png, c.png]"):
         load_and_check([*drawn, "encoders.first_frame={}", f"samples.images={images}"])
     found = problems([*drawn, "samples.images=[a.png]"])

@@ -125,8 +125,7 @@ def test_what_is_wrong_of_a_stage_is_told_by_its_key(tmp_path, stage, line):
 def test_what_no_stage_would_hear_is_refused(tmp_path):
     path = written(tmp_path, LOW, HIGH)
     assert problems(path, "train.steps=9", "data.workers=1") == [
-        "--set train.steps=9: all 2 stages have train.steps of their own, and none takes it; set it of one, such as "
-        "stages.0.train.steps=9"
+        "--set train.steps=9: all 2 stages have their own train.steps; set it for one, such as stages.0.train.steps=9"
     ]
     assert (
         load_stages(path, ["strategy.optimizer.lr=1e-3"])[0].run.strategy.optimizer.lr == 1e-3
@@ -138,7 +137,7 @@ def test_what_is_wrong_of_the_run_is_told_once(tmp_path):
     assert problems(path, "train.seed=-1") == [f"{path} with --set: train.seed is -1, and 0 or more was expected"]
     assert problems(path, "encoders.image.factor=1", "model.name=null") == [
         "encoders.image gives 1 channels (factor 1, gray), and the model's in_channels is 4; set encoders.image to the "
-        "VAE that the model was made for (name: vae, class_name, path), or, for pixels, its factor to 2 and its color "
+        "model's VAE (name: vae, class_name, path), or, for pixels, its factor to 2 and its color "
         "to gray"
     ]
 
@@ -157,7 +156,7 @@ def test_what_is_wrong_of_the_run_is_told_once(tmp_path):
 )
 def test_what_all_stages_share_is_refused_in_one(tmp_path, stage, line):
     found = problems(written(tmp_path, LOW, stage))
-    assert f"stages.1.{line}: all stages share it; set it once, outside of stages" in found
+    assert f"stages.1.{line}: all stages share it; set it once, outside stages" in found
 
 
 def test_another_objective_is_one_line(tmp_path):
@@ -179,7 +178,7 @@ def test_one_is_named_where_one_is_wanted(tmp_path):
     path = written(tmp_path, LOW, HIGH)
     assert load_run(path, ALONE, 1).train.steps == 7
     for asked, line in {
-        (path, None): f"{path} has stages, each a run of its own, and this takes one; name it: --stage 0 to 1",
+        (path, None): f"{path} has 2 stages; choose one: --stage 0 to 1",
         (path, 2): f"--stage is 2, and {path} has stages 0 to 1",
         (DIGITS, 1): f"--stage is 1, and {DIGITS} has no stages",
     }.items():

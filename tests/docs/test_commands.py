@@ -23,7 +23,7 @@ from reader import (
 from reference import commands
 
 from bigdit.config import load_run
-from bigdit.recipes.recipe import names, recipe
+from bigdit.recipes import names, recipe
 
 PAGES = [FIRST, *sorted(page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md"))]
 GOLDEN = ROOT / "tests/golden/plan-sana-1600m-a40.txt"

@@ -34,8 +34,8 @@ def test_every_key_has_a_row():
         known = [*model.model_fields, *getattr(model, "also", ())]
         assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == known
     assert "\n## strategy.ema: EmaSpec {#emaspec}\n" in run
-    assert "| `micro_batch_size` | Samples that a process takes at once. | integer ≥ 1 | `1` |" in run
-    assert "| `ema` | A moving average of the weights. | [EmaSpec](run.md#emaspec) or null | `null` |" in strategy
+    assert "| `micro_batch_size` | Samples per process in one pass. | integer ≥ 1 | `1` |" in run
+    assert "| `ema` | An EMA of the weights. | [EmaSpec](run.md#emaspec) or null | `null` |" in strategy
     assert "| `global_batch_size` | Samples of an optimizer step over all processes." in strategy
 
 

@@ -50,7 +50,7 @@ def test_what_was_added_removed_or_edited_in_a_folder_is_named_with_a_way_out(fo
 
     for name in "wxyz":
         save(folder / f"{name}.png")
-    alone = "to encode these alone, move them to a folder of their own, and append it to data.images; "
+    alone = "to encode only these, move them to a folder of their own, and append it to data.images; "
     assert refused(str(folder), features) == f"{begin}4 added: w.png, x.png, y.png, …; {alone}{anew}"
     (tmp_path / "more").mkdir()
     for file in [file for name in "wxyz" for file in folder.glob(f"{name}.*")]:
@@ -92,7 +92,7 @@ def test_parts_that_are_not_encoded_yet_take_what_there_is(folder, tmp_path):
     assert encode(str(folder), tmp_path / "f", options=["--end-index", "2"]).returncode == 0
     (folder / "e.txt").write_text("caption E")
     done = encode(str(folder), tmp_path / "f")
-    assert (done.returncode, "4 of 5 pictures encoded" in done.stdout) == (0, True), done.stderr
+    assert (done.returncode, "4 of 5 images encoded" in done.stdout) == (0, True), done.stderr
 
 
 def test_an_edit_within_a_tar_that_keeps_all_sizes_is_noticed(tmp_path):

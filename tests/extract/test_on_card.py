@@ -31,7 +31,7 @@ def test_workers_encode_on_the_card(tmp_path):
         cards=2,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "6 of 6 pictures encoded" in done.stderr + done.stdout
+    assert "6 of 6 images encoded" in done.stderr + done.stdout
     assert "cuda" in (tmp_path / "features" / "report.json").read_text()
 
     assert len(FeatureStore.open(tmp_path / "features").buckets) == 1

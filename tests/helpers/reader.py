@@ -14,7 +14,7 @@ from plan_files import TINY_KWARGS, plan_of, run_yaml, write
 from tiny_videos import moving_square
 
 from bigdit.emulator.interpreter import cuda_python
-from bigdit.recipes.recipe import recipe
+from bigdit.recipes import recipe
 
 RECIPES = {
     "sana-1600m-a40": ("data.features=features/sana",),
@@ -32,7 +32,7 @@ SET = (
     "train.steps=8",
     "strategy.ema={widths: [0.05, 0.1]}",
     "train.snapshot_every=1",
-    "data.images=pictures",
+    "data.images=images",
     "data.part_size=null",
 )
 
@@ -53,9 +53,9 @@ while True:
 
 
 def reader_folder(folder, pictures):
-    """`pictures`, `my.yaml` with features/my and runs/my, `run.yaml`, which has two stages, and RECIPES."""
+    """`images`, `my.yaml` with features/my and runs/my, `run.yaml`, which has two stages, and RECIPES."""
     folder.mkdir()
-    (folder / "pictures").symlink_to(pictures)
+    (folder / "images").symlink_to(pictures)
     (folder / "train_dreambooth_lora_sana.py").write_text(SCRIPT)
     my = _run(*SET, "data.features=features/my", "output=runs/my")
     stages = [{"data": {"features": "features/my"}, "train": {"steps": steps}} for steps in (2, 3)]

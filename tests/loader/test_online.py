@@ -43,7 +43,7 @@ from bigdit.train.loop import train
 from bigdit.train.monitor.metrics import read_metrics
 from bigdit.train.prepare import check_stores, prepare_stages
 from bigdit.train.processes.stop import Stop
-from bigdit.train.resume import counted
+from bigdit.train.resume import with_steps
 from bigdit.train.step import encode
 
 FLUX = {
@@ -129,7 +129,7 @@ def trained(path, output, *overrides):
     stages = load_stages(path, [f"output={output}", *overrides])
     prepared = prepare_stages(stages)
     check_stores(stages)
-    prepared, _ = counted(prepared)
+    prepared, _ = with_steps(prepared)
     train(prepared, World(), Stop(60.0, World()))
     found, _ = checkpoint.latest(output)
     return load_file(next((output / "exports" / found.folder.name).glob("*/*.safetensors")))
@@ -261,12 +261,13 @@ def assert_same(path, *overrides):
 def test_what_is_not_taken_online_is_refused(sd3, tmp_path, captioned):
     path, _ = sd3
     said = {
-        "data.buckets=[[16, 16], [16, 24]]": "data.buckets has 2: which is a picture's is known when all were read",
-        "validation.samples=2": "validation holds samples of a store out",
-        "encoders.device=cpu": "encoders.device is cpu: they are where the model is; set it to auto",
-        "encoders.image.latents=moments": "encoders.image.latents is moments, of which loaders draw",
-        "encoders.text.stored=fp8": "encoders.text.stored is fp8, as a store keeps states; leave it out",
-        "encoders.first_frame={}": "encoders.first_frame is kept in a store alone",
+        "data.buckets=[[16, 16], [16, 24]]": "data.buckets has 2: the bucket of an image is known only after all were "
+        "read",
+        "validation.samples=2": "validation needs samples of a store",
+        "encoders.device=cpu": "encoders.device is cpu: encoders must be on the model's device; set it to auto",
+        "encoders.image.latents=moments": "encoders.image.latents is moments, which needs a store",
+        "encoders.text.stored=fp8": "encoders.text.stored is fp8, which needs a store; leave it out",
+        "encoders.first_frame={}": "encoders.first_frame needs a store",
         "stages=[{train: {steps: 1}}, {train: {steps: 2}}]": "it is of a run without stages",
     }
     for override, problem in said.items():
@@ -278,7 +279,7 @@ def test_what_is_not_taken_online_is_refused(sd3, tmp_path, captioned):
         extract(run, model_spec(run.model))
     (tmp_path / "some.tar").touch()
     with pytest.raises(
-        UserError, match=r"holds tars, whose index is kept in data\.features, and strategy\.features is onli"
+        UserError, match=r"holds tars\. Their index needs data\.features, and strategy\.features is onli"
     ):
         trained(path, tmp_path / "run", *ONLINE, f"data.images={tmp_path}/some.tar")
     with pytest.raises(
@@ -290,5 +291,5 @@ def test_what_is_not_taken_online_is_refused(sd3, tmp_path, captioned):
     for file in captioned.iterdir():
         (broken / file.name).write_bytes(file.read_bytes())
     (broken / "3.txt").write_text("")
-    with pytest.raises(UserError, match=r"data\.images: 3\.png: caption 3\.txt is empty; mend or replace it"):
+    with pytest.raises(UserError, match=r"data\.images: 3\.png: caption 3\.txt is empty; fix or replace it"):
         trained(path, tmp_path / "other", *ONLINE, f"data.images={broken}")

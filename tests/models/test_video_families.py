@@ -117,9 +117,9 @@ def test_video_shapes_that_are_asked_for() -> None:
         batch_shape(wan, frames=80)
     with pytest.raises(UserError, match=r"frames is 0; the nearest that fit: 1$"):
         batch_shape(wan, frames=0)
-    with pytest.raises(UserError, match=r"^krea2 makes pictures, and 9 frames were asked for$"):
+    with pytest.raises(UserError, match=r"^krea2 makes images, and 9 frames were asked for$"):
         batch_shape(model("krea2"), frames=9)
-    with pytest.raises(UserError, match=r"is a video model, whose latents have frames; give their number, such as 33"):
+    with pytest.raises(UserError, match=r"is a video model; give the number of frames, such as 33"):
         latent_shape(wan, 480, 832)
 
 

@@ -97,9 +97,9 @@ def test_a_cache_that_cannot_be_written_is_noticed_and_the_answer_stands(
 ) -> None:
     cache.write_text("a file where the folder should be")
     assert all(cards.attempt(asked(size)).params > 0 for size in (1, 2))
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "is not kept" in line]
-    assert line.startswith("the attempt is not kept: cannot write")
-    assert line.endswith(f"; said once of {cache}")
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "is not cached" in line]
+    assert line.startswith("the attempt is not cached: cannot write")
+    assert line.endswith(f"; logged once for {cache}")
 
 
 def test_an_answer_that_takes_too_long_is_a_line_and_is_not_kept(cache: Path, worker) -> None:

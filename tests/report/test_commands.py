@@ -165,8 +165,8 @@ def test_what_cannot_be_trained_here_has_no_command(made):
     assert obstacle(plan) is None
     first = model("wan2.1-i2v-14b-480p")
     plan = plan.model_copy(update={"question": plan.question.model_copy(update={"model": first})})
-    assert obstacle(plan) == "features online have no first frame, which the model begins with"
-    assert "nothing to run: features online have no first frame" in plans.shown(plan, Path("plans/x"))
+    assert obstacle(plan) == "strategy.features online cannot give the first frame that the model needs"
+    assert "nothing to run: strategy.features online cannot give" in plans.shown(plan, Path("plans/x"))
     assert obstacle(made) is None
 
 

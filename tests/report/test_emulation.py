@@ -18,7 +18,7 @@ from bigdit.units import GIB
 
 HOSTILE = LINE | {"code": "<script>alert(1)</script> [bold red]x[/]", "name": "[link=x]<b>"}
 OOM = {
-    "card": 0, "asked_bytes": 2 * GIB, "free_bytes": GIB, "total_bytes": 44 * GIB, "allocated_bytes": 43 * GIB,
+    "gpu": 0, "asked_bytes": 2 * GIB, "free_bytes": GIB, "total_bytes": 44 * GIB, "allocated_bytes": 43 * GIB,
     "phase": "backward", "steps": 1, "frames": [LINE | {"own": False, "name": "inner"}, HOSTILE, LINE],
     "live": [{"script": HOSTILE, "library": None, "phase": "backward", "nbytes": 43 * GIB, "count": 2}],
 }  # fmt: skip
@@ -32,7 +32,7 @@ def run(*changed: dict[str, Any], status: int = 0, skipped: bool = False, **more
 
 
 def emulation(*runs: Run) -> Emulation:
-    return Emulation(command=("python", "<i>train.py"), gpu=gpu("a40"), cards=1, runs=runs)
+    return Emulation(command=("python", "<i>train.py"), gpu=gpu("a40"), gpus=1, runs=runs)
 
 
 def shown(found: Emulation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
@@ -42,7 +42,7 @@ def shown(found: Emulation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_what_a_script_wrote_stays_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    found = emulation(run({"out_of_memory": [OOM], "out_of_memory_count": 1, "cards": [LARGE]}, status=1))
+    found = emulation(run({"out_of_memory": [OOM], "out_of_memory_count": 1, "gpus": [LARGE]}, status=1))
     html = page(found)
     assert "<script" not in html
     assert "&lt;script&gt;alert(1)" in html
@@ -61,7 +61,7 @@ def test_out_of_memory_decides_the_exit_status() -> None:
     assert emulation(run({}), ran_out).exit_status == EXIT_DOES_NOT_FIT
     word, why = verdict(ran_out, emulation(ran_out))
     assert word == "does not fit"
-    assert why == ": process 1 ran out of memory in backward: 2.00 GiB asked, 1.00 GiB free"
+    assert why == ": process 1 ran out of memory in backward: 2.00 GiB requested, 1.00 GiB free"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_what_went_on_after_memory_ran_out_ended_as_its_command(
     if found == 0:
         word, why = verdict(of.runs[0], of)
         assert word == "ended well"
-        assert why.startswith(", after memory ran out 3 times on the way: the process takes ")
+        assert why.startswith(", although memory ran out 3 times: the process needs ")
 
 
 @pytest.mark.parametrize("status", [1, 2, 7, 139])
@@ -110,7 +110,7 @@ def test_a_command_that_failed_gives_no_answer(
 
 def test_a_page_says_first_that_memory_ran_out_on_the_way() -> None:
     of = emulation(run({"out_of_memory": [OOM], "out_of_memory_count": 1, "stepped_after_oom": True}))
-    assert "<strong>ended well</strong> <span>after memory ran out once on the way: the process takes" in page(of)
+    assert "<strong>ended well</strong> <span>although memory ran out once: the process needs" in page(of)
 
 
 def test_a_process_of_a_command_that_failed_is_not_said_to_have_ended_well() -> None:
@@ -137,13 +137,13 @@ def test_notices_are_said_once() -> None:
     assert "with the first step skipped, only then (process 1)" in lines
     assert sum("read what is not there" in line for line in lines) == 1
     assert any("process 7" in line and "left no account" in line for line in lines)
-    assert any("started 2 processes on fewer cards" in line for line in lines)
-    assert "2 processes used card 0, and shared its memory" in lines
+    assert any("started 2 processes on fewer GPUs" in line for line in lines)
+    assert "2 processes used GPU 0, and shared its memory" in lines
 
 
 def test_no_card_is_no_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = emulation(run())
-    assert "no process used a card" in " ".join(shown(found, monkeypatch, capsys).split())
+    assert "no process used a GPU" in " ".join(shown(found, monkeypatch, capsys).split())
     assert verdict(found.runs[0], found)[0] == "no answer"
 
 
@@ -162,7 +162,7 @@ def test_places_are_short() -> None:
 
 
 def test_the_folder_has_both_runs(tmp_path: Path) -> None:
-    found = emulation(run({"cards": [LARGE]}), run({"cards": [LARGE], "skipped_steps": 1}, skipped=True))
+    found = emulation(run({"gpus": [LARGE]}), run({"gpus": [LARGE], "skipped_steps": 1}, skipped=True))
     written = write_emulation(found, tmp_path / "out")
     assert [file.name for file in written] == ["report.html", "report.json"]
     assert json.loads(written[1].read_text()) == json.loads(json.dumps(document(found)))

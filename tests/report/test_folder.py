@@ -15,9 +15,9 @@ from bigdit.config.plan_file import read_plan_file
 from bigdit.config.stages import load_stages
 from bigdit.errors import UserError
 from bigdit.objective_spec import learned
-from bigdit.recipes.recipe import MEASURED, names, recipe
-from bigdit.report.folder import OURS, write_plan
+from bigdit.recipes import MEASURED, names, recipe
 from bigdit.report.how_to_run import commands, skeleton
+from bigdit.report.page import OURS, write_plan
 from bigdit.search.answer import PLANS
 from bigdit.search.plan import Plan, record
 from bigdit.speed.seconds import Interval
@@ -58,7 +58,7 @@ def test_a_kept_plan_is_believed_as_it_was_written_alone(made, tmp_path, monkeyp
     whole = file.read_text()
     file.write_text(whole.replace(str(made.chosen.peak_allocated_bytes), "1"))  # a plan still, of other figures
     assert PLANS.find(("question",)) is None
-    assert capsys.readouterr().err == f"{file} is damaged, and the plan is made anew\n"
+    assert capsys.readouterr().err == f"{file} is damaged, and the plan is made again\n"
 
 
 def test_deepspeeds_document_is_complete_and_accepted(tmp_path):

@@ -13,8 +13,8 @@ from PIL import Image
 from quantities import leaves, quantities, reads, visible
 
 from bigdit.errors import UserError
+from bigdit.report import leaving_a_page
 from bigdit.report import run as report
-from bigdit.report.leave import leaving_a_page
 from bigdit.report.run import MOST_POINTS, charts, page, read_run
 from bigdit.train.record import PhaseMemory, PlannedMemory, RunRecord
 from bigdit.units import GIB, MIB, duration, gib
@@ -40,7 +40,7 @@ def run(trained, tmp_path):
 
 @pytest.fixture
 def planned(run):
-    """The same, as if it had run on a GPU, by a plan, with validation and pictures on the way."""
+    """The same, as if it had run on a GPU, by a plan, with validation images."""
     record = RunRecord.model_validate_json((run / "run.json").read_text())
     sizes = {"init": 4 * MIB, "forward": 36 * MIB, "backward": 40 * MIB, "step": 12 * MIB}
     phases = {phase: 3 * nbytes // 4 for phase, nbytes in sizes.items()}
@@ -87,7 +87,7 @@ def test_every_number_is_one_that_the_run_left(planned):
     pairs = [(phase.allocated_bytes, expected.phases[phase.phase]) for phase in measured.phases]
     pairs.append((measured.peak_reserved_bytes, expected.peak_reserved_bytes))
     numbers |= {100 * (one / other - 1) for one, other in pairs}
-    numbers |= {found.steps, found.record.strategy.global_batch_size, *found.pictures}
+    numbers |= {found.steps, found.record.strategy.global_batch_size, *found.images}
     losses = {f"{row[key]:.4f}" for row in found.rows for key in row if "loss" in key and row[key] is not None}
     shown = visible(re.sub("<pre>.*?</pre>", "", page(found), flags=re.DOTALL))
     quantities_shown = quantities(shown)
@@ -112,7 +112,7 @@ def test_a_run_without_a_plan_has_what_was_measured(run):
     assert record.measured.peak_allocated_bytes == receipt["measured_peak_allocated_bytes"]
     assert (record.measured.phases, record.measured.peak_reserved_bytes) == ((), None)
     text = " ".join(visible(page(read_run(run))).split())
-    assert f"The process took at most {gib(record.measured.peak_allocated_bytes)} through 2 steps" in text
+    assert f"The process needed at most {gib(record.measured.peak_allocated_bytes)} through 2 steps" in text
     assert "planned" not in text
     assert "DONE all of 8 steps" in text
 
@@ -128,7 +128,7 @@ def test_it_needs_nothing_beside_itself_and_captions_are_text(planned):
     assert "<script" not in text
     assert "&lt;script&gt;alert(1)&lt;/script&gt;; a &amp; b" in text
     assert len(re.findall(r'src="data:image/jpeg;base64,[\w+/=]+"', text)) == text.count("src=") == 4
-    assert re.findall(r'after (\d) steps, <a href="samples/step-(\d+).webp">moving</a>', text) == [("8", "00000008")]
+    assert re.findall(r'after (\d) steps, <a href="samples/step-(\d+).webp">video</a>', text) == [("8", "00000008")]
     for address in re.findall(r'<a href="([^"]*)"', text):
         assert (planned / address).exists()
     ids = re.findall(r'\bid="([^"]*)"', text)
@@ -140,7 +140,7 @@ def test_it_needs_nothing_beside_itself_and_captions_are_text(planned):
 
 
 def test_many_large_pictures_make_no_large_page(run, monkeypatch):
-    monkeypatch.setattr(report, "PICTURE_BYTES", 15_000)
+    monkeypatch.setattr(report, "IMAGE_BYTES", 15_000)
     (run / "samples").mkdir()
     pixels = np.random.default_rng(0).integers(0, 256, (300, 500, 3), dtype=np.uint8)
     for step in range(1, 12):
@@ -159,12 +159,12 @@ def test_a_run_that_has_not_ended_has_its_page(planned):
     found = read_run(planned)
     assert found.receipt is None  # of an earlier end
     text = " ".join(visible(page(found)).split())
-    assert "NOT AT ITS END 5 of 8 steps; the same command goes on" in text
+    assert "NOT FINISHED 5 of 8 steps; the same command resumes" in text
     assert "in the last steps" in text
     for name in LEFT[1:]:
         (planned / name).unlink()
     text = " ".join(visible(page(read_run(planned))).split())
-    assert "5 steps of how many is not known: the run left no run.json that can be read" in text
+    assert "5 steps of an unknown number: there is no readable run.json" in text
     assert "Not measured" in text
 
 
@@ -177,7 +177,7 @@ def test_what_is_damaged_is_left_out_and_said(run):
     done = bigdit("report", run)
     assert done.returncode == 0, done.stderr
     notes = done.stderr.splitlines()
-    assert notes[0] == f"note: 1 of 9 lines of {run}/metrics.jsonl hold no row and are left out"
+    assert notes[0] == f"note: 1 of 9 lines of {run}/metrics.jsonl hold no row, and were left out"
     assert notes[1].startswith(f"note: {run}/run.json is damaged: it is not JSON: ")
     assert notes[2].startswith(f"note: {run}/receipt.json is damaged: steps: Input should be a valid integer")
     assert notes[3:] == [f"wrote {run}/report.html"]
@@ -189,13 +189,13 @@ def test_json_has_all_of_it(planned):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found == json.loads(json.dumps(read_run(planned).document()))
-    assert len(found["metrics"]) == found["steps"] == found["wanted"] == 8
+    assert len(found["metrics"]) == found["steps"] == found["total"] == 8
     assert found["checkpoints"] == found["exports"] == ["step-00000008"]
     assert not (planned / "report.html").exists()
 
 
 def test_where_no_run_is_a_line_says_so(tmp_path):
-    wanted = "the output of a run (its config's output) that has taken ten steps, or all, was expected"
+    wanted = "the output folder of a run after ten steps, or at its end, was expected"
     path = tmp_path / "metrics.jsonl"
     with pytest.raises(UserError) as error:
         read_run(tmp_path)
@@ -203,7 +203,7 @@ def test_where_no_run_is_a_line_says_so(tmp_path):
     path.write_text("nothing\n")
     with pytest.raises(UserError) as error:
         read_run(tmp_path)
-    assert str(error.value) == f"report: {path} has no row that can be read; {wanted}"
+    assert str(error.value) == f"report: {path} has no readable row; {wanted}"
 
 
 def ends_early(output, rows):
@@ -227,7 +227,7 @@ def test_a_page_is_left_where_rows_were_written_and_never_fails_a_run(run, capfd
         write_rows(run, rows)
     assert (
         capfd.readouterr().err
-        == f"note: {run}/report.html is not written: cannot write {run}/report.html: Is a directory\n"
+        == f"note: {run}/report.html was not written: cannot write {run}/report.html: Is a directory\n"
     )
 
 

@@ -19,7 +19,7 @@ from traces import MIB, timeline, timelines
 from bigdit.errors import UserError
 from bigdit.memory import CATEGORIES, Block, Span, Timeline, ledger
 from bigdit.memory.process import beside_torch
-from bigdit.report import ledger as tables
+from bigdit.report import plan as tables
 from bigdit.report.figures import COLOURS, MOST_COLUMNS, columns, live_bytes, plot_timeline
 
 STEP = Timeline(
@@ -56,7 +56,7 @@ def test_layers_cover_the_picture_as_bytes_cover_the_events(tmp_path: Path) -> N
 def test_a_cards_line_lifts_the_top_and_a_far_one_does_not(tmp_path: Path) -> None:
     parameter = {}
     for name, card in (("none", None), ("near", 200 * MIB), ("far", 2000 * MIB)):
-        plot_timeline(STEP, tmp_path / f"{name}.png", title="a step", card_bytes=card)
+        plot_timeline(STEP, tmp_path / f"{name}.png", title="a step", gpu_bytes=card)
         parameter[name] = painted(tmp_path / f"{name}.png")["parameter"]
     assert parameter["near"] < 0.8 * parameter["none"]
     assert parameter["far"] == pytest.approx(parameter["none"], rel=0.05)
@@ -64,7 +64,7 @@ def test_a_cards_line_lifts_the_top_and_a_far_one_does_not(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("trace", [Timeline((), (), ()), timeline(3, 700, -1, -2), timeline(0, -1)])
 def test_small_and_empty_timelines_are_drawn(trace: Timeline, tmp_path: Path) -> None:
-    plot_timeline(trace, tmp_path / "memory.png", title="small", card_bytes=1000)
+    plot_timeline(trace, tmp_path / "memory.png", title="small", gpu_bytes=1000)
     with Image.open(tmp_path / "memory.png") as picture:
         assert picture.size == (1440, 672)
 
@@ -130,7 +130,7 @@ gradient          30.00 MiB   22.4 %
 saved activation  60.00 MiB   44.8 %
 temporary          4.00 MiB    3.0 %
 
-total              0.13 GiB  100.0 %
+total allocated    0.13 GiB  100.0 %
 """
     )
 
@@ -141,13 +141,13 @@ def test_the_way_to_what_nvidia_smi_shows() -> None:
         text(tables.process(150 * MIB, beside_torch((8, 6), 1), 751 * MIB))
         == """\
 on the GPU
-                                      low        high
-─────────────────────────────────────────────────────
-reserved by torch                0.15 GiB    0.15 GiB
-CUDA context and NCCL            0.14 GiB    0.63 GiB
+                                low        high
+───────────────────────────────────────────────
+reserved by torch          0.15 GiB    0.15 GiB
+CUDA context and NCCL      0.14 GiB    0.63 GiB
 
-process, as nvidia-smi shows it  0.29 GiB    0.78 GiB
-usable bytes of the GPU          0.73 GiB    0.73 GiB
-left                             0.44 GiB  -44.00 MiB
+process, as in nvidia-smi  0.29 GiB    0.78 GiB
+usable bytes of the GPU    0.73 GiB    0.73 GiB
+left                       0.44 GiB  -44.00 MiB
 """
     )

@@ -38,7 +38,7 @@ def pixels(folder, rows):
 
 def test_one_picture_a_caption_and_a_grid(sampled):
     out, report = sampled
-    rows = report["pictures"]
+    rows = report["images"]
     assert [row["caption"] for row in rows] == ["a handwritten six", "a handwritten one", "a handwritten two"]
     assert [row["seed"] for row in rows] == [0, 1, 2]
     pictures = pixels(out / "first", rows)
@@ -52,8 +52,8 @@ def test_a_picture_depends_on_its_caption_and_seed_alone(sampled, trained):
     chosen = ["--caption", "a handwritten one", "--seed", "1", "--size", "8x12", "--steps", "4", "--json"]
     done = bigdit("sample", "--checkpoint", trained / "checkpoints/step-00000008", "--out", out / "second", *chosen)
     assert done.returncode == 0, done.stderr
-    alone = pixels(out / "second", json.loads(done.stdout)["pictures"])[0].astype(int)
-    among = pixels(out / "first", report["pictures"])[1].astype(int)
+    alone = pixels(out / "second", json.loads(done.stdout)["images"])[0].astype(int)
+    among = pixels(out / "first", report["images"])[1].astype(int)
     # another batch size takes other kernels, which round otherwise: one step of 255 at a rounding border
     assert np.abs(alone - among).max() <= 1
 
@@ -72,7 +72,7 @@ def test_a_picture_depends_on_its_caption_and_seed_alone(sampled, trained):
             ["--caption", "x", "--sampler", "lms"],
             "error: --sampler 'lms': there is no such sampler; of flow_matching: ",
         ),
-        (["--label", "3"], "error: --label is '3', and this model is fed captions; pass --caption TEXT"),
+        (["--label", "3"], "error: --label is '3', and this model takes captions; pass --caption TEXT"),
         (["--caption", "x", "--size", "8x9"], "error: --size 8x9 does not divide by the codec's 2; nearest: 8x8"),
         (
             ["--caption", "x", "--size", "99998x99998"],
@@ -81,7 +81,7 @@ def test_a_picture_depends_on_its_caption_and_seed_alone(sampled, trained):
         (
             ["--caption", "x", "--size", "65534x65534"],
             # five times 4 × 32767 × 32767 numbers of 4 bytes
-            "error: --size 65534x65534: drawing 1 at once takes 80.00 GiB at least, and",
+            "error: --size 65534x65534: generating 1 at once takes 80.00 GiB at least, and",
         ),
         (
             ["--caption", "x", "--seed", "9" * 20],
@@ -170,7 +170,7 @@ def test_a_sampler_and_a_negative_text_are_chosen(sampled, trained, tmp_path, sa
     report = json.loads(done.stdout)
     assert report["negative"] == "a handwritten one"
     out, plain = sampled
-    assert (pixels(tmp_path, report["pictures"])[0] != pixels(out / "first", plain["pictures"])[0]).any()
+    assert (pixels(tmp_path, report["images"])[0] != pixels(out / "first", plain["images"])[0]).any()
 
 
 def test_no_checkpoint(tmp_path):

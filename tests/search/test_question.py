@@ -11,7 +11,7 @@ from bigdit.config.load import MOST_RANK
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
 from bigdit.search.ask import ASPECTS, aspect_sizes, parse_sizes, question_for, written
-from bigdit.search.question import Pins, Question
+from bigdit.search.plan import Constraints, Question
 from bigdit.speed.seconds import Cluster
 from bigdit.strategy import MOST_GPUS
 from bigdit.units import GIB, MIB
@@ -29,7 +29,7 @@ def test_what_is_left_out_is_as_the_question_has_it():
     asked = question_for("sana-1600m", "a40", buckets="none")
     own = {"model": catalog.model(SANA), "gpu": catalog.gpu("a40"), "resolution": (1024, 1024)}
     assert asked == Question(**own, host_assumed=True)
-    assert (asked.cluster, asked.pins) == (Cluster(), Pins())
+    assert (asked.cluster, asked.constraints) == (Cluster(), Constraints())
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_every_option_arrives(tmp_path):
     assert asked.buckets == ((480, 832), (1024, 1024), (768, 512))
     assert (asked.global_batch_size, asked.images, asked.epochs, asked.price) == (256, 1500, 2.5, 0.5)
     assert asked.receipts == tmp_path
-    assert asked.pins == Pins(
+    assert asked.constraints == Constraints(
         engine="zero3-offload",
         optimizer="adamw_8bit",
         precision="fp16",
@@ -143,7 +143,7 @@ def test_every_option_arrives(tmp_path):
         features="online",
         full=True,
     )
-    assert question_for("sana-600m", "a40", ema_widths="0.05,0.1").pins.ema == "auto"
+    assert question_for("sana-600m", "a40", ema_widths="0.05,0.1").constraints.ema == "auto"
 
 
 @pytest.mark.parametrize(("asked", "count"), [("30M", 30_000_000), ("1.5k", 1500), ("250_000", 250_000), (7, 7)])
@@ -167,7 +167,7 @@ def test_the_usual_aspect_ratios_keep_the_area():
 def test_models_of_squares_alone_say_so():
     assert question_for("dit-s-8", "rtx-3060-12g").buckets == ()
     assert problems("dit-s-8", "rtx-3060-12g", resolution="256x512") == (
-        "--resolution 256x512: dit-s-8 takes squares alone, and 256 × 512 was asked for; nearest: 256 × 256",
+        "--resolution 256x512: dit-s-8 takes only squares, and 256 × 512 was asked for; nearest: 256 × 256",
     )
 
 
@@ -226,20 +226,20 @@ def test_sizes_read_as_they_are_written(sizes):
             "--host-memory: a memory size with a unit was expected, such as 46068MiB or 24GB, and '64' was found",
         ),
         ({"lora": 0}, "--lora is 0, and 1 or more was expected"),
-        ({"engine": "zero"}, "--engine is 'zero', which is not known; did you mean zero3, zero2, zero1?"),
+        ({"engine": "zero"}, "--engine is 'zero', which is unknown; did you mean zero3, zero2, zero1?"),
         (
             {"optimizer": "adamw8bit"},
-            "--optimizer is 'adamw8bit', which is not known; did you mean adamw_8bit?",
+            "--optimizer is 'adamw8bit', which is unknown; did you mean adamw_8bit?",
         ),
-        ({"precision": "fp8"}, "--precision is 'fp8', which is not known; did you mean fp32, fp16?"),
-        ({"ema": "ram"}, "--ema is 'ram', which is not known; known: auto, cpu, gpu, none"),
+        ({"precision": "fp8"}, "--precision is 'fp8', which is unknown; did you mean fp32, fp16?"),
+        ({"ema": "ram"}, "--ema is 'ram', which is unknown; known: auto, cpu, gpu, none"),
         ({"ema_widths": "0,0.1"}, "--ema-widths is '0', and a number above 0 was expected"),
         ({"ema_widths": "0.1"}, "--ema-widths is 0.1, and two widths or more were expected, such as 0.05,0.1"),
         (
             {"ema": "none", "ema_widths": "0.05,0.1"},
-            "--ema-widths are of averages, and --ema none keeps none; leave one of them out",
+            "--ema-widths are of EMAs, and --ema none keeps none; leave one of them out",
         ),
-        ({"features": "on"}, "--features is 'on', which is not known; did you mean online?"),
+        ({"features": "on"}, "--features is 'on', which is unknown; did you mean online?"),
         (
             {"checkpointed_blocks": "some"},
             "--checkpointed-blocks is 'some', and a whole number or all was expected",
@@ -267,7 +267,7 @@ def test_sizes_read_as_they_are_written(sizes):
             "--buckets 1024x1000: sana-1600m-1024 takes pixels in multiples of 32 (VAE 32 × patch 1), and the width "
             "is 1000; the nearest that fit: 992 or 1024",
         ),
-        ({"frames": 5}, "--frames: sana-1600m-1024 makes pictures, and 5 frames were asked for"),
+        ({"frames": 5}, "--frames: sana-1600m-1024 makes images, and 5 frames were asked for"),
         (
             {"model": "wan2.1-t2v-1.3b", "gpu": "a100-80g-sxm", "frames": 12},
             "--frames: wan2.1-t2v-1.3b takes 1 frame and then multiples of 4 (VAE), and frames is 12; the nearest that "
@@ -275,15 +275,15 @@ def test_sizes_read_as_they_are_written(sizes):
         ),
         (
             {"gpus": 8, "global_batch": 100},
-            "--global-batch is 100, and 8 cards come to multiples of 8; nearest: 96 or 104",
+            "--global-batch is 100, and 8 GPUs come to multiples of 8; nearest: 96 or 104",
         ),
         (
             {"gpus": 8, "global_batch": 100, "micro_batch": 3},
-            "--global-batch is 100, and 8 cards × --micro-batch 3 come to multiples of 24; nearest: 96 or 120",
+            "--global-batch is 100, and 8 GPUs × --micro-batch 3 come to multiples of 24; nearest: 96 or 120",
         ),
         (
             {"global_batch": 4, "micro_batch": 8},
-            "--global-batch is 4, and 1 card × --micro-batch 8 come to multiples of 8; nearest: 8",
+            "--global-batch is 4, and 1 GPU × --micro-batch 8 come to multiples of 8; nearest: 8",
         ),
         (
             {"gpus": 12},
@@ -292,15 +292,15 @@ def test_sizes_read_as_they_are_written(sizes):
         ({"gpus": 2 * MOST_GPUS}, "--gpus is 8192, and plans go up to 4096"),
         (
             {"gpus": 2, "gpu": "a100-80g-sxm:3g.40gb"},
-            "--gpus is 2, and NCCL joins no MIG slices (a100-80g-sxm:3g.40gb); use --gpus 1, or whole cards",
+            "--gpus is 2, and NCCL joins no MIG slices (a100-80g-sxm:3g.40gb); use --gpus 1, or whole GPUs",
         ),
         (
             {"gpus": 2, "engine": "single"},
-            "--engine single runs on one card, and --gpus is 2; use --engine zero1, zero2, zero3 or fsdp2, or --gpus 1",
+            "--engine single runs on one GPU, and --gpus is 2; use --engine zero1, zero2, zero3 or fsdp2, or --gpus 1",
         ),
         (
             {"full": True, "lora": 16},
-            "--full trains all weights, and --lora 16 adapters beside frozen ones; leave one of them out",
+            "--full is full fine-tuning, and --lora 16 trains adapters; leave one of them out",
         ),
         (
             {"gpu": "v100-32g-sxm2", "precision": "bf16"},
@@ -335,7 +335,7 @@ def test_unknown_encoders_are_named_where_they_are_wanted():
     assert line.startswith(
         "--features online: flux.2-klein-9b cannot be planned with features online: the catalogue has"
     )
-    assert question_for("flux.2-klein-9b", "b200").pins.features == "cached"
+    assert question_for("flux.2-klein-9b", "b200").constraints.features == "cached"
 
 
 def test_all_that_is_wrong_is_said_at_once():
@@ -367,7 +367,7 @@ def test_contradictions_are_said_beside_what_is_unknown():
 
 
 def test_adapters_over_a_quantised_base_need_no_bf16():
-    assert question_for("sana-600m", "v100-32g-sxm2", lora=8).pins.lora_rank == 8
+    assert question_for("sana-600m", "v100-32g-sxm2", lora=8).constraints.lora_rank == 8
 
 
 @given(st.integers(1, 64), st.integers(1, 32), st.integers(1, 4096))
@@ -428,7 +428,7 @@ def test_no_rank_within_the_limit_is_wider_than_the_widest_layer():
             {},
             (
                 "no model was named; model takes one of `bigdit models`, or a diffusers config.json",
-                "no card was named; gpu takes one of `bigdit gpus`, or auto for this machine's own",
+                "no GPU was named; gpu takes one of `bigdit gpus`, or auto for this machine's own",
             ),
         ),
         ((5, 6), {}, ("model is 5, and a text was expected", "gpu is 6, and a text was expected")),
@@ -445,7 +445,7 @@ def test_no_rank_within_the_limit_is_wider_than_the_widest_layer():
         (
             ("sana-1600m", "a40"),
             {"global_batch": 4, "micro_batch": 8},
-            ("global_batch is 4, and 1 card × micro_batch 8 come to multiples of 8; nearest: 8",),
+            ("global_batch is 4, and 1 GPU × micro_batch 8 come to multiples of 8; nearest: 8",),
         ),
     ],
 )

@@ -64,7 +64,7 @@ def test_what_is_known_before_extraction_writes_nothing(tmp_path):
     assert not (tmp_path / "features").exists()
     assert checked(one, empty, none) == [f"data.images[2]: {none}"]
     assert checked(empty, listed=False) == []
-    with pytest.raises(UserError, match="holds no pictures"):
+    with pytest.raises(UserError, match="holds no images"):
         checked(one, empty)
     with pytest.raises(UserError) as error:
         checked({"path": one, "label": "nope"}, {"path": tars, "split": "a"}, {"path": none, "label": "nope"})
@@ -77,13 +77,13 @@ def test_what_is_known_before_extraction_writes_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("images", "problem"),
     [
-        ([], "data.images: the list is empty; name a source, such as a folder of pictures"),
+        ([], "data.images: the list is empty; name a source, such as a folder of images"),
         ({"path": "x", "captoins": "y"}, "data.images.captoins: unknown key; did you mean captions?"),
         (
             {"kind": "csv"},
-            "data.images.path: missing (a folder of images or videos with .txt or .json captions beside them)",
+            "data.images.path: missing (a folder of images or videos with captions in .txt or .json files)",
         ),
-        ({"path": "x", "kind": "zip"}, "data.images.kind is 'zip', which is not known; known: csv, datasets, folder"),
+        ({"path": "x", "kind": "zip"}, "data.images.kind is 'zip', which is unknown; known: csv, datasets, folder"),
         (
             {"path": "x", "captions": {"short": -1}},
             "data.images.captions: the weight of short is a number from 1.2e-38 to 3.4e+38, or a column; -1 was",

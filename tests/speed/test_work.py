@@ -42,7 +42,7 @@ def recorded(own_cache):
         for name, text in STRATEGIES.items():
             strategy = parse_strategy([text])
             request = StepRequest(model=SANA, batch=SHAPE, strategy=strategy)
-            found[name] = strategy, work_of(cards.attempt(request, counted=True).work, strategy)
+            found[name] = strategy, work_of(cards.attempt(request, counted="step").work, strategy)
     return found
 
 
@@ -107,11 +107,11 @@ def test_what_is_offloaded_crosses_the_link_and_is_computed_on_the_host(recorded
 def test_offload_shows_in_the_parts(recorded):
     strategy, work = recorded["zero2-offload"]
     offloaded = step_time(work, strategy, A100, Cluster(gpus=8)).parts
-    assert {"host", "copies to and from the host", "collectives"} <= set(offloaded)
+    assert {"CPU", "copies to and from CPU memory", "collectives"} <= set(offloaded)
     strategy, work = recorded["single"]
     kept = step_time(work, strategy, A100, Cluster()).parts
     assert "collectives" not in kept
-    assert kept["optimizer"].low > 100 * kept.get("host", Interval(low=0, high=0)).low
+    assert kept["optimizer"].low > 100 * kept.get("CPU", Interval(low=0, high=0)).low
 
 
 def test_a_micro_batch_between_two_is_worth_their_mean(recorded):

@@ -88,9 +88,7 @@ def test_an_allocator_that_is_set_otherwise_than_planned_is_left_so_and_said(
     assert main.main(["--config", str(config)]) == 0
     assert seen[name] == value
     assert sum("ALLOC_CONF" in each for each in seen) == 1
-    line = (
-        f"note: {name} is {value}, and the plan is for expandable_segments:True, without which torch may reserve more "
-    )
+    line = f"note: {name} is {value}, and the plan is for expandable_segments:True: without it torch may reserve more "
     assert (line in " ".join(capsys.readouterr().err.split())) is said
 
 
@@ -116,7 +114,7 @@ def errors(done):
 def test_other_processes_are_refused_with_both_numbers(tmp_path):
     config = written(PLANS["deepspeed"], tmp_path)
     assert errors(run_command(sys.executable, "launch/train.py", "--config", config)) == [
-        f"error: {config}: strategy.world_size is 2, and 1 process runs (WORLD_SIZE); start as many, set it to 1, or "
+        f"error: {config}: strategy.world_size is 2, and 1 process runs (WORLD_SIZE); start that many, set it to 1, or "
         "leave it out"
     ]
 
@@ -127,7 +125,7 @@ def test_a_machine_that_has_too_little_memory_for_the_plan_starts_nothing(tmp_pa
     done = bigdit("train", "--config", written(plan.model_copy(update={"expected": too_much}), tmp_path))
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(
-        "error: the plan needs 1048576.00 GiB of host memory (expected.host_bytes), and this machine has "
+        "error: the plan needs 1048576.00 GiB of CPU memory (expected.host_bytes), and this machine has "
     )
 
 
@@ -135,7 +133,7 @@ def test_several_machines_need_their_launcher(tmp_path):
     plan = plan_of(Strategy(engine="fsdp2", world_size=16, gradient_clipping=1.0))
     done = bigdit("train", "--config", written(plan, tmp_path))
     assert errors(done) == [
-        "error: the plan is for 16 processes on 2 machines, and `bigdit train` starts those of one; start "
+        "error: the plan is for 16 processes on 2 machines, and `bigdit train` starts one machine; start "
         "launch/train.py with the commands that `bigdit plan` printed"
     ]
 
@@ -143,7 +141,7 @@ def test_several_machines_need_their_launcher(tmp_path):
 def test_another_model_is_refused(tmp_path):
     plan = PLANS["single"]
     config = written(plan, tmp_path, model={"kwargs": TINY_KWARGS | {"num_layers": 3}})
-    again = "set plan to null, or ask `bigdit plan` for it"
+    again = "set plan to null, or plan this model"
     assert errors(bigdit("train", "--config", config)) == [
         f"error: model has num_layers 3, and the plan's model.kwargs.num_layers is 2 (digits); {again}"
     ]

@@ -1,12 +1,12 @@
-// Shows what sliders and choices ask for, or the nearest point that ran. Nothing is computed here but what another GPU
-// leaves of a point. The address keeps what is asked.
+// Shows the chosen point, or the nearest one that ran. Only the headroom on another GPU is computed here. The address
+// keeps the choices.
 const given = JSON.parse(document.getElementById("whatif-data").textContent);
 const at = (name) => document.getElementById(`whatif-${name}`);
 for (const setting of given.settings) setting.points = setting.points.map(named);
 const keys = Object.keys(given.choices);
 const distinct = (values) => [...new Set(values)];
 const CLASSES = { FITS: "fits", TIGHT: "tight", "DOES NOT FIT": "no" };
-const WIDE = 5; // percent of the bar: room for a letter, on a narrow screen too
+const WIDE = 5; // percent of the bar: enough for a letter, also on a narrow screen
 const LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ";
 const FIELDS = { "micro-batch": "micro_batch_size", blocks: "checkpointed_blocks" };
 let moved = "micro-batch"; // the slider that was moved last keeps its place
@@ -18,7 +18,7 @@ function named(values) {
   return { ...point, process: { low_bytes, high_bytes } };
 }
 
-// Bytes in the unit that suits them, or those of the same line.
+// Bytes in a unit that suits them or `like`.
 function gib(bytes, like = bytes) {
   const units = [[2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]];
   const [unit, name] = units.find(([unit]) => Math.abs(like) >= Math.max(unit * 0.1, 1024)) ?? [1, "B"];
@@ -37,7 +37,7 @@ function nearest(sizes, wanted) {
 // All sizes of a slider that ran in the setting.
 const sizesOf = (setting, key) => distinct(setting.points.map((point) => point[FIELDS[key]])).sort((a, b) => a - b);
 
-// What is asked, or the nearest that ran: the slider that was not moved gives way.
+// The chosen point, or the nearest one that ran: the slider that was not moved gives way.
 function answer() {
   const setting = given.settings.find((each) => each.strategy === asked.strategy) ?? given.settings[0];
   const room = setting.rooms.find((each) => each.card === asked.gpu) ?? setting.rooms[0];
@@ -57,7 +57,7 @@ function shortOfHost(setting, point) {
   return !setting.hostAssumed && point.host_bytes > setting.hostMemory;
 }
 
-// On the plan's own GPU as the plan has it; on another one by the same bytes.
+// The plan's verdict on its own GPU; on another GPU the verdict for the same bytes.
 function judged(setting, point, room) {
   if (room === setting.rooms[0]) return point.verdict;
   const { low_bytes: low, high_bytes: high } = point.process;
@@ -65,7 +65,7 @@ function judged(setting, point, room) {
   return shortOfHost(setting, point) ? "DOES NOT FIT" : verdict;
 }
 
-// The setting that has this choice and those before it, and of the others as many as there can be.
+// The setting with this choice and those before it, and as many of the others as possible.
 function choose(key, value) {
   const now = given.settings.find((each) => each.strategy === asked.strategy).words;
   const wanted = { ...now, [key]: value };
@@ -85,7 +85,7 @@ function slide(slider, sizes, size) {
   slider.value = sizes.indexOf(size);
   slider.disabled = sizes.length < 2;
   slider.setAttribute("aria-valuetext", size);
-  document.getElementById(`${slider.id}-said`).textContent = size;
+  document.getElementById(`${slider.id}-value`).textContent = size;
 }
 
 function showAsked({ setting, room }) {
@@ -113,8 +113,8 @@ function showVerdict({ setting, point, room }) {
     `${needs}, ${rest}${shortOfHost(setting, point) ? cpu : ""}; ${how}`;
 }
 
-// The process at the high end in parts, each with a letter and a colour of its own: what is allocated, by category where
-// that was recorded, idle in the allocator, the safety margin, and what is not torch's.
+// Parts of the process at the high end, each with a letter and a colour: allocated memory (by category, if recorded),
+// idle in the allocator, safety margin, and non-torch memory.
 function partsOf(point, nonTorch) {
   const allocated = point.peak_allocated_bytes;
   const idle = Math.max(point.peak_reserved_bytes - allocated, 0);
@@ -126,8 +126,8 @@ function partsOf(point, nonTorch) {
   const parts = [
     ...live,
     ["idle in the allocator", "--idle", idle],
-    ["safety margin", "--beside", margin],
-    ["CUDA context, NCCL", "--beside", nonTorch],
+    ["safety margin", "--non-torch", margin],
+    ["CUDA context, NCCL", "--non-torch", nonTorch],
   ];
   return parts.filter(([, , bytes]) => bytes > 0).map((part, number) => [LETTERS[number], ...part]);
 }
@@ -165,7 +165,7 @@ function showFacts({ setting, point, room }) {
     ["peak phase", point.phase, "the highest peak of all phases"],
     ["CPU memory", gib(point.host_bytes), `of ${gib(setting.hostMemory)} ${machine}`],
   ];
-  const speed = point.samples_per_second_per_card;
+  const speed = point.samples_per_second_per_gpu;
   if (room === setting.rooms[0]) facts.push([`${given.samples}/s per GPU`, speed, room.card]);
   const pairs = facts.map(([name, value, more]) => {
     const pair = document.createElement("div");
@@ -183,7 +183,7 @@ function show() {
   showFacts(found);
 }
 
-// A notebook's frame has no address of its own.
+// A frame in a notebook has no address.
 function remember() {
   const url = new URL(location.href);
   if (url.protocol === "about:") return;
@@ -192,32 +192,32 @@ function remember() {
 }
 
 function recall() {
-  const said = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
+  const stored = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
   asked = { ...given.start };
   for (const key of Object.keys(asked)) {
-    const value = typeof asked[key] === "number" ? parseInt(said[key], 10) : said[key];
+    const value = typeof asked[key] === "number" ? parseInt(stored[key], 10) : stored[key];
     asked[key] = value || value === 0 ? value : asked[key];
   }
   show();
-  sayInstead(said);
+  showMissing(stored);
 }
 
-// What of the wanted did not run, and what is shown instead.
-function sayInstead(wanted) {
+// The choices that did not run, and what is shown instead.
+function showMissing(wanted) {
   const differs = Object.keys(wanted).filter((key) => `${wanted[key]}` !== `${asked[key]}`);
   const lines = differs.map((key) => {
     const shown = key in asked ? `shown: ${asked[key]}` : "no such choice";
     return `${key} “${`${wanted[key]}`.slice(0, 40)}” (${shown})`;
   });
   at("instead").hidden = !lines.length;
-  at("instead").textContent = `Not among what ran: ${lines.join("; ")}`;
+  at("instead").textContent = `These did not run: ${lines.join("; ")}`;
 }
 
 function changed(change) {
   change();
   const wanted = { ...asked };
   show();
-  sayInstead(wanted);
+  showMissing(wanted);
   remember();
 }
 

@@ -1,4 +1,4 @@
-"""From a file's bytes to a picture that encoders can take: upright, opaque, 8 bits, RGB or gray."""
+"""Decodes the bytes of a file to an image for encoders: upright, opaque, 8 bits, RGB or gray."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from bigdit.config.data import MAX_PIXELS
 from bigdit.files import IS_LFS_POINTER, is_lfs_pointer
 from bigdit.sources.protocol import Unusable
 
-# What pictures of data sets are; Pillow's other decoders, some of which start programs, are never tried.
+# The formats of data sets. Pillow's other decoders are never tried: some start programs.
 FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "BMP", "TIFF", "GIF")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".bmp", ".tif", ".tiff", ".gif")
 
-# First bytes of what people have beside them; pillow-heif registers itself, and is not tried either.
+# The first bytes of formats that are not read. pillow-heif registers itself, but is not tried either.
 _UNREAD = {
     rb"....ftyp(hei|hev|mif1|msf1)": "HEIC",
     rb"\xff\x0a|....JXL ": "JPEG XL",
@@ -29,15 +29,18 @@ _UNREAD = {
 }
 
 MAX_ASPECT = 100
-"""The longer side over the shorter one. Beyond it a bucket keeps next to nothing, and rows take memory of their own."""
+"""The most that the longer side is times the shorter one. A bucket would keep next to nothing of longer images."""
 
-# Pillow only warns of pictures above its limit and below twice as much; here they are refused by name.
+# Pillow only warns between its limit and twice the limit. `check_pixels` rejects such images.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
 def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """The first frame as RGB, or as L where it has no color: EXIF rotation applied, transparency laid over white,
-    16 bits scaled to 8; color profiles and densities are not applied. Raises Unusable, with the reason."""
+    """The first frame as RGB, or as L if it has no color.
+
+    EXIF rotation is applied, transparency becomes white, 16 bits are scaled to 8. Color profiles and densities are not
+    applied. Raises Unusable, with the reason.
+    """
     with opened(data, max_pixels) as image:
         image.load()
         ImageOps.exif_transpose(image, in_place=True)
@@ -46,9 +49,9 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
 @contextlib.contextmanager
 def opened(data: bytes, max_pixels: int) -> Iterator[Image.Image]:
-    """A picture's file, none of whose pixels are decoded yet. Raises Unusable, with the reason, for one that is too
-    large, and for what Pillow raises while the picture is used."""
-    # Pillow has one limit for the process, and refuses twice as many pixels before ours is checked.
+    """An image whose pixels are not decoded yet. Raises Unusable, with the reason, for one that is too large, and for
+    whatever Pillow raises while the image is used."""
+    # Pillow has one limit for the process, and raises at twice the limit, before ours is checked.
     Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, max_pixels)
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
@@ -60,15 +63,15 @@ def opened(data: bytes, max_pixels: int) -> Iterator[Image.Image]:
         pixels = re.search(r"\d+", str(error))
         raise _too_large(pixels[0] if pixels else "more", max_pixels) from None
     except UnidentifiedImageError:
-        raise Unusable(_not_read(data)) from None
+        raise Unusable(_unknown_format(data)) from None
     except Exception as error:  # Pillow's decoders raise many classes on damaged files
-        # Without the addresses that objects happen to have: the same picture gives the same reason.
+        # Without addresses of objects, so that the same image gives the same reason.
         reason = re.sub(r" object at 0x[0-9a-f]+", "", " ".join(str(error).split()))
-        raise Unusable(f"damaged picture: {type(error).__name__}: {reason}") from None
+        raise Unusable(f"damaged image: {type(error).__name__}: {reason}") from None
 
 
 def check_pixels(width: int, height: int, max_pixels: int) -> None:
-    """Raise Unusable for an image or a frame with more pixels, or with sides that differ too much."""
+    """Raise Unusable for an image or a frame with too many pixels, or an extreme aspect ratio."""
     longer, shorter = max(width, height), min(width, height)
     if longer > MAX_ASPECT * shorter:
         raise Unusable(f"image of {width} × {height} pixels; one side is at most {MAX_ASPECT} times the other")
@@ -80,22 +83,22 @@ def _too_large(pixels: str, max_pixels: int) -> Unusable:
     return Unusable(f"image of {pixels} pixels; data.max_pixels allows {max_pixels}")
 
 
-def _not_read(data: bytes) -> str:
-    """What a file is that Pillow does not know or may not try, by its first bytes."""
+def _unknown_format(data: bytes) -> str:
+    """What a file is that Pillow does not know or must not try, by its first bytes."""
     if is_lfs_pointer(data):
-        return f"picture {IS_LFS_POINTER}"
+        return f"image {IS_LFS_POINTER}"
     for start, kind in _UNREAD.items():
         if re.match(start, data, re.DOTALL):
-            return f"picture in {kind}, which is not read; convert it to PNG or JPEG"
-    return f"damaged picture: it begins as none of {', '.join(FORMATS)}"
+            return f"image in {kind}, which is not supported; convert it to PNG or JPEG"
+    return f"damaged image: it is none of {', '.join(FORMATS)}"
 
 
 def flat(image: Image.Image) -> Image.Image:
-    """The picture in mode L or RGB, opaque."""
+    """The image in mode L or RGB, opaque."""
     if image.mode.startswith("I;16"):
         return _eight_bits(image)
     if image.mode in ("I", "F"):
-        raise Unusable(f"picture of 32 bits a sample (mode {image.mode}), whose white is unknown; save it with 8 or 16")
+        raise Unusable(f"image of 32 bits a sample (mode {image.mode}): its range is unknown; save it with 8 or 16")
     gray = image.mode in ("1", "L", "LA", "La")
     if image.has_transparency_data:
         opaque = Image.new("RGBA", image.size, "white")
@@ -104,7 +107,7 @@ def flat(image: Image.Image) -> Image.Image:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """16-bit gray as 8 bits: Pillow's own conversion clips at 255 instead of scaling."""
+    """16-bit gray scaled to 8 bits. Pillow's own conversion clips at 255."""
     deep = np.asarray(image).astype(np.uint32)
     gray = ((deep + 128) // 257).astype(np.uint8)  # 65535 = 255 · 257
     transparent = image.info.get("transparency")
