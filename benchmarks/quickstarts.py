@@ -86,7 +86,7 @@ def answer(model: str, gpu: str, way: str) -> Answer:
         raise UserError(f"{' '.join(words)}: {done.stderr.strip().splitlines()[-1:]}")
     plan = json.loads(done.stdout)
     chosen = plan["chosen"]
-    speed = chosen["samples_per_second_per_card"]
+    speed = chosen["samples_per_second_per_gpu"]
     return Answer(
         model=model,
         gpu=gpu,
