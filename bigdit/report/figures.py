@@ -201,7 +201,6 @@ def _draw_limits(axes: Axes, timeline: Timeline, peak: int, peak_bytes: int, gpu
         )
 
 
-MOST_MARKERS = 12
 LINES = (
     (COLOURS["gradient"], "s"),
     (COLOURS["parameter"], "o"),

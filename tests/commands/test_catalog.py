@@ -165,7 +165,7 @@ def test_a_filter_that_finds_nothing():
     ):
         gpus.run(min_memory="big")
     with pytest.raises(
-        UserError, match=r"^--min-memory: 24MB is 22.89 MiB, and machines and cards have 1 GiB to .*mean 24GiB\?$"
+        UserError, match=r"^--min-memory: 24MB is 22.89 MiB, and machines and GPUs have 1 GiB to .*mean 24GiB\?$"
     ):
         gpus.run(min_memory="24MB")
 
