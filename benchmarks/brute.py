@@ -31,10 +31,9 @@ from bigdit.profile.cards import Cards, Row
 from bigdit.search.answer import make_plan
 from bigdit.search.ask import question_for
 from bigdit.search.calibration import UNPROVED
-from bigdit.search.candidates import SAME_ROOM, SAME_SPEED, safe_bytes
-from bigdit.search.plan import Plan, node_bytes
-from bigdit.search.question import Question
-from bigdit.search.space import lossy_by, proposals
+from bigdit.search.plan import Plan, Question, lossy_by, node_bytes, safe_bytes
+from bigdit.search.planner import SAME_ROOM, SAME_SPEED
+from bigdit.search.space import proposals
 from bigdit.speed.seconds import Interval
 from bigdit.strategy import StepSize, Strategy
 from bigdit.units import gib
@@ -128,7 +127,7 @@ class Space:
         """The way at one micro-batch size; None, with a line in `failed`, where it could not run."""
         strategy, accumulated = self._sized(way.strategy, size)
         request = self._request(strategy)
-        (attempt,) = self.cards.attempts([(request, UNLIMITED)], counted=lambda _: True)
+        (attempt,) = self.cards.attempts([(request, UNLIMITED)], counted=lambda _: "step")
         if not isinstance(attempt, Attempt) or not attempt.ran:
             why = attempt.out_of_memory if isinstance(attempt, Attempt) else attempt
             self.failed[f"{way.title}: {str(why).splitlines()[0]}"] = None
@@ -148,7 +147,7 @@ class Space:
     def _policies(self, strategy: Strategy) -> Iterator[Strategy]:
         """None to all blocks recomputed, in quarters; and all by selective checkpointing. Swapped blocks are recomputed
         too, and come in quarters."""
-        count, pinned = self.question.model.block_count, self.question.pins.checkpointed_blocks
+        count, pinned = self.question.model.block_count, self.question.constraints.checkpointed_blocks
         if strategy.blocks_to_swap:
             swapped = sorted({max(strategy.blocks_to_swap * quarter // 4, 1) for quarter in range(1, 5)})
             yield from (strategy.model_copy(update={"blocks_to_swap": each}) for each in swapped)
@@ -163,7 +162,7 @@ class Space:
             yield strategy.sized(StepSize(**sizes, checkpointed_blocks=some[-1], checkpointing="selective"))
 
     def _sizes(self, way: Way) -> list[Ran]:
-        pinned, share = self.question.pins.micro_batch_size, self._share(way.strategy)
+        pinned, share = self.question.constraints.micro_batch_size, self._share(way.strategy)
         found: list[Ran] = []
         for size in [pinned] if pinned else _divisors(share) if share else _doubled():
             ran = self.one(way, size)

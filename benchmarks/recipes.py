@@ -44,8 +44,7 @@ from bigdit.receipt import Receipt
 from bigdit.recipes import MEASURED, Extraction, Recipe, Saved, Took, names, recipe
 from bigdit.search.answer import make_plan
 from bigdit.search.ask import question_for
-from bigdit.search.plan import Plan, host_need
-from bigdit.search.question import Question
+from bigdit.search.plan import Plan, Question, host_need
 from bigdit.speed.seconds import Cluster, Interval
 from bigdit.store.part import Encoded, part_path, write_part
 from bigdit.store.schema import FILE, StoreSchema, part_identity, schema_text, store_identity
@@ -267,7 +266,7 @@ def _needs(found: Recipe, plans: Sequence[Plan]) -> tuple[int, list[Interval]]:
     request = requests(found)[tuple(found.run["data"]["buckets"][0])]
     gpu, accumulated = plans[0].question.gpu, strategy["global_batch_size"] // strategy["micro_batch_size"]
     with Cards(gpu) as cards:
-        profile, attempt = cards.profile(request), cards.attempt(request, counted=True)
+        profile, attempt = cards.profile(request), cards.attempt(request, counted="step")
     host = host_need(profile.host_timeline, profile.checkpoint_bytes, Cluster())
     step = step_of(attempt, request.strategy, gpu, grad_accum_steps=accumulated)
     return host.node_bytes, [step.seconds * found.run["train"]["steps"]]

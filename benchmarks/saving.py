@@ -56,7 +56,7 @@ def main() -> None:
     gpu = catalog.resolve_gpu("a100-80g-sxm")
     request = request_for(model, gpu, strategy, resolution=options.resolution)
     with Cards(gpu, 1) as cards:
-        predicted = cards.attempt(request, counted=True).checkpoint_bytes
+        predicted = cards.attempt(request, counted="step").checkpoint_bytes
     family, cpu = models.family(model.spec.class_name), torch.device("cpu")
     with unwritten_weights():
         module = models.build(model.spec, device="cpu", dtype=engines.compute_dtype(strategy))

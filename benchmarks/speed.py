@@ -89,7 +89,7 @@ def _timed(claim: Claim, asked: str) -> StepTime:
     gpu, strategy = catalog.gpu(claim.gpu), parse_strategy([asked])
     request = request_for(catalog.model(claim.model), gpu, strategy, resolution=claim.resolution)
     with Cards(gpu, 1, timeout_s=600) as cards:
-        return step_of(cards.attempt(request, counted=True), strategy, gpu)
+        return step_of(cards.attempt(request, counted="step"), strategy, gpu)
 
 
 def _line(claim: Claim, found: StepTime) -> str:

@@ -1,4 +1,4 @@
-"""Settings of objectives: prediction, noise and loss weights; bigdit/objectives computes them."""
+"""What a model learns to predict, from which noise, and the weights of losses; bigdit/objectives computes it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from bigdit.numbers import Count, Number, Positive, Switch
 from bigdit.strategy import Strict
 
 SamplerName = Literal["euler", "heun", "dpmsolver++", "unipc", "ddim"]
-"""Samplers: `euler` and `heun` for flow matching, `ddim` for DDPM, the others for both."""
+"""Samplers: `euler` and `heun` of flow matching, `ddim` of a DDPM, the others of both."""
 
 SAMPLERS: dict[str, tuple[SamplerName, ...]] = {
     "flow_matching": ("euler", "heun", "dpmsolver++", "unipc"),
     "ddpm": ("dpmsolver++", "unipc", "ddim"),
 }
-"""The samplers of each objective, the default first."""
+"""Those of each objective; the first is the default."""
 
 Logit = Annotated[Number, Field(ge=-10, le=10)]
 """The logit of a t from 4.5e-5 to 1 - 4.5e-5."""
 
 
 _MOST_NOISE = 1000.0
-"""The largest sum of betas, twice; DDPM's own have 20. Beyond it the image's share, e^-700, underflows."""
+"""Twice the sum of betas; DDPM's own come to 20. At e^-700 the image's share is no number any more."""
 
 
 class SqrtShift(Strict):
@@ -52,7 +52,7 @@ class ExponentialShift(Strict):
 
 
 NUMBER = "number"
-"""The tag of a shift that is a number."""
+"""The kind of a shift without a name."""
 
 
 def _kind(shift: Any) -> Any:
@@ -119,7 +119,7 @@ class DdpmSpec(Strict):
             )
         if self.zero_terminal_snr and self.prediction == "epsilon":
             raise ValueError(
-                "zero_terminal_snr leaves noise alone in the last timestep, which holds nothing of the image where "
+                "zero_terminal_snr leaves noise alone in the last timestep, which says nothing of the image where "
                 "prediction is epsilon; set prediction to v"
             )
         if self.min_snr_gamma is not None and self.p2_gamma is not None:
@@ -133,8 +133,10 @@ def _named(value: Any) -> Any:
 
 
 def learned(objective: FlowMatchingSpec | DdpmSpec) -> dict[str, Any]:
-    """The keys that decide what the weights mean: prediction and noise. The distribution, shift and weighting of t only
-    decide where the model learns more."""
+    """The keys that decide what a model learns to predict, and from which noise: with others its weights are useless.
+
+    How t is drawn, shifted and weighed decides only where it learns more.
+    """
     if isinstance(objective, FlowMatchingSpec):
         return {"name": objective.name}
     betas = () if objective.betas == "squaredcos_cap_v2" else ("beta_start", "beta_end")
@@ -154,7 +156,7 @@ _COUNTS_WITH: dict[str, tuple[str, tuple[str, ...] | None]] = {
 
 
 def meaningless(objective: FlowMatchingSpec | DdpmSpec) -> list[str]:
-    """Keys that are set but have no effect, a line each."""
+    """Keys that are set and change nothing, a line each."""
     found = []
     for key in _idle(objective):
         if key not in objective.model_fields_set:
@@ -179,7 +181,7 @@ def counting(objective: FlowMatchingSpec | DdpmSpec) -> dict[str, Any]:
 
 
 def _idle(objective: FlowMatchingSpec | DdpmSpec) -> list[str]:
-    """The keys that have no effect because of another key."""
+    """The keys that change nothing, because of another key."""
     found = []
     for key in type(objective).model_fields:
         if key in _COUNTS_WITH:

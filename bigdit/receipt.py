@@ -1,4 +1,4 @@
-"""Receipts: measured memory and speed of a training, written by the trainer and benchmarks, read by plans."""
+"""What a training took: written by the trainer and the benchmark, read by plans."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from bigdit.strategy import BatchShape, ModelSpec, StepSize, Strategy, Strict
 
 
 class OutOfMemory(Strict):
-    """An out-of-memory error after `step` finished steps, in a phase of `rank`, and the sizes before and after it.
+    """A step, after `step` finished ones, that ran out of GPU memory in a phase of `rank`; and the sizes before and
+    after.
 
-    Bytes: requested (None if unknown), free and total of the GPU, and torch's allocated and reserved ones. `saved`:
-    whether all steps before it were saved.
+    Bytes: what was asked for (None where unknown), what the GPU had left of its total, and what torch had allocated and
+    reserved of it. `saved`: whether all steps before it were saved first.
     """
 
     step: NonNegativeInt
@@ -39,16 +40,18 @@ class OutOfMemory(Strict):
 
 
 class Receipt(Strict):
-    """The settings and measurements of a run's step.
+    """One run's step: its settings, and what was measured.
 
-    `batch` is the largest bucket's shape, of `buckets` of them. `device` is the driver's name of the GPU, or `cpu`.
-    On an `emulated` one bytes are of torch's allocator, and times mean nothing. `expandable_segments`: its setting.
-    `gpus_per_node`: processes of one machine. `steps` are of the run's last start, `skipped_steps` those of them
-    that were skipped, `out_of_memory` those of all its starts. `seconds_per_step` is a median, start and first steps
-    left out; `seconds` are of the whole start. Peaks are of one process, in bytes, by what `measured_with` names. On
-    a CPU they are of the whole process. Reserved and predicted ones exist only on a GPU: for the benchmark, and for
-    a run with a plan, which predicts them for its own size in pixels. `error_percent` is the benchmark's, of
-    allocated bytes.
+    `batch`: the shape of the largest of `buckets` buckets. `device`: the GPU as its driver names it, or `cpu`. An
+    `emulated` one has bytes of torch's own allocator, and meaningless times. `expandable_segments`: how the allocator
+    was set. `gpus_per_node`: processes on a machine.
+
+    `steps` and `skipped_steps` are of the run's last start, `out_of_memory` of all its starts. `seconds` are of the
+    whole start; `seconds_per_step` is a median without the start and the first steps.
+
+    Peaks are bytes of one process, by what `measured_with` names; on a CPU all that the process took. Reserved and
+    predicted peaks are known on a GPU alone. A plan predicts them, for its own size in pixels. `error_percent`: the
+    benchmark's, of allocated bytes.
     """
 
     kind: Literal["train", "bench"]
@@ -93,7 +96,10 @@ def write(receipt: Receipt, path: Path) -> None:
 
 
 def keep(receipt: Receipt) -> None:
-    """Write a real GPU's receipt to `folder()`; the name has date, model, device and digest. A failure is logged."""
+    """Put a GPU's receipt into `folder()`, named by date, model, device and digest. A failure to write is logged.
+
+    Plans have no use for a CPU's, and an emulated GPU's would pass for a measurement.
+    """
     if receipt.device == "cpu" or receipt.emulated:
         return
     name = f"{receipt.written}-{receipt.model.name}-{receipt.device}-{receipt.digest()}"

@@ -1,4 +1,4 @@
-"""Out-of-memory errors: how they are recognised, and what was requested and free."""
+"""Memory that ran out: how its errors are known, what was asked for, and what there was."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
 from bigdit.units import gib, parse_bytes
 
-# Parts of messages of torch, its CPU allocator, cuBLAS and NCCL; the first is torch.OutOfMemoryError's.
+# Parts of the errors of torch, its CPU allocator, cuBLAS and NCCL; the first is torch.OutOfMemoryError's.
 SIGNS = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether an error means that GPU or CPU memory ran out."""
+    """Whether an error says that GPU memory, or CPU memory, was too small."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
     )
 
 
 @contextmanager
-def told(what: str, device: torch.device, less: str) -> Iterator[None]:
-    """Turn an out-of-memory error within into a UserError: `what` ran out, what was free, and what needs `less`."""
+def memory_errors(what: str, device: torch.device, less: str) -> Iterator[None]:
+    """Make a UserError of a memory error within: that `what` ran out of it, what there was, and what takes `less`."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -37,7 +37,7 @@ def told(what: str, device: torch.device, less: str) -> Iterator[None]:
 
 @contextmanager
 def bounded(device: torch.device) -> Iterator[None]:
-    """Limit CPU memory within, so that a process gets an error, as on a GPU, where the kernel would kill it.
+    """Within it allocations fail once CPU memory is used up, as on a GPU, where the kernel would end the process.
 
     Source: getrlimit(2), RLIMIT_DATA; proc_pid_status(5), VmData.
     """
@@ -55,14 +55,16 @@ def bounded(device: torch.device) -> Iterator[None]:
 
 
 def asked_bytes(message: str) -> int | None:
-    """The bytes of the failed allocation in torch's message."""
+    """The bytes that the failed allocation asked for, from torch's message."""
     found = re.search(r"[Tt]ried to allocate ([\d.]+ \w+?)\.", message)
     return None if found is None else parse_bytes(found[1].replace("bytes", "B"))
 
 
 def shortage(error: BaseException, device: torch.device) -> str:
-    """What was requested of a device, and what was free; for a CPU the limit of this process, because much is free
-    again when the error is reported."""
+    """What was asked for of a device, and what it had.
+
+    Of a CPU whose memory is bounded, it is what this process may hold: much of that is free again by now.
+    """
     limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
     if device.type == "cpu" and limit != resource.RLIM_INFINITY:
         asked, (_, total) = asked_bytes(str(error)), room(device)
@@ -71,11 +73,13 @@ def shortage(error: BaseException, device: torch.device) -> str:
     reserved = torch.cuda.memory_reserved(device) if device.type == "cuda" else None
     space, _ = resource.getrlimit(resource.RLIMIT_AS)
     limited = f", and this process may have {gib(space)} of address space (ulimit -v)"
-    return said(asked_bytes(str(error)), *room(device), reserved) + (limited if space != resource.RLIM_INFINITY else "")
+    return message(asked_bytes(str(error)), *room(device), reserved) + (
+        limited if space != resource.RLIM_INFINITY else ""
+    )
 
 
 def room(device: torch.device) -> tuple[int, int]:
-    """(free, total) bytes of a GPU, or of this machine for this process. Source: proc_meminfo(5)."""
+    """Bytes that a GPU, or this machine, has left for this process, and its total. Source: proc_meminfo(5)."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return free, total
@@ -90,13 +94,13 @@ def _held() -> int:
 
 
 def _table(path: str, key: str) -> int:
-    """Bytes of a row in a table of the kernel."""
+    """Bytes in a row of the kernel's."""
     with open(path) as file:
         found = dict(line.split(":", 1) for line in file)
     return parse_bytes(found[key].replace("kB", "KiB"))
 
 
-def said(asked: int | None, free: int, total: int, reserved: int | None = None) -> str:
+def message(asked: int | None, free: int, total: int, reserved: int | None = None) -> str:
     """`2.00 GiB were asked for, 1.20 GiB of 44.35 GiB were free, torch had 43.00 GiB`."""
     of_it = "" if asked is None else f"{gib(asked)} were asked for, "
     held = "" if reserved is None else f", torch had {gib(reserved)}"

@@ -166,7 +166,7 @@ class Disturbed(stateful.RuleBasedStateMachine):
         self.start("extract").ends(0)
         self.nothing_is_lost()
         report = json.loads((self.store / "report.json").read_text())
-        assert (report["pictures"], report["encoded"], len(report["skipped"])) == (PICTURES, PICTURES - 1, 1)
+        assert (report["images"], report["encoded"], len(report["skipped"])) == (PICTURES, PICTURES - 1, 1)
         assert self.parts == self.world.parts.keys()
         assert (self.store / "null_text.safetensors").read_bytes() == self.world.caption
         held = {(each.folder.name, each.fate) for each in all_leases(self.store)}
@@ -229,7 +229,7 @@ class Disturbed(stateful.RuleBasedStateMachine):
         ways = (saved, early, "ended at once, without a checkpoint", lost, "interrupted\n", "")
         said = next(way for way in ways if way in text)
         if said == saved:
-            step = int(text.rpartition("goes on from step ")[2].split()[0])
+            step = int(text.rpartition("resumes from step ")[2].split()[0])
             assert (self.output / "checkpoints/latest").read_text() == f"step-{step:08d}\n", text
         elif status and said in (lost, "interrupted\n", ""):
             assert said or status == -signum, f"nothing was said: {text}"

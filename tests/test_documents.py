@@ -18,7 +18,7 @@ from bigdit.config.load import parse_strategy, read_ds_config
 from bigdit.config.plan_file import read_plan_file
 from bigdit.documents import parse_json, parse_yaml
 from bigdit.errors import UserError
-from bigdit.search.receipts import read as read_receipts
+from bigdit.search.calibration import read as read_receipts
 from bigdit.sources.open import open_source
 
 PLAIN = st.recursive(

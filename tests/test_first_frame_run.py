@@ -18,9 +18,9 @@ from tiny_videos import moving_square
 from bigdit.checkpoint import latest
 from bigdit.encoders.latents import bucket_pixels
 from bigdit.errors import UserError
-from bigdit.loader.read import BatchReader
+from bigdit.loader.stream import BatchReader
 from bigdit.sampling import Sampler
-from bigdit.sampling.encoded import first_image
+from bigdit.sampling.conditions import first_image
 from bigdit.sampling.grid import stills_png
 from bigdit.store import FeatureStore
 from bigdit.store.reader import Part

@@ -11,10 +11,8 @@ from tiny_sources import opened, save
 from bigdit import models
 from bigdit.checkpoint.pipeline import part_problem
 from bigdit.config.data import TextEncoderConfig, VaeCodec
-from bigdit.encoders.codecs import load_image_codec
-from bigdit.encoders.load import load_text_encoder
+from bigdit.encoders.load import load_image_codec, load_text_encoder
 from bigdit.errors import UserError
-from bigdit.models.exchange import import_published
 from bigdit.sources.protocol import Unusable
 from bigdit.strategy import ModelSpec
 
@@ -39,7 +37,7 @@ SPEC = ModelSpec(
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("a.png", f"picture {SAID}"), ("a.txt", f"caption a.txt {SAID}"), ("a.mp4", f"video {SAID}")]
+    ("name", "said"), [("a.png", f"image {SAID}"), ("a.txt", f"caption a.txt {SAID}"), ("a.mp4", f"video {SAID}")]
 )
 def test_of_a_folder_of_pictures(tmp_path, name, said):
     save(tmp_path / "a.png")
@@ -75,7 +73,6 @@ def test_of_weights_and_tokenizers(tmp_path):
         ("tokenizer/tokenizer.json", lambda: load_text_encoder(TextEncoderConfig(pipeline=tmp_path))),
         ("text_encoder/model.safetensors", lambda: read("text_encoder")),
         ("tokenizer/tokenizer.json", lambda: read("tokenizer")),
-        ("dit.safetensors", lambda: import_published(tmp_path / "dit.safetensors", SPEC)),
     ]
     for name, reader in readers:
         file = tmp_path / name

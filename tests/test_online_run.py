@@ -58,9 +58,9 @@ def huge():
 
 DAMAGES = {
     "3.png": {
-        b"": "damaged picture: it begins as none of PNG, JPEG, ",
-        b"I am a text": "damaged picture: it begins as none of PNG, JPEG, ",
-        half_a_jpeg(): "damaged picture: OSError: image file is truncated",
+        b"": "damaged image: it is none of PNG, JPEG, ",
+        b"I am a text": "damaged image: it is none of PNG, JPEG, ",
+        half_a_jpeg(): "damaged image: OSError: image file is truncated",
         huge(): "image of 400000000 pixels; data.max_pixels allows 89478485",
     },
     "3.txt": {
@@ -85,7 +85,7 @@ def test_a_picture_that_is_damaged_on_the_way_is_named_and_the_run_goes_on_when_
             assert run(None, output, *online(folder), "train.steps=3") == 1
             (line,) = said(capfd, "error: ")
             assert line.startswith(f"error: data.images: 3.png: {why}")
-            assert "; mend or replace it, and the same command goes on; " in line
+            assert "; fix or replace it, and the same command resumes. " in line
             assert taken(output) == [1]
         (folder / name).write_bytes(whole)
     assert run(None, output, *online(folder), "train.steps=3") == 0
@@ -98,11 +98,11 @@ def test_pictures_that_are_others_when_a_run_goes_on_are_said_or_refused(folder,
     output, more = tmp_path / "run", tmp_path / "more"
     assert run(None, output, *online(folder), "train.steps=1") == 0
     where = f"{output}/checkpoints/step-00000001"
-    refused = f"error: data.images has other pictures than {where} was trained on: "
+    refused = f"error: data.images has other images than {where} was trained on: "
     (folder / "3.png").rename(tmp_path / "3.png")
     assert run(None, output, *online(folder), "train.steps=2") == 1
     assert said(capfd, "error: ") == [
-        f"{refused}9 now, and 10 then; bring these back, have new ones in a further source at the end of the list, or "
+        f"{refused}9 now, and 10 then; restore them, put new ones into a source at the end of the list, or "
         "choose another output"
     ]
     tiny_sources.save(folder / "3.png", "digit 3", tiny_sources.gradient(12, 12))
@@ -116,9 +116,9 @@ def test_pictures_that_are_others_when_a_run_goes_on_are_said_or_refused(folder,
         file.rename(more / file.name)
     assert run(None, output, *online(folder, more), "train.steps=2") == 0
     length, changed, added, _ = said(capfd, "note: ")
-    assert length == f"note: {where} was trained with train.steps 1, and goes on with 2"
+    assert length == f"note: {where} was trained with train.steps 1, and resumes with 2"
     assert changed.startswith(f"note: 1 of 1 source of data.images changed since {where}: ")
-    assert added.startswith("note: data.images has 1 part more (2 samples) than before: what is new enters with epoch ")
+    assert added.startswith("note: data.images has 1 part more (2 samples) than before: new samples enter with epoch ")
     assert run(None, output, *online(folder), "train.steps=3") == 1
     (line,) = said(capfd, "error: ")
     assert "was trained on: 10 now, and 10 + 2 then; " in line
@@ -194,7 +194,7 @@ def test_of_two_processes_one_that_is_killed_or_finds_a_damaged_picture_ends_bot
         (folder / "3.png").write_bytes(b"I am a text")
         assert second.ends() == 1
         (line,) = [each for each in second.stderr.splitlines() if each.startswith("error: ")]
-        assert line.startswith("error: data.images: 3.png: damaged picture: ")
+        assert line.startswith("error: data.images: 3.png: damaged image: ")
 
 
 def test_captions_that_are_cut_on_the_way_are_counted(folder, tmp_path, capfd):

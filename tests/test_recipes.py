@@ -75,7 +75,7 @@ def test_a_recipe_extracts_on_its_gpu(name, hub, tmp_path, capfd):
     assert run.exit_status == 0, said.err
     assert "5 of 5 images encoded" in said.out
     by_turns = found.took.waiting_bytes > 0
-    assert ("note: text encoders and VAE have no room on the card together" in said.err) == by_turns
+    assert ("note: text encoders and VAE do not fit on the GPU together" in said.err) == by_turns
     (chosen,) = [line for line in said.err.splitlines() if line.startswith("encoders.batch_size: ")]
     assert "which fits the NVIDIA GeForce RTX 3060 (emulated)" in chosen
     assert ("where text encoders and VAE take turns" in chosen) == by_turns
@@ -92,7 +92,7 @@ def test_encoders_that_no_gpu_of_the_recipe_holds_are_a_line(hub, tmp_path, capf
     assert "Traceback" not in said
     *_, line = said.splitlines()
     assert line.startswith("error: encoders.text, whose weights take 20.79 GiB in fp32, ran out of memory: ")
-    assert line.endswith("; encoders.text.dtype: bf16 takes half, fewer workers or encoders.device: cpu take less")
+    assert line.endswith("; use encoders.text.dtype: bf16 (half the bytes), fewer workers or encoders.device: cpu")
     (chosen,) = [line for line in said.splitlines() if line.startswith("encoders.batch_size: ")]
     assert "1, and even that does not fit the NVIDIA GeForce RTX 3060 (emulated): 20.8" in chosen
     assert chosen.endswith("encoders.text.dtype: bf16 takes half")

@@ -2,8 +2,7 @@
 
 import re
 from itertools import pairwise
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from claims.answers import Found, at_most, largest, ran
@@ -14,17 +13,15 @@ from emulated import non_torch, step_of
 
 from bigdit import catalog
 from bigdit.config.load import parse_strategy
-from bigdit.profile.attempt import UNLIMITED, Attempt
+from bigdit.profile.attempt import UNLIMITED
 from bigdit.profile.cards import LARGEST_MICRO_BATCH, Cards
 from bigdit.search.ask import question_for
-from bigdit.search.calibration import UNPROVED, Evidence
-from bigdit.search.candidates import Candidate, Option, Planner, process, safe_bytes, verdict_of
+from bigdit.search.calibration import UNPROVED, Calibration
 from bigdit.search.explain import BUCKETS, DEEPSPEED_BUCKET, changes, waterfall
-from bigdit.search.making import run
-from bigdit.search.predict import Arrangement
-from bigdit.search.solve import Confirmed, Ran
-from bigdit.search.space import Proposal
-from bigdit.speed.seconds import Cluster, StepTime
+from bigdit.search.option import Option
+from bigdit.search.plan import Estimate, Run, process, safe_bytes, verdict_of
+from bigdit.search.planner import Planner
+from bigdit.speed.seconds import Cluster
 from bigdit.strategy import EmaSpec, Strategy
 from bigdit.units import GIB, gib
 
@@ -43,11 +40,9 @@ def stated(number: int) -> list[dict[str, str]]:
     return [dict(zip(head, row, strict=True)) for row in rows]
 
 
-def chosen(strategy: Strategy, blocks: int, count: int) -> Candidate:
-    """A candidate that no attempt has predicted."""
-    arrangement = cast(Arrangement, SimpleNamespace(count=count))
-    option = Option(Proposal("asked for", strategy), arrangement, anchor=cast(Attempt, None))
-    return Candidate(option, strategy.micro_batch_size, strategy.grad_accum_steps, blocks, cast(StepTime, None))
+def chosen(strategy: Strategy, **found: Any) -> Estimate:
+    """An estimate of which nothing else is known."""
+    return Estimate.model_construct(option="asked for", strategy=strategy, **found)
 
 
 @pytest.mark.slow
@@ -145,7 +140,7 @@ def test_thirty_million_images_on_32_v100() -> None:
         (found,) = ran(f"pixart-sigma-xl-2-{pixels}", gpu, [text])
         assert found.verdict == "FITS"
         step = step_of(found.attempt, parse_strategy([text]), catalog.gpu(gpu), Cluster(gpus=32))
-        days[pixels] = run(30_000_000, 1, 32 * size, step, 32, None).seconds * (1 / 86_400)
+        days[pixels] = Run.of(30_000_000, 1, 32 * size, step, 32, None).seconds * (1 / 86_400)
     assert days[256].high < 1 < days[1024].low
     assert days[1024].high < 17
     planned = [row for row in stated(5) if not row["strategy"].startswith("as in its repository")]
@@ -183,21 +178,22 @@ def test_the_waterfall_leads_from_what_is_copied_to_what_fits() -> None:
     question = question_for(model=SANA, gpu="a40")
     strategy = parse_strategy(["single,micro_batch_size=5"])
     with Cards(question.gpu) as cards:
-        planner = Planner(question, cards, Evidence())
+        planner = Planner(question, cards, Calibration())
         attempt = cards.attempt(planner.request(strategy), UNLIMITED)
         reserved = attempt.peak_reserved_bytes
-        taken = process(reserved, planner.non_torch(strategy), planner.band)
+        taken = process(reserved, planner.non_torch(strategy), planner.margin)
         verdict = verdict_of(taken, question.gpu.usable_bytes)
-        last = Ran(chosen(strategy, 0, 20), verdict, reserved, attempt.peaks, None)
-        unused = cast(Any, None)
-        steps, notices = waterfall(planner, Confirmed(last, unused, taken, unused, verdict))
+        option = planner.options["asked for"] = Option("asked for", strategy)
+        option.count = 20
+        last = chosen(strategy, phases=attempt.peaks, peak_reserved_bytes=reserved, process=taken, verdict=verdict)
+        steps, notices = waterfall(planner, last)
     assert notices == ()
     assert [step.change.split(":")[0] for step in steps] == [
         "as copied",
         "features cached",
         "bf16 with fp32 masters",
         "fused optimizer",
-        "no moving average",
+        "no EMA",
         "micro-batch 5",
     ]
     assert steps[0].process_bytes > 0.95 * question.gpu.usable_bytes
@@ -216,16 +212,16 @@ def test_changes_of_a_sharded_engine_with_offload() -> None:
     """Buckets, then precision, then the host; what shrinks the micro-batch comes after recomputation."""
     question = question_for(model="dit-s-8", gpu="rtx-3060-12g", gpus=8, global_batch=256, ema="cpu")
     text = "zero2-offload,world_size=8,optimizer.name=adamw,ema.device=cpu,micro_batch_size=4,grad_accum_steps=8"
-    wanted = chosen(parse_strategy([text]), 3, 12)
-    steps = changes(question, wanted)
+    wanted = chosen(parse_strategy([f"{text},checkpointed_blocks=3"]))
+    steps = changes(question, wanted, 12)
     assert [step.title for step in steps] == [
-        "as copied: fp32, AdamW, encoders and average on the card, DeepSpeed's own buckets, micro-batch 32",
+        "as copied: fp32, AdamW, encoders and EMA on the GPU, DeepSpeed's own buckets, micro-batch 32",
         "features cached",
         "DeepSpeed's buckets of 50 M elements",
         "bf16 with fp32 masters",
-        "optimizer on the host",
+        "optimizer in CPU memory",
         "fused optimizer",
-        "moving average on the host",
+        "EMA in CPU memory",
         "3 of 12 blocks recomputed",
         "micro-batch 4, 8 of them accumulated",
     ]

@@ -184,4 +184,4 @@ def test_a_store_that_lacks_what_the_model_is_fed_is_refused(encoded, tmp_path):
     done = bigdit("extract", "--config", tmp_path / "run.yaml")
     assert done.returncode == 1
     name, class_name = next(iter(FeatureStore.open(folder / "features").schema.streams)), config["model"]["class_name"]
-    assert f"encoders.text gives no {name} beside it, which {class_name} is fed" in " ".join(done.stderr.split())
+    assert f"encoders.text gives no {name}, which {class_name} needs" in " ".join(done.stderr.split())

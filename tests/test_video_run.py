@@ -79,7 +79,7 @@ def test_the_store_has_latents_of_frames_and_what_was_too_short_by_name(encoded)
     assert report["buckets"] == {"4x3x8x16": 7}
     (skipped,) = report["skipped"]  # a quarter of a second
     assert skipped["name"] == "7.mp4"
-    assert skipped["reason"] == "2 of the 3 frames of the shortest bucket, at data.fps"
+    assert skipped["reason"] == "video of 2 frames at data.fps; the shortest bucket has 3"
     latents, texts, _ = FeatureStore.open(folder / "features").read((4, 3, 8, 16), [1])
     with torch.no_grad():
         states = tiny_pipelines.pipeline_of(pipeline, parts).encode_prompt(["a square that moves to the left"])[0][0]

@@ -135,7 +135,7 @@ def test_what_a_plan_prints_is_there_without_a_checkout(installed, tmp_path):
         assert "usage: launch.py" in run(*launcher, "-m", "bigdit.launch", "--help")
     ranks = (python, "-m", "deepspeed.launcher.runner", "--num_gpus", 1, "--module", "bigdit.launch", "--help")
     assert "usage: launch.py" in run(*ranks, DS_ACCELERATOR="cpu")
-    folders = "from bigdit.search.receipts import folders; print(*folders(), sep='\\n')"
+    folders = "from bigdit.search.calibration import folders; print(*folders(), sep='\\n')"
     assert run(python, "-c", folders, BIGDIT_RECEIPTS=str(tmp_path)).splitlines() == [str(tmp_path)]
 
 

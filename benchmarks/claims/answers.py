@@ -20,8 +20,7 @@ from bigdit.profile.cards import LARGEST_MICRO_BATCH, Cards, Row
 from bigdit.search.answer import make_plan
 from bigdit.search.ask import question_for
 from bigdit.search.calibration import UNPROVED
-from bigdit.search.candidates import process, safe_bytes, verdict_of
-from bigdit.search.plan import Plan, Verdict
+from bigdit.search.plan import Plan, Verdict, process, safe_bytes, verdict_of
 from bigdit.speed.seconds import Interval, StepTime
 
 Say = Callable[[str], None]
@@ -70,7 +69,7 @@ def ran(model: str, gpu: str, texts: Sequence[str], vae_dtype: Literal["fp32", "
     card = catalog.gpu(gpu)
     requests = [request(model, card, text, vae_dtype) for text in texts]
     with Cards(card) as cards:
-        return [_found(cards.attempt(each, counted=True), each, card) for each in requests]
+        return [_found(cards.attempt(each, counted="step"), each, card) for each in requests]
 
 
 def profiles(model: str, gpu: str, texts: Sequence[str]) -> list[Profile]:

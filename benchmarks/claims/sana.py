@@ -9,8 +9,7 @@ from bigdit.config.load import parse_strategy
 from bigdit.memory import Category
 from bigdit.profile.attempt import Profile
 from bigdit.search.calibration import UNPROVED
-from bigdit.search.candidates import process, verdict_of
-from bigdit.search.plan import Plan
+from bigdit.search.plan import Plan, process, verdict_of
 from bigdit.units import gib
 from claims.answers import Case, Say, between, case, largest, plan, profiles
 
@@ -94,4 +93,4 @@ def _taken(found: Profile) -> list[str]:
 def _chosen(found: Plan) -> str:
     chosen = found.chosen
     said = f"{found.verdict}, {chosen.title}: {gib(chosen.process.high_bytes)}, "
-    return said + f"{between(chosen.samples_per_second_per_card)} images/s."
+    return said + f"{between(chosen.samples_per_second_per_gpu)} images/s."

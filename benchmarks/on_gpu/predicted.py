@@ -73,7 +73,7 @@ def predicted(point: Point, cards: Cards) -> Predicted:
     capacity = gpu.usable_bytes - non_torch(strategy, gpu).high_bytes
     found: Attempt | str
     try:
-        found = cards.attempt(request, capacity, counted=True)
+        found = cards.attempt(request, capacity, counted="step")
     except (UserError, WorkerError) as error:
         found = str(error)
     if isinstance(found, str) or not found.ran:

@@ -64,7 +64,7 @@ def extraction(found: Recipe, hub: Path, folder: Path) -> Extraction:
     run = extracted(found, hub, folder, each)
     if run.exit_status or run.highest is None:
         raise RuntimeError(f"{found.name}: extraction ended with {run.exit_status}")
-    cards = [card for account in run.accounts for card in account.cards]
+    cards = [card for account in run.accounts for card in account.gpus]
     return Extraction(
         samples=each,
         peak_allocated_bytes=max(card.peak_allocated_bytes for card in cards),

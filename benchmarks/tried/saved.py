@@ -11,7 +11,7 @@ from bigdit.checkpoint.folder import Saved as Folder
 from bigdit.checkpoint.saver import kept_steps
 from bigdit.config.run import EXPORTS
 from bigdit.config.stages import Stage
-from bigdit.engines.state import AVERAGE
+from bigdit.engines.state import EMA
 from bigdit.recipes import Saved
 from bigdit.train.saves import due, is_due
 
@@ -51,6 +51,6 @@ def bytes_of_kinds(file: Path) -> Counter[str]:
 
 
 def _kind(first: str) -> str:
-    if first.startswith(AVERAGE):
+    if first.startswith(EMA):
         return "averages"
     return "weights" if first == "master" else "optimizer"

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from bigdit.catalog import CatalogModel, Gpu
-from bigdit.emulator import on_emulated_card
+from bigdit.emulator import on_emulated_gpu
 from bigdit.errors import UserError, versions
 from bigdit.memory import Category
 from bigdit.memory.process import ByteRange, beside_training
@@ -124,7 +124,7 @@ class MemoryBenchmark:
 
     @property
     def _real(self) -> bool:
-        return self.own and not on_emulated_card()
+        return self.own and not on_emulated_gpu()
 
     def curves(self, strategies: Sequence[tuple[str, Strategy]], sizes: Sequence[int]) -> MemoryBench:
         """The curve of each strategy, from the smallest size until memory runs out. Raises UserError for what cannot

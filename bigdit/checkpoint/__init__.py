@@ -1,22 +1,29 @@
 """Checkpoints: each process's parts of the training state, by parameters' names; safetensors and JSON only.
 
-1. Each engine says by `shards()` which elements of which parameters its masters hold. `engines/state.py` makes places
-   of them: runs of masters, averages and optimizer state, by parameters' names.
-2. `saver.py` copies them to the host and hands them to a thread. torch's distributed checkpoint plans who writes what
-   and each process writes a file (`write.py`). The first one commits the folder and prunes old ones.
-3. `folder.py` says which checkpoint a run resumes from, `resumable.py` whether it can. `verify.py` reads all bytes, and
-   `restore.py` fills the places of whatever engine there is now. `export.py` makes diffusers' format.
-4. The next start does what a killed run left: it removes temporary names and makes missing exports.
+1. Each engine's `shards()` says which elements of which parameters its masters hold. `engines/state.py` makes places
+   of them: runs of masters, EMA and optimizer state, by parameters' names.
+2. `saver.py` copies them to CPU memory and hands them to a thread. torch's distributed checkpoint plans who writes
+   what, and each process writes a file. The first process commits the folder and deletes old ones.
+3. `folder.py` finds the checkpoint that a run resumes from, and reads all its bytes. `restore.py` checks whether the
+   run can resume, and fills the places of its engine, whichever that is. `export.py` makes diffusers' format.
+4. The next start cleans up after a killed run: it removes temporary names and makes missing exports.
 """
 
 from bigdit.checkpoint.export import PostHoc, export
-from bigdit.checkpoint.folder import Checkpoint, find_checkpoint, latest
+from bigdit.checkpoint.folder import Checkpoint, find_checkpoint, latest, verify
 from bigdit.checkpoint.peers import Peers
 from bigdit.checkpoint.pipeline import pipeline_of
-from bigdit.checkpoint.restore import check_whole, load_model, load_weights, restore, written_here
-from bigdit.checkpoint.resumable import changed_since, check_objective, check_resumable
+from bigdit.checkpoint.restore import (
+    changed_since,
+    check_objective,
+    check_resumable,
+    check_whole,
+    load_model,
+    load_weights,
+    restore,
+    written_here,
+)
 from bigdit.checkpoint.saver import Keeping, Saver, remove_unfinished
-from bigdit.checkpoint.verify import verify
 
 __all__ = [
     "Checkpoint",

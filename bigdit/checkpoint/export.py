@@ -1,6 +1,6 @@
 """The weights of a checkpoint in diffusers' format, a file at a time: the model is never whole in memory.
 
-Averages of a width that was not kept are made after the run of those that were (Karras et al., arXiv:2312.02696).
+An EMA of another width is made after the run, from those that were kept (Karras et al., arXiv:2312.02696).
 """
 
 from __future__ import annotations
@@ -20,27 +20,26 @@ from safetensors.torch import save_file
 from torch import nn
 
 from bigdit import log, models
-from bigdit.checkpoint.folder import Checkpoint, Saved, snapshots_of
+from bigdit.checkpoint.folder import Checkpoint, Saved, snapshots_of, verify, write_checksums
 from bigdit.checkpoint.pipeline import Pipeline
 from bigdit.checkpoint.restore import load_kind, load_model, load_tensors, trained
-from bigdit.checkpoint.verify import verify, write_checksums
 from bigdit.engines.ema import exponent
-from bigdit.engines.state import AVERAGE, average_kind
+from bigdit.engines.state import EMA, ema_kind
 from bigdit.errors import UserError
 from bigdit.files import commit_folder, filling
 from bigdit.strategy import EmaSpec, LoraSpec, ModelSpec, Strategy
 from bigdit.units import MIB
 
 MOST_ERROR = 0.05
-"""Of the profile that is made, as a share of the length of the wanted one."""
+"""The largest error of a post-hoc profile, as a share of the length of the requested one."""
 _AT_ONCE = 64 * MIB // 8
-"""Elements that are summed up together; a file's header is read once for them."""
+"""Elements that are summed together; a file's header is read once for them."""
 
 
 class PostHoc:
-    """The average of `width` at the step of a checkpoint, of its own averages and those of its run's snapshots.
+    """The EMA of `width` at a checkpoint's step, from its own EMAs and those of its run's snapshots.
 
-    `error`: of its profile, as a share of the wanted one's length; `said` tells of it. All files are verified.
+    `error`: of its profile, as a share of the requested one's length; `message` tells it. All files are verified.
     Raises UserError where there are no snapshots, or the width is too far from those that were kept.
     """
 
@@ -48,35 +47,36 @@ class PostHoc:
         ema = EmaSpec.model_validate(checkpoint.state["strategy"].get("ema") or {})
         if not 0 < width < 0.288:
             raise UserError(f"--ema-width is {width:g}, and a number above 0 and below 0.288 was expected")
-        if not checkpoint.has_average or ema.widths is None:
-            has = f"an average with train.{ema.profile}" if checkpoint.has_average else "no moving average"
+        if not checkpoint.has_ema or ema.widths is None:
+            has = f"an EMA with strategy.{ema.profile}" if checkpoint.has_ema else "no EMA"
             raise UserError(f"--ema-width: {checkpoint.folder} holds {has}; train with strategy.ema.widths")
-        # By how many steps they have taken in: of two that are alike one is enough.
+        # By how many steps they have taken in: of two with the same count one is enough.
         self._kept: list[Saved] = list({each.state["updates"]: each for each in _kept(checkpoint)}.values())
         if len(self._kept) < 2:
             raise UserError(
-                f"--ema-width: {checkpoint.folder} has no snapshots of averages before it; train with "
-                "train.snapshot_every"
+                f"--ema-width: {checkpoint.folder} has no EMA snapshots before it; train with train.snapshot_every"
             )
         self._count = ema.count
         profiles = [(each.state["updates"], own) for each in self._kept for own in ema.widths]
         found, self.error = coefficients(profiles, (checkpoint.state["updates"], width))
         self._shares = found.reshape(len(self._kept), ema.count).tolist()
-        self.said = f"the average of width {width:g} from {len(profiles)} others: its profile to {self.error:.1%}"
+        self.message = (
+            f"the EMA of width {width:g} from {len(profiles)} others: the error of its profile is {self.error:.1%}"
+        )
         if self.error > MOST_ERROR:
             raise UserError(
-                f"--ema-width: {self.said}, and {MOST_ERROR:.0%} is the most; widths near {ema.profile} are closer, "
+                f"--ema-width: {self.message}, and {MOST_ERROR:.0%} is the most; widths near {ema.profile} are closer, "
                 "and so are all with a smaller train.snapshot_every"
             )
         for each in self._kept:
             verify(each)
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Fill parameters by name, summed up in fp64; some at a time, however many there are."""
+        """Fill parameters by name with sums in fp64, some at a time."""
         for names in _groups(tensors):
             sums = {name: torch.zeros(tensors[name].shape, dtype=torch.float64) for name in names}
             for each, shares in zip(self._kept, self._shares, strict=True):
-                kinds = [average_kind(i) for i in range(self._count)]
+                kinds = [ema_kind(i) for i in range(self._count)]
                 read = {f"{kind}.{name}": torch.empty(tensors[name].shape) for kind in kinds for name in names}
                 load_tensors(each, read)
                 for kind, share in zip(kinds, shares, strict=True):
@@ -87,14 +87,14 @@ class PostHoc:
 
     @torch.no_grad()
     def load(self, model: nn.Module) -> None:
-        """Fill the parameters that are trained, of a model with adapters theirs alone, rounded to their dtypes."""
+        """Fill the trained parameters, of a model with adapters theirs alone, rounded to their dtypes."""
         self.fill(trained(model))
 
 
 def _kept(checkpoint: Checkpoint) -> Iterator[Saved]:
-    """What averages can be made of: the checkpoint is a snapshot too."""
+    """What EMAs can be made of: the snapshots, and the checkpoint itself."""
     for each in (*snapshots_of(checkpoint), checkpoint):
-        if each.state["updates"]:  # none where all steps were skipped
+        if each.state["updates"]:  # 0 where all steps were skipped
             yield each
 
 
@@ -112,23 +112,24 @@ def _groups(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
 
 Array = npt.NDArray[np.float64]
 _LEAST = 1e-12
-"""Of the largest singular value: what is below it of snapshots that lie close is rounding, of sums of 16 digits."""
+"""Relative to the largest singular value. Below it there is rounding: of snapshots that lie close, summed with 16
+digits."""
 
 
 def coefficients(kept: Sequence[tuple[int, float]], wanted: tuple[int, float]) -> tuple[Array, float]:
-    """(how much of each average makes the wanted one, the error of its profile as a share of its own length).
+    """(how much of each EMA makes the requested one, the error of its profile as a share of its own length).
 
-    All are (steps taken in, width). The coefficients add up to one, as weights that stand still must stay.
+    All are (steps taken in, width). The coefficients sum up to one, because constant weights must stay as they are.
     """
     steps, widths = np.array(kept, dtype=np.float64).T
     exponents = np.array([exponent(width) for width in widths])
     end, last = float(wanted[0]), exponent(wanted[1])
     among = _product(steps[:, None], exponents[:, None], steps, exponents)
-    beside, own = _product(steps, exponents, end, last), float(_product(end, last, end, last))
-    lengths = np.sqrt(np.diag(among))  # by which all are divided: the profiles of early steps are high
-    found = np.linalg.lstsq(among / np.outer(lengths, lengths), beside / lengths, rcond=_LEAST)[0] / lengths
+    against, own = _product(steps, exponents, end, last), float(_product(end, last, end, last))
+    lengths = np.sqrt(np.diag(among))  # all are divided by them: the profiles of early steps are high
+    found = np.linalg.lstsq(among / np.outer(lengths, lengths), against / lengths, rcond=_LEAST)[0] / lengths
     found = found / found.sum()
-    return found, float(np.sqrt(max(found @ among @ found - 2 * found @ beside + own, 0.0) / own))
+    return found, float(np.sqrt(max(found @ among @ found - 2 * found @ against + own, 0.0) / own))
 
 
 def _product(steps: Any, exponents: Any, others: Any, theirs: Any) -> Array:
@@ -159,12 +160,12 @@ def export(
     *,
     replace: bool = True,
 ) -> None:
-    """Write `transformer/`, and `transformer_ema/` where there is an average, to `folder`, whole or not at all; with
-    `posthoc` that average, and around them the `pipeline` that is given.
+    """Write `transformer/`, and `transformer_ema/` where there is an EMA, to `folder`, whole or not at all.
 
-    Weights are fp32; of LoRA they are the adapters, as diffusers' `load_lora_weights` and ComfyUI read them. The
-    checkpoint's files were verified before, and no other process writes the folder. Raises UserError where it cannot be
-    written, and where it holds anything that is not to be `replace`d.
+    With `posthoc` it is that EMA. The `pipeline`, where one is given, is written around them. Weights are fp32; of LoRA
+    they are the adapters, as diffusers' `load_lora_weights` and ComfyUI read them. The checkpoint was verified before,
+    and no other process writes the folder. Raises UserError where it cannot be written, or holds anything and is not to
+    be `replace`d.
     """
     try:
         with filling(folder) as temporary:
@@ -179,9 +180,9 @@ def export(
 def _write(checkpoint: Checkpoint, posthoc: PostHoc | None, folder: Path) -> None:
     spec = ModelSpec.model_validate(checkpoint.state["model"])
     lora = Strategy.model_validate(checkpoint.state["strategy"]).lora
-    average = functools.partial(load_kind, checkpoint, AVERAGE) if posthoc is None else posthoc.fill
+    average = functools.partial(load_kind, checkpoint, EMA) if posthoc is None else posthoc.fill
     ways: list[tuple[str, Fill]] = [(TRANSFORMER, functools.partial(load_kind, checkpoint, "master"))]
-    ways += [(TRANSFORMER_EMA, average)] if checkpoint.has_average else []
+    ways += [(TRANSFORMER_EMA, average)] if checkpoint.has_ema else []
     for name, fill in ways:
         (folder / name).mkdir()
         if lora is None:
@@ -189,7 +190,7 @@ def _write(checkpoint: Checkpoint, posthoc: PostHoc | None, folder: Path) -> Non
         else:
             _write_adapters(checkpoint, spec, lora, fill, folder / name)
         write_checksums(folder / name)
-    for file in folder.rglob("*.safetensors"):  # safetensors' are their owner's alone, whatever the umask says
+    for file in folder.rglob("*.safetensors"):  # safetensors makes files of their owner alone, whatever the umask
         file.chmod(folder.stat().st_mode & 0o666)
 
 

@@ -1,15 +1,15 @@
-"""Where checkpoints lie: `OUTPUT/checkpoints/step-00000800`, and a file `latest` beside them.
+"""Where checkpoints lie: `OUTPUT/checkpoints/step-00000800`, and a file `latest` next to them.
 
-    engine/       rank-00000-of-00002.safetensors: the runs of masters, optimizer state and average that a process had
+    engine/       rank-00000-of-00002.safetensors: the runs of masters, optimizer state and EMA that a process had
     state.json    step, lineage, model and its parameters' shapes, strategy, versions, and checksums: of each other file
                   and of itself
 
-`latest` names the checkpoint that the run goes on from; it moves last.
+`latest` names the checkpoint that the run resumes from; it changes last.
 
-Snapshots of a run's averages: `OUTPUT/averages/step-00000800`, as checkpoints lie, but of the averages alone.
+Snapshots of a run's EMAs: `OUTPUT/averages/step-00000800`, laid out as checkpoints, with EMAs alone.
 
-    engine/          rank-00000-of-00002.safetensors: the runs of averages that a process had
-    snapshot.json    step, how many steps the averages have taken in, model, strategy, shapes, checksums
+    engine/          rank-00000-of-00002.safetensors: the runs of EMAs that a process had
+    snapshot.json    step, how many steps the EMAs have taken in, model, strategy, shapes, checksums
 
 A checkpoint names those of its own course, each by the checksum of its snapshot.json.
 """
@@ -28,6 +28,7 @@ import xxhash
 from pydantic import StringConstraints, ValidationError
 from pydantic_core import PydanticUndefined
 
+from bigdit.checkpoint.peers import Peers
 from bigdit.config.run import AVERAGES, CHECKPOINTS
 from bigdit.documents import read_json
 from bigdit.errors import UserError
@@ -45,9 +46,9 @@ _ZEROS = memoryview(bytes(_CHUNK))
 
 
 class SavedState(Strict):
-    """What the JSON of a folder of tensors says, but for its own checksum.
+    """What the JSON of a folder of tensors holds, except its own checksum.
 
-    `updates`: how many steps the averages have taken in, None without; `parameters`: their shapes; `checksums`: of each
+    `updates`: how many steps the EMAs have taken in, None without; `parameters`: their shapes; `checksums`: of each
     file, by its path in the folder.
     """
 
@@ -61,7 +62,7 @@ class SavedState(Strict):
 
 
 class CheckpointState(SavedState):
-    """What state.json says. Keys with a default are those that earlier versions wrote nothing of."""
+    """What state.json holds. Keys with a default may be missing."""
 
     lineage: list[Natural]
     local: Switch
@@ -74,14 +75,14 @@ class CheckpointState(SavedState):
 
 @dataclass(frozen=True)
 class Saved:
-    """A whole folder of tensors by name on disk, and what the JSON in it says."""
+    """A whole folder of tensors by name on disk, and its JSON."""
 
     folder: Path
     state: dict[str, Any]
 
     @property
     def step(self) -> int:
-        """How many optimizer steps were taken."""
+        """Finished optimizer steps."""
         return int(self.state["step"])
 
     @property
@@ -90,27 +91,27 @@ class Saved:
         return self.folder / ENGINE
 
     def files(self) -> list[Path]:
-        """Those that the JSON has checksums of."""
+        """Those whose checksums the JSON holds."""
         return [self.folder / name for name in sorted(self.state["checksums"])]
 
 
 @dataclass(frozen=True)
 class Checkpoint(Saved):
-    """A whole checkpoint on disk and what its state.json says."""
+    """A whole checkpoint on disk, and its state.json."""
 
     @property
     def lineage(self) -> list[int]:
-        """Steps of the checkpoints that this one came from, as far as they were there, and its own."""
+        """Steps of the checkpoints that this one descends from, as far as they were there, and its own."""
         return list(map(int, self.state["lineage"]))
 
     @property
-    def has_average(self) -> bool:
-        """Whether a moving average of the weights was kept."""
+    def has_ema(self) -> bool:
+        """Whether it holds an EMA of the weights."""
         return self.state["strategy"].get("ema") is not None
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """A checkpoint's folder. Raises UserError where its state.json is missing or is not what was written."""
+    """A checkpoint's folder. Raises UserError where its state.json is missing or was changed."""
     kept, _ = read_state(folder, STATE, "a checkpoint", CheckpointState)
     if NAME.fullmatch(folder.name) and folder.name != name_of(kept["step"]):
         raise UserError(f"{folder} holds {name_of(kept['step'])}: it lies in the place of another")
@@ -118,15 +119,11 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def read_state(folder: Path, name: str, kind: str, expected: type[SavedState]) -> tuple[dict[str, Any], str]:
-    """What `write_state` wrote under the keys that are `expected`, and its checksum. Raises UserError where it is
-    missing or is not what was written."""
+    """What `write_state` wrote under the `expected` keys, and its checksum. Raises UserError where it is missing or was
+    changed."""
     file = folder / name
     try:
         state = read_json(file)
-        if "checksums" in state and _CHECKSUM not in state:
-            raise UserError(
-                f"{file} has no checksum of its own: an earlier bigdit wrote it, whose checkpoints are not read"
-            )
         known = state.pop(_CHECKSUM)
     except FileNotFoundError:
         raise UserError(f"{folder} is not {kind}: it holds no {name}") from None
@@ -149,7 +146,7 @@ def name_of(step: int) -> str:
 
 
 def write_state(folder: Path, state: dict[str, Any], name: str = STATE) -> Path:
-    """Write a JSON into the folder, with a checksum of what it says."""
+    """Write a JSON into the folder, with a checksum of its content."""
     plain = json.loads(json.dumps(state, default=str))
     write_json(folder / name, plain | {_CHECKSUM: _digest(plain)})
     return folder / name
@@ -170,7 +167,7 @@ def checksum(file: Path) -> str:
 
 
 def _next_data(file: int, at: int, size: int) -> int:
-    """Where a hole at this place ends: its zeros, most of a checkpoint of an emulated card, need not be read."""
+    """Where a hole in the file ends. Its zeros, most of an emulated GPU's checkpoint, need not be read."""
     try:
         return os.lseek(file, at, os.SEEK_DATA)
     except OSError as error:
@@ -188,25 +185,25 @@ SNAPSHOT = "snapshot.json"
 
 @dataclass(frozen=True)
 class Snapshot(Saved):
-    """A whole snapshot on disk; `digest` is the checksum of what its snapshot.json says."""
+    """A whole snapshot on disk; `digest` is the checksum of its snapshot.json."""
 
     digest: str
 
 
 def write_snapshot(folder: Path, state: dict[str, Any]) -> Path:
-    """Write snapshot.json, with a checksum of what it says."""
+    """Write snapshot.json, with a checksum of its content."""
     return write_state(folder, {key: state[key] for key in SavedState.model_fields}, SNAPSHOT)
 
 
 def open_snapshot(folder: Path) -> Snapshot:
-    """A snapshot's folder. Raises UserError where its snapshot.json is missing or is not what was written."""
-    return Snapshot(folder, *read_state(folder, SNAPSHOT, "a snapshot of averages", SavedState))
+    """A snapshot's folder. Raises UserError where its snapshot.json is missing or was changed."""
+    return Snapshot(folder, *read_state(folder, SNAPSHOT, "a snapshot of the EMA", SavedState))
 
 
 def snapshots_of(checkpoint: Checkpoint) -> list[Snapshot]:
-    """Those that the checkpoint's run made before it and that are there still, the oldest first.
+    """The snapshots that the checkpoint's run made before it and that still exist, the oldest first.
 
-    Raises UserError where another run's lies in the place of one.
+    Raises UserError where another run's is in the place of one.
     """
     root, found = checkpoint.folder.absolute().parents[1] / AVERAGES, []
     for name, digest in sorted(checkpoint.state["snapshots"].items()):
@@ -216,16 +213,16 @@ def snapshots_of(checkpoint: Checkpoint) -> list[Snapshot]:
         if found[-1].digest != digest:
             raise UserError(
                 f"{root / name} is not the snapshot that {checkpoint.folder} was trained with, but another run's, or "
-                "of another course of this one; take it away, and averages are made without it"
+                "of another course of this one; remove it, and EMAs are made without it"
             )
     return sorted(found, key=lambda each: each.step)
 
 
 def latest(output: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint that a run goes on from, or None before the first; and what a person should know of the choice.
+    """The checkpoint that a run resumes from, or None before the first; and notices about the choice.
 
-    It is the one that `latest` names, or, where that is missing or not readable, the whole one that was saved last.
-    Raises UserError where `latest` names one that is not whole.
+    It is the one that `latest` names; where that is missing or not readable, the whole one that was saved last. Raises
+    UserError where `latest` names one that is not whole.
     """
     root = output / CHECKPOINTS
     name, why = _named(root / LATEST)
@@ -252,7 +249,7 @@ def find_checkpoint(path: Path) -> tuple[Checkpoint, list[str]]:
 
 
 def whole(root: Path) -> list[Checkpoint]:
-    """The checkpoints in `root` whose state.json is as it was written and whose files are there."""
+    """The checkpoints in `root` whose state.json is intact and whose files exist."""
     found = []
     for folder in sorted(root.iterdir()) if root.is_dir() else ():
         if not NAME.fullmatch(folder.name):
@@ -272,15 +269,15 @@ def newest(found: list[Checkpoint]) -> Checkpoint:
 
 
 def advice(root: Path, damaged: str) -> str:
-    """What a person can do where the checkpoint of the name `damaged` is not whole."""
+    """What a person can do where the checkpoint named `damaged` is not whole."""
     others = [found for found in whole(root) if found.folder.name != damaged]
     if not others:
-        return "there is no other; choose another output to start anew"
-    return f"to go on from the one before, write {newest(others).folder.name} into {root / LATEST}"
+        return "there is no other; choose another output to start again"
+    return f"to resume from the one before, write {newest(others).folder.name} into {root / LATEST}"
 
 
 def _named(pointer: Path) -> tuple[str | None, str]:
-    """What `latest` names, or None and why."""
+    """The name in `latest`; or None, and why."""
     try:
         text = read_bytes(pointer).decode().strip()
     except FileNotFoundError:
@@ -290,3 +287,74 @@ def _named(pointer: Path) -> tuple[str | None, str]:
     if NAME.fullmatch(text):
         return text, ""
     return None, f"{pointer} holds {text[:40]!r}, which is no checkpoint's name"
+
+
+def verify(found: Saved, peers: Peers | None = None) -> None:
+    """Raise UserError where a file is missing, too many or changed.
+
+    Where several processes call it, with their `peers`, each reads some of the files. All raise the problem of one.
+    """
+    peers = Peers() if peers is None else peers
+    kind, document = _names_of(found)
+    more = set(found.engine.glob("*.safetensors")) - set(found.files())
+    problems = [f"{min(more)} is no part of its {kind}: {document} does not name it; remove it"] if more else []
+    for file in found.files()[peers.world.rank :: peers.world.world_size]:
+        problems += _problem(found, file)
+    peers.agree(problems[0] if problems else None)
+
+
+def _problem(found: Saved, file: Path) -> list[str]:
+    kind, document = _names_of(found)
+    name = str(file.relative_to(found.folder))
+    if not file.is_file():
+        return [f"the {kind} {found.folder} lacks {name}; {_advice(found)}"]
+    try:
+        if checksum(file) == found.state["checksums"][name]:
+            return []
+        why = f"its checksum is not the one in {document}"
+    except OSError as error:
+        why = str(error)
+    return [f"{file} is damaged: {why}; {_advice(found)}"]
+
+
+def _names_of(found: Saved) -> tuple[str, str]:
+    """Its kind, and the name of its JSON."""
+    return ("checkpoint", STATE) if isinstance(found, Checkpoint) else ("snapshot", SNAPSHOT)
+
+
+def _advice(found: Saved) -> str:
+    if isinstance(found, Checkpoint):
+        return advice(found.folder.parent, found.folder.name)
+    return "remove the snapshot, and EMAs are made without it"
+
+
+CHECKSUMS = "checksums.json"
+_AGAIN = "copy it again, or run `bigdit export` again"
+
+
+def write_checksums(folder: Path) -> None:
+    """Write the xxh3-128 of each file in the folder. Raises UserError where it cannot be written."""
+    write_json(folder / CHECKSUMS, {file.name: checksum(file) for file in sorted(folder.iterdir())})
+
+
+def check_exported(folder: Path) -> None:
+    """Raise UserError where a file of an exported folder is missing, too many or changed.
+
+    A folder without checksums, as others write it, is not judged.
+    """
+    file = folder / CHECKSUMS
+    try:
+        sums: dict[str, str] = read_json(file)
+        more = {each.name for each in folder.glob("*.safetensors")} - sums.keys()
+        lacking = [name for name in sums if not (folder / name).is_file()]
+        changed = [name for name, known in sums.items() if name not in lacking and checksum(folder / name) != known]
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{file} is damaged or cannot be read ({error}); {_AGAIN}") from None
+    if lacking:
+        raise UserError(f"{folder} lacks {lacking[0]}, which its {CHECKSUMS} names; {_AGAIN}")
+    if changed:
+        raise UserError(f"{folder / changed[0]} is damaged: its checksum is not the one in {CHECKSUMS}; {_AGAIN}")
+    if more:
+        raise UserError(f"{folder / min(more)} is no part of its export: {CHECKSUMS} does not name it; remove it")

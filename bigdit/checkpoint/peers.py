@@ -1,4 +1,4 @@
-"""The processes that save and restore together, over a group of their own: training's collectives go on meanwhile."""
+"""The processes that save and restore together, in a group of their own: training's collectives continue meanwhile."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Peers:
         return found
 
     def agree(self, problem: str | None) -> None:
-        """Raise UserError on all processes where one has a problem: the first one's."""
+        """Raise UserError on all processes where one has a problem: the first of them."""
         for each in self.gather(problem):
             if each is not None:
                 raise UserError(each)

@@ -1,5 +1,5 @@
-"""The pipeline around exported weights: what the run was fed by, and a scheduler of its objective, as diffusers lays it
-out."""
+"""The pipeline around exported weights, as diffusers lays it out: the run's encoders, and a scheduler of its
+objective."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from bigdit.objective_spec import ObjectiveSpec
 from bigdit.strategy import ModelSpec
 
 _TRANSFORMER, _SCHEDULER, _VAE = "transformer", "scheduler", "vae"
-_KEYS = "encoders.text.pipeline, and beside encoders.image.path and model.init_from,"
+_KEYS = "encoders.text.pipeline, and next to encoders.image.path and model.init_from,"
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A pipeline's folder: its `index`, where each of its `parts` lies, and the configuration of its scheduler for the
-    objective that was trained by."""
+    """A pipeline's folder: its `index`, the folder of each of its `parts`, and its scheduler's configuration for the
+    objective."""
 
     index: dict[str, Any]
     parts: dict[str, Path]
     scheduler: dict[str, Any]
 
     def write(self, folder: Path) -> None:
-        """All of it but the transformer, to `folder`. Raises OSError."""
+        """Write all of it but the transformer to `folder`. Raises OSError."""
         for name, source in self.parts.items():
             copy_part(source, folder / name)
         (folder / _SCHEDULER).mkdir()
@@ -48,7 +48,7 @@ class Pipeline:
 
 
 def pipeline_of(checkpoint: Checkpoint) -> Pipeline | str:
-    """The pipeline that the run of a checkpoint was fed by; or why its weights make none, for people."""
+    """The pipeline whose encoders a checkpoint's run used; or why its weights make none, for people."""
     run = parse_run(checkpoint.state["run"], str(checkpoint.folder))
     spec = ModelSpec.model_validate(checkpoint.state["model"])
     base = next((folder for folder in _folders(run) if (folder / INDEX).is_file()), None)
@@ -63,7 +63,7 @@ def pipeline_of(checkpoint: Checkpoint) -> Pipeline | str:
     if run.strategy.lora is not None:
         loader = models.loaded_by(spec.class_name, index.get("_class_name"))
         if loader is None:
-            return f"diffusers loads no adapters of {spec.class_name}; `bigdit sample` draws with them"
+            return f"diffusers loads no adapters of {spec.class_name}; `bigdit sample` generates with them"
         return f"adapters are loaded over {base}, by {loader}"
     wanted = [name for name, entry in index.items() if _is_part(entry) and name not in (_TRANSFORMER, _SCHEDULER)]
     parts = {name: base / name for name in wanted}
@@ -77,7 +77,7 @@ def pipeline_of(checkpoint: Checkpoint) -> Pipeline | str:
 
 
 def _folders(run: RunConfig) -> Iterator[Path]:
-    """Those of the run in which a pipeline may lie."""
+    """The folders of the run in which a pipeline may lie."""
     for section in (run.encoders.text, run.encoders.first_frame):
         if section is not None and section.pipeline is not None:
             yield section.pipeline
@@ -90,7 +90,7 @@ def _is_part(entry: Any) -> bool:
 
 
 def _scheduler(base: Path, index: dict[str, Any], objective: ObjectiveSpec) -> dict[str, Any] | str:
-    """The pipeline's own scheduler with what the objective says of its noise; or why it cannot have that."""
+    """The pipeline's own scheduler, set to the objective's noise; or why it cannot have that."""
     entry: Any = index.get(_SCHEDULER)
     if not _is_part(entry) or entry[0] != "diffusers":
         return f"{base / INDEX} names no scheduler of diffusers"
@@ -110,8 +110,10 @@ _CLONE = 0x40049409
 
 
 def part_problem(part: Path) -> str | None:
-    """Why a folder holds no whole part, for people, as far as is known without reading its weights: a file that is
-    missing, cut off or no JSON, or that a link has in its place from outside of the folder."""
+    """Why a folder holds no whole part, for people; None where nothing is wrong. Weights are not read.
+
+    A file may be missing, cut off, no JSON, or a link out of the folder.
+    """
     if not part.is_dir():
         return f"{part} is missing"
     files = sorted(part.rglob("*"))
@@ -126,8 +128,11 @@ def part_problem(part: Path) -> str | None:
 
 
 def copy_part(source: Path, folder: Path) -> None:
-    """The files of a part in a new folder, which its user may change: the source's stay as they are. They take no room
-    where the file system shares what two files have in common (XFS, btrfs). Raises OSError."""
+    """Copy the files of a part into a new folder, which its user may change without changing the source. Raises
+    OSError.
+
+    They take no room where the file system shares equal content (XFS, btrfs).
+    """
     folder.mkdir()
     for file in sorted(source.iterdir()):
         if file.is_dir():
@@ -139,7 +144,7 @@ def copy_part(source: Path, folder: Path) -> None:
 def _problems(part: Path, file: Path) -> Iterator[str]:
     if not file.exists():  # a hub's cache has links in the place of files
         yield f"{file} is a link to {file.readlink()}, which is missing"
-    elif leads_out(part, file):  # whose copy would be published with the weights
+    elif leads_out(part, file):  # its target would be published with the weights
         yield f"{file} is a link out of its folder; copy there what it leads to"
     elif not file.is_dir():
         check_regular(file)
@@ -151,7 +156,7 @@ def _damages(file: Path) -> Iterator[str]:
         yield pointer
     elif file.suffix == ".safetensors":
         try:
-            with safe_open(file, "np"):  # it holds the file's length against its header
+            with safe_open(file, "np"):  # it checks the file's length against its header
                 pass
         except SafetensorError as error:
             yield f"{file} is damaged or cut off ({error})"
@@ -166,7 +171,8 @@ def _damages(file: Path) -> Iterator[str]:
 
 
 def _is_model(part: Path) -> bool:
-    """By its configuration, which diffusers' models and transformers' have; a tokenizer may hold a copy of one."""
+    """Whether it is a model, by its configuration, as diffusers and transformers write it; a tokenizer may hold a copy
+    of one."""
     file = part / _CONFIG
     if part.name.startswith("tokenizer") or not file.is_file():
         return False
@@ -175,7 +181,7 @@ def _is_model(part: Path) -> bool:
 
 
 def _json(file: Path) -> Any:
-    """What it holds; the error where that is no JSON."""
+    """Its content; the error where that is no JSON."""
     try:
         return json.loads(read_bytes(file, _LARGEST_JSON))
     except (ValueError, RecursionError) as error:

@@ -1,35 +1,40 @@
-"""Take a run up from a checkpoint, whichever engine and however many processes saved it."""
+"""Whether and how a run resumes from a checkpoint, whichever engine and however many processes saved it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from pydantic import TypeAdapter, ValidationError
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from bigdit import models
 from bigdit.catalog.resolve import read_model_config
-from bigdit.checkpoint.folder import STATE, Checkpoint, Saved, open_checkpoint
+from bigdit.checkpoint.folder import CHECKSUMS, STATE, Checkpoint, Saved, check_exported, open_checkpoint, verify
 from bigdit.checkpoint.peers import Peers
-from bigdit.checkpoint.verify import CHECKSUMS, check_exported, verify
-from bigdit.checkpoint.write import LoadPlanner
+from bigdit.config.load import parse_run
+from bigdit.config.run import RunConfig
+from bigdit.documents import differences, written
 from bigdit.engines import Ema, Engine
-from bigdit.engines.state import AVERAGE, Place, adopt, make_state, places
+from bigdit.engines.state import EMA, Place, adopt, make_state, places
 from bigdit.errors import UserError
 from bigdit.models.adapters import FILE as ADAPTERS
-from bigdit.strategy import ModelSpec
+from bigdit.objective_spec import ObjectiveSpec, learned
+from bigdit.strategy import ModelSpec, Strategy
+from bigdit.units import how_many
 
-_RANDOM = "rng."
-"""How the states of generators began that checkpoints of bf16_sr had, a process each."""
 
+def restore(checkpoint: Checkpoint, engine: Engine, peers: Peers, ema: Ema | None = None) -> None:
+    """Put masters, optimizer state and EMA in place, on all processes.
 
-def restore(checkpoint: Checkpoint, engine: Engine, peers: Peers, ema: Ema | None = None) -> list[str]:
-    """Put masters, optimizer state and average in place, on all processes; what a person should know of it.
-
-    Its files were verified before. Raises UserError where it holds another model's, or another optimizer's state.
+    The files were verified before. Raises UserError where they hold another model's, or another optimizer's state.
     """
     reader = HuggingFaceStorageReader(str(checkpoint.engine))
     saved = reader.read_metadata().state_dict_metadata.keys()
@@ -39,20 +44,13 @@ def restore(checkpoint: Checkpoint, engine: Engine, peers: Peers, ema: Ema | Non
     filled = {name: place for name, place in wanted.items() if name in saved}
     for name in sorted(wanted.keys() - saved):
         if name.startswith("state.") and not wanted[name].number:
-            wanted[name].tensor.zero_()  # of a parameter that no gradient had come to, in a master of several
+            wanted[name].tensor.zero_()  # its parameter had no gradient, and shares a master with others
         elif not wanted[name].number:
             raise UserError(f"{checkpoint.folder} does not hold {name}: it is of another model or optimizer")
     _load(checkpoint, filled, reader, peers)
     adopt(engine, filled)
     if ema is not None:
-        updates = checkpoint.state["updates"]
-        ema.updates = checkpoint.step if updates is None else updates  # earlier versions did not count those of a decay
-    if not any(name.startswith(_RANDOM) for name in saved):
-        return []
-    return [
-        f"{checkpoint.folder} holds random numbers of an earlier bigdit, which are not taken up: bf16_sr rounds by "
-        "train.seed and the step from here on, otherwise than that would have"
-    ]
+        ema.updates = checkpoint.state["updates"]
 
 
 def written_here(source: Path) -> bool:
@@ -61,7 +59,7 @@ def written_here(source: Path) -> bool:
 
 
 def check_whole(source: Path) -> None:
-    """Raise UserError where a checkpoint or an export holds LoRA adapters alone, and no weights to start from."""
+    """Raise UserError where a checkpoint or an export holds only LoRA adapters, and no weights to start from."""
     if (source / STATE).is_file():
         state = open_checkpoint(source).state
         if state["strategy"].get("lora") is not None:
@@ -72,9 +70,9 @@ def check_whole(source: Path) -> None:
 
 
 def load_model(spec: ModelSpec, source: Path, *, dtype: torch.dtype) -> nn.Module:
-    """The model on the host with the weights in `source`, model.init_from: a folder of diffusers', or a checkpoint.
+    """The model in CPU memory with the weights in `source`, model.init_from: a diffusers folder, or a checkpoint.
 
-    Raises UserError where it holds neither, or another model's, with what is other about it, or is damaged.
+    Raises UserError where it holds neither, or is damaged, or is of another model, with the differences.
     """
     try:
         check_whole(source)
@@ -92,7 +90,7 @@ def load_model(spec: ModelSpec, source: Path, *, dtype: torch.dtype) -> nn.Modul
 
 
 def _others(spec: ModelSpec, source: Path) -> str:
-    """What the weights in `source` say of their model that this one is not."""
+    """How the model of the weights in `source` differs from this one."""
     try:
         had = open_checkpoint(source).state["model"] if (source / STATE).is_file() else None
         had = had or read_model_config(source / "config.json").model_dump(mode="json")
@@ -106,26 +104,26 @@ def _others(spec: ModelSpec, source: Path) -> str:
 
 
 @torch.no_grad()
-def load_weights(checkpoint: Checkpoint, model: nn.Module, *, average: bool = False) -> None:
-    """Fill the parameters that are trained, of a model with adapters theirs alone, rounded to their dtypes.
+def load_weights(checkpoint: Checkpoint, model: nn.Module, *, ema: bool = False) -> None:
+    """Fill the trained parameters, of a model with adapters theirs alone, rounded to their dtypes.
 
-    With `average` from the moving average. Raises UserError where the checkpoint is of another model.
+    With `ema` from the EMA. Raises UserError where the checkpoint is of another model.
     """
-    load_kind(checkpoint, AVERAGE if average else "master", trained(model))
+    load_kind(checkpoint, EMA if ema else "master", trained(model))
 
 
 def trained(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Its parameters that are trained, by name."""
+    """The trained parameters by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def load_kind(checkpoint: Saved, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fill parameters by name with the `master`s or averages that were saved of them."""
+    """Fill parameters by name with their saved `master`s or EMAs."""
     load_tensors(checkpoint, {f"{kind}.{name}": tensor for name, tensor in tensors.items()})
 
 
 def load_tensors(checkpoint: Saved, tensors: dict[str, torch.Tensor]) -> None:
-    """Fill tensors by the names that they were saved under, whole. Raises UserError where one is not there."""
+    """Fill whole tensors by the names under which they were saved. Raises UserError where one is missing."""
     wanted = {name: _whole(tensor) for name, tensor in tensors.items()}
     _load(checkpoint, wanted, HuggingFaceStorageReader(str(checkpoint.engine)), Peers())
 
@@ -145,6 +143,162 @@ def _load(checkpoint: Saved, wanted: dict[str, Place], reader: HuggingFaceStorag
         )
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
-        if isinstance(first, KeyboardInterrupt):  # torch makes a failure of it, as of all else
+        if isinstance(first, KeyboardInterrupt):  # torch wraps it as any other error
             raise first from None
         raise UserError(f"{checkpoint.folder} cannot be read: {first}") from None
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Fills each run from the saved runs of the same name, however those were cut."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        items = []
+        for name, place in self.state_dict.items():
+            saved = self.metadata.state_dict_metadata.get(name)
+            found = saved.size[0] if isinstance(saved, TensorStorageMetadata) else 0
+            if found != place.numel:
+                raise UserError(f"it holds {found} elements of {name}, and this run has {place.numel}")
+            wanted = ChunkStorageMetadata(torch.Size([place.offset]), torch.Size([place.tensor.numel()]))
+            parts = create_read_items_for_chunk_list(name, saved, [wanted])  # type: ignore[arg-type]  # has elements
+            if sum(part.lengths[0] for part in parts) != place.tensor.numel():
+                raise UserError(f"some of the {found} elements of {name} are in none of its files")
+            items += parts
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        found: torch.Tensor = self.state_dict[index.fqn].tensor
+        return found
+
+
+UNTRAINED = (
+    # How data is read, saved and monitored.
+    *("output", "plan", "trackers", "samples", "validation", "stages"),
+    *("train.checkpoint_every", "train.keep_checkpoints", "train.keep_every", "train.export_every"),
+    *("train.snapshot_every", "train.grace", "train.timeout", "train.most_skipped_steps"),
+    *("data.part_size", "data.workers", "data.read_threads", "data.reader", "data.remote_cache"),
+    *("encoders.device", "encoders.batch_size", "strategy.optimizer.implementation", "strategy.ema.device"),
+    # Another model, or other images, are checked by their content.
+    *("model.name", "model.path", "model.class_name", "model.kwargs", "data.images", "train.epochs", "train.seed"),
+)
+"""Keys that change nothing of what is trained; all others do. `train.steps` does where the learning rate depends on
+it."""
+
+_TRAINED = ("optimizer", "gradient_clipping", "precision", "ema", "lora", "features")
+"""Keys of a strategy that change what is trained; the rest is how it is stepped."""
+
+_SHOWN = 60
+"""Letters of a value that a message shows."""
+
+_ANY: TypeAdapter[ObjectiveSpec] = TypeAdapter(ObjectiveSpec)
+
+
+def check_resumable(checkpoint: Checkpoint, model: ModelSpec, strategy: Strategy) -> None:
+    """Raise UserError with every difference that keeps this run from resuming here."""
+    saved_model, was = checkpoint.state["model"], Strategy.model_validate(checkpoint.state["strategy"])
+    of_model = [
+        f"{checkpoint.folder} holds {key} {found!r}, and the run's model has {wanted!r}; choose another output"
+        for key, found, wanted in _model_differences(saved_model, model.model_dump(mode="json"))
+    ]
+    had, asked = (each.model_dump(mode="json", include={"precision", "lora"}) for each in (was, strategy))
+    problems = [
+        f"{checkpoint.folder} was trained with strategy.{key} {written(found)}, and the run asks for {written(wanted)}"
+        for key, found, wanted in differences(had, asked)
+    ]
+    if (was.ema is None) != (strategy.ema is None):
+        without, with_it = ("the run has none", "holds") if strategy.ema is None else ("the run has one", "lacks")
+        problems.append(f"{checkpoint.folder} {with_it} an EMA of the weights, and {without} (strategy.ema)")
+    elif strategy.ema is not None and was.ema is not None and was.ema.powers != strategy.ema.powers:
+        problems.append(
+            f"{checkpoint.folder} holds an EMA with strategy.{was.ema.profile}, and the run asks for "
+            f"strategy.{strategy.ema.profile}: they weigh past steps differently"
+        )
+    saved_optimizer, optimizer = was.optimizer.name, strategy.optimizer.name
+    if saved_optimizer != optimizer:
+        problems.append(
+            f"{checkpoint.folder} holds the state of {saved_optimizer}, and strategy.optimizer.name is {optimizer}"
+        )
+    laid, now = layout(was), layout(strategy)
+    if checkpoint.state["local"] and laid != now:
+        problems.append(
+            f"{checkpoint.folder} holds the state of {saved_optimizer} in blocks or factors as {laid} made them, and "
+            f"the run is {now}"
+        )
+    if of_model or problems:
+        raise UserError(*of_model, *(f"{problem}; {_elsewhere(checkpoint)}" for problem in problems))
+
+
+def check_objective(checkpoint: Checkpoint, objective: ObjectiveSpec) -> None:
+    """Raise UserError where the run's objective would predict something else than was learned, or from other noise."""
+    try:
+        before = _ANY.validate_python(
+            checkpoint.state["run"]["objective"]
+        )  # fills keys that were added since with their defaults
+    except (KeyError, ValidationError):
+        raise UserError(f"{checkpoint.folder} is damaged: its run.objective is none") from None
+    had, asked = learned(before), learned(objective)
+    key = next((key for key in had | asked if had.get(key) != asked.get(key)), None)
+    if key is not None:
+        raise UserError(
+            f"{checkpoint.folder} was trained with objective.{key} {had.get(key)}, and the run asks for "
+            f"{asked.get(key)}; set objective.{key} to {had.get(key)}, or {_elsewhere(checkpoint)}"
+        )
+
+
+def _elsewhere(checkpoint: Checkpoint) -> str:
+    """What a run can do that cannot resume here. Adapters alone are no weights to start from."""
+    if checkpoint.state["strategy"].get("lora") is not None:
+        return "choose another output, where new adapters start"
+    return f"choose another output; there model.init_from={checkpoint.folder} starts from these weights"
+
+
+def changed_since(checkpoint: Checkpoint, run: RunConfig) -> list[str]:
+    """How the run differs from the checkpoint's in what is trained, a line a key. Its objective is resolved as the
+    checkpoint's is. Keys that are checked elsewhere are left out."""
+    before, now = (_trained_by(each) for each in (_run_of(checkpoint), run))
+    ignored = UNTRAINED if run.train.lr_schedule != "constant" else {*UNTRAINED, "train.steps"}
+    return [
+        f"{checkpoint.folder} was trained with {key} {written(found)[:_SHOWN]}, and resumes with "
+        f"{written(wanted)[:_SHOWN]}"
+        for key, found, wanted in differences(before, now)
+        if not any(f"{key}.".startswith(f"{each}.") for each in ignored)
+    ]
+
+
+def _trained_by(run: RunConfig) -> dict[str, Any]:
+    document = run.model_dump(mode="json")
+    return document | {"strategy": {key: document["strategy"][key] for key in _TRAINED}}
+
+
+def _run_of(checkpoint: Checkpoint) -> RunConfig:
+    return parse_run(checkpoint.state["run"], str(checkpoint.folder))
+
+
+def layout(strategy: Strategy) -> str:
+    """How masters lie on the processes, for people."""
+    if strategy.engine == "single":
+        return "single"
+    stage = "" if strategy.zero_stage is None else f" ZeRO-{strategy.zero_stage}"
+    copies = f" in {strategy.dp_replicate} copies" if strategy.dp_replicate > 1 else ""
+    processes = how_many(strategy.world_size, "process")
+    flat = strategy.engine == "deepspeed" and strategy.optimizer.decayed != "all"
+    apart = ", what decays apart from what does not" if flat else ""
+    return f"{strategy.engine}{stage} on {processes}{copies}{apart}"
+
+
+def _model_differences(saved: dict[str, Any], wanted: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(key, saved, wanted) where two models differ: their class, or the arguments that differ."""
+    if saved["class_name"] != wanted["class_name"]:
+        return [("class_name", saved["class_name"], wanted["class_name"])]
+    old, new = saved["kwargs"], wanted["kwargs"]
+    return [
+        (key, old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
+    ]

@@ -1,22 +1,41 @@
-"""Checkpoints while training goes on: a copy to the host, then a thread that writes it."""
+"""Checkpoints while training goes on: a copy to CPU memory, which a thread writes.
+
+Torch's distributed checkpoint sees our state as one-dimensional runs by name, of which each process has some. A process
+writes a file of safetensors in one pass, in the layout that torch's HuggingFaceStorageReader reads. Torch's own writer
+of that layout makes the bytes of a whole file first. Its other layouts have a metadata file that is a pickle, which we
+neither write nor read.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, StorageWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from bigdit import log
 from bigdit.checkpoint.folder import (
+    ENGINE,
     LATEST,
     Checkpoint,
+    checksum,
     name_of,
     open_checkpoint,
     open_snapshot,
@@ -24,25 +43,24 @@ from bigdit.checkpoint.folder import (
     write_state,
 )
 from bigdit.checkpoint.peers import Peers
-from bigdit.checkpoint.write import Writer
 from bigdit.config.run import AVERAGES, CHECKPOINTS
 from bigdit.engines import Ema, Engine
-from bigdit.engines.state import AVERAGE, Place, places
-from bigdit.errors import UserError
-from bigdit.files import TEMPORARY, fsync_folder, write_text
-from bigdit.units import how_many
+from bigdit.engines.state import EMA, LOCAL, Place, places
+from bigdit.errors import UserError, versions
+from bigdit.files import TEMPORARY, commit_folder, fsync_folder, write_text
+from bigdit.units import gib, how_many
 
 _LEAVE_AFTER_S = 60.0
-"""How long a run that failed waits for the checkpoint that it was writing."""
+"""Seconds that a failed run waits for the checkpoint that it is writing."""
 _AT_ONCE = 1 << 20
-"""Weights that are looked at together: asking whether they are finite takes several times their bytes."""
+"""Weights that are tested together: testing whether they are finite takes several times their bytes."""
 _ROOM_FOR_AVERAGES = "make room, raise train.snapshot_every, or choose another output"
 _ROOM = "make room for one checkpoint more than train.keep_checkpoints, or choose another output"
 
 
 @dataclass(frozen=True)
 class Keeping:
-    """The last `last` checkpoints stay, and those of steps that `every` divides."""
+    """The last `last` checkpoints are kept, and those of steps that `every` divides."""
 
     last: int
     every: int | None = None
@@ -51,8 +69,8 @@ class Keeping:
 class Saver:
     """Saves to `output`, one checkpoint at a time; all processes make one and call it alike.
 
-    `found` is the checkpoint that the run goes on from; `last` the newest that is whole. `then` is called with each
-    that is whole, on the main process, in the thread.
+    `found`: the checkpoint that the run resumes from; `last`: the newest whole one. The main process's thread calls
+    `then` with each whole checkpoint.
     """
 
     def __init__(
@@ -68,7 +86,7 @@ class Saver:
         self.last = None if found is None else found.folder
         self._peers = peers
         self._checkpoints = Writer(peers, "checkpoint", write_state, _ROOM)
-        self._of_averages = Writer(peers, "snapshot of averages", write_snapshot, _ROOM_FOR_AVERAGES)
+        self._of_averages = Writer(peers, "snapshot of the EMA", write_snapshot, _ROOM_FOR_AVERAGES)
         self._keeping = keeping
         before = [] if found is None else found.lineage
         self._snapshots: dict[str, str] = {} if found is None else dict(found.state["snapshots"])
@@ -102,16 +120,16 @@ class Saver:
         whole: bool = True,
         snapshot: bool = False,
     ) -> float:
-        """Copy the training state to the host and have it written as the checkpoint of `step`; the copy's seconds.
+        """Copy the training state to CPU memory, to be written as the checkpoint of `step`; returns the copy's seconds.
 
-        `snapshot`: its averages are written as one before; where not `whole`, they alone. `described` is what
-        state.json says beside it, as JSON. Waits for what was saved before, whose UserError it raises: it cannot be
-        written, or its weights are not finite.
+        `snapshot`: the EMA is written as a snapshot before; where not `whole`, it alone. `described`: what state.json
+        says besides, as JSON. Waits for the save before, and raises its UserError: it could not be written, or its
+        weights are not finite.
         """
         self.wait()
         began = time.perf_counter()
         held = places(engine, ema, self._peers.world.rank)
-        copies = {name: _copied(place) for name, place in held.items() if whole or name.startswith(AVERAGE)}
+        copies = {name: _copied(place) for name, place in held.items() if whole or name.startswith(EMA)}
         described = {**described, "step": step, "parameters": {each.name: each.shape for each in engine.shards()}}
         if ema is not None:
             described["updates"] = ema.updates
@@ -120,7 +138,7 @@ class Saver:
         return time.perf_counter() - began
 
     def wait(self) -> None:
-        """Until what was saved is whole. Raises UserError where it could not be."""
+        """Wait until what was saved is whole. Raises UserError where it could not be."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -133,7 +151,7 @@ class Saver:
             final = (self.root if whole else self._averages) / name_of(state["step"])
             self._peers.agree(_not_finite(copies, final, self.last))
             if snapshot:
-                averages = {name: place for name, place in copies.items() if name.startswith(AVERAGE)}
+                averages = {name: place for name, place in copies.items() if name.startswith(EMA)}
                 self._write_snapshot(averages, state)
             if whole:
                 self._write(copies, state)
@@ -144,7 +162,7 @@ class Saver:
         final = self.root / name_of(state["step"])
         way = [*self._lineage, state["step"]]
         kept = kept_steps(way, self._keeping.last, self._keeping.every)
-        # What is pruned is in the lineage, for the next run to prune if this one is killed before.
+        # The lineage names what is pruned, so that the next run prunes it if this one is killed before.
         state = state | {"lineage": way, "snapshots": dict(self._snapshots)}
         self._checkpoints.write(final, copies, state, lambda: self._commit(final, way, kept))
         self.last, self._lineage = final, kept
@@ -167,17 +185,15 @@ def _copied(place: Place) -> Place:
 
 
 def _count_not_finite(piece: torch.Tensor) -> int:
-    # The least and the most are found in one pass, a fiftieth of the time, and NaN is both.
+    # The least and the most come from one pass, in a fiftieth of the time; NaN is both.
     if not piece.numel() or all(bound.isfinite() for bound in piece.aminmax()):
         return 0
     return int(piece.isfinite().logical_not().sum())
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Take away what was being written or deleted there when an earlier run was killed: it has no final name.
-
-    Raises UserError where it cannot.
-    """
+    """Remove what a killed run was writing or deleting there: it has no final name. Raises UserError where it
+    cannot."""
     for left in folder.glob(f"{TEMPORARY}*"):
         try:
             shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
@@ -187,11 +203,11 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def _not_finite(copies: dict[str, Place], final: Path, last: Path | None) -> str | None:
-    """What is wrong with weights that are not finite: they are not saved."""
+    """What is wrong where weights are not finite: they are not saved."""
     counts = {
         name: sum(map(_count_not_finite, place.tensor.split(_AT_ONCE)))
         for name, place in copies.items()
-        if name.startswith(("master.", AVERAGE))
+        if name.startswith(("master.", EMA))
     }
     wrong = {name: count for name, count in counts.items() if count}
     if not wrong:
@@ -205,16 +221,16 @@ def _not_finite(copies: dict[str, Place], final: Path, last: Path | None) -> str
 
 
 def kept_steps(lineage: Sequence[int], keep: int, keep_every: int | None) -> list[int]:
-    """Of the steps that a run saved on its way, in their order, the last `keep` and multiples of `keep_every`."""
+    """Of the steps that a run saved, in their order: the last `keep`, and multiples of `keep_every`."""
     return [
         step for i, step in enumerate(lineage) if i >= len(lineage) - keep or (keep_every and step % keep_every == 0)
     ]
 
 
 def prune(root: Path, lineage: Sequence[int], kept: Sequence[int]) -> None:
-    """Delete what the run saved on its way and does not keep. A folder is renamed before, so that none is half there.
+    """Delete what the run saved and does not keep. A folder is renamed before, so that none is half there.
 
-    Checkpoints that are not of this lineage, such as those after an earlier one that the run went back to, stay.
+    Checkpoints of another lineage stay, such as those after an earlier one that the run went back to.
     """
     for step in sorted(set(lineage) - set(kept)):
         folder = root / name_of(step)
@@ -224,3 +240,149 @@ def prune(root: Path, lineage: Sequence[int], kept: Sequence[int]) -> None:
             folder.rename(doomed)
             fsync_folder(root)
         shutil.rmtree(doomed, ignore_errors=True)
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Writes each run once. Of several processes that have it (HSDP's replicas, numbers) the one with least work
+    does."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([_item(name, place) for name, place in self.state_dict.items()])
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        found: torch.Tensor = self.state_dict[index.fqn].tensor
+        return found
+
+
+def _item(name: str, place: Place) -> WriteItem:
+    offset = torch.Size([place.offset])
+    return WriteItem(
+        MetadataIndex(name, offset),
+        WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            ChunkStorageMetadata(offset, torch.Size([place.tensor.numel()])),
+            TensorProperties.create_from_tensor(place.tensor),
+            torch.Size([place.numel]),
+        ),
+    )
+
+
+OFFSETS = "DCP_SHARDING_INFO"
+"""Where the reader looks for the offset of each run. Source: torch/distributed/checkpoint/_hf_utils.py."""
+
+
+class ShardFileWriter(StorageWriter):
+    """Writes this process's runs to `file`; no file where there is nothing to write."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
+        tensors = {item.index.fqn: planner.resolve_data(item) for item in plan.items}
+        if tensors:
+            offsets = {item.index.fqn: {"saved_offsets": list(item.index.offset or ())} for item in plan.items}
+            save_file(tensors, self._file, metadata={"format": "pt", OFFSETS: json.dumps(offsets)})
+        written: Future[list[WriteResult]] = Future()
+        written.set_result([WriteResult(item.index, tensors[item.index.fqn].nbytes, None) for item in plan.items])
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Nothing: each file describes itself."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+T = TypeVar("T")
+
+
+class Writer:
+    """Writes folders of `kind`, such as `checkpoint`; all processes make one and call it alike.
+
+    `describe` writes the main process's JSON into a folder; `room`: what a person can do on a full disk.
+    """
+
+    def __init__(self, peers: Peers, kind: str, describe: Callable[[Path, dict[str, Any]], Path], room: str) -> None:
+        self._peers, self._kind, self._describe, self._room = peers, kind, describe, room
+
+    def write(
+        self, final: Path, copies: dict[str, Place], state: dict[str, Any], then: Callable[[], None] = lambda: None
+    ) -> None:
+        """Make `final` from the copies and `state`; once it is there, the main process calls `then`. Raises UserError
+        on all processes where one cannot write."""
+        world, temporary = self._peers.world, final.with_name(f"{TEMPORARY}{final.name}")
+        file = temporary / ENGINE / f"rank-{world.rank:05d}-of-{world.world_size:05d}.safetensors"
+        self._together(final, lambda: _make(temporary / ENGINE) if world.is_main else None)
+        self._together(final, lambda: self._write_shard(copies, file))
+        written = [file] if file.exists() else []
+        sums = self._together(final, lambda: {str(file.relative_to(temporary)): checksum(file) for file in written})
+        local = any(name.startswith(LOCAL) for name in copies)
+        of_ranks = self._peers.gather((sums, state["parameters"], local))
+        state = state | {
+            "saved": datetime.now(UTC).isoformat(),
+            "versions": versions(),
+            "checksums": {name: digest for each, _, _ in of_ranks for name, digest in each.items()},
+            "parameters": {name: shape for _, each, _ in of_ranks for name, shape in each.items()},
+            "local": any(each for _, _, each in of_ranks),
+        }
+        self._together(final, lambda: self._commit(temporary, final, state, then) if world.is_main else None)
+
+    def _write_shard(self, copies: dict[str, Place], file: Path) -> None:
+        dcp.save(
+            dict(copies),
+            storage_writer=ShardFileWriter(file),
+            planner=SavePlanner(),
+            process_group=self._peers.group,
+            no_dist=self._peers.group is None,
+        )
+
+    def _commit(self, temporary: Path, final: Path, state: dict[str, Any], then: Callable[[], None]) -> None:
+        described = self._describe(temporary, state)
+        for file in (temporary / ENGINE).iterdir():  # safetensors makes files of their owner alone, whatever the umask
+            file.chmod(described.stat().st_mode)
+        commit_folder(temporary, final)
+        then()
+
+    def _together(self, final: Path, action: Callable[[], T]) -> T:
+        """What `action` returns here. Where it cannot write on one process, all raise UserError."""
+        result: T | None = None
+        problem = None
+        try:
+            result = action()
+        except (OSError, SafetensorError, UserError, CheckpointException) as error:
+            free = gib(shutil.disk_usage(final.parent).free) if final.parent.is_dir() else "nothing"
+            problem = f"cannot write the {self._kind} {final}: {_reason(error)}; {free} are free there; {self._room}"
+        try:
+            self._peers.agree(problem)
+        except UserError:
+            if self._peers.world.is_main:  # on a full disk a half-written folder takes others' room
+                shutil.rmtree(final.with_name(f"{TEMPORARY}{final.name}"), ignore_errors=True)
+            raise
+        return result  # type: ignore[return-value]  # None only where the action gives it
+
+
+def _make(folder: Path) -> None:
+    """Make an empty folder, whatever an interrupted save left there."""
+    shutil.rmtree(folder.parent, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, CheckpointException):
+        return str(next(iter(error.failures.values()))[0])
+    return str(error)

@@ -65,7 +65,6 @@ def memory(
     from bigdit.config.load import parse_strategy
     from bigdit.files import check_writable
     from bigdit.profile.attempt import parse_resolution
-    from bigdit.profile.notices import COMPILED
     from bigdit.report.bench import note, retried, subtitle, tables, title, write_memory
 
     sizes = listed("--micro-batch", micro_batch, "sizes such as 1,2,4,8", LARGEST)
@@ -74,8 +73,8 @@ def memory(
     own, device = gpu.strip().casefold() == "auto", catalog.resolve_gpu(gpu)
     _check_timed(steps, own)
     limit_bytes = None if limit is None else _limit(limit, device)
-    if not own and any(each.compile_blocks for _, each in strategies):
-        log.notice(f"note: {COMPILED}")
+    for notice in {each.plan_notice for _, each in strategies if not own and each.plan_notice}:
+        log.notice(f"note: {notice}")
     if out is not None:
         check_writable("--out", out)
     with log.err.status(f"running {model}") as status:
@@ -130,10 +129,10 @@ def _check_strategies(strategies: Sequence[tuple[str, Strategy]]) -> None:
 
 def _check_timed(steps: int | None, own: bool) -> None:
     """Raise UserError for timed steps on an emulated GPU."""
-    from bigdit.emulator import on_emulated_card
+    from bigdit.emulator import on_emulated_gpu
     from bigdit.errors import UserError
 
-    if steps is not None and (not own or on_emulated_card()):
+    if steps is not None and (not own or on_emulated_gpu()):
         raise UserError(f"--steps {steps} needs a real GPU (--gpu auto), and this one is emulated; leave it out")
 
 

@@ -43,13 +43,13 @@ def run(
 
     check_machine()  # first: what is missing is an error at once
     from bigdit import catalog, log
-    from bigdit.emulator.launch import CARDS_MOST
+    from bigdit.emulator.launch import GPUS_MOST
     from bigdit.errors import UserError
     from bigdit.report.emulation import document, show
 
     device = catalog.resolve_gpu(gpu, gpu_memory)
-    if processes > CARDS_MOST:
-        raise UserError(f"--processes is {processes}, and an emulated machine has 1 to {CARDS_MOST} GPUs")
+    if processes > GPUS_MOST:
+        raise UserError(f"--processes is {processes}, and an emulated machine has 1 to {GPUS_MOST} GPUs")
     if out is not None:
         from bigdit.report.emulation import clear_folder
 
@@ -106,4 +106,4 @@ def _emulate(
         if runs[0].scales_loss and (runs[0].exit_status == 0 or runs[0].fits is False):
             log.notice("fp16 with loss scaling: running again with the first step skipped, as on real GPUs")
             runs.append(once(skip_first=True))
-    return Emulation(command=tuple(command), gpu=device, cards=gpus, runs=tuple(runs))
+    return Emulation(command=tuple(command), gpu=device, gpus=gpus, runs=tuple(runs))

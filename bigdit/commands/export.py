@@ -51,7 +51,7 @@ def _export(found: Checkpoint, out: Path, ema_width: float | None) -> None:
     if posthoc is None:
         verify(found)
     else:
-        log.notice(posthoc.said)
+        log.notice(posthoc.message)
     pipeline = pipeline_of(found)
     if isinstance(pipeline, str):
         export(found, out, posthoc, replace=False)

@@ -132,7 +132,7 @@ def _print(report: ExtractReport, samples: str) -> None:
     speed = f"{report.images_per_s:.1f} {samples}/s" if report.parts else "nothing was left to do"
     done = f"{duration(report.seconds)}, {speed}"
     if report.store is None:
-        done_here = f"{how_many(report.pictures, 'image')} in {how_many(report.parts, 'part')}"
+        done_here = f"{how_many(report.images, 'image')} in {how_many(report.parts, 'part')}"
         log.say(f"{report.features}: {done_here} done; the others are missing")
         log.say(f"{done}; `bigdit features info {report.features}` shows the store")
         return
@@ -149,7 +149,7 @@ def encoded(store: StoreReport) -> str:
 
     moving = {shape.count("x") == 3 for shape in store.buckets}  # [channels, frames, height, width]
     kind = {(True,): "video", (False, True): "image and video"}.get(tuple(sorted(moving)), "image")
-    return f"{store.encoded} of {how_many(store.pictures, kind)} encoded"
+    return f"{store.encoded} of {how_many(store.images, kind)} encoded"
 
 
 def print_cut(store: StoreReport) -> None:

@@ -200,7 +200,7 @@ def _print_info(report: StoreReport) -> None:
             f"{host} {pid}",
             each.device,
             str(each.parts),
-            str(each.pictures),
+            str(each.images),
             f"{each.images_per_s:.1f}",
             *(f"{100 * getattr(shares, name):.0f}" for name in _SHARES),
         )

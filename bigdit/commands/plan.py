@@ -13,7 +13,7 @@ import typer
 from bigdit.commands.options import Json, Set, listed, of_plans
 
 if TYPE_CHECKING:
-    from bigdit.search.question import Question
+    from bigdit.search.plan import Question
 
 EXIT_DOES_NOT_FIT = 2
 BESIDE_A_RUN = (
@@ -129,7 +129,7 @@ def _plan(question: Question, others: Sequence[Question], out: Path | None, as_j
     if out is not None:
         log.notice(f"wrote {out}: {', '.join(file.name for file in write_plan(plan, out, plans[1:]))}")
     if as_json:
-        log.emit_json(plan.model_dump(mode="json", exclude={"packed_timeline", "settings"}) | {"fits": plan.fits})
+        log.emit_json(plan.model_dump(mode="json", exclude={"packed_timeline", "ran"}) | {"fits": plan.fits})
     else:
         show(plan, out)
     return 0 if plan.fits else EXIT_DOES_NOT_FIT
@@ -140,7 +140,7 @@ def _plan_stages(config: Path, overrides: list[str], asked: dict[str, Any], out:
     from bigdit import log
     from bigdit.report.plan import show_short
     from bigdit.search.answer import make_plan
-    from bigdit.search.of_run import questions_of, unpinned
+    from bigdit.search.of_run import overruled, questions_of
 
     questions, plans = questions_of(config, overrides, asked), []
     folders = (
@@ -152,7 +152,7 @@ def _plan_stages(config: Path, overrides: list[str], asked: dict[str, Any], out:
 
         for each in folders:
             check_folder(each)
-    for line in unpinned(config, overrides):
+    for line in overruled(config, overrides):
         log.notice(f"note: {line}")
     for number, question in enumerate(questions):
         name = f"stages.{number}" if len(questions) > 1 else str(config)
@@ -166,7 +166,7 @@ def _plan_stages(config: Path, overrides: list[str], asked: dict[str, Any], out:
         log.notice(f"to train: bigdit train --config {out / RUN}")
     fits = all(plan.fits for plan in plans)
     if as_json:
-        found = [plan.model_dump(mode="json", exclude={"packed_timeline", "settings"}) for plan in plans]
+        found = [plan.model_dump(mode="json", exclude={"packed_timeline", "ran"}) for plan in plans]
         log.emit_json(
             {"fits": fits, "plans": [each | {"fits": plan.fits} for each, plan in zip(found, plans, strict=True)]}
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -48,8 +49,7 @@ def compare(gpu: GpuName = None, receipts: Folder = None, as_json: Json = False)
     from bigdit import log
     from bigdit.profile.cards import Cards
     from bigdit.report.receipts import compared, summary
-    from bigdit.search.calibration import calibration, check, memory_band
-    from bigdit.search.receipts import of_card
+    from bigdit.search.calibration import Calibration, check, of_gpu
     from bigdit.units import how_many
 
     found = _read(receipts)
@@ -57,13 +57,13 @@ def compare(gpu: GpuName = None, receipts: Folder = None, as_json: Json = False)
     document = []
     for device, target in gpus.items():
         with log.err.status(f"repeating the runs of the {device} on an emulated one"), Cards(target) as emulated:
-            own = [*of_card(found, target), *of_card(found, target, emulated=True)]
+            own = [*of_gpu(found, target), *of_gpu(found, target, emulated=True)]
             checked, notices = check(own, target, emulated)
         lines = summary(checked)
-        band = memory_band(checked)
-        if band is not None:
-            lines.append(f"plans for this GPU have a safety margin of {band.share:.1%}: {band.source}")
-        kinds = [calibration(checked, each.receipt.strategy) for each in checked]
+        calibration = Calibration(checked)
+        if (margin := calibration.measured_margin) is not None:
+            lines.append(f"plans for this GPU have a safety margin of {margin.share:.1%}: {margin.source}")
+        kinds = [calibration.ratio(each.receipt.strategy) for each in checked]
         lines += dict.fromkeys(f"their speed is calibrated: {kind.source}" for kind in kinds if kind is not None)
         for line in notices:
             log.notice(f"note: {line}")
@@ -79,7 +79,7 @@ def compare(gpu: GpuName = None, receipts: Folder = None, as_json: Json = False)
                 "measured_peak_reserved_bytes": each.receipt.measured_peak_reserved_bytes,
                 "predicted_peak_reserved_bytes": each.peak_reserved_bytes,
                 "seconds_per_step": None if each.receipt.emulated else each.receipt.seconds_per_step,
-                "predicted_seconds_per_step": each.step.seconds.model_dump(),
+                "predicted_seconds_per_step": asdict(each.step.seconds),
             }
             for each in checked
         ]
@@ -96,20 +96,19 @@ def calibrate(gpu: GpuName = None, receipts: Folder = None, as_json: Json = Fals
     from bigdit import log
     from bigdit.errors import UserError
     from bigdit.profile.cards import Cards
-    from bigdit.report.receipts import bands, speeds
-    from bigdit.search.calibration import check, learnt
-    from bigdit.search.receipts import left_out, of_card
+    from bigdit.report.receipts import margins, speeds
+    from bigdit.search.calibration import Calibration, check, left_out, of_gpu
     from bigdit.units import how_many
 
     found = _read(receipts)
     learned = []
     for target in {target.name: target for target in _gpus(found, gpu).values()}.values():
         with log.err.status(f"repeating the runs of the {target.title} on an emulated one"), Cards(target) as emulated:
-            checked, notices = check(of_card(found, target), target, emulated)
+            checked, notices = check(of_gpu(found, target), target, emulated)
         for line in [*left_out(found, target), *notices]:
             log.notice(f"note: {line}")
         if checked:
-            learned.append(learnt(target, checked))
+            learned.append(Calibration(checked).learnt(target))
     if not learned:
         raise UserError(
             f"receipts calibrate: {how_many(len(found), 'receipt')}, none usable of "
@@ -119,7 +118,7 @@ def calibrate(gpu: GpuName = None, receipts: Folder = None, as_json: Json = Fals
     if as_json:
         log.emit_json([each.model_dump(mode="json") for each in learned])
         return
-    log.out.print(bands(learned))
+    log.out.print(margins(learned))
     log.out.print()
     log.out.print(speeds(learned))
 
@@ -145,11 +144,11 @@ def _gpus(receipts: list[Receipt], wanted: str | None) -> dict[str, Gpu]:
 def _read(folder: Path | None) -> list[Receipt]:
     from bigdit import log
     from bigdit.errors import UserError
-    from bigdit.search.receipts import folders, read
+    from bigdit.search.calibration import folders, read
 
     if folder is not None and not folder.is_dir():
         raise UserError(f"--receipts: {folder} is no folder; one with receipts of training was expected")
-    places = folders() if folder is None else [folder]
+    places = folders(folder)
     found, notices = read(places)
     for line in notices:
         log.notice(f"note: {line}")

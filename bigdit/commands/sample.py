@@ -70,7 +70,7 @@ def run(
     from bigdit.files import check_writable
 
     libraries.prepare()  # before what reads --image imports them
-    from bigdit.sampling.encoded import asked_image
+    from bigdit.sampling.conditions import asked_image
 
     given = {"--label": label, "--caption": caption, f"--captions {captions}": _lines(captions)}
     prompts = [each for texts in given.values() for each in texts]
@@ -92,17 +92,17 @@ def run(
     from bigdit.checkpoint import PostHoc, find_checkpoint
     from bigdit.files import write_json
     from bigdit.sampling import Sampler, SamplingOptions
-    from bigdit.shortage import bounded, told
+    from bigdit.shortage import bounded, memory_errors
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found, notices = find_checkpoint(checkpoint)
     for line in notices:
         log.notice(line)
     with bounded(device):
-        with told(f"--checkpoint {found.folder}: loading it", device, "a device with more memory is needed"):
+        with memory_errors(f"--checkpoint {found.folder}: loading it", device, "a device with more memory is needed"):
             posthoc = None if ema_width is None else PostHoc(found, ema_width)
             if posthoc is not None:
-                log.notice(posthoc.said)
+                log.notice(posthoc.message)
             loaded = Sampler(found, device, ema=ema, posthoc=posthoc)
             if label and loaded.captions:
                 raise UserError(f"--label is {label[0]!r}, and this model takes captions; pass --caption TEXT")

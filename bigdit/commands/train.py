@@ -50,19 +50,19 @@ def run(
         for line in stage.plan_notices(revision()):
             log.notice(f"note: {line}")
     libraries.prepare()
-    from bigdit.train.data import check_those_there  # here: it imports torch
-    from bigdit.train.resume import counted, foreseen, verdict
-    from bigdit.train.saves import snapshots_said
+    from bigdit.train.data import check_data  # torch, which only the processes that train need else
+    from bigdit.train.resume import start_notices, verdict, with_steps
+    from bigdit.train.saves import snapshot_notices
     from bigdit.train.state import check_models
 
     models = check_models(prepared)
-    missing = check_those_there(prepared)
+    missing = check_data(prepared)
     check_writable("output", first.output)
-    prepared, lines = counted(prepared, needed=False)
-    for line in [*(f"note: {each}" for each in missing), *lines, *foreseen(prepared)]:
+    prepared, lines = with_steps(prepared, needed=False)
+    for line in [*(f"note: {each}" for each in missing), *lines, *start_notices(prepared)]:
         log.notice(line)
     for each, model in zip(prepared, models, strict=True):
-        for line in snapshots_said(each.stage.run, model):
+        for line in snapshot_notices(each.stage.run, model):
             log.notice(f"note: {line}")
     documents = [
         {

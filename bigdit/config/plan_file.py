@@ -118,12 +118,6 @@ class PlanFile(Strict):
         return max([height * width, *fitting])
 
 
-COMPILED = (
-    "strategy.compile_blocks is true, and the plan is for blocks that are not compiled: compiled ones usually need "
-    "less memory, sometimes more"
-)
-"""A notice for runs that compile blocks."""
-
 # Constants of a run that no prediction depends on.
 _FREE = ("lr", "betas", "beta3", "eps", "weight_decay", "decayed")
 
@@ -138,9 +132,7 @@ def unplanned(strategy: Strategy, plan: PlanFile) -> list[str]:
 
 def _predicted_by(strategy: Strategy) -> dict[str, Any]:
     """The settings that predictions depend on: of EMA only device and count, of clipping only whether there is any."""
-    found = strategy.model_dump(
-        mode="json", exclude={"compile_blocks": True, "optimizer": set(_FREE), "lora": {"alpha"}}
-    )
+    found = strategy.as_planned.model_dump(mode="json", exclude={"optimizer": set(_FREE), "lora": {"alpha"}})
     if strategy.ema is not None:
         found["ema"] = {"device": strategy.ema.device, "averages": strategy.ema.count}
     return found | {"gradient_clipping": "a limit" if strategy.gradient_clipping else None}
@@ -162,8 +154,8 @@ def plan_notices(run: RunConfig, plan: PlanFile, catalogue: str) -> list[str]:
         lines.append(
             f"the plan was made with catalogue {plan.catalogue}, and this is {catalogue}; plan again to be sure"
         )
-    if run.strategy.compile_blocks:
-        lines.append(COMPILED)
+    if notice := run.strategy.plan_notice:
+        lines.append(notice)
     return [*lines, *_larger(run, plan)]
 
 

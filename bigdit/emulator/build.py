@@ -1,7 +1,7 @@
-"""The stub libraries: compiled where they are first wanted, into the user's cache, once for each build of torch.
+"""Builds the stub libraries at first use, into the user's cache, once for each build of torch.
 
-Which functions of which CUDA libraries the installed packages want is read from their ELF files. Those that nobody
-wrote by hand succeed and do nothing, make a handle, or refuse.
+The ELF files of the installed packages show which functions of CUDA's libraries they need. Functions without code in
+`c/` are generated: they succeed and do nothing, make a handle, or refuse.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Manner:
-    """How a library's functions answer: those that match `create` put a handle into what their first argument points
-    to; those that match `launch` return 0 and are counted, since they launch a kernel at least; those that match
-    `succeed` do nothing and return 0; all others refuse by name, with `refusal`, the library's own status for what is
-    not supported."""
+    """How a library's generated functions answer, by patterns of their names.
+
+    `create`: store a handle where their first argument points. `launch`: are counted, since they launch at least one
+    kernel, and return 0. `succeed`: return 0. All others refuse by name, with the library's status `refusal` for
+    unsupported functions.
+    """
 
     succeed: str
     refusal: int
@@ -45,12 +47,12 @@ class Manner:
 NOTHING = r"(?!)"
 
 MANNERS = {
-    # Products are computed by kernels, which are not run.
+    # Kernels compute products, and are not run.
     "libcublas.so": Manner(
         succeed=r".*", create=r"cublasCreate.*", launch=r"cublas(?!Create|Destroy|Get|Set)\w+", refusal=15
     ),
     "libcublasLt.so": Manner(succeed=r".*", create=r"cublasLt\w*Create", launch="cublasLtMatmul", refusal=15),
-    # What asks for the size of something that cuDNN alone knows is refused, where dnn.c does not say 0 with the reason.
+    # Functions for sizes that only cuDNN knows are refused, unless dnn.c returns 0 and says why.
     "libcudnn.so": Manner(
         succeed=r"cudnn(Destroy|Set|Backend|Convolution|BatchNormalization|Pooling|SpatialTf|Restore)\w*",
         create=r"cudnnCreate\w*",
@@ -58,14 +60,14 @@ MANNERS = {
         refusal=3000,
     ),
     "libcufft.so": Manner(succeed=r"cufft(Destroy|Set|XtExec)\w*", refusal=16),
-    # Their functions tell sizes of buffers, and results that the host reads.
+    # Their functions return sizes of buffers, and results that the CPU reads.
     "libcusolver.so": Manner(succeed=r"cusolver\w*(Destroy|Set)\w*", create=r"cusolver\w*Create\w*", refusal=9),
     "libcusparse.so": Manner(succeed=r"cusparse\w*(Destroy|Set)\w*", create=r"cusparseCreate\w*", refusal=10),
     "libcusparseLt.so": Manner(succeed=NOTHING, refusal=10),
     "libcurand.so": Manner(succeed=NOTHING, refusal=103),
     "libcufile.so": Manner(succeed=NOTHING, refusal=5031),
     "libnvshmem_host.so": Manner(succeed=NOTHING, refusal=-1),
-    # The profiler's records: none are made.
+    # The profiler has no records.
     "libcupti.so": Manner(succeed=r".*", refusal=27),
     "libnccl.so": Manner(succeed=r"nccl(CommRegister|CommDeregister|RedOpDestroy|GroupSimulateEnd)", refusal=5),
     "libnvrtc.so": Manner(succeed=NOTHING, refusal=6),
@@ -78,7 +80,7 @@ MANNERS = {
     ),
     "libcuda.so": Manner(succeed=r"cu(Logs|StreamWriteValue|StreamSynchronize|MemsetD|LinkDestroy)\w*", refusal=801),
 }
-"""By the library's name less its version.
+"""By the library's name without its version.
 
 Source of refusals: *_STATUS_NOT_SUPPORTED and the like of each library's header; cuSOLVER and cuSPARSE 9 and 10,
 cuFFT 16, cuRAND's TYPE_ERROR 103, cuFile's driver version 5031, NCCL's invalid usage 5, nvrtc's compilation 6.
@@ -86,23 +88,23 @@ cuFFT 16, cuRAND's TYPE_ERROR 103, cuFile's driver version 5031, NCCL's invalid 
 
 
 def sources(library: str, functions: Iterable[str]) -> str:
-    """C for the functions of `library` (`libcudart.so.13`) that are not written by hand."""
+    """C code of the generated functions of `library` (`libcudart.so.13`)."""
     manner = MANNERS[re.sub(r"\.so\..*", ".so", library)]
-    lines = ["#include <stdlib.h>", "int card_refuse(const char *function, int status);", "int card_called(void);"]
+    lines = ["#include <stdlib.h>", "int gpu_refuse(const char *function, int status);", "int gpu_called(void);"]
     for name in sorted(functions):
         if re.fullmatch(manner.create, name):
             lines.append(f"int {name}(void **out) {{ *out = calloc(1, 256); return 0; }}")
         elif re.fullmatch(manner.launch, name):
-            lines.append(f"int {name}(void) {{ return card_called(); }}")
+            lines.append(f"int {name}(void) {{ return gpu_called(); }}")
         elif re.fullmatch(manner.succeed, name):
             lines.append(f"int {name}(void) {{ return 0; }}")
         else:
-            lines.append(f'int {name}(void) {{ return card_refuse("{name}", {manner.refusal}); }}')
+            lines.append(f'int {name}(void) {{ return gpu_refuse("{name}", {manner.refusal}); }}')
     return "\n".join(lines) + "\n"
 
 
 _CUDA = re.compile(r"lib(cu|nv|nccl)")
-"""How the file names of NVIDIA's libraries begin."""
+"""The beginning of the file names of NVIDIA's libraries."""
 
 _FUNCTION = re.compile(r"(cu[A-Z]|nvml[A-Z])\w+")
 
@@ -124,21 +126,21 @@ BY_NAME = (
     "cuStreamWriteValue32_v2",
     "cuTensorMapEncodeTiled",
 )
-"""Driver functions that torch and Triton look up by name outside libc10_cuda, whose own names are read from it."""
+"""Driver functions that torch and Triton look up by name outside libc10_cuda, which has the other names."""
 
 
 @dataclass
 class Library:
-    """A library that is wanted: its functions, each with the version of its symbol, None for none."""
+    """A needed library: its functions, each with the version of its symbol or None."""
 
     functions: dict[str, str | None] = field(default_factory=dict)
 
 
 def wanted(packages: Sequence[Path]) -> dict[str, Library]:
-    """By the library's file name, what torch and the other packages in these folders want of it; torch is the first.
+    """The libraries, by file name, that torch and the other packages in these folders need. torch is the first.
 
-    Of libraries that torch wants in one version, those of another are left out: bitsandbytes brings a file for each
-    release of CUDA. Functions that carry no version are given to a library by their prefix.
+    Other versions of libraries that torch needs are left out: bitsandbytes has a file for each release of CUDA. The
+    prefix of a function without a version decides its library.
     """
     torch, *others = packages
     found: dict[str, Library] = {"libcuda.so.1": Library(), "libnvidia-ml.so.1": Library()}
@@ -156,14 +158,14 @@ def wanted(packages: Sequence[Path]) -> dict[str, Library]:
 
 
 def _read_all(package: Path, found: dict[str, Library]) -> None:
-    bundled = {file.name for file in package.with_name(f"{package.name}.libs").glob("*")}  # renamed, as auditwheel does
+    bundled = {file.name for file in package.with_name(f"{package.name}.libs").glob("*")}  # renamed by auditwheel
     for file in sorted(package.rglob("*.so*")):
         if file.is_file():
             _read(file, found, bundled)
 
 
 def _read(file: Path, found: dict[str, Library], bundled: Container[str]) -> None:
-    from elftools.elf.elffile import ELFFile  # all processes of bigdit import this file, and few read libraries
+    from elftools.elf.elffile import ELFFile  # late: few processes of bigdit read libraries
 
     with open(file, "rb") as opened:
         if opened.read(4) != b"\x7fELF":
@@ -188,7 +190,7 @@ def _read(file: Path, found: dict[str, Library], bundled: Container[str]) -> Non
 
 
 def _undefined(elf: ELFFile) -> Iterator[tuple[str, str | None, str | None]]:
-    """Each function that the file leaves to others: its name, and its library and version where it has one."""
+    """Each undefined function of the file: its name, and its library and version if it has them."""
     table, strings = elf.get_section_by_name(".dynsym").data(), elf.get_section_by_name(".dynstr").data()
     versions = _needed_versions(elf)
     marks = elf.get_section_by_name(".gnu.version").data()
@@ -203,7 +205,7 @@ def _undefined(elf: ELFFile) -> Iterator[tuple[str, str | None, str | None]]:
 
 
 def _needed_versions(elf: ELFFile) -> Mapping[int, tuple[str, str]]:
-    """By a symbol's version index, the library that has it and the version's name."""
+    """The library and the version's name of each version index of symbols."""
     section = elf.get_section_by_name(".gnu.version_r")
     if section is None:
         return {}
@@ -233,20 +235,20 @@ _PREFIXES = (
 
 
 def _by_prefix(name: str, needed: Iterable[str]) -> str | None:
-    """The library of a function without a version: among those that the file needs, or the driver's."""
+    """The library of a function without a version: one that the file needs, or the driver's."""
     if not re.match(r"(__cuda|cu|p?nccl|nvrtc|nvshmem|nvml)[A-Zm_a-z]", name):
         return None
     start = next((library for prefix, library in _PREFIXES if name.startswith(prefix)), None)
     if start is None:
         return None
     if start in ("libcuda.so", "libnvidia-ml.so"):
-        # `cu` alone is the driver's only where a capital follows: `current_…` is anybody's
+        # `cu` is the driver's only before a capital letter, unlike `current_…`
         return f"{start}.1" if _FUNCTION.fullmatch(name) else None
     return next((library for library in needed if library.startswith(start + ".")), None)
 
 
 def _looked_up(elf: ELFFile) -> Iterator[str]:
-    """The names of functions among the file's constant strings: torch asks the driver and NVML for them by name."""
+    """The names of functions among the file's constant strings: torch looks functions of driver and NVML up by name."""
     data = elf.get_section_by_name(".rodata").data()
     for text in re.findall(rb"\0((?:cu[A-Z]|nvml[A-Z])[A-Za-z0-9_]{5,})(?=\0)", data):
         yield text.decode()
@@ -255,7 +257,7 @@ def _looked_up(elf: ELFFile) -> Iterator[str]:
 C = Path(__file__).parent / "c"
 
 BY_HAND = {
-    "libcuda.so": "card.c",
+    "libcuda.so": "gpu.c",
     "libcudart.so": "runtime.c",
     "libcublas.so": "blas.c",
     "libcublasLt.so": "blaslt.c",
@@ -270,23 +272,23 @@ BY_HAND = {
 HOST, HOST_SOURCES = "libbigdit-host.so", ("host.c", "blank.c")
 
 DIGESTS = "digests.json"
-"""SHA-256 of each library by its name, beside them; checked before they are loaded (inside/libraries.py)."""
+"""The file with the SHA-256 of each library, which is checked before loading (inside/libraries.py)."""
 
 _FLAGS = ("-O1", "-fPIC", "-shared", "-pthread", "-Wl,-rpath,$ORIGIN")
 
 
 def cache_folder() -> Path:
-    """Where built libraries lie."""
+    """The folder of built libraries."""
     return cache_root() / "emulator"
 
 
 def compiler() -> str:
-    """The C compiler: CC, or cc. Raises UserError where there is none."""
+    """The C compiler: CC, or cc. Raises UserError if there is none."""
     asked = os.environ.get("CC") or "cc"
     found = shutil.which(asked.split()[0])
     if found is None:
         raise UserError(
-            f"no C compiler: {asked} is not found, and the emulated card's libraries are compiled at first use; "
+            f"no C compiler: {asked} is not found, and the emulated GPU's libraries are compiled at first use; "
             "install one (Debian: apt-get install gcc) or name it in CC"
         )
     return found
@@ -294,10 +296,7 @@ def compiler() -> str:
 
 @functools.cache
 def recipe() -> str:
-    """A digest of all that decides what is built beside the packages: these sources and the compiler.
-
-    Raises UserError as `compiler` does.
-    """
+    """A digest of these sources and the compiler. Raises UserError as `compiler`."""
     digest = hashlib.sha256(subprocess.run([compiler(), "--version"], capture_output=True, check=True).stdout)
     here = Path(__file__).parent
     for file in sorted([*C.iterdir(), here / "build.py"]):
@@ -306,9 +305,9 @@ def recipe() -> str:
 
 
 def build(packages: Sequence[Path], folder: Path) -> None:
-    """Compile what these packages want into `folder`, which appears when it is whole.
+    """Compile the libraries for these packages into `folder`, which appears when it is complete.
 
-    Of processes that build at once one wins. Raises UserError for what cannot be compiled, with the compiler's words.
+    Of processes that build at the same time, one wins. Raises UserError, with the compiler's message, on failure.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=folder.parent))
@@ -326,7 +325,7 @@ def build(packages: Sequence[Path], folder: Path) -> None:
                 raise
     except OSError as error:
         raise UserError(
-            f"the emulated card's libraries cannot be written to {folder}: {error.strerror or error}"
+            f"the emulated GPU's libraries cannot be written to {folder}: {error.strerror or error}"
         ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -335,9 +334,7 @@ def build(packages: Sequence[Path], folder: Path) -> None:
 def _library(name: str, library: Library, folder: Path) -> None:
     stem = re.sub(r"\.so\..*", ".so", name)
     if stem not in MANNERS:
-        raise UserError(
-            f"the packages want {name}, which an emulated card does not have; known are {', '.join(MANNERS)}"
-        )
+        raise UserError(f"the packages need {name}, which an emulated GPU does not have; it has {', '.join(MANNERS)}")
     by_hand = C / BY_HAND[stem] if stem in BY_HAND else None
     written = set() if by_hand is None else _functions(by_hand)
     generated = folder / f"{stem}.c"
@@ -352,14 +349,14 @@ def _library(name: str, library: Library, folder: Path) -> None:
 
 
 def _functions(source: Path) -> set[str]:
-    """The public functions that a C file defines: they begin a line, and are not static."""
+    """The public functions of a C file: they begin a line, and are not static."""
     return set(
         re.findall(r"^(?!static|typedef|struct \w+ \{)[\w ]+?\**(\w+)\([^;]*?\{", source.read_text(), re.MULTILINE)
     )
 
 
 def _versions(library: Library) -> str:
-    """A linker's version script; functions without a version are in the last one."""
+    """A version script for the linker. Functions without a version get the last one."""
     versions = sorted({version for version in library.functions.values() if version})
     if not versions:
         return "{ global: *; };\n"
@@ -371,12 +368,12 @@ def _versions(library: Library) -> str:
 def _cc(folder: Path, *arguments: str) -> None:
     done = subprocess.run([compiler(), *_FLAGS, *arguments], cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-200:])
-        raise UserError(f"{compiler()} cannot build the emulated card's libraries: {said}")
+        message = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-200:])
+        raise UserError(f"{compiler()} cannot build the emulated GPU's libraries: {message}")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`python -m bigdit.emulator.build FOLDER PACKAGE…`, as the hook in an emulated process calls it."""
+    """`python -m bigdit.emulator.build FOLDER PACKAGE…`, which inside/libraries.py runs."""
     folder, *packages = map(Path, arguments)
     build(packages, folder)
     return 0

@@ -1,7 +1,7 @@
-"""What an emulated command did: its runs, what each process took of its card, and what must be said of it.
+"""The result of an emulated command: its runs, the memory of each process on its GPU, and notices.
 
-Nothing is trusted in the account that each process of a script leaves (`inside/account.py` writes it): the process runs
-somebody's code, and what it wrote is data of a fixed form, or not read.
+The account of each process (`inside/account.py` writes it) is not trusted, since the process runs a user's code. Its
+form is checked.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
 
 from bigdit.catalog import Gpu
-from bigdit.emulator.repositories import option_for
+from bigdit.emulator.fake_weights import option_for
 from bigdit.memory.process import ByteRange, beside_torch
 from bigdit.strategy import Strict
 
 MOST_BYTES = 64 * 2**20
-"""Of an account: one of 2,000 points and 40 groups has less than a megabyte."""
+"""The limit of an account. One with 2,000 points and 40 groups has less than a megabyte."""
 
 Name = Annotated[str, Field(max_length=4096)]
 PhaseName = Literal["start", "forward", "backward", "step"]
 
 
 class Line(Strict):
-    """A line of python; `own`: of the script rather than of an installed library."""
+    """A line of python. `own`: it is the script's, not an installed library's."""
 
     file: Name
     line: NonNegativeInt
@@ -36,10 +36,10 @@ class Line(Strict):
 
 
 class Live(Strict):
-    """Live tensors that the same lines made in the same phase: their blocks' bytes, and how many they are.
+    """Allocated tensors that the same lines made in the same phase: their number and their blocks' bytes.
 
-    `script` is the script's innermost line, `library` the innermost of a library within it. The last group of a list
-    may be all that is left, without a phase.
+    `script`: the script's innermost line; `library`: a library's innermost line within it. The last group of a list may
+    be the rest, without a phase.
     """
 
     script: Line | None
@@ -50,7 +50,7 @@ class Live(Strict):
 
 
 class PhasePeaks(Strict):
-    """The most that was allocated and reserved in a phase, over all steps."""
+    """The peaks of allocated and reserved bytes in a phase, over all steps."""
 
     phase: PhaseName
     peak_allocated_bytes: NonNegativeInt
@@ -58,15 +58,15 @@ class PhasePeaks(Strict):
 
 
 class Span(Strict):
-    """Where a phase begins, as a number of the allocator's events."""
+    """The begin of a phase, as a number of allocator events."""
 
     phase: PhaseName
     start: NonNegativeInt
 
 
-class CardAccount(Strict):
-    """What a process took of one card. `curve`: event, bytes allocated and reserved after it; the highest of each
-    stretch. `phases_off_bytes`: how far the replay by phase came off torch's own figures."""
+class GpuAccount(Strict):
+    """The memory of a process on one GPU. `curve`: event, allocated and reserved bytes after it; the highest of each
+    stretch. `phases_off_bytes`: the difference of the replay by phase to torch's own figures."""
 
     index: NonNegativeInt
     name: Name
@@ -86,9 +86,9 @@ class CardAccount(Strict):
 
 
 class OutOfMemory(Strict):
-    """A time that memory ran out: what was asked, what the card had free, and the stack, innermost first."""
+    """An out-of-memory error: requested and free bytes, and the stack, innermost first."""
 
-    card: NonNegativeInt
+    gpu: NonNegativeInt
     asked_bytes: NonNegativeInt
     free_bytes: NonNegativeInt
     total_bytes: NonNegativeInt
@@ -109,7 +109,7 @@ class Uncaught(Strict):
 
 
 class Notice(Strict):
-    """What a reader of the figures must know, how often it happened, and at which line of the script first."""
+    """A notice for readers of the figures, its count, and the first line of the script where it happened."""
 
     text: Name
     count: PositiveInt
@@ -117,7 +117,7 @@ class Notice(Strict):
 
 
 class Account(Strict):
-    """One process that used a card."""
+    """One process that used a GPU."""
 
     pid: PositiveInt
     rank: NonNegativeInt | None
@@ -134,7 +134,7 @@ class Account(Strict):
     computed_after_oom: bool
     loss_scaler: bool
     host_bytes: NonNegativeInt
-    cards: Annotated[tuple[CardAccount, ...], Field(max_length=64)]
+    gpus: Annotated[tuple[GpuAccount, ...], Field(max_length=64)]
     out_of_memory: Annotated[tuple[OutOfMemory, ...], Field(max_length=32)]
     out_of_memory_count: NonNegativeInt
     work: dict[str, int]
@@ -142,8 +142,11 @@ class Account(Strict):
     notices: Annotated[tuple[Notice, ...], Field(max_length=100)]
 
     def fits(self, ended_well: bool) -> bool:
-        """Whether memory never ran out, or the script caught it and went on: as a training it stepped after that; as
-        another program it computed, or began anew, and its command `ended_well`."""
+        """Whether memory never ran out, or the script caught the error and continued.
+
+        A training continued if it stepped later. Another program continued if it computed or restarted later, and its
+        command `ended_well`.
+        """
         if self.error is not None and self.error.out_of_memory:
             return False
         if not self.out_of_memory_count or self.stepped_after_oom:
@@ -157,7 +160,7 @@ class Account(Strict):
 
 
 def read_account(path: Path) -> Account | None:
-    """The account in a file; None where it is not one."""
+    """The account in a file; None if it is none."""
     try:
         if path.stat().st_size > MOST_BYTES:
             return None
@@ -168,13 +171,13 @@ def read_account(path: Path) -> Account | None:
 
 EXIT_DOES_NOT_FIT = 2
 EXIT_FAILED = 1
-"""In place of a command's own 2, which would read as the one above."""
+"""Replaces a command's own status 2, which would look like EXIT_DOES_NOT_FIT."""
 
 
 class Run(Strict):
-    """The command from its start to its end. `lost`: processes that used a card and left no account; `crowd`: how
-    many processes it started on this machine where they are more than the cards, else 0; `absent`: the hub's
-    repositories for want of which processes ended."""
+    """One run of the command. `lost`: processes that used a GPU and left no account. `crowd`: the number of processes
+    that it started on this machine, if larger than the number of GPUs, else 0. `absent`: the hub's repositories that
+    processes lacked."""
 
     first_step_skipped: bool
     exit_status: NonNegativeInt
@@ -186,17 +189,17 @@ class Run(Strict):
 
     @property
     def fits(self) -> bool | None:
-        """None where that is not known: the command failed, or no process of it used a card."""
+        """None if it is unknown: the command failed, or no process used a GPU."""
         if not all(map(self.holds, self.accounts)):
             return False
         return True if self.accounts and self.exit_status == 0 else None
 
     def holds(self, account: Account) -> bool:
-        """Whether memory never ran out in one of its processes, or that went on."""
+        """Whether memory never ran out in this process, or it continued."""
         return account.fits(self.exit_status == 0)
 
     def shortage(self, account: Account) -> OutOfMemory | None:
-        """The time that memory ran out for good in one of its processes."""
+        """The out-of-memory error that ended this process, if any."""
         return None if self.holds(account) else next(reversed(account.out_of_memory), None)
 
     @property
@@ -208,23 +211,23 @@ class Run(Strict):
         return any(account.loss_scaler for account in self.accounts)
 
     @property
-    def highest(self) -> tuple[Account, CardAccount] | None:
-        """The process and card with the most reserved memory; one that ran out before all others."""
-        found = [(account, card) for account in self.accounts for card in account.cards]
+    def highest(self) -> tuple[Account, GpuAccount] | None:
+        """The process and GPU with the most reserved memory; first of all one that ran out of memory."""
+        found = [(account, gpu) for account in self.accounts for gpu in account.gpus]
         return max(found, key=lambda each: (not self.holds(each[0]), each[1].peak_reserved_bytes), default=None)
 
 
 class Emulation(Strict):
-    """A command on emulated cards: as it is, and where a loss scaler was seen with its first step skipped too."""
+    """A command on emulated GPUs. If it scales its loss, a second run skips the first step."""
 
     command: tuple[str, ...]
     gpu: Gpu
-    cards: PositiveInt
+    gpus: PositiveInt
     runs: tuple[Run, ...]
 
     @property
     def decisive(self) -> Run:
-        """The run that decides: one that does not fit, else one that gave no answer."""
+        """The run that decides: one that does not fit, else one without an answer."""
         return min(self.runs, key=lambda run: (False, None, True).index(run.fits))
 
     @property
@@ -233,25 +236,25 @@ class Emulation(Strict):
 
     @property
     def exit_status(self) -> int:
-        """2 only where a process ran out of memory and did not go on; else the command's own, 1 for its 2."""
+        """2 only if a process ran out of memory and did not continue; else the command's own, with 1 for 2."""
         if self.fits is False:
             return EXIT_DOES_NOT_FIT
         own = next((run.exit_status for run in self.runs if run.exit_status), 0)
         return EXIT_FAILED if own == EXIT_DOES_NOT_FIT else own
 
-    def process(self, account: Account, card: CardAccount) -> ByteRange:
-        """What nvidia-smi would show of a process at its peak: reserved memory, CUDA context and NCCL."""
-        reserved = ByteRange(low_bytes=card.peak_reserved_bytes, high_bytes=card.peak_reserved_bytes)
+    def process(self, account: Account, gpu: GpuAccount) -> ByteRange:
+        """The memory of a process at its peak in nvidia-smi: reserved memory, CUDA context and NCCL."""
+        reserved = ByteRange(low_bytes=gpu.peak_reserved_bytes, high_bytes=gpu.peak_reserved_bytes)
         return reserved + self.beside(account)
 
     def beside(self, account: Account) -> ByteRange:
-        """What a process takes of a card beside torch's reserved memory: CUDA context and NCCL."""
+        """The non-torch memory of a process: CUDA context and NCCL."""
         gpu = self.gpu
         return beside_torch(gpu.compute_capability, account.world_size, multiprocessors=gpu.multiprocessors)
 
     @property
     def notices(self) -> list[str]:
-        """What must be said, a line each; of a second run only what the first did not have."""
+        """The notices, one line each; of a second run only new ones."""
         found: dict[str, str] = {}
         for run in self.runs:
             of = "with the first step skipped, " if run.first_step_skipped else ""
@@ -261,37 +264,37 @@ class Emulation(Strict):
 
 
 def _notices(run: Run) -> Iterator[tuple[str, str]]:
-    """A text, and what may differ between runs."""
+    """Yields each text, and details that may differ between runs."""
     if not run.accounts and not run.lost:
-        why = "the command's python may ignore PYTHONPATH, or it trains on the host"
-        yield "no process used a card" + (f": {why}" if run.exit_status == 0 else " before the command failed"), ""
+        why = "the command's python may ignore PYTHONPATH, or it trains on the CPU"
+        yield "no process used a GPU" + (f": {why}" if run.exit_status == 0 else " before the command failed"), ""
     for name in run.absent:
-        yield f"{name} is not on this machine; lay it out without its weights: {option_for(name)}", ""
+        yield f"{name} is not on this machine; give it fake weights: {option_for(name)}", ""
     for pid in run.lost:
         yield (
-            "a process used a card and left no account: killed or crashed, its memory is not in this",
+            "a process used a GPU and left no account: it was killed or crashed, and its memory is missing here",
             f"process {pid}",
         )
     if run.crowd:
         yield (
-            f"the command started {run.crowd} processes on fewer cards: --processes {run.crowd} gives each its own",
+            f"the command started {run.crowd} processes on fewer GPUs; --processes {run.crowd} gives each its own",
             "",
         )
     yield from _of_processes(run)
-    users = {(account.pid, card.index) for account in run.accounts for card in account.cards}
+    users = {(account.pid, gpu.index) for account in run.accounts for gpu in account.gpus}
     for index, count in sorted(Counter(index for _, index in users).items()):
         if count > 1:
-            yield f"{count} processes used card {index}, and shared its memory", ""
+            yield f"{count} processes used GPU {index}, and shared its memory", ""
     for account in run.accounts:
         if account.out_of_memory_count and run.holds(account):
-            on = "trained on" if account.stepped_after_oom else "began anew" if account.ended == "exec" else "went on"
+            on = "stepped" if account.stepped_after_oom else "restarted" if account.ended == "exec" else "continued"
             yield (
                 f"memory ran out {times(account.out_of_memory_count)}, and the script caught it and {on}",
                 account.title,
             )
-        off = max((card.phases_off_bytes for card in account.cards), default=0)
+        off = max((gpu.phases_off_bytes for gpu in account.gpus), default=0)
         if off:
-            yield f"figures by phase may be off by up to {off:,} bytes; the peaks are torch's own", account.title
+            yield f"figures by phase may be wrong by up to {off:,} bytes; the peaks are torch's own", account.title
 
 
 def times(count: int) -> str:
@@ -299,18 +302,18 @@ def times(count: int) -> str:
 
 
 def _of_processes(run: Run) -> Iterator[tuple[str, str]]:
-    """The processes' own notices: one for all that say the same."""
-    said: dict[str, list[str]] = {}
+    """The processes' own notices. Equal ones are merged."""
+    processes: dict[str, list[str]] = {}
     counts: Counter[str] = Counter()
     places: dict[str, str] = {}
     for account in run.accounts:
         for notice in account.notices:
-            titles = said.setdefault(notice.text, [])
+            titles = processes.setdefault(notice.text, [])
             titles += [] if account.title in titles else [account.title]
             counts[notice.text] += notice.count
             if notice.place is not None:
                 places.setdefault(notice.text, f"{Path(notice.place.file).name}:{notice.place.line}")
-    for text, titles in said.items():
+    for text, titles in processes.items():
         details = [titles[0] if len(titles) == 1 else f"{titles[0]} and {len(titles) - 1} more"]
         details += [f"{counts[text]} times"] if counts[text] > len(titles) else []
         details += [f"first at {places[text]}"] if text in places else []

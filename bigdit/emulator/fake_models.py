@@ -1,7 +1,7 @@
-"""`python -m bigdit.emulator.fake_models` writes weights that are holes beside every config of the folders it is given.
+"""`python -m bigdit.emulator.fake_models` writes fake weights, which are holes, beside every config in some folders.
 
-It takes torch, diffusers and transformers, and so has a process of its own: standard input is a JSON object, by
-folder the dtype of the weights that its configs do not name.
+It runs as a separate process, since it imports torch, diffusers and transformers. Standard input is a JSON object: by
+folder, the dtype of weights whose config names none.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 from bigdit.catalog.families import too_large
 from bigdit.documents import parse_json, read_mapping
-from bigdit.emulator.inside import holes
+from bigdit.emulator.inside import sparse
 from bigdit.errors import UserError, guard, nearest
 
 VARIANTS = {"fp16": "float16", "bf16": "bfloat16"}
-"""What `variant=` of from_pretrained names, and the dtype of these files."""
+"""The values of `variant=` in from_pretrained, and the dtypes of these files."""
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def write_weights(config: Path, dtype: str) -> None:
-    """Write the weights of one component, in the dtype that its config names or in `dtype`, and its variants."""
+    """Write the weights of one component, in the dtype of its config or in `dtype`, and its variants."""
     try:
         document = read_mapping(config, parse_json, str(config), "a JSON object")
         if problems := too_large(document):
@@ -38,19 +38,19 @@ def write_weights(config: Path, dtype: str) -> None:
         else:
             model, stem = _transformers_model(document, config.parent), "model"
         stored = str(document.get("dtype") or document.get("torch_dtype") or dtype)
-        if stored not in holes.DTYPES:
-            raise ValueError(f"dtype is {stored!r}; {nearest(stored, holes.DTYPES)}")
-    except Exception as error:  # what a constructor makes of arguments that it was not written for is of any class
+        if stored not in sparse.DTYPES:
+            raise ValueError(f"dtype is {stored!r}; {nearest(stored, sparse.DTYPES)}")
+    except Exception as error:  # for unexpected arguments, a constructor raises any class
         raise UserError(
             f"--fake-weights: no model can be built from {config}: {' '.join(str(error).split())}"
         ) from error
     for variant, variant_dtype in {"": stored, **VARIANTS}.items():
         name = f"{stem}.{variant}.safetensors" if variant else f"{stem}.safetensors"
-        holes.write(config.parent / name, _entries(model, variant_dtype), {"format": "pt"})
+        sparse.write(config.parent / name, _entries(model, variant_dtype), {"format": "pt"})
 
 
 def _diffusers_model(document: dict[str, Any], folder: Path) -> Any:
-    """The model on the meta device; a config of the catalogue, which names no version, is written out with defaults."""
+    """The model on the meta device. A config without a version, as from the catalogue, is rewritten with defaults."""
     import diffusers
     import torch
 
@@ -75,18 +75,19 @@ def _transformers_model(document: dict[str, Any], folder: Path) -> Any:
 
 
 def _class_in(library: Any, name: str, kind: type) -> Any:
-    """A model's class by its name. Raises ValueError for what is none, such as AutoModel, which loads any class."""
+    """A model's class by its name. Raises ValueError for others, such as AutoModel, which loads any class."""
     found = getattr(library, name, None)
     if not (isinstance(found, type) and issubclass(found, kind)):
         raise ValueError(f"{library.__name__} has no model {name}")
     return found
 
 
-def _entries(model: Any, dtype: str) -> list[holes.Entry]:
-    """What a file of the model holds: floating-point tensors in `dtype`, each shared one once, under its first name."""
+def _entries(model: Any, dtype: str) -> list[sparse.Entry]:
+    """The tensors of the model's file: floating-point ones in `dtype`, and each shared one once, under its first
+    name."""
     tensors = {id(tensor): (name, tensor) for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
     return [
-        holes.Entry(
+        sparse.Entry(
             _stored_name(model, name),
             dtype if tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch."),
             tuple(tensor.shape),
@@ -96,8 +97,8 @@ def _entries(model: Any, dtype: str) -> list[holes.Entry]:
 
 
 def _stored_name(model: Any, name: str) -> str:
-    """A tensor's name in files, which transformers before version 5 takes literally: CLIP's text model lies under
-    `text_model`, which its class no longer has."""
+    """A tensor's name in files. transformers before version 5 needs the prefix `text_model.` of CLIP's text model,
+    which its class no longer has."""
     if type(model).__name__ == "CLIPTextModel" and not name.startswith("text_model."):
         return f"text_model.{name}"
     return name

@@ -1,9 +1,8 @@
-"""`--fake-weights`: a hub cache of pipelines whose weights are holes in files, so that from_pretrained downloads
-nothing and takes no disk.
+"""`--fake-weights`: a hub cache of pipelines whose weights are holes in files. from_pretrained downloads nothing.
 
-Tokenizers are of the right class, size and special tokens, their pieces runs of letters instead of learnt ones. A
-caption becomes at most about twice as many ids as with the published tokenizer: a piece is three letters at most,
-theirs are longer. Which ids they are decides no bytes.
+Tokenizers have the right class, size and special tokens, but their pieces are runs of up to three letters. So a caption
+has at most about twice as many ids as with the published tokenizer. The ids do not change any bytes. Repositories are
+written from the catalogue: the configs of a pipeline, or of one component.
 """
 
 from __future__ import annotations
@@ -19,13 +18,16 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from bigdit.catalog.models import CatalogModel, Vae, model
+from bigdit.catalog.names import load_json
 from bigdit.checkout import own_module
 from bigdit.documents import parse_json, read_mapping
-from bigdit.emulator.repositories import document, repository
-from bigdit.errors import UserError
+from bigdit.errors import UserError, nearest
 from bigdit.files import write_json, write_text
 
 _LETTERS = "etaoinshrdlcumwfgypbvkjxqz"
@@ -35,7 +37,7 @@ _ASCII = [chr(code) for code in range(33, 127)]
 
 
 def write_tokenizer(kind: str, folder: Path) -> None:
-    """Write the files of a tokenizer of repositories.json, as transformers reads them from version 4.45 on."""
+    """Write the files of a tokenizer of repositories.json, for transformers 4.45 and later."""
     recipe = document()["tokenizers"][kind]
     folder.mkdir(parents=True, exist_ok=True)
     _WRITERS[recipe["model"]](recipe, folder)
@@ -46,7 +48,7 @@ def write_tokenizer(kind: str, folder: Path) -> None:
         config["additional_special_tokens"] = [f"<extra_id_{number}>" for number in range(recipe["extra_ids"])]
     added = {number: token for token, number in recipe["special"].values()}
     added.update(enumerate(recipe.get("added", ()), start=max(added) + 1))
-    if recipe["model"] != "unigram":  # whose special tokens are pieces of its own
+    if recipe["model"] != "unigram":  # its special tokens are pieces
         config["added_tokens_decoder"] = {
             str(number): {"content": added[number], "special": True, **_PLAIN} for number in sorted(added)
         }
@@ -64,8 +66,8 @@ _CHAT = (
 
 
 def _merges(start: str = "", end: str = "") -> list[tuple[str, str]]:
-    """The merges of a byte pair encoding that makes runs of three letters, those at a word's start or end, where that
-    is marked, with `start` before them or `end` after them."""
+    """The merges of a byte pair encoding that makes runs of three letters. `start` or `end` marks those at a word's
+    start or end."""
     pairs = [(a, b) for a in _LETTERS for b in _LETTERS]
     if end:
         pairs += [(a, b + end) for a, b in pairs]
@@ -78,7 +80,7 @@ def _merges(start: str = "", end: str = "") -> list[tuple[str, str]]:
 
 
 def _write_bpe(recipe: dict[str, Any], folder: Path) -> None:
-    """vocab.json and merges.txt over bytes: CLIP's, where a word's last letter is marked, or GPT-2's, its first."""
+    """vocab.json and merges.txt over bytes. CLIP marks a word's last letter, GPT-2 its first."""
     clip = recipe["class"] == "CLIPTokenizer"
     alphabet = [*_byte_characters()]
     tokens = alphabet + [f"{byte}</w>" for byte in alphabet] if clip else alphabet
@@ -91,8 +93,8 @@ def _write_bpe(recipe: dict[str, Any], folder: Path) -> None:
 
 
 def _write_sentencepiece_bpe(recipe: dict[str, Any], folder: Path) -> None:
-    """tokenizer.json, and tokenizer.model for slow tokenizers, of a BPE over characters, with bytes for those that it
-    does not know, as Gemma's is."""
+    """tokenizer.json, and tokenizer.model for slow tokenizers, of a BPE over characters, with bytes for unknown ones,
+    as Gemma's."""
     special = {number: token for token, number in recipe["special"].values()}
     letters = [_WORD, *_ASCII]
     tokens = [f"<0x{byte:02X}>" for byte in range(256)] + letters
@@ -145,7 +147,7 @@ def _write_sentencepiece_bpe(recipe: dict[str, Any], folder: Path) -> None:
 
 
 def _write_unigram(recipe: dict[str, Any], folder: Path) -> None:
-    """spiece.model of a unigram model: all pieces are as likely, so a word becomes as few as it can."""
+    """spiece.model of a unigram model. All pieces are equally likely, so a word has as few pieces as possible."""
     special = {number: token for token, number in recipe["special"].values()}
     tokens = _filled(_pieces(recipe["size"] - len(special)), recipe["size"], special)
     proto = _sentencepiece(recipe, tokens, lambda number: -10.0)
@@ -156,7 +158,7 @@ def _write_unigram(recipe: dict[str, Any], folder: Path) -> None:
 
 
 def _sentencepiece(recipe: dict[str, Any], tokens: dict[str, int], score: Callable[[int], float]) -> Any:
-    """sentencepiece's model of `tokens` with the score of each number, without type and normalizer."""
+    """sentencepiece's model of `tokens`, with the score of each number, without type and normalizer."""
     proto: Any = _messages().ModelProto()
     kinds = proto.SentencePiece
     special = {number for _, number in recipe["special"].values()}
@@ -173,9 +175,9 @@ def _sentencepiece(recipe: dict[str, Any], tokens: dict[str, int], score: Callab
 
 
 def _nfkc() -> bytes:
-    """sentencepiece's own map of characters, which is T5's too, from a model that it trains on one letter.
+    """sentencepiece's own map of characters, which T5 uses too, from a model that is trained on one letter.
 
-    T5's tokenizer in transformers 5.14.1 takes no model without a map, and sentencepiece 0.2.3 checks it.
+    T5's tokenizer in transformers 5.14.1 needs a map, and sentencepiece 0.2.3 checks it.
     """
     from sentencepiece import SentencePieceTrainer
 
@@ -187,7 +189,7 @@ def _nfkc() -> bytes:
     return found
 
 
-def _messages() -> Any:  # which protobuf makes without types
+def _messages() -> Any:  # protobuf's module has no types
     from sentencepiece import sentencepiece_model_pb2
 
     return sentencepiece_model_pb2
@@ -197,7 +199,7 @@ _WRITERS = {"bpe": _write_bpe, "sentencepiece-bpe": _write_sentencepiece_bpe, "u
 
 
 def _pieces(room: int) -> list[str]:
-    """`room` pieces: single characters, then runs of letters by length, at the start of words and inside them."""
+    """`room` pieces: single characters, then runs of letters by length, at the start of words and within them."""
     runs = (
         mark + "".join(letters)
         for length in itertools.count(2)
@@ -208,8 +210,8 @@ def _pieces(room: int) -> list[str]:
 
 
 def _filled(tokens: list[str], size: int, special: dict[int, str]) -> dict[str, int]:
-    """A vocabulary with the special tokens at their numbers, the others in their order around them, and fillers up to
-    `size` tokens, or to the last special one."""
+    """A vocabulary with special tokens at their numbers, the others in order around them, and fillers up to `size`
+    tokens or the last special one."""
     rest = itertools.chain(tokens, (f"<unused{number}>" for number in itertools.count()))
     numbers = range(max(size, *(number + 1 for number in special)) if special else size)
     return {special[number] if number in special else next(rest): number for number in numbers}
@@ -230,17 +232,16 @@ _WEIGHTS = (".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".onnx", ".msgpack",
 
 
 def lay_out(names: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Lay the repositories out in a hub cache in `folder`; the environment variables with which scripts find it.
+    """Write the repositories to a hub cache in `folder`; returns the environment variables for scripts to find it.
 
-    A name is that of a repository that the catalogue knows, or `NAME=FOLDER` or `NAME=REPOSITORY`: what the script
-    asks for under NAME is then of a folder with configs, or of a repository that is known. What the user's own
-    cache holds stays at hand; nothing is asked of the network. `environment` are the variables, over this process's
-    own, with which a CUDA build of torch can be imported where there is no CUDA. Raises UserError for names and
-    folders from which nothing can be built.
+    A name is that of a repository in the catalogue, or `NAME=FOLDER` or `NAME=REPOSITORY`: NAME is then made from a
+    folder with configs, or from a repository in the catalogue. The user's own cache is linked. The network is not used.
+    `environment`: variables with which a CUDA build of torch can be imported without CUDA. Raises UserError for names
+    and folders from which nothing can be built.
     """
     hub = folder / "hub"
     hub.mkdir(parents=True, exist_ok=True)
-    write_text(hub / "version.txt", "1")  # or transformers 4 takes the cache for one of another layout
+    write_text(hub / "version.txt", "1")  # otherwise transformers 4 assumes another layout
     dtypes = {}
     for name in names:
         asked, _, source = name.partition("=")
@@ -256,8 +257,10 @@ def lay_out(names: Sequence[str], folder: Path, environment: Mapping[str, str] |
 def _new_snapshot(hub: Path, name: str) -> Path:
     """The folder of a repository's one revision. Source: huggingface_hub's guide `manage-cache`."""
     if name.count("/") > 1 or name.startswith(("/", ".")):
-        raise UserError(f"--fake-weights {name}: no name of a repository; write --fake-weights NAME={name}, with the "
-                        "name that the script asks for")  # fmt: skip
+        raise UserError(
+            f"--fake-weights {name}: not the name of a repository; write --fake-weights NAME={name}, with the script's "
+            "name for it"
+        )
     revision = hashlib.sha1(name.encode()).hexdigest()
     repository = hub / f"models--{name.replace('/', '--')}"
     snapshot = repository / "snapshots" / revision
@@ -269,7 +272,7 @@ def _new_snapshot(hub: Path, name: str) -> Path:
 
 
 def _write_configs(name: str, source: str, snapshot: Path) -> str:
-    """Write all of a repository but its weights; the dtype of these."""
+    """Write a repository without its weights; returns their dtype."""
     if Path(source).is_dir():
         return _copy_configs(name, Path(source), snapshot)
     if source != name and source.startswith(("/", ".", "~")):
@@ -283,10 +286,10 @@ def _write_configs(name: str, source: str, snapshot: Path) -> str:
 
 
 def _copy_configs(name: str, source: Path, snapshot: Path) -> str:
-    """Copy what is no weight, and make the tokenizers that model_index.json names and the folder lacks."""
+    """Copy all files but weights, and make the tokenizers that the folder lacks according to model_index.json."""
     if not any(source.rglob("config.json")):
         raise UserError(
-            f"--fake-weights {name}={source}: the folder holds no config.json; a pipeline's has one a model"
+            f"--fake-weights {name}={source}: the folder has no config.json; a pipeline has one for each model"
         )
     for path in sorted(source.rglob("*")):
         relative = path.relative_to(source)
@@ -300,7 +303,7 @@ def _copy_configs(name: str, source: Path, snapshot: Path) -> str:
             kind = kinds.get(class_name.removesuffix("Fast"))
             if kind is None:
                 raise UserError(
-                    f"--fake-weights {name}={source}: lacks {part}/, and a {class_name} cannot be made here; copy the "
+                    f"--fake-weights {name}={source}: lacks {part}/, and a {class_name} cannot be generated; copy the "
                     "tokenizer's files there"
                 )
             write_tokenizer(kind, snapshot / part)
@@ -308,8 +311,10 @@ def _copy_configs(name: str, source: Path, snapshot: Path) -> str:
 
 
 def _tokenizers(index: Path, asked: str) -> dict[str, str]:
-    """The tokenizers that a model_index.json names, and their classes; without those that the script passes itself,
-    whose entries are null. Raises UserError where it is damaged."""
+    """The tokenizers in a model_index.json, and their classes, without null entries, which the script passes itself.
+
+    Raises UserError if it is damaged.
+    """
     if not index.is_file():
         return {}
     parts = read_mapping(index, parse_json, f"{asked}: its model_index.json", "an object of components")
@@ -323,15 +328,15 @@ def _tokenizers(index: Path, asked: str) -> dict[str, str]:
 
 
 def _write_empty_configs(snapshot: Path) -> None:
-    """Write the config.json that AutoTokenizer asks for in tokenizers' folders, and that few of them have: offline
-    transformers 5.14.1 stops where it is missing, even where the cache knows that it is."""
+    """Write empty config.json files into tokenizers' folders without one: offline, transformers 5.14.1 fails without
+    them, even if the cache knows that they do not exist."""
     for found in snapshot.rglob("tokenizer_config.json"):
         if not found.with_name("config.json").exists():
             write_json(found.with_name("config.json"), {})
 
 
 def _write_weights(dtypes: Mapping[str, str], environment: Mapping[str, str] | None) -> None:
-    """Write the weights, in a process of its own: it takes torch, diffusers and transformers."""
+    """Write the weights, in a separate process that imports torch, diffusers and transformers."""
     done = subprocess.run(
         [sys.executable, *own_module("bigdit.emulator.fake_models")],
         input=json.dumps(dtypes),
@@ -348,7 +353,7 @@ def _write_weights(dtypes: Mapping[str, str], environment: Mapping[str, str] | N
 
 
 def _built_for_cuda() -> bool:
-    """Whether torch here is a build that wants CUDA's libraries; one for CPUs alone refuses an emulated card."""
+    """Whether torch here is built for CUDA. A CPU build rejects an emulated GPU."""
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         return False
@@ -356,10 +361,126 @@ def _built_for_cuda() -> bool:
 
 
 def _link_own(hub: Path) -> None:
-    """Links to what the user's own cache holds beside."""
+    """Link the other repositories of the user's own cache."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     own = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or Path(home) / "hub"
     folder = Path(own).expanduser()
     for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
         if entry.is_dir() and not entry.name.startswith(".") and not (hub / entry.name).exists():
             (hub / entry.name).symlink_to(entry.resolve())
+
+
+class Repository(NamedTuple):
+    """A repository without weights.
+
+    `configs`: JSON documents by path. `tokenizers`: the kind of each (in repositories.json) by folder; `""` is the
+    repository itself. `dtype` of the weights: torch's name without `torch.`.
+    """
+
+    configs: dict[str, dict[str, Any]]
+    tokenizers: dict[str, str]
+    dtype: str
+
+
+@cache
+def document() -> dict[str, Any]:
+    """repositories.json."""
+    found: dict[str, Any] = json.loads((resources.files(__package__) / "repositories.json").read_text("utf-8"))
+    return found
+
+
+def known() -> tuple[str, ...]:
+    """The names of the repositories that can be written."""
+    return tuple(document()["repositories"])
+
+
+def option_for(name: str) -> str:
+    """The option for a repository: its name, or its name and a folder with its configs."""
+    is_known = name.casefold() in (each.casefold() for each in known())
+    return f"--fake-weights {name}" + ("" if is_known else "=FOLDER")
+
+
+def repository(name: str) -> Repository:
+    """The repository of that name, in any case of letters. Raises UserError if the catalogue has none."""
+    entries = {known.casefold(): entry for known, entry in document()["repositories"].items()}
+    entry = entries.get(name.casefold())
+    if entry is None:
+        raise UserError(
+            f"--fake-weights {name}: the catalogue does not know this repository; {nearest(name, known())}; for any "
+            f"other, give a folder with its configs: {option_for(name)}"
+        )
+    dtype: str = entry["dtype"]
+    if "model" in entry:
+        return _pipeline(entry, dtype)
+    if "vae" in entry:
+        return Repository(
+            {"config.json": _vae(Vae(name=entry["vae"], **_catalogue()["vaes"][entry["vae"]]))}, {}, dtype
+        )
+    encoder = _text_encoder(entry["text_encoder"], None, dtype)
+    return Repository({"config.json": encoder}, {"": entry["tokenizer"]}, dtype)
+
+
+def _pipeline(entry: dict[str, Any], dtype: str) -> Repository:
+    found: CatalogModel = model(entry["model"])
+    recipe = document()["pipelines"][found.spec.class_name]
+    scheduler = {**recipe["scheduler"], **entry.get("scheduler", {})}
+    configs: dict[str, dict[str, Any]] = {
+        "transformer/config.json": {"_class_name": found.spec.class_name, **found.spec.kwargs},
+        "vae/config.json": _vae(found.vae),
+        "scheduler/scheduler_config.json": scheduler,
+    }
+    tokenizers = {}
+    for suffix, (encoder, class_name, tokenizer) in zip(_suffixes(), recipe["text"], strict=False):
+        configs[f"text_encoder{suffix}/config.json"] = _text_encoder(encoder, class_name, dtype)
+        tokenizers[f"tokenizer{suffix}"] = tokenizer
+    configs["model_index.json"] = _index(entry.get("pipeline", recipe["pipeline"]), configs, tokenizers)
+    return Repository(configs, tokenizers, dtype)
+
+
+def _suffixes() -> Iterator[str]:
+    """The suffixes of a pipeline's text encoders in diffusers. The first has no number."""
+    yield ""
+    number = 2
+    while True:
+        yield f"_{number}"
+        number += 1
+
+
+def _index(pipeline: str, configs: dict[str, dict[str, Any]], tokenizers: dict[str, str]) -> dict[str, Any]:
+    """diffusers' model_index.json: the library and the class of each component."""
+    parts: dict[str, list[str]] = {}
+    for path, config in configs.items():
+        folder = path.split("/")[0]
+        if "_class_name" in config:
+            parts[folder] = ["diffusers", config["_class_name"]]
+        else:
+            parts[folder] = ["transformers", config["architectures"][0]]
+    for folder, kind in tokenizers.items():
+        parts[folder] = ["transformers", document()["tokenizers"][kind]["class"]]
+    return {"_class_name": pipeline, "_diffusers_version": "0.31.0", **dict(sorted(parts.items()))}
+
+
+def _vae(vae: Vae) -> dict[str, Any]:
+    if vae.kwargs is None:
+        raise UserError(f"the catalogue has no constructor arguments of {vae.name}; give a folder with its configs")
+    return {"_class_name": vae.class_name, **vae.kwargs}
+
+
+def _text_encoder(name: str, class_name: str | None, dtype: str) -> dict[str, Any]:
+    """The config of a text encoder for transformers 4 and later. Other keys have their classes' defaults."""
+    entry = _catalogue()["text_encoders"][name]
+    if class_name in document()["around"]:
+        around = document()["around"][class_name]
+        inner = {"text_config": {**entry["kwargs"], **around["text_config"]}}
+        return {"architectures": [class_name], "torch_dtype": dtype, **around, **inner}
+    model_type = entry["config_class"].removesuffix("Config").replace("CLIPText", "clip_text_model").lower()
+    return {
+        "architectures": [class_name or entry["class_name"]],
+        "model_type": model_type,
+        "torch_dtype": dtype,
+        **entry["kwargs"],
+    }
+
+
+def _catalogue() -> dict[str, Any]:
+    return load_json("models.json")

@@ -1,4 +1,4 @@
-"""The interpreter that emulated GPUs run in. It has the CUDA build of torch, which nothing here imports."""
+"""Finds the interpreter for emulated GPUs, which has the CUDA build of torch. Torch is not imported here."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from bigdit.emulator.build import compiler
 from bigdit.errors import UserError, versions
 
 CUDA = "13"
-"""The major version of CUDA whose functions the stub libraries have."""
+"""The major version of CUDA that the stub libraries implement."""
 
 
 def cuda_python() -> Path:
     """The interpreter that `find_cuda_python` finds.
 
-    Raises UserError where emulated GPUs cannot run, with the command that mends it.
+    Raises UserError if emulated GPUs cannot run, with the command that fixes it.
     """
     check_machine()
     found = find_cuda_python()
@@ -43,10 +43,10 @@ def check_machine() -> None:
 
 
 def find_cuda_python() -> Path | None:
-    """The interpreter that BIGDIT_CUDA_PYTHON names. If unset, the first with the CUDA build of torch among this one,
-    a checkout's `.venv-cuda` and that of `bigdit setup`; None if none has it.
+    """The interpreter in BIGDIT_CUDA_PYTHON. If unset, the first with the CUDA build of torch among this one, a
+    checkout's `.venv-cuda` and that of `bigdit setup`; None if none has it.
 
-    Raises UserError if the named one is without it.
+    Raises UserError if the one in BIGDIT_CUDA_PYTHON does not have it.
     """
     if chosen := os.environ.get("BIGDIT_CUDA_PYTHON"):
         _check_chosen(Path(chosen))
@@ -63,10 +63,7 @@ def _check_chosen(python: Path) -> None:
 
 
 def cuda_build(python: Path) -> str:
-    """The version of the torch that `python` has, and of the CUDA that it was built for.
-
-    Raises UserError if it has none, or another build.
-    """
+    """The versions of torch in `python`, and of its CUDA. Raises UserError if it has none, or another build."""
     if not _suits(python):
         raise UserError(_without(python))
     return " CUDA ".join(_torch_of(python))
@@ -85,14 +82,14 @@ def _without(python: Path) -> str:
 
 @functools.cache
 def _torch_of(python: Path) -> tuple[str, str]:
-    """The versions of torch and its CUDA, without importing it; empty for what is missing."""
+    """The versions of torch and its CUDA, empty if missing. Torch is not imported."""
     script = (
         "import importlib.util as u, pathlib as p;"
         "print(p.Path(u.find_spec('torch').origin).with_name('version.py').read_text())"
     )
     try:
         done = subprocess.run([python, "-P", "-c", script], capture_output=True, text=True, check=False)
-    except BlockingIOError:  # the system starts no more processes
+    except BlockingIOError:  # the system's limit of processes
         raise
     except OSError:
         return "", ""
@@ -103,8 +100,11 @@ def _torch_of(python: Path) -> tuple[str, str]:
 
 
 def own_environment() -> Path:
-    """The folder of the environment that `bigdit setup` makes for this one. It holds another build of the same torch,
-    and shares all else, so torch, Python and this environment name it."""
+    """The folder of the environment that `bigdit setup` makes for this one.
+
+    It has another build of the same torch, and shares everything else. So its name has torch, Python and this
+    environment.
+    """
     torch, (major, minor) = versions()["torch"].partition("+")[0], sys.version_info[:2]
     digest = hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]
     return cache_root() / "cuda" / f"torch-{torch}-py{major}.{minor}-{digest}"

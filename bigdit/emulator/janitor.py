@@ -1,7 +1,7 @@
-"""Takes away what an emulation leaves, also where bigdit itself was killed: its processes, folder, shared memory.
+"""Removes what an emulation leaves, even if bigdit was killed: its processes, folder and shared memory.
 
-Runs as a process of its own, which waits for the end of its standard input: that comes when bigdit closes it, and
-when bigdit is no more. The standard library alone, so that it starts at once.
+It runs as a separate process, which waits for the end of its standard input. That comes when bigdit closes it or dies.
+It uses only the standard library, to start at once.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import time
 from pathlib import Path
 
 PATIENCE_S = 5.0
-"""How long processes have to end by themselves, once they are told to."""
+"""Seconds between SIGTERM and SIGKILL."""
 
 
 def processes(folder: Path) -> list[int]:
-    """Processes whose environment has their accounts go into `folder`, wherever they have moved in the tree."""
+    """Processes whose environment has `folder` for their accounts, whatever their parents are."""
     mark = f"BIGDIT_EMULATED_OUT={folder}/".encode()
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             if any(each.startswith(mark) for each in (entry / "environ").read_bytes().split(b"\0")):
                 found.append(int(entry.name))
-        except OSError:  # it has ended, or is another user's
+        except OSError:  # it has ended, or belongs to another user
             continue
     return [pid for pid in found if pid != os.getpid() and not _is_zombie(pid)]
 
 
 def end(folder: Path, patience_s: float = PATIENCE_S) -> None:
-    """End all processes of an emulation: ask them, wait, then kill."""
+    """End all processes of an emulation: terminate, wait, then kill."""
     _signal(processes(folder), signal.SIGTERM)
     deadline = time.monotonic() + patience_s
     while (left := processes(folder)) and time.monotonic() < deadline:
@@ -43,7 +43,7 @@ def end(folder: Path, patience_s: float = PATIENCE_S) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove the folder, and shared memory that carries its name."""
+    """Remove the folder, and shared memory with its name."""
     shutil.rmtree(folder, ignore_errors=True)
     for file in Path("/dev/shm").glob(f"*{folder.name}*"):
         file.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""The environment in which a process, and all that it starts, finds emulated cards.
+"""The environment of a process with emulated GPUs, and of all its child processes.
 
-A card of the catalogue is to the stub libraries one line of settings.
+The stub libraries read a GPU of the catalogue as one line of settings.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from bigdit.errors import UserError
 from bigdit.memory.process import cuda_context, nccl_buffers
 from bigdit.units import KIB, MIB
 
-CARDS_MOST = 16
-"""As many as the libraries count (card.h)."""
+GPUS_MOST = 16
+"""As in gpu.h."""
 
 VALUES_BYTES = 64 * KIB
-"""Tensors up to this size hold values; larger ones are never written, nor moved."""
+"""Tensors up to this size have values. Larger ones are neither written nor copied."""
 
 _L2_MIB = 40
-"""Where the catalogue does not know a card's: no allocation was seen to depend on it."""
+"""The L2 cache of GPUs for which the catalogue has none. No known allocation depends on it."""
 
 
-def settings(gpu: Gpu, cards: int, state: str | None = None, *, values: bool = True) -> str:
-    """BIGDIT_EMULATED_CARD for `cards` cards of this kind in one machine.
+def settings(gpu: Gpu, gpus: int, state: str | None = None, *, values: bool = True) -> str:
+    """BIGDIT_EMULATED_GPU for `gpus` GPUs of this kind in one machine.
 
-    `state` is the file that their processes share; None: each process has the cards for itself. A process's context
-    is the most that it may be, and so is what NCCL takes where there are several cards. Without `values` no tensor
-    holds any. Raises UserError for more cards than there can be.
+    `state`: the file that their processes share; None if each process has the GPUs alone. A process's context has its
+    largest size, and so have NCCL's buffers with several GPUs. Without `values` no tensor has values. Raises UserError
+    for too many GPUs.
     """
-    if not 1 <= cards <= CARDS_MOST:
-        raise UserError(f"{cards} cards are asked for; one machine is emulated with 1 to {CARDS_MOST}")
+    if not 1 <= gpus <= GPUS_MOST:
+        raise UserError(f"{gpus} GPUs were requested; an emulated machine has 1 to {GPUS_MOST}")
     has = capability(gpu.compute_capability)
     major, minor = gpu.compute_capability
     figures = {
@@ -51,59 +51,59 @@ def settings(gpu: Gpu, cards: int, state: str | None = None, *, values: bool = T
         "total": gpu.total_bytes,
         "usable": gpu.told_bytes,
         "context": cuda_context(gpu.compute_capability, gpu.multiprocessors).high_bytes,
-        "nccl": nccl_buffers(gpu.compute_capability, max(cards, 2)).high_bytes,
+        "nccl": nccl_buffers(gpu.compute_capability, max(gpus, 2)).high_bytes,
         "values": VALUES_BYTES if values else 0,
-        "count": cards,
+        "count": gpus,
     }
     shared = {} if state is None else {"state": state}
     return " ".join(f"{key}={value}" for key, value in {**figures, **shared, "name": gpu.title}.items())
 
 
 HOOK = Path(__file__).parent / "hook"
-"""A folder with a sitecustomize.py, which Python runs when it starts."""
+"""A folder with a sitecustomize.py, which Python runs at its start."""
 
 _STATE_BYTES = 1 << 20
-"""More than the libraries' table of processes takes (card.c)."""
+"""Larger than the libraries' table of processes (gpu.c)."""
 
 
 def emulated_environment(
-    gpu: Gpu, cards: int = 1, state: str | None = None, *, peers: bool = True, values: bool = True
+    gpu: Gpu, gpus: int = 1, state: str | None = None, *, peers: bool = True, values: bool = True
 ) -> dict[str, str]:
-    """Variables for a child process, to be merged over this process's own.
+    """Variables for a child process, which override this process's own.
 
-    `state`: the file of `shared_state`, where several processes fill the same cards. Without `peers` a process group's
-    other ranks are not there; without `values` no small tensor is computed either, and all that is read of the card is
-    zero: for runs of one process whose memory follows from shapes. Host tensors of 32 MiB and more share pages and hold
-    nothing, and what is saved beyond a MiB of a file is a hole in it.
+    `state`: the file of `shared_state`, if several processes share GPUs. Without `peers`, a process group's other
+    ranks do not exist. Without `values`, small tensors are not computed either, and all reads of the GPU are zero: for
+    single processes whose memory depends on shapes only. CPU tensors of 32 MiB and more share pages and have no
+    values. Files saved have holes after their first MiB.
 
-    Raises UserError for too many cards, and where there is no C compiler.
+    Raises UserError for too many GPUs, and if there is no C compiler.
     """
     paths = [str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
-        "BIGDIT_EMULATED_CARD": settings(gpu, cards, state, values=values),
+        "BIGDIT_EMULATED_GPU": settings(gpu, gpus, state, values=values),
         "BIGDIT_EMULATED_CACHE": str(build.cache_folder()),
         "BIGDIT_EMULATED_RECIPE": build.recipe(),
         "BIGDIT_EMULATED_BUILDER": sys.executable,
         "BIGDIT_EMULATED_HOME": str(Path(__file__).parents[2]),
         "BIGDIT_EMULATED_PEERS": "1" if peers else "0",
         "BIGDIT_EMULATED_VALUES": "1" if values else "0",
-        "DS_ACCELERATOR": "cuda",  # whatever this process told its own DeepSpeed
+        "DS_ACCELERATOR": "cuda",  # this process may have another one
         "PYTHONPATH": os.pathsep.join(paths),
     }
 
 
-def on_emulated_card() -> bool:
-    """Whether this process's CUDA devices, if it has any, are emulated."""
-    return "BIGDIT_EMULATED_CARD" in os.environ
+def on_emulated_gpu() -> bool:
+    """Whether this process's CUDA devices are emulated."""
+    return "BIGDIT_EMULATED_GPU" in os.environ
 
 
 @contextmanager
 def shared_state() -> Iterator[str]:
-    """The path of a file without a name, in which the processes of one emulation count their bytes together.
+    """The path of an anonymous file in which the processes of one emulation count their bytes.
 
-    It lies in this process's memory: when this process ends, however it ends, nothing is left.
+    It lies in this process's memory, so nothing is left when this process ends.
     """
-    descriptor = os.memfd_create("bigdit-cards", os.MFD_CLOEXEC)
+    descriptor = os.memfd_create("bigdit-gpus", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, _STATE_BYTES)
         yield f"/proc/{os.getpid()}/fd/{descriptor}"

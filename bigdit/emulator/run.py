@@ -1,4 +1,4 @@
-"""Run somebody's command on emulated cards, and gather what its processes have to say."""
+"""Runs a user's command on emulated GPUs, and collects the accounts of its processes."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def run_emulated(
     snapshots: Path | None = None,
     stdout_to_stderr: bool = False,
 ) -> Run:
-    """Run `command` with `environment` beside its own, to its end or for so many optimizer `steps` of each process.
+    """Run `command` with `environment` added to this process's, to its end or for `steps` optimizer steps.
 
-    `folder`: one of `workplace()`. `skip_first`: its loss scaler finds its first step to overflow. `snapshots`: a
-    folder for PyTorch's page of memory. What it prints passes through.
+    `folder`: from `workplace()`. `skip_first`: the loss scaler's first step overflows. `snapshots`: a folder for files
+    of PyTorch's memory_viz. The command's output is not captured.
 
-    Raises UserError where it cannot be started, or cannot be emulated.
+    Raises UserError if it cannot be started or emulated.
     """
     path = f"{_programs(folder)}{os.pathsep}{environment.get('PATH', os.environ.get('PATH', os.defpath))}"
     program = shutil.which(command[0], path=path)
     if program is None:
-        raise UserError(f"the command {command[0]!r} was not found; what follows -- is run as a shell would run it")
+        raise UserError(f"the command {command[0]!r} was not found; give it after --, as in a shell")
     accounts = Path(tempfile.mkdtemp(prefix="accounts-", dir=folder))
     began = time.monotonic()
     asked = {
@@ -59,7 +59,7 @@ def run_emulated(
 
 @contextlib.contextmanager
 def workplace() -> Iterator[Path]:
-    """A temporary folder, that is gone afterwards with all processes that an emulation left, whatever happens."""
+    """A temporary folder. It is removed at the end, with all processes of the emulation, whatever happens."""
     folder = Path(tempfile.mkdtemp(prefix="bigdit-emulate-"))
     waiting = subprocess.Popen(
         [sys.executable, "-I", "-S", janitor.__file__, str(folder)], stdin=subprocess.PIPE, start_new_session=True
@@ -73,7 +73,7 @@ def workplace() -> Iterator[Path]:
 
 
 def _programs(folder: Path) -> Path:
-    """A folder with the programs that ask for the card, which stand before those of a card of this machine."""
+    """A folder with an `nvidia-smi` for the emulated GPU, which comes first on PATH."""
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
     program = programs / "nvidia-smi"
@@ -83,7 +83,8 @@ def _programs(folder: Path) -> Path:
 
 
 def _wait(command: Sequence[str], environment: Mapping[str, str], folder: Path, stdout_to_stderr: bool) -> int:
-    """The command's exit status, as a shell reports it. Whatever ends this process ends the command's processes."""
+    """Run the command; returns its exit status as in a shell. When this process ends, the command's processes end
+    too."""
     stdout = sys.stderr if stdout_to_stderr else None
     try:
         process = subprocess.Popen(command, env=environment, stdout=stdout, start_new_session=True)
@@ -97,7 +98,7 @@ def _wait(command: Sequence[str], environment: Mapping[str, str], folder: Path, 
 
 @contextlib.contextmanager
 def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """SIGINT and SIGTERM go to the command, and end this process when it has ended."""
+    """Forward SIGINT and SIGTERM to the command. They end this process after the command."""
     came: list[int] = []
 
     def pass_on(number: int, _: FrameType | None) -> None:
@@ -116,9 +117,9 @@ def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def _refuse(folder: Path, status: int) -> None:
-    """Raise UserError where a process could not be emulated; say why where the command ended well without it."""
-    said = (_text(path, "reason") for path in sorted(folder.glob("refused-*.json")))
-    reasons = dict.fromkeys(reason for reason in said if reason)
+    """Raise UserError if a process could not be emulated. If the command succeeded without it, log the reason."""
+    found = (_text(path, "reason") for path in sorted(folder.glob("refused-*.json")))
+    reasons = dict.fromkeys(reason for reason in found if reason)
     if reasons and status:
         raise UserError(*reasons)
     for reason in reasons:
@@ -134,7 +135,7 @@ def _gather(folder: Path, status: int, seconds: float, skip_first: bool, snapsho
         account = read_account(folder / f"account-{name}.json")
         if account is None:
             lost.append(int(pid) if pid.isdigit() else 0)
-        elif account.cards:
+        elif account.gpus:
             accounts.append(account)
             _keep_snapshot(folder / f"snapshot-{name}.pickle", account, before, snapshots)
     accounts.sort(key=lambda each: (each.rank is None, each.rank or 0, each.pid))
@@ -152,8 +153,7 @@ def _gather(folder: Path, status: int, seconds: float, skip_first: bool, snapsho
 
 
 def _keep_snapshot(found: Path, account: Account, before: str, snapshots: Path | None) -> None:
-    """Move a process's snapshot, which is never opened here, to where it was asked for; `before`: how many programs it
-    had been."""
+    """Move a process's snapshot, without reading it, to `snapshots`. `before`: the number of its earlier programs."""
     if snapshots is None or not found.is_file():
         return
     name = f"pid{account.pid}" if account.rank is None else f"rank{account.rank}"
@@ -163,7 +163,7 @@ def _keep_snapshot(found: Path, account: Account, before: str, snapshots: Path |
 
 
 def _text(path: Path, key: str) -> str:
-    """A line of text that a process wrote; empty where it is none."""
+    """A line of text that a process wrote; empty if it is missing."""
     try:
         found = json.loads(path.read_text()[:10_000])
     except (OSError, ValueError):

@@ -1,6 +1,6 @@
-"""`nvidia-smi` of the emulated card: a program on the PATH of what `bigdit emulate` runs, of this file alone.
+"""`nvidia-smi` of the emulated GPU: a program on the PATH of an emulated command, with no other file.
 
-What it says is what NVML says there (c/nvml.c), in the format of the real one, and on stderr that no card is here.
+It prints what NVML returns there (c/nvml.c), in the format of the real one. On stderr it says that the GPU is emulated.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ DRIVER, CUDA = "580.00", "13.0"
 MIB = 1 << 20
 UNKNOWN = "[N/A]"
 INVALID, NO_DEVICE = 2, 6
-"""Exit statuses of the real one: an argument that is none, and a card that is not there."""
+"""Exit statuses of the real one, for an invalid argument and a missing GPU."""
 
 _ROW = struct.Struct("i4x16Q")
-"""A process, and its bytes on each card (`struct row` of c/card.c)."""
+"""A process, and its bytes on each GPU (`struct row` of c/gpu.c)."""
 
-_ANSWERED = "an emulated card answers a table, -L, -i, --query-gpu and --query-compute-apps with --format=csv"
+_SUPPORTED = "an emulated GPU supports the table, -L, -i, --query-gpu and --query-compute-apps with --format=csv"
 
 
 @dataclass(frozen=True)
-class Card:
-    """A card of the machine: what it is, and the bytes of each process that is on it."""
+class Gpu:
+    """A GPU of the machine, with the bytes of each of its processes."""
 
     index: int
     count: int
@@ -52,22 +52,22 @@ class Card:
         return f"00000000:{self.index + 1:02X}:00.0"
 
 
-GPU_FIELDS: dict[str, tuple[str, Callable[[Card], object]]] = {
+GPU_FIELDS: dict[str, tuple[str, Callable[[Gpu], object]]] = {
     "timestamp": ("", lambda _: f"{datetime.datetime.now():%Y/%m/%d %H:%M:%S.%f}"[:-3]),
-    "count": ("", lambda card: card.count),
-    "index": ("", lambda card: card.index),
-    "name": ("", lambda card: card.name),
-    "gpu_name": ("", lambda card: card.name),
-    "uuid": ("", lambda card: card.uuid),
-    "gpu_uuid": ("", lambda card: card.uuid),
-    "pci.bus_id": ("", lambda card: card.bus),
-    "gpu_bus_id": ("", lambda card: card.bus),
+    "count": ("", lambda gpu: gpu.count),
+    "index": ("", lambda gpu: gpu.index),
+    "name": ("", lambda gpu: gpu.name),
+    "gpu_name": ("", lambda gpu: gpu.name),
+    "uuid": ("", lambda gpu: gpu.uuid),
+    "gpu_uuid": ("", lambda gpu: gpu.uuid),
+    "pci.bus_id": ("", lambda gpu: gpu.bus),
+    "gpu_bus_id": ("", lambda gpu: gpu.bus),
     "driver_version": ("", lambda _: DRIVER),
-    "compute_cap": ("", lambda card: card.capability),
-    "memory.total": ("MiB", lambda card: card.total // MIB),
-    "memory.reserved": ("MiB", lambda card: (card.total - card.usable) // MIB),
-    "memory.used": ("MiB", lambda card: card.used // MIB),
-    "memory.free": ("MiB", lambda card: (card.usable - card.used) // MIB),
+    "compute_cap": ("", lambda gpu: gpu.capability),
+    "memory.total": ("MiB", lambda gpu: gpu.total // MIB),
+    "memory.reserved": ("MiB", lambda gpu: (gpu.total - gpu.usable) // MIB),
+    "memory.used": ("MiB", lambda gpu: gpu.used // MIB),
+    "memory.free": ("MiB", lambda gpu: (gpu.usable - gpu.used) // MIB),
     "utilization.gpu": ("%", lambda _: 0),  # no kernel runs
     "utilization.memory": ("%", lambda _: 0),
     "temperature.gpu": ("", lambda _: UNKNOWN),
@@ -75,9 +75,9 @@ GPU_FIELDS: dict[str, tuple[str, Callable[[Card], object]]] = {
     "power.limit": ("W", lambda _: UNKNOWN),
     "mig.mode.current": ("", lambda _: UNKNOWN),
 }
-"""What may be asked of a card: the unit, and the answer."""
+"""The fields of a GPU: unit and value."""
 
-APP_FIELDS: dict[str, tuple[str, Callable[[tuple[Card, int]], object]]] = {
+APP_FIELDS: dict[str, tuple[str, Callable[[tuple[Gpu, int]], object]]] = {
     "pid": ("", lambda app: app[1]),
     "process_name": ("", lambda app: program(app[1])),
     "used_memory": ("MiB", lambda app: app[0].processes[app[1]] // MIB),
@@ -86,51 +86,51 @@ APP_FIELDS: dict[str, tuple[str, Callable[[tuple[Card, int]], object]]] = {
     "gpu_uuid": ("", lambda app: app[0].uuid),
     "gpu_bus_id": ("", lambda app: app[0].bus),
 }
-"""Likewise of a process on a card."""
+"""The fields of a process on a GPU."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Answer as nvidia-smi does, with its exit status."""
-    parser = _Parser(prog="nvidia-smi", description="nvidia-smi of an emulated card.", allow_abbrev=False)
+    parser = _Parser(prog="nvidia-smi", description="nvidia-smi of an emulated GPU.", allow_abbrev=False)
     parser.add_argument("-L", "--list-gpus", action="store_true")
     parser.add_argument("-i", "--id", metavar="CARDS", help="indices, UUIDs or bus ids")
     parser.add_argument("--query-gpu", metavar="FIELDS", help=", ".join(GPU_FIELDS))
     parser.add_argument("--query-compute-apps", metavar="FIELDS", help=", ".join(APP_FIELDS))
     parser.add_argument("--format", metavar="csv[,noheader][,nounits]")
     asked = parser.parse_args(arguments)
-    print("nvidia-smi: no card is here; bigdit answers for an emulated one", file=sys.stderr)
-    cards = machine(os.environ["BIGDIT_EMULATED_CARD"])
+    print("nvidia-smi: no GPU is here; bigdit answers for an emulated one", file=sys.stderr)
+    gpus = machine(os.environ["BIGDIT_EMULATED_GPU"])
     if asked.id is not None:
         named = asked.id.split(",")
-        cards = [card for card in cards if not {str(card.index), card.uuid, card.bus}.isdisjoint(named)]
-    if not cards:
+        gpus = [gpu for gpu in gpus if not {str(gpu.index), gpu.uuid, gpu.bus}.isdisjoint(named)]
+    if not gpus:
         print("No devices were found")
         return NO_DEVICE
     if asked.query_gpu is not None:
-        return _csv(parser, asked.query_gpu, asked.format, GPU_FIELDS, cards)
+        return _csv(parser, asked.query_gpu, asked.format, GPU_FIELDS, gpus)
     if asked.query_compute_apps is not None:
-        apps = [(card, process) for card in cards for process in card.processes]
+        apps = [(gpu, process) for gpu in gpus for process in gpu.processes]
         return _csv(parser, asked.query_compute_apps, asked.format, APP_FIELDS, apps)
     if asked.list_gpus:
-        print(*(f"GPU {card.index}: {card.name} (UUID: {card.uuid})" for card in cards), sep="\n")
+        print(*(f"GPU {gpu.index}: {gpu.name} (UUID: {gpu.uuid})" for gpu in gpus), sep="\n")
     else:
-        print(table(cards))
+        print(table(gpus))
     return 0
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        print(f"nvidia-smi: {message}; {_ANSWERED}", file=sys.stderr)
+        print(f"nvidia-smi: {message}; {_SUPPORTED}", file=sys.stderr)
         sys.exit(INVALID)
 
 
-def machine(settings: str) -> list[Card]:
-    """The cards that BIGDIT_EMULATED_CARD describes (launch.py), with what is on them now."""
+def machine(settings: str) -> list[Gpu]:
+    """The GPUs in BIGDIT_EMULATED_GPU (launch.py), with their processes."""
     figures, name = f" {settings}".split(" name=", 1)
     has = dict(figure.split("=", 1) for figure in figures.split())
     rows = _rows(has.get("state"))
     return [
-        Card(
+        Gpu(
             index=index,
             count=int(has["count"]),
             name=name,
@@ -144,7 +144,7 @@ def machine(settings: str) -> list[Card]:
 
 
 def _rows(state: str | None) -> list[tuple[int, ...]]:
-    """Of the processes that are alive; a row of one that has ended is free (c/card.c)."""
+    """The rows of living processes. Rows of ended ones are free (c/gpu.c)."""
     if state is None:
         return []
     held = Path(state).read_bytes()
@@ -153,7 +153,7 @@ def _rows(state: str | None) -> list[tuple[int, ...]]:
 
 
 def program(process: int) -> str:
-    """The path of what a process runs."""
+    """The path of a process's program."""
     try:
         return os.readlink(f"/proc/{process}/exe")
     except OSError:
@@ -163,7 +163,7 @@ def program(process: int) -> str:
 def _csv(
     parser: _Parser, asked: str, form: str | None, fields: Mapping[str, tuple[str, Callable]], rows: Sequence
 ) -> int:
-    """The rows with what was asked of them; a field that is none is refused as the real one does it."""
+    """Print the requested fields of rows. An unknown field is rejected as by the real one."""
     words = [word.strip() for word in (form or "").split(",")]
     if words[0] != "csv" or not set(words[1:]) <= {"noheader", "nounits"}:
         parser.error(f"--format is {form!r}; a query takes csv[,noheader][,nounits]")
@@ -185,8 +185,8 @@ def _csv(
     return 0
 
 
-def table(cards: Sequence[Card]) -> str:
-    """What the plain command shows."""
+def table(gpus: Sequence[Gpu]) -> str:
+    """The table of the command without arguments."""
     line, thick = f"+{'-' * 89}+", f"|{'=' * 41}+{'=' * 24}+{'=' * 22}|"
     parted = thick.replace("|", "+").replace("=", "-")
     version = f"{DRIVER} (emulated)"
@@ -198,19 +198,19 @@ def table(cards: Sequence[Card]) -> str:
         f"| {'Fan  Temp   Perf':<26}{'Pwr:Usage/Cap':>13} | {'Memory-Usage':>22} | {'GPU-Util  Compute M.':<20} |",
         thick,
     ]
-    for card in cards:
-        memory = f"{card.used // MIB}MiB / {card.total // MIB:>6}MiB"
+    for gpu in gpus:
+        memory = f"{gpu.used // MIB}MiB / {gpu.total // MIB:>6}MiB"
         rows += [
-            f"| {card.index:>3}  {card.name[:30]:<30} {'Off':>3} | {card.bus:<16} {'Off':>5} | {'N/A':>20} |",
+            f"| {gpu.index:>3}  {gpu.name[:30]:<30} {'Off':>3} | {gpu.bus:<16} {'Off':>5} | {'N/A':>20} |",
             f"| {'N/A   N/A':<20} {'N/A /  N/A':>18} | {memory:>22} | {'0%':>8} {'Default':>11} |",
             parted,
         ]
     rows += ["", line, f"| {'Processes:':<87} |", f"| {' GPU        PID   Process name':<74}{'GPU Memory':>13} |"]
     rows.append(f"|{'=' * 89}|")
-    apps = [(card, process) for card in cards for process in card.processes]
-    for card, process in apps:
-        taken = f"{card.processes[process] // MIB}MiB"
-        rows.append(f"| {card.index:>4} {process:>10}   {program(process)[-55:]:<55} {taken:>13} |")
+    apps = [(gpu, process) for gpu in gpus for process in gpu.processes]
+    for gpu, process in apps:
+        taken = f"{gpu.processes[process] // MIB}MiB"
+        rows.append(f"| {gpu.index:>4} {process:>10}   {program(process)[-55:]:<55} {taken:>13} |")
     rows += [] if apps else [f"| {'  No running processes found':<87} |"]
     return "\n".join([*rows, line])
 

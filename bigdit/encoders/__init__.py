@@ -1,4 +1,4 @@
-"""Pictures to latents and captions to texts: codecs, VAEs, text encoders, batch sizes; alike offline and on line.
+"""Encode images to latents and captions to texts: VAEs, text encoders, batch sizes. The same for cached and online.
 
-Where they come from is `sources`, where they are kept is `store`. Only this layer imports transformers.
+`sources` reads images and captions, `store` holds the results. Only this layer imports transformers.
 """

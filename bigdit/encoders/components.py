@@ -1,7 +1,7 @@
-"""The text half of a diffusers pipeline in a folder, its encoders and tokenizers, and no transformer and no VAE.
+"""Loads the text encoders and tokenizers of a diffusers pipeline in a folder, without transformer and VAE.
 
-Pipelines put templates around captions and cut them in different places; the calls of their tokenizers show both. It
-costs next to nothing: only a text that fills the whole length is tokenized again.
+Pipelines put templates around captions, and cut them in different places. The calls of their tokenizers are observed to
+find both. This is cheap: only a text that fills the whole length is tokenized again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
 from bigdit.documents import read_json
-from bigdit.encoders.folder import check_complete, check_files, read_config, weights_sample
+from bigdit.encoders.folder import check_files, load_from, read_config, weights_sample
 from bigdit.encoders.recipes import RECIPES
 from bigdit.errors import UserError, nearest
 from bigdit.store.tensors import config_digest, lines_digest, weights_digest
@@ -41,15 +41,15 @@ CLASSES = (
     # Image encoders and what prepares their images.
     *("CLIPVisionModel", "CLIPVisionModelWithProjection", "CLIPImageProcessor", "CLIPImageProcessorPil"),
 )
-"""Classes of transformers that parts are loaded as, tokenizers and processors also by their names with `Fast`. Others,
-such as AutoModel, may load any class, and code from the folder."""
+"""The allowed classes of transformers, for tokenizers and processors also with `Fast`. Others, such as AutoModel, may
+load any class, and code from the folder."""
 
 _ASKED = {"BriaPipeline": ("vae", "transformer"), "HunyuanVideo15Pipeline": ("vae",)}
-"""Parts that encode no text, and of which these pipelines ask something all the same."""
+"""Parts that encode no text, but whose attributes these pipelines read."""
 
 
 class _Absent:
-    """No VAE or transformer, as far as pipelines ask one for its channels, its shift and its dtype, there or not."""
+    """Stands for a missing VAE or transformer, whose channels, shift and dtype pipelines read."""
 
     config = SimpleNamespace(block_out_channels=(), latent_channels=None, shift_factor=0.0)
 
@@ -61,15 +61,15 @@ class _Absent:
 
 
 def load_text_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """The pipeline that `folder` holds, with nothing loaded but what encodes text, in eval mode on `device`.
+    """The pipeline in `folder`, with only its text encoders and tokenizers, in eval mode on `device`.
 
-    Weights come from safetensors and classes from transformers alone. Raises UserError where one is missing or
-    incomplete, or the pipeline is not one of RECIPES.
+    Weights are read from safetensors only, and classes from transformers only. Raises UserError if one is missing or
+    incomplete, or the pipeline is not in RECIPES.
     """
     index = read_index(KEY, folder)
     class_name = index["_class_name"]
     if class_name not in RECIPES:
-        raise UserError(f"{KEY}: {folder} holds a {class_name}, which has no recipe; {nearest(class_name, RECIPES)}")
+        raise UserError(f"{KEY}: {folder} holds a {class_name}, which is not supported; {nearest(class_name, RECIPES)}")
     pipeline = getattr(diffusers, class_name)
     there = {name: entry for name, entry in index.items() if _is_text(name) and isinstance(entry, list) and any(entry)}
     loaded = {name: load_part(KEY, folder, name, entry, dtype, device) for name, entry in there.items()}
@@ -79,18 +79,16 @@ def load_text_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -
         name: None for name, each in parameters.items() if each.default is each.empty and name != "self"
     }
     absent |= dict.fromkeys(_ASKED.get(class_name, ()), _Absent(dtype))
-    if "requires_safety_checker" in parameters:  # pictures are not its affair here
+    if "requires_safety_checker" in parameters:  # no images are generated
         absent["requires_safety_checker"] = False
     try:
-        return pipeline(**(absent | RECIPES[class_name].said(index) | loaded))
+        return pipeline(**(absent | RECIPES[class_name].set_in(index) | loaded))
     except (TypeError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"{KEY}: {folder} holds no {class_name} that can be made: {' '.join(str(error).split())}"
-        ) from None
+        raise UserError(f"{KEY}: no {class_name} can be built from {folder}: {' '.join(str(error).split())}") from None
 
 
 def describe(folder: Path, pipeline: Any, dtype: str) -> dict[str, Any]:
-    """Class and digests of each part that encodes text; all weights are read for it."""
+    """Class and digests of each text encoder and tokenizer. All weights are read."""
     described: dict[str, Any] = {}
     for name, part in sorted(pipeline.components.items()):
         if part is None or not _is_text(name):
@@ -110,15 +108,15 @@ def describe(folder: Path, pipeline: Any, dtype: str) -> dict[str, Any]:
 
 
 def read_index(setting: str, folder: Path) -> dict[str, Any]:
-    """What a pipeline's folder says that it holds; `setting` is named in errors, which are UserErrors."""
+    """The index of a pipeline's folder. Raises UserError, which names `setting`."""
     try:
         index = read_json(folder / _INDEX)
         if not isinstance(index["_class_name"], str):
             raise TypeError
     except OSError as error:
         raise UserError(
-            f"{setting}: {folder / _INDEX} cannot be read ({error.strerror}); a diffusers pipeline's folder was "
-            "expected"
+            f"{setting}: {folder / _INDEX} cannot be read ({error.strerror}); expected the folder of a diffusers "
+            "pipeline"
         ) from None
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{setting}: {folder / _INDEX} does not name a pipeline's class") from None
@@ -130,56 +128,41 @@ def _is_text(name: str) -> bool:
 
 
 def _check_all(folder: Path, class_name: str, wanted: Sequence[str], loaded: Mapping[str, Any]) -> None:
-    """Raise UserError where a pipeline lacks one of several texts, which others can do without."""
+    """Raise UserError if a pipeline with several texts lacks one. Others may lack parts."""
     recipe = RECIPES[class_name]
     missing = [name for name in wanted if name not in loaded]
     if missing and (recipe.beside or recipe.streams):
         raise UserError(
-            f"{KEY}: {folder / _INDEX} names no {' and no '.join(missing)}, which {class_name} encodes captions by; "
+            f"{KEY}: {folder / _INDEX} names no {' and no '.join(missing)}, which {class_name} needs for captions; "
             "save them there with save_pretrained, and name their classes in it"
         )
 
 
 def load_part(setting: str, folder: Path, name: str, entry: list[str], dtype: torch.dtype, device: torch.device) -> Any:
-    """One part, of the class that the index names, if that is one of transformers. Raises UserError, which names
-    `setting`."""
+    """Load one part, of the class in the index, if it is allowed. Raises UserError, which names `setting`."""
     library, class_name = entry if list(map(type, entry)) == [str, str] else ("", str(entry)[:60])
     key, place = f"{setting}: {name}", folder / name
     found = _class_of(library, class_name, place)
     if found is None:
         raise UserError(
-            f"{setting}: {folder / _INDEX} asks for {library}.{class_name} as {name}, which is not loaded; "
+            f"{setting}: {folder / _INDEX} has {library}.{class_name} as {name}, which is not supported; "
             f"{nearest(class_name, CLASSES)}"
         )
     check_files(key, place)
-    if issubclass(found, transformers.PreTrainedModel):
-        read_config(key, place)
-    try:
-        if not issubclass(found, transformers.PreTrainedModel):
-            tokenizer = found  # or an image processor: neither has weights
-            return tokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
-        config = {"config": _inner_config(setting, place)} if found is T5GemmaEncoder else {}
-        model, info = found.from_pretrained(
-            place,
-            dtype=dtype,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            **config,
-        )
-    except Exception as error:  # what the libraries make of files that they were not written for is of any class
-        raise UserError(f"{key}: {place} cannot be loaded: {' '.join(str(error).split())}") from None
-    check_complete(key, place, info)
+    if not issubclass(found, transformers.PreTrainedModel):
+        return load_from(found, key, place)  # a tokenizer or an image processor
+    read_config(key, place)
+    config = {"config": _inner_config(setting, place)} if found is T5GemmaEncoder else {}
+    model = load_from(found, key, place, dtype=dtype, **config)
     config = model.config.get_text_config()
     if hasattr(config, "use_cache"):
-        config.use_cache = False  # keys and values of a caption are not asked for again
-    return model.to(device).eval()
+        config.use_cache = False  # keys and values are not used again
+    return model.to(device)
 
 
 def _class_of(library: str, class_name: str, place: Path) -> Any:
-    """One of CLASSES; None for any other. T5Gemma's encoder alone is a class that transformers does not show, and PRX's
-    folder names it as diffusers' own."""
+    """A class of CLASSES, or None. T5Gemma's encoder is not exported by transformers, and PRX's folder names it as a
+    class of diffusers."""
     if class_name == "T5GemmaEncoder":
         return T5GemmaEncoder
     if library != "transformers":
@@ -190,18 +173,18 @@ def _class_of(library: str, class_name: str, place: Path) -> Any:
 
 
 def _inner_config(key: str, place: Path) -> Any:
-    """The config of T5Gemma's encoder, which its folder has whole or as a part of T5Gemma's."""
+    """The config of T5Gemma's encoder. Its folder has it alone, or as a part of T5Gemma's."""
     saved = read_config(key, place)
     return transformers.T5GemmaConfig(encoder=saved.get("encoder", saved)).encoder
 
 
 Lengths = tuple[list[int] | None, int | None]
-"""The tokens of each caption, with the template around it, and the length at which the tokenizer cuts. None for the
-tokens where the calls do not show which caption is which; None for a length where others cut."""
+"""The tokens of each caption with its template, and the length at which the tokenizer cuts. The tokens are None if
+calls do not show which caption is which. The length is None if other code cuts."""
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The class, the numbered vocabulary and the template of chats."""
+    """A digest of the class, the numbered vocabulary and the chat template."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))
     lines = [f"{number} {token!r}".encode() for token, number in vocabulary]
     if template := getattr(tokenizer, "chat_template", None):
@@ -210,10 +193,9 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 class Words:
-    """The tokenizer of a processor of words, pictures and videos, called as the processor is with words alone.
+    """The tokenizer of a processor of text, images and videos, with the processor's interface for text.
 
-    The processor itself asks for torchvision, which nothing is needed of here. Source: transformers 5.23,
-    ProcessorMixin.
+    The processor itself needs torchvision. Source: transformers 5.23, ProcessorMixin.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -221,22 +203,21 @@ class Words:
 
     @classmethod
     def from_pretrained(cls, place: Path, *, local_files_only: bool, trust_remote_code: bool = False) -> Words:
-        """That of a processor's folder."""
+        """Load it from a processor's folder."""
         assert not trust_remote_code
         return cls(AutoTokenizer.from_pretrained(place, local_files_only=local_files_only, trust_remote_code=False))
 
     def __call__(self, text: list[str], images: None = None, videos: None = None, **asked: Any) -> Any:
-        """The tokens of texts."""
+        """Tokenize texts."""
         return self.tokenizer(text, **asked)
 
     def apply_chat_template(self, conversations: list[Any], *, tokenize: bool, return_dict: bool, **asked: Any) -> Any:
-        """The tokens of chats: special ones are put around those alone that do not begin with one. Raises UserError
-        where there is no template of them."""
+        """Tokenize chats. Special tokens are added unless a text begins with one. Raises UserError without template."""
         assert tokenize and return_dict  # noqa: PT018
         if self.tokenizer.chat_template is None:
             raise UserError(
-                f"encoders.text.pipeline: {self.tokenizer.name_or_path} has no chat_template.jinja, by which its "
-                "processor writes down who says a caption; save it there"
+                f"encoders.text.pipeline: {self.tokenizer.name_or_path} has no chat_template.jinja, which its "
+                "processor needs; save it there"
             )
         begins = asked.pop("add_generation_prompt", False)
         texts = self.tokenizer.apply_chat_template(conversations, tokenize=False, add_generation_prompt=begins)
@@ -250,7 +231,7 @@ class Words:
 
 @dataclass(frozen=True)
 class _Call:
-    """The texts of one call, how many tokens each has before it is cut, and the length at which it is cut."""
+    """The texts of one call, their numbers of tokens before the cut, and the length of the cut."""
 
     texts: Sequence[str]
     tokens: Sequence[int]
@@ -258,7 +239,7 @@ class _Call:
 
 
 class TokenizerCalls:
-    """The calls of tokenizers, by their names, since `clear`."""
+    """Records the calls of tokenizers, by name, since `clear`."""
 
     def __init__(self, tokenizers: Mapping[str, PreTrainedTokenizerBase]) -> None:
         self._calls: dict[str, list[_Call]] = {name: [] for name in tokenizers}
@@ -271,7 +252,7 @@ class TokenizerCalls:
             calls.clear()
 
     def lengths(self, captions: Sequence[str]) -> dict[str, Lengths]:
-        """What each tokenizer that was called made of these captions."""
+        """The lengths of these captions in each tokenizer that was called."""
         found: dict[str, Lengths] = {}
         for name, calls in self._calls.items():
             limit = max((call.limit for call in calls if call.limit is not None), default=None)
@@ -282,13 +263,13 @@ class TokenizerCalls:
 
 
 def full_length(tokenizer: Any, text: str, kind: Any = None, special: bool = True) -> int:
-    """The tokens of a text that is not cut, as the class `kind` of the tokenizer makes them."""
+    """The number of tokens of a text without a cut, by the class `kind` of the tokenizer."""
     called = kind or type(tokenizer)
     return len(called.__call__(tokenizer, text, verbose=False, add_special_tokens=special)["input_ids"])
 
 
 def _observe(tokenizer: PreTrainedTokenizerBase, calls: list[_Call]) -> None:
-    """Have a tokenizer note its calls, by a class of its own: Python looks `__call__` up in classes alone."""
+    """Make a tokenizer record its calls, by a subclass: Python finds `__call__` in classes only."""
     kind: Any = type(tokenizer)
 
     def call(self: Any, text: Any = None, *args: Any, **asked: Any) -> Any:
@@ -308,7 +289,7 @@ def _observe(tokenizer: PreTrainedTokenizerBase, calls: list[_Call]) -> None:
 
 
 def _counts(found: Mapping[str, Any]) -> list[int]:
-    """The tokens of each text of a call, without padding."""
+    """The number of tokens of each text of a call, without padding."""
     shown = found["attention_mask"]
     if isinstance(shown, torch.Tensor):
         return [int(count) for count in shown.sum(dim=-1)]
@@ -316,8 +297,10 @@ def _counts(found: Mapping[str, Any]) -> list[int]:
 
 
 def _by_order(calls: Sequence[_Call], count: int) -> list[int] | None:
-    """The most tokens that each caption has in a call; calls are of all captions, or of one after another.
-    None where some captions alone are in them, and one was cut."""
+    """The most tokens of each caption in a call. A call has all captions, or the next one.
+
+    None if calls have only some captions, and one was cut.
+    """
     most = [0] * count
     for cutting in (True, False):
         tokens = [each for call in calls if (call.limit is not None) == cutting for each in call.tokens]
@@ -329,7 +312,7 @@ def _by_order(calls: Sequence[_Call], count: int) -> list[int] | None:
 
 
 def _by_characters(calls: Sequence[_Call], captions: Sequence[str]) -> list[int] | None:
-    """The tokens of captions that are tokenized piece by piece, all pieces of one before those of the next."""
+    """The numbers of tokens of captions that are tokenized in pieces, caption by caption."""
     pieces = iter([each for call in calls for each in zip(call.texts, call.tokens, strict=True)])
     found = []
     for caption in captions:

@@ -1,4 +1,4 @@
-"""What a model that begins with a picture is fed of it: latents of the first frame, and what an image encoder sees.
+"""First frames for image-to-video models: their latents, and their embeddings by an image encoder.
 
 Source: diffusers 0.42.1, WanImageToVideoPipeline: prepare_latents, encode_image.
 """
@@ -15,8 +15,8 @@ from torch import nn
 
 from bigdit.catalog.conditions import IMAGE_EMBEDS, IMAGE_ENCODER
 from bigdit.config.data import FirstFrameConfig
-from bigdit.encoders.codecs import ImageCodec, to_unit_range
 from bigdit.encoders.folder import DTYPES, read_config, weights_sample
+from bigdit.encoders.protocol import ImageCodec, to_unit_range
 from bigdit.errors import UserError
 from bigdit.store.part import FIRST_FRAME
 from bigdit.store.tensors import config_digest, weights_digest
@@ -24,11 +24,11 @@ from bigdit.store.tensors import config_digest, weights_digest
 _KEY = "encoders.first_frame.pipeline"
 _PROCESSOR = "image_processor"
 _LAYER = -2
-"""Of the image encoder's hidden states, that which models are fed."""
+"""The layer of the image encoder's hidden states that models take."""
 
 
 class FirstFrames:
-    """First frames of videos as a store keeps them, in bf16."""
+    """Encodes first frames of videos for a store, in bf16."""
 
     def __init__(self, config: FirstFrameConfig, codec: ImageCodec, device: torch.device) -> None:
         self._config, self._codec, self._device = config, codec, device
@@ -40,8 +40,7 @@ class FirstFrames:
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
-        """As StoreSchema.first_frame: channels of the mask, and the image encoder, whose weights are read once for
-        it."""
+        """As StoreSchema.first_frame: channels of the mask, and the image encoder, with digests of its weights."""
         if self._encoder is None or self._config.pipeline is None:
             return {"mask": self.mask}
         folder = self._config.pipeline / IMAGE_ENCODER
@@ -59,12 +58,12 @@ class FirstFrames:
         }
 
     def modules(self) -> list[nn.Module]:
-        """The image encoder, where there is one: the codec has its own."""
+        """The image encoder, if any. The codec's modules are its own."""
         return [] if self._encoder is None else [self._encoder]
 
     def encode(self, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Of videos uint8 [B, 1 or 3, F, H, W], or pictures without F: by name, latents [B, C, f, h, w] and embeddings
-        [B, tokens, dim]."""
+        """Latents [B, C, f, h, w] and embeddings [B, tokens, dim], by name, of videos uint8 [B, 1 or 3, F, H, W] or of
+        images without F."""
         videos = pixels.unsqueeze(2) if pixels.dim() == 4 else pixels
         found = {FIRST_FRAME: self._codec.encode_first(to_unit_range(videos))}
         if self._encoder is not None:
@@ -73,11 +72,11 @@ class FirstFrames:
 
     @torch.no_grad()
     def _embeds(self, videos: torch.Tensor) -> torch.Tensor:
-        """One by one: alone, a frame has the same bytes in whatever batch it comes."""
+        """Encode one by one, so a frame has the same bytes in any batch."""
         rows = []
         for video in videos:
-            picture = Image.fromarray(video[:, 0].permute(1, 2, 0).expand(-1, -1, 3).contiguous().numpy())
-            given = self._processor(images=picture, return_tensors="pt").to(self._device, DTYPES[self._config.dtype])
+            image = Image.fromarray(video[:, 0].permute(1, 2, 0).expand(-1, -1, 3).contiguous().numpy())
+            given = self._processor(images=image, return_tensors="pt").to(self._device, DTYPES[self._config.dtype])
             rows.append(self._encoder(**given, output_hidden_states=True).hidden_states[_LAYER])
         return torch.cat(rows)
 
@@ -96,5 +95,5 @@ class FirstFrames:
 
 
 def load_first_frames(config: FirstFrameConfig | None, codec: ImageCodec, device: torch.device) -> FirstFrames | None:
-    """What encodes first frames, where a run asks for it. Raises UserError where it cannot be loaded."""
+    """The encoder of first frames, if the run has one. Raises UserError if it cannot be loaded."""
     return None if config is None else FirstFrames(config, codec, device)

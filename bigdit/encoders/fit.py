@@ -1,4 +1,4 @@
-"""Whether a store, the run's model and encoders, and its plan go together."""
+"""Checks that a store, the run's model and encoders, and its plan are compatible."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from bigdit.strategy import ModelSpec
 
 
 def latent_misfits(model: ModelSpec, channels: int) -> list[str]:
-    """What keeps the model from latents of so many channels; arguments left at the class's defaults are not judged."""
+    """Why the model cannot take latents with so many channels. Arguments with default values are not checked."""
     packs = model.class_name in FAMILIES and FAMILIES[model.class_name].packs
     given, how = (4 * channels, " in patches of 2 × 2") if packs else (channels, "")
     key = "out_channels" if fed_more(model) else "in_channels"
@@ -33,7 +33,7 @@ def latent_misfits(model: ModelSpec, channels: int) -> list[str]:
 
 
 def size_misfits(model: ModelSpec, shapes: Iterable[Shape]) -> list[str]:
-    """What keeps the model from latents of these shapes."""
+    """Why the model cannot take latents of these shapes."""
     family = FAMILIES.get(model.class_name)
     if family is None:
         return []
@@ -41,9 +41,9 @@ def size_misfits(model: ModelSpec, shapes: Iterable[Shape]) -> list[str]:
         return [f"latents of {shape_name(shape)}{misfit}" for shape in shapes for misfit in _video_misfit(model, shape)]
     moving = [f"latents of {shape_name(shape)}, with frames" for shape in shapes if len(shape) == 4]
     if moving or not family.square:
-        return [f"{each}, and {model.class_name} makes pictures" for each in moving]
+        return [f"{each}, and {model.class_name} generates images" for each in moving]
     side = model.kwargs.get("sample_size") if family.fixed else None
-    takes = "squares alone" if side is None else f"{side} × {side} alone (its sample_size)"
+    takes = "only squares" if side is None else f"only {side} × {side} (its sample_size)"
     return [
         f"latents of {shape_name(shape)}, and {model.class_name} takes {takes}"
         for shape in shapes
@@ -52,22 +52,22 @@ def size_misfits(model: ModelSpec, shapes: Iterable[Shape]) -> list[str]:
 
 
 def _video_misfit(model: ModelSpec, shape: Shape) -> list[str]:
-    """What keeps a model of videos from latents of a shape."""
+    """Why a video model cannot take latents of a shape."""
     if len(shape) == 3:
-        return [f" without frames, and {model.class_name} makes videos: give [frames, height, width]"]
+        return [f" without frames, and {model.class_name} generates videos; set [frames, height, width]"]
     patch = model.kwargs.get("patch_size")
     *_, side = patch if isinstance(patch, list | tuple) else [patch]
     deep = patch[0] if isinstance(patch, list | tuple) else model.kwargs.get("patch_size_t")
     return [
-        f" with {length} {what}, and the model's patches are of {size}; nearest: {-(-length // size) * size}"
+        f" with {length} {what}, and the model's patch size is {size}; nearest: {-(-length // size) * size}"
         for what, length, size in (("frames", shape[1], deep), ("rows", shape[2], side), ("columns", shape[3], side))
         if isinstance(size, int) and length % size
     ]
 
 
 def text_misfits(model: ModelSpec, shapes: Mapping[str, tuple[int, int]], pooled_dim: int | None) -> list[str]:
-    """What keeps the model from texts of these [max_tokens, dim], as FeatureStore.text_shapes has them, and from a
-    pooled vector of `pooled_dim`, None without."""
+    """Why the model cannot take texts of these [max_tokens, dim], as FeatureStore.text_shapes, with a pooled vector of
+    `pooled_dim` (None without)."""
     family = FAMILIES.get(model.class_name)
     if family is None:
         return []
@@ -90,13 +90,13 @@ def text_misfits(model: ModelSpec, shapes: Mapping[str, tuple[int, int]], pooled
 
 
 def _stream_misfits(model: ModelSpec, found: Mapping[str, tuple[int, int]]) -> list[str]:
-    """What keeps the model from further texts of these [max_tokens, dim]."""
+    """Why the model cannot take further texts of these [max_tokens, dim]."""
     wanted = stream_shapes(model.class_name, model.kwargs)
     known = streams_of(model)
-    problems = [f"no {name} beside it, which {model.class_name} is fed" for name in known if name not in found]
-    problems += [f"{name} beside it, which {model.class_name} is not fed" for name in found if name not in known]
+    problems = [f"no {name}, which {model.class_name} needs" for name in known if name not in found]
+    problems += [f"{name}, which {model.class_name} does not take" for name in found if name not in known]
     return problems + [
-        f"{name} of {_by(found[name])}, and {model.class_name} is fed {_by(shape)}"
+        f"{name} of {_by(found[name])}, and {model.class_name} takes {_by(shape)}"
         for name, shape in wanted.items()
         if name in found and found[name] != shape
     ]
@@ -107,9 +107,9 @@ def _by(shape: tuple[int, int]) -> str:
 
 
 def run_misfits(run: RunConfig, schema: StoreSchema) -> list[str]:
-    """How the store was encoded otherwise than the run says, as far as configs and a sample of the weights show.
+    """How the run's encoders and data differ from the store's, by configs and a sample of the weights.
 
-    `bigdit extract` reads all weights, and tokenizers too.
+    `bigdit extract` compares all weights and tokenizers.
     """
     image, text = run.encoders.image, run.encoders.text
     sections = [("encoders.image", _codec(image), schema.codec)]
@@ -130,26 +130,25 @@ def run_misfits(run: RunConfig, schema: StoreSchema) -> list[str]:
         if found.get(key) not in (None, value)
     ]
     if run.data.classes is not None and schema.classes != list(run.data.classes):
-        problems.append("it was encoded with other classes, or in another order, than data.classes names")
+        problems.append("it was encoded with other classes than data.classes, or in another order")
     if run.data.fps != schema.fps:
         problems.append(f"it was encoded with data.fps {schema.fps}, and the run has {run.data.fps}")
     if set(run.data.buckets) != set(schema.buckets):
         there, asked = (", ".join(map(written_bucket, sizes)) for sizes in (schema.buckets, run.data.buckets))
         problems.append(
-            f"it was encoded in the buckets {there}, and data.buckets is {asked}; set data.buckets to "
-            f"{[list(size) for size in schema.buckets]}, or name another folder in data.features and extract again"
+            f"it was encoded with the buckets {there}, and data.buckets is {asked}; set data.buckets to "
+            f"{[list(size) for size in schema.buckets]}, or set another data.features and extract again"
         )
     return problems
 
 
 def plan_misfits(plan: PlanFile, buckets: Iterable[Shape], max_tokens: int) -> list[str]:
-    """What of a store's samples takes more than the plan's: latents larger than at the sizes that it found to fit its
-    micro-batch, and longer text."""
+    """How a store's samples are larger than the plan's: their latents, or their text."""
     planned, (height, width) = plan.batch.latents, plan.question.resolution
     most = math.prod(planned) * plan.most_pixels // (height * width)
     problems = [
-        f"its bucket {shape_name(shape)} is {math.prod(shape) / most:.1f} times the largest that the plan is for "
-        f"(batch.latents {shape_name(planned)}, for {height} × {width}); ask `bigdit plan` for the size of this bucket"
+        f"its bucket {shape_name(shape)} is {math.prod(shape) / most:.1f} times the plan's largest "
+        f"(batch.latents {shape_name(planned)}, for {height} × {width}); plan again for the size of this bucket"
         for shape in buckets
         if math.prod(shape) > most
     ]
@@ -160,42 +159,42 @@ def plan_misfits(plan: PlanFile, buckets: Iterable[Shape], max_tokens: int) -> l
 
 
 def smaller_than_planned(plan: PlanFile, buckets: Iterable[Shape]) -> list[str]:
-    """What a person should know of a store whose samples are all smaller than the plan's."""
+    """A note if all samples of a store are smaller than the plan's."""
     planned, largest = plan.batch.latents, max(buckets, key=math.prod)
     if math.prod(largest) >= math.prod(planned):
         return []
     return [
         f"the largest bucket of data.features is {shape_name(largest)}, and the plan is for {shape_name(planned)} "
-        "(batch.latents): steps take less memory and time than it says, and a larger micro-batch may fit"
+        "(batch.latents): steps take less memory and time than planned, and a larger micro-batch may fit"
     ]
 
 
 def _codec(config: IdentityCodec | VaeCodec) -> dict[str, Any]:
-    """What of a codec's identity the config says."""
+    """A codec's identity, as far as the config has it."""
     if isinstance(config, IdentityCodec):
         return config.model_dump()
-    said = config.model_dump(include={"name", "class_name", "latents", "dtype"})
-    seed = {"seed": config.seed} if config.latents == "sampled" else {}
-    seed |= {"tiling": True} if config.tiling else {}
-    return said | seed | _saved(config.path, config.dtype)
+    found = config.model_dump(include={"name", "class_name", "latents", "dtype"})
+    found |= {"seed": config.seed} if config.latents == "sampled" else {}
+    found |= {"tiling": True} if config.tiling else {}
+    return found | _saved(config.path, config.dtype)
 
 
 def _text(config: TextEncoderConfig) -> dict[str, Any]:
-    """What of a text encoder's identity the config says."""
-    said: dict[str, Any] = {"dtype": config.dtype, "stored": config.stored}
+    """A text encoder's identity, as far as the config has it."""
+    found: dict[str, Any] = {"dtype": config.dtype, "stored": config.stored}
     if config.pipeline is None:
-        said["class_name"] = config.class_name
+        found["class_name"] = config.class_name
         if config.path is not None:
-            return said | _saved(config.path, config.dtype)
-        return said | {"config": config_digest(config.config or {}), "seed": config.seed}
+            return found | _saved(config.path, config.dtype)
+        return found | {"config": config_digest(config.config or {}), "seed": config.seed}
     index = _document(config.pipeline / "model_index.json")
     name = index.get("_class_name")
     recipe = RECIPES.get(name) if isinstance(name, str) else None
-    return ({"class_name": name} if "_class_name" in index else {}) | (recipe.said(index) if recipe else {}) | said
+    return ({"class_name": name} if "_class_name" in index else {}) | (recipe.set_in(index) if recipe else {}) | found
 
 
 def _saved(folder: Path, dtype: str) -> dict[str, Any]:
-    """What tells the model in a folder from others; nothing where the machine that trains has no encoders."""
+    """Digests of the model in a folder; empty if the folder is not on this machine."""
     config, sample = _document(folder / "config.json"), weights_sample(folder, dtype)
     return ({"config": config_digest(config)} if config else {}) | ({"weights_sample": sample} if sample else {})
 

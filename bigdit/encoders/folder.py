@@ -1,8 +1,7 @@
-"""The folder that save_pretrained wrote: checked before a library is asked to load it."""
+"""Checks of a folder that save_pretrained wrote, before a library loads it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def read_config(key: str, folder: Path) -> dict[str, Any]:
-    """`config.json` of a model folder; `key` names the run's setting in errors, which are UserErrors."""
+    """`config.json` of a model folder. Raises UserError, which names the key of run.yaml."""
     if pointer := lfs_pointer(folder / "config.json"):
         raise UserError(f"{key}: {pointer}")
     try:
         config = read_json(folder / "config.json")
     except OSError as error:
         raise UserError(
-            f"{key}: {folder / 'config.json'} cannot be read ({error.strerror}); "
-            "a folder of save_pretrained was expected"
+            f"{key}: {folder / 'config.json'} cannot be read ({error.strerror}); expected a folder of save_pretrained"
         ) from None
     except ValueError as error:
         raise UserError(f"{key}: {folder / 'config.json'} is {error}") from None
@@ -41,24 +39,24 @@ def read_config(key: str, folder: Path) -> dict[str, Any]:
 
 
 def check_files(key: str, folder: Path) -> None:
-    """Raise UserError for what a library would load from the folder, and bigdit does not.
+    """Raise UserError for files that a library would load, and bigdit rejects.
 
-    That is a pipe in a file's place, a link out of the folder, a pointer of Git LFS, adapters of other weights, and an
-    index that names pickles or files elsewhere.
+    These are pipes, links out of the folder, Git LFS pointers, adapters of other weights, and an index that names
+    pickles or files elsewhere.
     """
     for file in sorted(folder.rglob("*")):
         try:
-            if not file.exists():  # the library tells what it misses
+            if not file.exists():  # the library reports missing files
                 continue
             if leads_out(folder, file):
-                raise UserError(f"{key}: {file} is a link out of its folder; copy there what it leads to")
+                raise UserError(f"{key}: {file} is a link out of its folder; copy the file there")
             if file.is_dir():
                 continue
             check_regular(file)
             if pointer := lfs_pointer(file):
                 raise UserError(f"{key}: {pointer}")
             if file.name == "adapter_config.json":
-                raise UserError(f"{key}: {file} is of adapters; merge them into the weights, or take it away")
+                raise UserError(f"{key}: {file} belongs to adapters; merge them into the weights, or delete it")
             if file.name.endswith(".safetensors.index.json"):
                 indexed_files(file)
         except OSError as error:
@@ -67,20 +65,32 @@ def check_files(key: str, folder: Path) -> None:
             raise UserError(f"{key}: {folder}: {error}") from None
 
 
-def check_complete(key: str, folder: Path, info: Mapping[str, Sequence[object]]) -> None:
-    """Raise UserError where weights were missing or of another shape: the libraries would draw them at random."""
+def load_from(kind: Any, key: str, folder: Path, **arguments: Any) -> Any:
+    """A model or tokenizer of the class `kind`, by from_pretrained, from safetensors only: a pickle can run code.
+
+    Raises UserError if it cannot be loaded, or weights are missing or have another shape: libraries would initialise
+    them at random.
+    """
+    model = issubclass(kind, torch.nn.Module)
+    more = {"use_safetensors": True, "output_loading_info": True} if model else {}
+    try:
+        found = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **more, **arguments)
+    except Exception as error:  # for unexpected files, the libraries raise any class
+        raise UserError(f"{key}: {folder} cannot be loaded: {' '.join(str(error).split())}") from None
+    if not model:
+        return found
     for problem in ("missing_keys", "mismatched_keys"):
-        names = sorted(str(name) for name in info[problem])
+        names = sorted(str(name) for name in found[1][problem])
         if names:
             what = problem.removesuffix("_keys")
             raise UserError(f"{key}: {folder} has {how_many(len(names), f'{what} weight')}, the first {names[0]}")
+    return found[0].eval()
 
 
 def weights_sample(folder: Path, dtype: str) -> str | None:
-    """The first row of each tensor that a folder holds, in the dtype that it is used in, as hex of xxh3-128.
+    """xxh3-128, in hex, of the first row of each tensor in a folder, in the dtype of its use; None if unreadable.
 
-    It tells other weights of the same model without reading them all: training of any kind changes most tensors.
-    None where there are none to read.
+    It distinguishes weights of the same model without reading all: any training changes most tensors.
     """
     rows: dict[str, torch.Tensor] = {}
     try:

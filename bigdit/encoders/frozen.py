@@ -1,4 +1,4 @@
-"""Frozen encoders that stay on the device while a model is trained."""
+"""Frozen encoders with random weights, for emulated steps of online training and of extraction."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from torch.nn import functional as F
 
 from bigdit.catalog.encoders import POOLED_TEXT, OnlineEncoders, TextEncoderSpec
 from bigdit.catalog.families import mask_of
-from bigdit.encoders.codecs import to_unit_range
-from bigdit.encoders.encoded import Encoded
 from bigdit.encoders.latents import encode_latents, one_by_one
+from bigdit.encoders.protocol import Encoded, to_unit_range
 
 Texts = tuple[torch.Tensor | None, torch.Tensor | None, dict[str, torch.Tensor]]
 
@@ -24,7 +23,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class FrozenEncoders:
-    """A VAE and text encoders, in eval mode and without gradients, with weights drawn at random, on the host."""
+    """A VAE and text encoders, in eval mode, without gradients, with random weights, in CPU memory."""
 
     def __init__(self, spec: OnlineEncoders) -> None:
         self.spec = spec
@@ -34,15 +33,15 @@ class FrozenEncoders:
         self._text = [_text_encoder(encoder) for encoder in spec.text]
 
     def to(self, device: torch.device) -> None:
-        """Move all of them there."""
+        """Move all of them to `device`."""
         for module in self.modules():
             module.to(device)
 
     def modules(self) -> list[nn.Module]:
         """The VAE and the text encoders."""
-        return [*self.of_pictures(), *self.of_texts()]
+        return [*self.of_images(), *self.of_texts()]
 
-    def of_pictures(self) -> list[nn.Module]:
+    def of_images(self) -> list[nn.Module]:
         """The VAE."""
         return [self._vae]
 
@@ -56,17 +55,17 @@ class FrozenEncoders:
 
     @torch.no_grad()
     def encode(self, pixels: torch.Tensor, tokens: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Encoded:
-        """Encode pixels [B, 3, (F,) H, W] uint8, and each text encoder's (ids, mask) [B, T] int64, where they are."""
+        """Encode pixels [B, 3, (F,) H, W] uint8, and (ids, mask) [B, T] int64 of each text encoder, on their device."""
         return Encoded(self.latents(pixels), *self.texts(tokens))
 
     @torch.no_grad()
     def latents(self, pixels: torch.Tensor) -> torch.Tensor:
-        """What the VAE makes of pixels, as `encode` takes them."""
+        """The latents of pixels, as in `encode`."""
         return encode_latents(self._vae, to_unit_range(pixels).to(self._vae.dtype)).float()
 
     @torch.no_grad()
     def texts(self, tokens: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Texts:
-        """What the text encoders make of their tokens: states, mask and extras of Encoded."""
+        """The text encoders' states, mask and extras, as in Encoded."""
         texts: list[tuple[torch.Tensor, torch.Tensor]] = []
         pooled: list[torch.Tensor] = []
         extras: dict[str, torch.Tensor] = {}
@@ -86,23 +85,22 @@ class FrozenEncoders:
 def _text_encoder(spec: TextEncoderSpec) -> nn.Module:
     config = getattr(transformers, spec.config_class)(**spec.kwargs)
     if hasattr(config, "use_cache"):
-        config.use_cache = False  # keys and values of a caption are not asked for again
+        config.use_cache = False  # keys and values are not used again
     return _frozen(getattr(transformers, spec.class_name)(config), spec.dtype)
 
 
 def _frozen(module: nn.Module, dtype: str) -> Any:
-    # nn.Module's own `to`: diffusers' override warns of fp32 modules that these classes do not have.
+    # nn.Module's own `to`: diffusers' override warns about fp32 modules, which these classes do not have.
     return nn.Module.to(module, _DTYPES[dtype]).eval().requires_grad_(False)
 
 
 def _read(
     spec: TextEncoderSpec, model: nn.Module, ids: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
-    """Hidden states [B, T, D] without the template, or [B, L T, D] of layers in rows, their mask, and the pooled vector
-    [B, D]."""
+    """Hidden states [B, T, D] without the template (or [B, L T, D] of layers in rows), mask, pooled vector [B, D]."""
     found = model(input_ids=ids, attention_mask=mask, output_hidden_states=bool(spec.layers))
     states = pooled = None
-    if spec.gives != "states":  # a model with a projection calls its pooled vector so
+    if spec.gives != "states":  # models with a projection name the pooled vector text_embeds
         pooled = found.text_embeds if "text_embeds" in found else found.pooler_output
     if spec.gives != "pooled":
         states = _states(spec, found)
@@ -111,7 +109,7 @@ def _read(
 
 
 def _states(spec: TextEncoderSpec, found: Any) -> torch.Tensor:
-    """Those that the spec says, without the template."""
+    """The hidden states of the spec's layers, without the template."""
     if not spec.layers:
         return found.last_hidden_state[:, _own(spec)]
     layers = [found.hidden_states[layer] for layer in spec.layers]
@@ -121,12 +119,12 @@ def _states(spec: TextEncoderSpec, found: Any) -> torch.Tensor:
 
 
 def _own(spec: TextEncoderSpec) -> slice:
-    """The places of a caption's tokens between those of its template."""
+    """The places of a caption's tokens within its template."""
     return slice(spec.skip, -spec.cut or None)
 
 
 def _joined(texts: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """One sequence of them, as OnlineEncoders says."""
+    """One sequence from those of all encoders, as in OnlineEncoders."""
     if not texts:
         return None, None
     parts = [list(group) for _, group in groupby(texts, key=lambda text: text[1].shape[1])]

@@ -1,5 +1,4 @@
-"""What the encoders of a run take of the host where they are loaded there, by the files of weights in their folders;
-without torch."""
+"""The CPU memory of a run's encoders, from the headers of their weight files. It does not import torch."""
 
 from __future__ import annotations
 
@@ -15,12 +14,12 @@ from bigdit.numbers import Natural
 from bigdit.strategy import Strict
 from bigdit.units import gib
 
-_WEIGHTS = ("model.safetensors", "diffusion_pytorch_model.safetensors")  # of transformers, of diffusers
+_WEIGHTS = ("model.safetensors", "diffusion_pytorch_model.safetensors")  # transformers' and diffusers' names
 _SIZES = {"fp32": 4, "bf16": 2}
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Of a model's folder; none where it has none. Raises OSError or ValueError for an index that cannot be read."""
+    """The weight files of a model's folder. Raises OSError or ValueError for an unreadable index."""
     for name in _WEIGHTS:
         index = folder / f"{name}.index.json"
         if index.is_file():
@@ -31,11 +30,11 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weights_bytes(folder: Path, dtype: str) -> int | None:
-    """Bytes that the weights in a folder take once they are loaded in a dtype; None where there are none to read."""
+    """Bytes of the weights in a folder after loading in a dtype; None if they cannot be read."""
     sizes = []
     try:
         for file in weight_files(folder):
-            with safe_open(file, "np") as opened:  # their headers alone
+            with safe_open(file, "np") as opened:  # this reads headers only
                 slices = [opened.get_slice(name) for name in opened.keys()]  # noqa: SIM118  # it is no mapping
                 sizes += [math.prod(each.get_shape()) * _itemsize(each.get_dtype(), dtype) for each in slices]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError):
@@ -44,15 +43,14 @@ def weights_bytes(folder: Path, dtype: str) -> int | None:
 
 
 def _itemsize(stored: str, dtype: str) -> int:
-    """Bytes of a value that safetensors calls `stored`: floats are loaded in `dtype`."""
+    """Bytes of a value of safetensors' dtype `stored`. Floats are loaded in `dtype`."""
     if stored.startswith(("F", "BF")):
         return _SIZES[dtype]
     return {"BOOL": 1}.get(stored) or int(stored[1:]) // 8
 
 
 class HostWeights(Strict):
-    """Bytes of the weights of text encoder, VAE and image encoder: 0 where the run has none, None where no folder
-    tells."""
+    """Bytes of the weights of text encoder, VAE and image encoder: 0 if the run has none, None if unknown."""
 
     text_encoder: Natural | None
     vae: Natural | None
@@ -60,17 +58,17 @@ class HostWeights(Strict):
 
     @property
     def known_bytes(self) -> int:
-        """Of all, as far as they are known."""
+        """The sum of the known ones."""
         return sum(nbytes or 0 for nbytes in self._by_name.values())
 
     @property
-    def said(self) -> str | None:
-        """Those that are known, as a line has them; None where none is."""
+    def known(self) -> str | None:
+        """The names and sizes of the known ones."""
         return " and ".join(f"{name} {gib(nbytes)}" for name, nbytes in self._by_name.items() if nbytes) or None
 
     @property
     def unknown(self) -> str | None:
-        """Those that no folder tells, by name."""
+        """The names of the unknown ones."""
         return " and ".join(name for name, nbytes in self._by_name.items() if nbytes is None) or None
 
     @property
@@ -79,8 +77,7 @@ class HostWeights(Strict):
 
 
 def host_weights(encoders: EncodersConfig) -> HostWeights:
-    """Of what `samples` loads on the host of the main process, to encode captions and first frames, and to decode
-    pictures."""
+    """The encoders that `samples` loads in CPU memory: for captions, first frames, and decoding images."""
     text, image, first = encoders.text, encoders.image, encoders.first_frame
     return HostWeights(
         text_encoder=0 if text is None else text_bytes(text),
@@ -92,7 +89,7 @@ def host_weights(encoders: EncodersConfig) -> HostWeights:
 
 
 def text_bytes(text: TextEncoderConfig) -> int | None:
-    """Of all text encoders of a pipeline, or of the one; None where they cannot be read, or have no folder."""
+    """Bytes of all text encoders of a run; None if they have no folder, or it cannot be read."""
     if text.pipeline is None:
         return None if text.path is None else weights_bytes(text.path, text.dtype)
     try:
@@ -100,7 +97,7 @@ def text_bytes(text: TextEncoderConfig) -> int | None:
         parts = {name: entry[0] for name, entry in index.items() if name.startswith("text_encoder")}
     except (OSError, ValueError, AttributeError, TypeError, IndexError):
         return None
-    # Krea 2's `text_encoder_select_layers` are numbers, and none of a library; encoders that are left out have null.
+    # Krea 2's `text_encoder_select_layers` are numbers. Encoders that are left out have null.
     names = [name for name, library in parts.items() if isinstance(library, str)]
     sizes = [weights_bytes(text.pipeline / name, text.dtype) for name in names]
     return None if None in sizes else sum(size or 0 for size in sizes) or None

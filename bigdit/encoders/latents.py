@@ -1,4 +1,4 @@
-"""Pictures to the pixels of their buckets, and a VAE's encoding as the latents that transformers are trained on."""
+"""Images to the pixels of their buckets, and a VAE's encodings to normalised latents."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Color = Literal["rgb", "gray"]
 
 
 def nearest_bucket(height: int, width: int, buckets: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The bucket [(frames,) height, width] of the nearest aspect ratio on a log scale; of equals, of the area."""
+    """The bucket [(frames,) height, width] with the nearest aspect ratio on a log scale, and then the nearest area."""
 
     def distance(bucket: tuple[int, ...]) -> tuple[float, float]:
         high, wide = bucket[-2:]
@@ -34,7 +34,7 @@ def nearest_bucket(height: int, width: int, buckets: Sequence[tuple[int, ...]]) 
 
 
 def check_divides(bucket: tuple[int, ...], side: int, frames: int) -> None:
-    """Raise UserError where sides are no multiples of `side`, or frames not one and then multiples of `frames`."""
+    """Raise UserError unless sides are multiples of `side`, and frames one more than a multiple of `frames`."""
     *count, height, width = bucket
     if height % side or width % side:
         nearest = written_bucket(fitting_bucket(bucket, side))
@@ -45,7 +45,7 @@ def check_divides(bucket: tuple[int, ...], side: int, frames: int) -> None:
     if count and (count[0] - 1) % frames:
         below = (count[0] - 1) // frames * frames + 1
         raise UserError(
-            f"data.buckets: {written_bucket(bucket)} has {count[0]} frames, and the VAE takes one and then multiples "
+            f"data.buckets: {written_bucket(bucket)} has {count[0]} frames; the VAE takes one more than a multiple "
             f"of {frames}; nearest: {below} or {below + frames}"
         )
 
@@ -53,12 +53,12 @@ def check_divides(bucket: tuple[int, ...], side: int, frames: int) -> None:
 def bucket_pixels(
     image: Image.Image | Iterable[Image.Image], buckets: Sequence[tuple[int, ...]], color: Color
 ) -> tuple[tuple[int, ...], npt.NDArray[np.uint8]]:
-    """The bucket [height, width] of a decoded picture (RGB or L, upright), or [frames, height, width] of a video, and
-    its pixels there: uint8 [C, H, W], or [C, F, H, W].
+    """The bucket [height, width] of a decoded image (RGB or L, upright), or [frames, height, width] of a video, and its
+    pixels: uint8 [C, H, W], or [C, F, H, W].
 
-    The longer side is cropped about the centre; a picture of the bucket's size keeps its pixels as they are. A video
-    goes to the buckets of the most frames that it has, a picture to those of one, and of these to the nearest aspect
-    ratio. Frames are brought to size one by one. Raises Unusable where there are no buckets of so few frames.
+    The longer side is cropped about the centre. Pixels of an image of the bucket's size do not change. A video gets the
+    longest bucket that it fills, an image one of one frame; of several, the nearest aspect ratio decides. Frames are
+    resized one by one. Raises Unusable if all buckets have more frames.
     """
     frames = iter([image] if isinstance(image, Image.Image) else image)
     first = next(frames, None)
@@ -76,7 +76,7 @@ def bucket_pixels(
             pixels.append(_fitted(frame, size, color))
     count = max((count for count in nearest if count <= found), default=None)
     if count is None:
-        raise Unusable(f"{found} of the {min(nearest)} frames of the shortest bucket, at data.fps")
+        raise Unusable(f"video of {found} frames at data.fps; the shortest bucket has {min(nearest)}")
     bucket = nearest[count]
     pixels = fitted[bucket[-2:]][:count]
     return bucket, pixels[0] if len(bucket) == 2 else np.stack(pixels, axis=1)
@@ -90,7 +90,7 @@ def _fitted(image: Image.Image, size: tuple[int, ...], color: Color) -> npt.NDAr
     return np.ascontiguousarray(pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1))
 
 
-# Whose encoders take frames; of a picture, one.
+# VAEs whose encoders take frames.
 VIDEO_VAES = (
     "AutoencoderKLCogVideoX",
     "AutoencoderKLHunyuanVideo",
@@ -101,20 +101,20 @@ VIDEO_VAES = (
     "AutoencoderKLWan",
 )
 
-# Whose attention broadcasts its mask to one sample alone.
+# VAEs whose attention mask works for one sample only.
 _ONE_BY_ONE = ("AutoencoderKLHunyuanVideo15",)
 
 
 def one_by_one(vae: Any) -> Any:
-    """The VAE, which takes the samples of a batch one after another where its class cannot take them together."""
+    """The VAE; if its class cannot encode batches, it is set to encode samples one by one."""
     if type(vae).__name__ in _ONE_BY_ONE:
         vae.enable_slicing()
     return vae
 
 
 def frames_a_latent(vae: Any) -> int:
-    """Frames that become one latent frame, after the first, which has one of its own. Source: each VAE's class in
-    diffusers 0.42.1; what Wan's and Qwen-Image's configs say beside it is not read there."""
+    """Frames of one latent frame after the first, which has its own. Source: each VAE's class in diffusers 0.42.1.
+    Wan's and Qwen-Image's classes do not read other keys of their configs."""
     halved = vae.config.get("temperal_downsample")
     if halved is not None:
         return int(2 ** sum(halved))
@@ -123,7 +123,7 @@ def frames_a_latent(vae: Any) -> int:
 
 @dataclass(frozen=True)
 class Normalisation:
-    """latents = (z − mean) × scale / deviation, over the channels of z, or of its patches of `patch` a side."""
+    """latents = (z − mean) × scale / deviation, over the channels of z, or of its patches with `patch` a side."""
 
     mean: float | torch.Tensor
     scale: float = 1.0
@@ -131,12 +131,12 @@ class Normalisation:
     patch: int = 1
 
     def apply(self, z: torch.Tensor) -> torch.Tensor:
-        """Latents of the VAE's z [B, C, (F,) h, w]."""
+        """The latents of the VAE's z [B, C, (F,) h, w]."""
         channels = self._patches(z)
         return self._whole(self._scaled(channels - _like(self.mean, channels)))
 
     def spread(self, deviation: torch.Tensor) -> torch.Tensor:
-        """The standard deviation of latents of that of z."""
+        """The standard deviation of latents from that of z."""
         return self._whole(self._scaled(self._patches(deviation)))
 
     def undo(self, latents: torch.Tensor) -> torch.Tensor:
@@ -147,14 +147,13 @@ class Normalisation:
         return self._whole(channels / self.scale + _like(self.mean, channels))
 
     def as_condition(self, z: torch.Tensor) -> torch.Tensor:
-        """Latents of z as pipelines have them that begin with a picture: by the inverse of the deviation, which rounds
-        otherwise."""
+        """The latents of z as in image-to-video pipelines: they multiply by 1 / deviation, which rounds differently."""
         if self.deviation is None:
             return self.apply(z)
         return (z - _like(self.mean, z)) * _like(1.0 / self.deviation, z)
 
     def described(self) -> dict[str, Any]:
-        """What it does, in numbers; channels in the VAE's order."""
+        """Its numbers, with channels in the VAE's order."""
         mean = self.mean.tolist() if isinstance(self.mean, torch.Tensor) else self.mean
         deviation = {} if self.deviation is None else {"latents_std": self.deviation.tolist()}
         return {"scaling_factor": self.scale, "shift_factor" if isinstance(mean, float) else "latents_mean": mean} | (
@@ -175,9 +174,9 @@ class Normalisation:
 
 
 def normalisation(vae: Any) -> Normalisation:
-    """As the VAE's config says. Source: the family's pipeline in diffusers 0.42.1."""
+    """The normalisation in a VAE's config. Source: the family's pipeline in diffusers 0.42.1."""
     name, config = type(vae).__name__, vae.config
-    if name == "AutoencoderKLFlux2":  # by a batch norm's statistics, over 2 × 2 patches as channels
+    if name == "AutoencoderKLFlux2":  # a batch norm's statistics, with 2 × 2 patches as channels
         deviation = torch.sqrt(vae.bn.running_var + config.batch_norm_eps)
         return Normalisation(vae.bn.running_mean, deviation=deviation, patch=2)
     if name == "AutoencoderKLLTXVideo":
@@ -189,17 +188,17 @@ def normalisation(vae: Any) -> Normalisation:
 
 
 def encode_latents(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
-    """Latents [B, C, (F,) h, w] of pixels [B, 3, (F,) H, W] in [-1, 1] and the VAE's dtype, normalised.
+    """Normalised latents [B, C, (F,) h, w] of pixels [B, 3, (F,) H, W] in [-1, 1], in the VAE's dtype.
 
-    A distribution gives its mode: features are the same whenever they are encoded.
+    Of a distribution they are the mode, so they are always the same.
     """
-    encoded, picture = _encoded(vae, pixels)
+    encoded, image = _encoded(vae, pixels)
     z = encoded.latent if hasattr(encoded, "latent") else encoded.latent_dist.mode()
-    return normalisation(vae).apply(z.squeeze(2) if picture else z)
+    return normalisation(vae).apply(z.squeeze(2) if image else z)
 
 
 def encode_condition(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
-    """Latents fp32 of pixels [B, 3, F, H, W], as `encode_latents`, of what a video is conditioned on.
+    """Latents fp32 of a video's condition, pixels [B, 3, F, H, W], as `encode_latents`.
 
     Source: diffusers 0.42.1, WanImageToVideoPipeline.prepare_latents.
     """
@@ -207,17 +206,17 @@ def encode_condition(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
 
 
 def first_alone(pixels: torch.Tensor) -> torch.Tensor:
-    """Videos [B, C, F, H, W] of which the first frame is left, and zeros."""
+    """Videos [B, C, F, H, W] with the first frame, and zeros in all others."""
     alone = torch.zeros_like(pixels)
     alone[:, :, 0] = pixels[:, :, 0]
     return alone
 
 
 def encode_moments(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
-    """The mean and the standard deviation [B, 2, C, (F,) h, w] of the latents' distribution, as `encode_latents`."""
-    encoded, picture = _encoded(vae, pixels)
+    """Mean and standard deviation [B, 2, C, (F,) h, w] of the latents' distribution, as `encode_latents`."""
+    encoded, image = _encoded(vae, pixels)
     mean, deviation = encoded.latent_dist.mean, encoded.latent_dist.std
-    if picture:
+    if image:
         mean, deviation = mean.squeeze(2), deviation.squeeze(2)
     found = normalisation(vae)
     return torch.stack([found.apply(mean), found.spread(deviation)], dim=1)
@@ -226,21 +225,21 @@ def encode_moments(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
 def decode_latents(vae: Any, latents: torch.Tensor) -> torch.Tensor:
     """Pixels [B, 3, (F,) H, W] of latents [B, C, (F,) h, w] in the VAE's dtype."""
     z = normalisation(vae).undo(latents)
-    picture = z.dim() == 4 and type(vae).__name__ in VIDEO_VAES
-    if picture:
+    image = z.dim() == 4 and type(vae).__name__ in VIDEO_VAES
+    if image:
         z = z.unsqueeze(2)
-    # LTX decoders from 0.9.1 on are told how noisy the latents are: not at all, as LTXPipeline's default says.
+    # LTX decoders from 0.9.1 on take the latents' noise level: 0, LTXPipeline's default.
     noise = (z.new_zeros(len(z)),) if vae.config.get("timestep_conditioning") else ()
     pixels: torch.Tensor = vae.decode(z, *noise).sample
-    return pixels.squeeze(2) if picture else pixels
+    return pixels.squeeze(2) if image else pixels
 
 
 def _encoded(vae: Any, pixels: torch.Tensor) -> tuple[Any, bool]:
-    """What the VAE answers, and whether it took the pixels as a video of one frame."""
-    picture = pixels.dim() == 4 and type(vae).__name__ in VIDEO_VAES
-    return vae.encode(pixels.unsqueeze(2) if picture else pixels), picture
+    """The VAE's result, and whether the pixels were encoded as a video of one frame."""
+    image = pixels.dim() == 4 and type(vae).__name__ in VIDEO_VAES
+    return vae.encode(pixels.unsqueeze(2) if image else pixels), image
 
 
 def _like(values: float | torch.Tensor, z: torch.Tensor) -> float | torch.Tensor:
-    """A number, or one value a channel in the shape, dtype and place of z."""
+    """A number, or one value a channel, in a shape for z, in its dtype and on its device."""
     return values.view(1, -1, *(1 for _ in z.shape[2:])).to(z) if isinstance(values, torch.Tensor) else values

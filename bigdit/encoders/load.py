@@ -1,4 +1,4 @@
-"""The encoders of a run, as a process that extracts uses them; where a card does not hold all, they take turns."""
+"""Loads the encoders of a run. If a GPU does not hold all, they take turns on it."""
 
 from __future__ import annotations
 
@@ -13,34 +13,32 @@ import torch
 from torch import nn
 
 from bigdit import log
-from bigdit.config.data import EncodersConfig, TextEncoderConfig
-from bigdit.encoders.batch_size import CPU_BATCH, OneIsTooMuch
-from bigdit.encoders.codecs import ImageCodec, load_image_codec
+from bigdit.config.data import EncodersConfig, IdentityCodec, TextEncoderConfig, VaeCodec
 from bigdit.encoders.first_frame import FirstFrames, load_first_frames
 from bigdit.encoders.host_bytes import text_bytes
-from bigdit.encoders.text_encoder import Keep, TextEncoder, as_it_is
+from bigdit.encoders.protocol import CPU_BATCH, ImageCodec, Keep, OneIsTooMuch, PixelCodec, TextEncoder, as_it_is
 from bigdit.errors import UserError
-from bigdit.shortage import ran_out, told
+from bigdit.shortage import memory_errors, ran_out
 from bigdit.store.text import Text
 from bigdit.units import gib
 
 R = TypeVar("R")
-_HOST = torch.device("cpu")
+_CPU = torch.device("cpu")
 
 
 class Turn(Protocol):
-    """Calls what asks some encoders, while these are on their device."""
+    """Calls a function that uses some encoders, while they are on their device."""
 
-    def __call__(self, ask: Callable[[], R], /) -> R: ...
+    def __call__(self, run: Callable[[], R], /) -> R: ...
 
 
-def at_once(ask: Callable[[], R], /) -> R:
-    """The turn of encoders that stay where they are."""
-    return ask()
+def at_once(run: Callable[[], R], /) -> R:
+    """The turn of encoders that never move."""
+    return run()
 
 
 class HasModules(Protocol):
-    """What is asked of an encoder: what moves."""
+    """An encoder with modules that can be moved."""
 
     def modules(self) -> list[nn.Module]: ...
 
@@ -50,8 +48,7 @@ E = TypeVar("E", bound=HasModules | None)
 
 @dataclass
 class Side:
-    """Encoders that are on the device together. `title`: what they are called where they run out of memory; `less`:
-    what takes less of it."""
+    """Encoders that are on the device together. For out-of-memory errors: `title`, their name, and `less`, the fix."""
 
     title: str
     less: str
@@ -59,18 +56,18 @@ class Side:
 
     @property
     def nbytes(self) -> int:
-        """Of their weights."""
+        """Bytes of their weights."""
         return sum(tensor.nbytes for module in self.modules for tensor in module.parameters())
 
     def to(self, device: torch.device | str) -> None:
-        """Move them there."""
+        """Move them to `device`."""
         for module in self.modules:
             module.to(device)
 
 
 class Turns:
-    """The sides of one process: all on `device` until memory does not do for what one is asked, and from then on the
-    one that is asked, the others on the host. `note` is told when that begins."""
+    """The sides of one process. All are on `device` until memory runs out. From then on, only the side in use is there,
+    and the others are in CPU memory. `note` is called when that begins."""
 
     def __init__(self, device: torch.device, sides: Sequence[Side], note: Callable[[str], None]) -> None:
         self._device, self._sides, self._note = device, sides, note
@@ -78,55 +75,55 @@ class Turns:
         self._here: Side | None = None
 
     def load(self, side: Side, load: Callable[[], E]) -> E:
-        """Encoders of a side, loaded in its turn. Raises UserError where the device does not hold them alone."""
-        encoder: E = self._ask(side, load)
+        """Load encoders of a side in its turn. Raises UserError if the device does not hold them alone."""
+        encoder: E = self._run(side, load)
         side.modules += [] if encoder is None else encoder.modules()
         return encoder
 
     def of(self, side: Side) -> Turn:
-        """The turn of a side. It raises UserError where memory does not do for what it is asked alone."""
-        return partial(self._ask, side)
+        """The turn of a side. It raises UserError if memory does not suffice for this side alone."""
+        return partial(self._run, side)
 
-    def _ask(self, side: Side, ask: Callable[[], R], /) -> R:
+    def _run(self, side: Side, run: Callable[[], R], /) -> R:
         if not self._apart and self._device.type != "cpu" and any(other.modules for other in self._others(side)):
-            answer = _attempt(ask)
-            if answer is not None:
-                return answer[0]
+            result = _attempt(run)
+            if result is not None:
+                return result[0]
             self._apart = True
-            self._note(self._said())
+            self._note(self._message())
         if self._apart and self._here is not side:
             self._clear()
-        with told(side.title, self._device, side.less):
+        with memory_errors(side.title, self._device, side.less):
             if self._apart and self._here is not side:
                 side.to(self._device)
                 self._here = side
-            return ask()
+            return run()
 
     def _clear(self) -> None:
-        """Have all wait on the host, the side that comes too: while they were there together it has put small weights
-        between the others', which hold torch's segments. Raises UserError where the host has no room for them."""
+        """Move all sides to CPU memory. The next side moves too: its small weights lie between others, and would hold
+        torch's segments. Raises UserError if CPU memory runs out."""
         for each in self._sides:
-            with told(f"{each.title} that waits for its turn on the host", _HOST, "fewer workers take less of it"):
-                each.to(_HOST)
-        gc.collect()  # what was half loaded, or half encoded, when memory ran out
+            with memory_errors(f"{each.title} that waits for its turn in CPU memory", _CPU, "use fewer workers"):
+                each.to(_CPU)
+        gc.collect()  # tensors of the failed attempt
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def _others(self, side: Side) -> list[Side]:
         return [other for other in self._sides if other is not side]
 
-    def _said(self) -> str:
+    def _message(self) -> str:
         waiting = gib(max(side.nbytes for side in self._sides))
         return (
-            "note: text encoders and VAE have no room on the card together, and take turns: of each part the pictures "
-            f"first, then the captions; up to {waiting} of weights wait on the host"
+            "note: text encoders and VAE do not fit on the GPU together, and take turns: in each part the images are "
+            f"encoded first, then the captions; up to {waiting} of weights wait in CPU memory"
         )
 
 
-def _attempt(ask: Callable[[], R]) -> tuple[R] | None:
-    """The answer; None where memory ran out. The error, which holds what was allocated, ends here."""
+def _attempt(run: Callable[[], R]) -> tuple[R] | None:
+    """The result; None if memory ran out. The error, which holds allocated tensors, is dropped here."""
     try:
-        return (ask(),)
+        return (run(),)
     except OneIsTooMuch:
         return None
     except (RuntimeError, MemoryError) as error:
@@ -135,63 +132,76 @@ def _attempt(ask: Callable[[], R]) -> tuple[R] | None:
         return None
 
 
-_LESS = "smaller data.buckets, encoders.image.dtype: bf16, encoders.image.tiling or fewer workers take less"
+_LESS = "use smaller data.buckets, encoders.image.dtype: bf16, encoders.image.tiling or fewer workers"
 
 
 @dataclass(frozen=True)
 class Encoders:
-    """What turns pictures and captions into features, and where; no text where pictures have classes, and `first_frame`
-    for models that begin with a picture alone."""
+    """The encoders of a run and their device. `text` is None if images have classes. `first_frame` is for
+    image-to-video models."""
 
     image: ImageCodec
     text: TextEncoder | None
     device: torch.device
     first_frame: FirstFrames | None = None
-    of_pictures: Turn = at_once
+    of_images: Turn = at_once
 
 
 def load_encoders(config: EncodersConfig, worker: int = 0, note: Callable[[str], None] = log.notice) -> Encoders:
-    """The encoders of the `worker`-th process of this machine; texts that come again are kept on the host.
+    """The encoders of the `worker`-th process of this machine. Texts are cached in CPU memory.
 
-    Where its device does not hold them all they take turns, of which `note` is told: text encodes in its own, and
-    what image and first_frame are asked is called by `of_pictures`. Raises UserError where they cannot be loaded.
+    If the device does not hold all, they take turns, and `note` is called: text encodes in its own turn; `of_images`
+    calls what uses image and first_frame. Raises UserError if encoders cannot be loaded.
     """
     device = encoding_device(config.device, worker)
     size = captions = CPU_BATCH if config.batch_size == "auto" else config.batch_size
     if config.batch_size == "auto" and device.type == "cpu":
-        # As fast on one core (benchmarks/README.md), and matrix products of other shapes round otherwise:
-        # alone, a caption has the same bytes in whatever part it comes first, so any split of the work gives the same
-        # store.
+        # This is as fast on one core (benchmarks/README.md). Matrix products of other shapes round differently: alone,
+        # a caption has the same bytes in any part, so any split of the work gives the same store.
         captions = 1
-    texts, pictures = _side_of_text(config.text, device), Side("encoders.image", _LESS)
-    turns = Turns(device, (texts, pictures), note)
+    texts, images = _text_side(config.text, device), Side("encoders.image", _LESS)
+    turns = Turns(device, (texts, images), note)
     text = None
     if (asked := config.text) is not None:
         encoder = turns.load(texts, lambda: load_text_encoder(asked, device, captions))
         text = TextCache(encoder, turn=turns.of(texts))
-    image = turns.load(pictures, lambda: load_image_codec(config.image, device, size))
-    frames = turns.load(pictures, lambda: load_first_frames(config.first_frame, image, device))
-    return Encoders(image, text, device, frames, turns.of(pictures))
+    image = turns.load(images, lambda: load_image_codec(config.image, device, size))
+    frames = turns.load(images, lambda: load_first_frames(config.first_frame, image, device))
+    return Encoders(image, text, device, frames, turns.of(images))
 
 
-def _side_of_text(text: TextEncoderConfig | None, device: torch.device) -> Side:
+def _text_side(text: TextEncoderConfig | None, device: torch.device) -> Side:
     if text is None:
         return Side("encoders.text", "")
     nbytes = text_bytes(text)
     weights = "" if nbytes is None else f", whose weights take {gib(nbytes)} in {text.dtype},"
-    half = "encoders.text.dtype: bf16 takes half, " if text.dtype == "fp32" else ""
-    on_host = "" if device.type == "cpu" else " or encoders.device: cpu"
-    return Side(f"encoders.text{weights}", f"{half}fewer workers{on_host} take less")
+    half = "encoders.text.dtype: bf16 (half the bytes), " if text.dtype == "fp32" else ""
+    on_cpu = "" if device.type == "cpu" else " or encoders.device: cpu"
+    return Side(f"encoders.text{weights}", f"use {half}fewer workers{on_cpu}")
+
+
+def load_image_codec(
+    config: IdentityCodec | VaeCodec, device: torch.device | str = "cpu", batch_size: int = CPU_BATCH
+) -> ImageCodec:
+    """The image codec of a run, on `device`, with batches of at most `batch_size` images.
+
+    Raises UserError if its weights cannot be loaded.
+    """
+    if isinstance(config, IdentityCodec):
+        return PixelCodec(config, batch_size)
+    from bigdit.encoders.vae import DiffusersVae  # diffusers takes seconds to import
+
+    return DiffusersVae(config, device, batch_size)
 
 
 def load_text_encoder(
     config: TextEncoderConfig, device: torch.device | str = "cpu", batch_size: int = CPU_BATCH
 ) -> TextEncoder:
-    """The text encoder that a run names, on `device`, for at most `batch_size` captions at once.
+    """The text encoder of a run, on `device`, with batches of at most `batch_size` captions.
 
-    Raises UserError where it cannot be loaded.
+    Raises UserError if it cannot be loaded.
     """
-    # Only here: transformers and diffusers take seconds to import.
+    # transformers and diffusers take seconds to import.
     if config.pipeline is not None:
         from bigdit.encoders.pipeline import PipelineTextEncoder
 
@@ -202,9 +212,9 @@ def load_text_encoder(
 
 
 def encoding_device(asked: Literal["auto", "cpu", "cuda"], worker: int = 0) -> torch.device:
-    """The device of the `worker`-th process of this machine: its GPUs by turns, or the CPU where auto finds none.
+    """The device of the `worker`-th process of this machine: one of its GPUs, or the CPU if auto finds none.
 
-    Raises UserError where GPUs are asked for and there are none.
+    Raises UserError if GPUs are required and there are none.
     """
     gpus = torch.cuda.device_count()
     if asked == "cpu" or (asked == "auto" and not gpus):
@@ -215,12 +225,14 @@ def encoding_device(asked: Literal["auto", "cpu", "cuda"], worker: int = 0) -> t
 
 
 CAPACITY_BYTES = 256 * 2**20
-"""About 500 captions of Sana's (103 × 2304 in bf16 on the mean), or 90 of Stable Diffusion 3's (333 × 4096)."""
+"""About 500 captions of Sana (103 × 2304 in bf16 on average), or 90 of Stable Diffusion 3 (333 × 4096)."""
 
 
 class TextCache:
-    """An encoder whose texts are on the host in `dtype`, and of which at most so many bytes are kept between calls:
-    the longest unused go first. It is asked in its `turn`."""
+    """An encoder with a cache of its texts in CPU memory, in `dtype`, of at most `capacity_bytes`.
+
+    The least recently used texts are dropped. The encoder runs in its `turn`.
+    """
 
     def __init__(
         self,
@@ -233,7 +245,7 @@ class TextCache:
         self._turn = turn
         self._dtype = dtype
         self._capacity_bytes = capacity_bytes
-        self._kept: OrderedDict[str, Text] = OrderedDict()
+        self._cached: OrderedDict[str, Text] = OrderedDict()
         self.nbytes = 0
         self.dim, self.pooled_dim, self.max_tokens = encoder.dim, encoder.pooled_dim, encoder.max_tokens
         self.streams = encoder.streams
@@ -248,29 +260,29 @@ class TextCache:
         return self._encoder.modules()
 
     def encode(self, captions: Sequence[str], kept: Keep = as_it_is) -> list[Text]:
-        """Captions to their texts, each distinct one that is not known encoded once."""
+        """The texts of captions. Each distinct caption that is not cached is encoded once."""
         distinct = list(dict.fromkeys(captions))
-        unknown = [caption for caption in distinct if caption not in self._kept]
-        encoded = self._turn(lambda: self._encoder.encode(unknown, self._to_host)) if unknown else []
-        texts = {caption: self._kept[caption] for caption in distinct if caption in self._kept}
+        unknown = [caption for caption in distinct if caption not in self._cached]
+        encoded = self._turn(lambda: self._encoder.encode(unknown, self._to_cpu)) if unknown else []
+        texts = {caption: self._cached[caption] for caption in distinct if caption in self._cached}
         texts |= zip(unknown, encoded, strict=True)
         for caption in distinct:
-            self._keep(caption, texts[caption])
+            self._add(caption, texts[caption])
         return [kept(texts[caption]) for caption in captions]
 
     def null(self) -> Text:
         """The encoder's."""
-        return self._to_host(self._turn(self._encoder.null))
+        return self._to_cpu(self._turn(self._encoder.null))
 
-    def _to_host(self, text: Text) -> Text:
+    def _to_cpu(self, text: Text) -> Text:
         return text.to("cpu", self._dtype)
 
-    def _keep(self, caption: str, text: Text) -> None:
-        """Put the text last, and let the first go until all fit."""
-        if caption not in self._kept:
+    def _add(self, caption: str, text: Text) -> None:
+        """Put the text last, and drop the first until all fit."""
+        if caption not in self._cached:
             self.nbytes += text.nbytes
-        self._kept[caption] = text
-        self._kept.move_to_end(caption)
+        self._cached[caption] = text
+        self._cached.move_to_end(caption)
         while self.nbytes > self._capacity_bytes:
-            _, dropped = self._kept.popitem(last=False)
+            _, dropped = self._cached.popitem(last=False)
             self.nbytes -= dropped.nbytes

@@ -1,4 +1,4 @@
-"""Captions through a diffusers pipeline's own `encode_prompt`, with as little padding as it allows."""
+"""Encodes captions by a diffusers pipeline's own `encode_prompt`, with as little padding as possible."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from transformers import PreTrainedTokenizerBase
 
 from bigdit.catalog.families import mask_of
 from bigdit.config.data import TextEncoderConfig
-from bigdit.encoders.batch_size import BatchSize
 from bigdit.encoders.components import KEY, TokenizerCalls, Words, describe, load_text_pipeline
 from bigdit.encoders.folder import DTYPES
+from bigdit.encoders.protocol import MAX_TOKENS, BatchSize, Keep, as_it_is, encode_by_length
 from bigdit.encoders.recipes import RECIPES, Padding, Recipe
-from bigdit.encoders.text_encoder import MAX_TOKENS, Keep, as_it_is, encode_by_length
 from bigdit.errors import UserError
 from bigdit.shortage import ran_out
 from bigdit.store.text import Cut, Text
 
-_PROBE = 16  # tokens: a length at which an encoder costs nothing
+_PROBE = 16  # tokens; at this length an encoder costs nothing
 _LENGTH = "max_sequence_length"
 _MORE = inspect.Parameter.VAR_KEYWORD
-# What `__call__` sets for `encode_prompt`, whose own defaults differ: a caption is encoded as the pipeline's call does.
+# Arguments whose defaults in `__call__` differ from those in `encode_prompt`. The pipeline's `__call__` decides.
 _SET_BY_CALL = (_LENGTH, "complex_human_instruction", "clean_caption")
 
 
@@ -44,7 +43,7 @@ class PipelineTextEncoder:
         self._arguments = _arguments(self._pipeline, self._device)
         self._calls = TokenizerCalls(_tokenizers(self._pipeline))
         self._longest = self._length_asked(config.max_tokens)
-        # What is kept of layers times tokens is seen at the whole length alone.
+        # The number of stored states (layers times tokens) shows only at the whole length.
         length = self._longest if self._recipe.padding == "kept" and self._recipe.streams else _PROBE
         given = self._of_no_caption(length)
         probe = texts_of(self._recipe, given)[0]
@@ -62,7 +61,7 @@ class PipelineTextEncoder:
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
-        """What decides over the texts; the weights are read once for it."""
+        """Everything that changes the texts, with digests of the weights."""
         instruction = self._arguments.get("complex_human_instruction")
         return {
             "class_name": self._class_name,
@@ -80,15 +79,15 @@ class PipelineTextEncoder:
         }
 
     def _of_no_caption(self, length: int) -> dict[str, Any]:
-        """What is returned of the empty caption. Raises UserError where the parts do not go together."""
+        """The returned values for the empty caption. Raises UserError if the parts do not fit together."""
         try:
             return self._returned(self._recipe, [""], length)
-        except Exception as error:  # what the pipeline raises of parts that it was not written for is of any class
+        except Exception as error:  # for unexpected parts, the pipeline raises any class
             if ran_out(error):
                 raise
             raise UserError(
-                f"{KEY}: {self._folder} does not encode the empty caption: {' '.join(str(error).split())}; its "
-                "tokenizers and text encoders may not be of one model, or give it no token"
+                f"{KEY}: {self._folder} cannot encode the empty caption: {' '.join(str(error).split())}; its "
+                "tokenizers and text encoders may be of different models, or the caption has no token"
             ) from None
 
     def modules(self) -> list[nn.Module]:
@@ -96,7 +95,7 @@ class PipelineTextEncoder:
         return [part for part in self._pipeline.components.values() if isinstance(part, nn.Module)]
 
     def encode(self, captions: Sequence[str], kept: Keep = as_it_is) -> list[Text]:
-        """Captions to their texts in the encoders' dtype, without the padding that the transformer does not see."""
+        """The texts of captions in the encoders' dtype, without padding that the transformer does not see."""
         tokens = self._count_tokens(captions)
 
         def encode(places: Sequence[int]) -> list[Text]:
@@ -106,16 +105,16 @@ class PipelineTextEncoder:
         return encode_by_length(captions, tokens, self._size, encode, kept)
 
     def null(self) -> Text:
-        """What the pipeline calls its negative prompt where none is given; the empty caption where it has none."""
+        """The text of the pipeline's default negative prompt, or of the empty caption if it has none."""
         if "null_states" not in self._recipe.gives:
             return self.encode([""])[0]
         return self._call([""], self._longest, prefix="null_", do_classifier_free_guidance=True)[0]
 
     def _fitted(self, captions: list[str], length: int) -> list[Text]:
-        """Texts of captions that the pipeline pads, and cuts, to about `length`; to its own where padding tells.
+        """Encode captions padded and cut to about `length`, or to the pipeline's own length if padding matters.
 
-        Templates and cleaning change the number of tokens: a caption that fills the whole length may have been cut,
-        and is encoded anew at twice the length.
+        Templates and cleaning change the number of tokens. So a caption that fills the whole length may have been cut,
+        and is encoded again at twice the length.
         """
         length = min(self._recipe.taken(length), self._longest) if self._recipe.fits else self._longest
         while True:
@@ -125,7 +124,7 @@ class PipelineTextEncoder:
             length = min(2 * length, self._longest)
 
     def _call(self, captions: list[str], length: int, prefix: str = "", **arguments: bool) -> list[Text]:
-        """`encode_prompt` of captions, padded to `length`, as texts; `prefix` chooses among what it returns."""
+        """Texts by `encode_prompt` of captions padded to `length`. `prefix` selects the returned values."""
         texts = texts_of(self._recipe, self._returned(self._recipe, captions, length, **arguments), prefix)
         cuts = self._cuts(self._recipe, captions, length)
         for name, recipe in self._recipe.beside.items():
@@ -135,10 +134,10 @@ class PipelineTextEncoder:
         return [replace(text, cuts=cut) if cut else text for text, cut in zip(texts, cuts, strict=True)]
 
     def _cuts(self, recipe: Recipe, captions: list[str], length: int) -> list[tuple[Cut, ...]]:
-        """How tokenizers cut each of the captions that were encoded last."""
+        """The cuts of each of the captions that were encoded last."""
         found: list[tuple[Cut, ...]] = [()] * len(captions)
         for name, (tokens, limit) in self._calls.lengths(captions).items():
-            if tokens is None:  # some of them alone have what this tokenizer reads
+            if tokens is None:  # this tokenizer reads only some of the captions
                 return [self._cuts_of_one(recipe, caption, length) for caption in captions]
             at, key = self._limit(name, limit, length)
             shown = length if key else at
@@ -152,7 +151,7 @@ class PipelineTextEncoder:
         return self._cuts(recipe, [caption], length)[0]
 
     def _limit(self, name: str, limit: int | None, length: int) -> tuple[int, str | None]:
-        """The tokens, with the template, at which captions asked for at `length` are cut, and the key that says so."""
+        """The tokens, with the template, at which captions of `length` are cut, and the key that sets it."""
         if limit is None:
             return length, MAX_TOKENS
         if name == "tokenizer" and self._recipe.padding == "masked" and 0 < length + self._dropped < limit:
@@ -160,13 +159,13 @@ class PipelineTextEncoder:
         return limit, MAX_TOKENS if limit == length or limit != self._probed.get(name, limit) else None
 
     def _template_dropped(self, empty: Text) -> int:
-        """The tokens of the template whose states the pipeline drops, by the text of the empty caption."""
+        """The number of template tokens whose states the pipeline drops, from the text of the empty caption."""
         tokens, _ = self._calls.lengths([""]).get("tokenizer", (None, None))
         return max(tokens[0] - len(empty.states), 0) if tokens else 0
 
     @torch.no_grad()
     def _returned(self, recipe: Recipe, captions: list[str], length: int, **arguments: bool) -> dict[str, Any]:
-        """What `encode_prompt` returns, by name: tensors [B, …], of several layers [L, B, T, D] as [B, L T, D]."""
+        """The values that `encode_prompt` returns, by name, as `by_name`."""
         asked = self._arguments | dict(recipe.asks) | arguments
         if _LENGTH in asked:
             asked[_LENGTH] = length
@@ -175,7 +174,7 @@ class PipelineTextEncoder:
         if recipe.length is not None:
             setattr(*self._length_place(recipe.length), length)
         self._calls.clear()
-        # A copy: ZImagePipeline writes its template into the list.
+        # A copy, since ZImagePipeline writes its template into the list.
         returned = self._pipeline.encode_prompt(prompt=list(captions), **asked)
         return by_name(recipe, returned)
 
@@ -184,37 +183,37 @@ class PipelineTextEncoder:
 
     @functools.cached_property
     def _template_tokens(self) -> int:
-        """What is put around a caption: the tokens that the empty one has."""
+        """The number of tokens around a caption: those of the empty one."""
         return len(self._fitted([""], _PROBE)[0].states) if self._recipe.fits else 0
 
     def _count_tokens(self, captions: Sequence[str]) -> list[int]:
-        """The tokens of each caption alone; characters do where nothing is saved by knowing them."""
+        """The number of tokens of each caption without template. If it saves nothing, characters are counted."""
         if not self._recipe.fits or not captions:
             return [len(caption) for caption in captions]
         return [len(ids) for ids in self._pipeline.tokenizer(list(captions), add_special_tokens=False).input_ids]
 
     def _length_asked(self, max_tokens: int | None) -> int:
-        """The length at which captions are cut; 0 of a pipeline that leaves no choice."""
+        """The length at which captions are cut; 0 for a pipeline with a fixed length."""
         length = self._recipe.length
         most = getattr(*self._length_place(length)) if length else self._arguments.get(_LENGTH, 0)
         return int(most if max_tokens is None or not most else max_tokens)
 
     def _length_place(self, length: str) -> tuple[Any, str]:
-        """The object that has a recipe's length, and its name there: the pipeline, or a part of it."""
+        """The object with a recipe's length (the pipeline or a part of it), and its name there."""
         part, _, name = length.rpartition(".")
         return (getattr(self._pipeline, part) if part else self._pipeline), name
 
     def _check_length(self, max_tokens: int | None) -> None:
-        """Raise UserError for a length that the pipeline does not take."""
+        """Raise UserError for a length that the pipeline does not support."""
         taken = self._recipe.taken(self._longest)
         if self._longest != taken:
             raise UserError(
-                f"encoders.text.max_tokens is {max_tokens}, and {self._class_name} cuts at multiples of "
+                f"encoders.text.max_tokens is {max_tokens}, and {self._class_name} needs a multiple of "
                 f"{self._recipe.multiple}; nearest: {taken}"
             )
         if max_tokens not in (None, self._longest or self.max_tokens):
             raise UserError(
-                f"encoders.text.max_tokens: {self._class_name} has a length of its own, {self.max_tokens}; leave it out"
+                f"encoders.text.max_tokens: {self._class_name} has the fixed length {self.max_tokens}; leave it out"
             )
 
 
@@ -228,7 +227,7 @@ def _tokenizers(pipeline: Any) -> dict[str, PreTrainedTokenizerBase]:
 
 
 def _arguments(pipeline: Any, device: torch.device) -> dict[str, Any]:
-    """The arguments of `encode_prompt` beside the captions."""
+    """The arguments of `encode_prompt` without the captions."""
     called = inspect.signature(type(pipeline).__call__).parameters
     parameters: Mapping[str, inspect.Parameter] = inspect.signature(pipeline.encode_prompt).parameters
     arguments: dict[str, Any] = {"device": device} if "device" in parameters else {}
@@ -245,8 +244,8 @@ def _arguments(pipeline: Any, device: torch.device) -> dict[str, Any]:
 
 
 def by_name(recipe: Recipe, returned: Sequence[Any]) -> dict[str, Any]:
-    """What was returned by the recipe's names: [B, …] each, of several layers [L, B, T, D] as [B, L T, D], or joined
-    ones [B, T, L, D] as [B, T, L D]."""
+    """The returned values by the recipe's names, each [B, …]. Several layers [L, B, T, D] become [B, L T, D], and
+    joined ones [B, T, L, D] become [B, T, L D]."""
     given = dict(zip(recipe.gives, returned, strict=True))
     layers = {
         name: each.flatten(2) if recipe.joined else each.transpose(0, 1).flatten(1, 2)
@@ -257,13 +256,13 @@ def by_name(recipe: Recipe, returned: Sequence[Any]) -> dict[str, Any]:
 
 
 def shape_of(states: torch.Tensor) -> tuple[int, int]:
-    """The states of a caption [B, T, D], padded, and their width."""
+    """The number of padded states of a caption, of [B, T, D], and their width."""
     _, tokens, dim = states.shape
     return tokens, dim
 
 
 def texts_of(recipe: Recipe, given: Mapping[str, Any], prefix: str = "") -> list[Text]:
-    """The texts of what was returned, of the names that begin with `prefix`."""
+    """The texts of returned values, by the names that begin with `prefix`."""
     texts = _sequences(given[f"{prefix}states"], given.get(f"{prefix}mask"), recipe.padding)
     pooled = given.get(f"{prefix}pooled")
     if pooled is not None:
@@ -276,7 +275,7 @@ def texts_of(recipe: Recipe, given: Mapping[str, Any], prefix: str = "") -> list
 
 
 def with_streams(texts: Sequence[Text], streams: Mapping[str, Sequence[Text]]) -> list[Text]:
-    """The texts with further streams: of each name one a text."""
+    """The texts with further streams: by name, one for each text."""
     return [
         replace(text, streams={**text.streams, **{name: each[i] for name, each in streams.items()}})
         for i, text in enumerate(texts)
@@ -284,7 +283,7 @@ def with_streams(texts: Sequence[Text], streams: Mapping[str, Sequence[Text]]) -
 
 
 def _sequences(states: Any, mask: torch.Tensor | None, padding: Padding) -> list[Text]:
-    """A copy of each caption's states [T, dim], without padding where it is not kept."""
+    """A copy of each caption's states [T, dim], without padding unless it is kept."""
     if padding == "zeroed":
         return [Text(each[: int(each.any(dim=1).sum())].clone()) for each in states]
     if mask is None:
@@ -295,8 +294,8 @@ def _sequences(states: Any, mask: torch.Tensor | None, padding: Padding) -> list
 
 
 def _shown(mask: torch.Tensor) -> int:
-    """How many states a mask [T] shows. Raises UserError where they are not the first ones."""
+    """The number of states that a mask [T] shows. Raises UserError if they are not the first ones."""
     shown = int(mask.sum())
     if not mask[:shown].all():
-        raise UserError("encoders.text.pipeline: a tokenizer there pads on the left, and on the right was expected")
+        raise UserError("encoders.text.pipeline: a tokenizer there pads on the left; it must pad on the right")
     return shown

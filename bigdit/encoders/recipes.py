@@ -1,6 +1,6 @@
-"""How each diffusers pipeline's `encode_prompt` answers, and what padding is to it.
+"""What each diffusers pipeline's `encode_prompt` returns, and how it treats padding.
 
-Tokenizers, templates, layers and masks are the pipeline's own code: here stands only what its signature does not say.
+Tokenizers, templates, layers and masks are the pipeline's own code. A recipe has only what its signature does not show.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ Padding = Literal["masked", "zeroed", "attended", "kept"]
 
 
 _OWN = ("-", "states", "mask", "pooled")
-"""What the names of `Recipe.gives` are where they are not those of further texts."""
+"""The names in `Recipe.gives` that are no further texts."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """`gives`: the names of what is returned, in order; `-` for what is not wanted, `null_…` of no caption; beside
-    `states`, `mask` and `pooled` those of further texts, which come with a mask, `…_mask`, or are kept whole.
+    """`gives`: the names of the returned values, in order. `-` is ignored; `null_…` is of the unconditional text. Other
+    names than `states`, `mask` and `pooled` are further texts, with a mask `…_mask`, or stored whole.
 
-    `padding`. masked: neither text encoder nor transformer see it, and a mask says where it is, or there is none.
-    zeroed: the text encoder does not see it, and the transformer is given zeros. attended: the text encoder reads
-    the padding, the transformer does not. kept: both do, or the transformer does; with a mask, in one place of several.
+    `padding`. masked: neither the text encoder nor the transformer sees it, by a mask, or there is none. zeroed: the
+    text encoder does not see it, and the transformer gets zeros. attended: only the text encoder sees it. kept: the
+    transformer sees it, even if there is a mask.
 
-    `asks`: further arguments of the call. `beside`: further texts that a call of their own gives, by name; `rare`:
-    those that most captions have not. `length`: the attribute by which captions are cut, where it is no argument; with
-    a dot, one of a part. `multiple`: they are cut at multiples of it alone. `alone`: they are encoded one at a time,
-    for what is returned of one follows from those beside it. `joined`: several layers come as [B, T, L, D], features of
-    one text. `settings`: what the folder's index says of texts beside the parts.
+    `asks`: further arguments of the call. `beside`: further texts by a call of their own, by name. `rare`: texts that
+    most captions do not have. `length`: the attribute with the length of captions, if it is no argument; `a.b` is an
+    attribute of part a. `multiple`: lengths must be multiples of it. `alone`: captions are encoded one at a time, since
+    results depend on the batch. `joined`: several layers are returned as [B, T, L, D], as features of one text.
+    `settings`: keys of the folder's index that change texts.
     """
 
     gives: tuple[str, ...]
@@ -45,19 +45,19 @@ class Recipe:
 
     @property
     def fits(self) -> bool:
-        """Whether a batch may be padded to its longest caption: states of tokens are the same then."""
+        """Whether a batch may be padded to its longest caption without changing the states of tokens."""
         return self.padding in ("masked", "zeroed") and not self.alone
 
     def taken(self, length: int) -> int:
-        """The least length that captions can be cut at and that is as long."""
+        """The smallest allowed length that is at least `length`."""
         return -(-length // self.multiple) * self.multiple
 
-    def said(self, index: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings that the index of a pipeline's folder has."""
+    def set_in(self, index: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings in the index of a pipeline's folder."""
         return {name: index[name] for name in self.settings if index.get(name) is not None}
 
     def keeps(self, name: str) -> bool:
-        """Whether the padding of a further text is stored; of none: of the text itself."""
+        """Whether the padding of a further text is stored; of "", that of the text itself."""
         if name in self.beside:
             return self.beside[name].keeps("")
         return f"{name}_mask" not in self.gives if name else self.padding == "kept"
@@ -80,22 +80,22 @@ RECIPES: dict[str, Recipe] = {
     "ChromaPipeline": Recipe(("states", "-", "mask", "null_states", "-", "null_mask"), "masked"),
     "CogVideoXPipeline": Recipe(("states", "null_states"), "kept"),
     "CogView3PlusPipeline": Recipe(("states", "null_states"), "kept"),
-    "CogView4Pipeline": Recipe(  # which pads to a multiple of 16, and to the longest; the transformer is shown all
+    "CogView4Pipeline": Recipe(  # pads to a multiple of 16, and to the longest; the transformer sees all
         ("states", "null_states"), "masked", alone=True, multiple=16
     ),
     "Flux2KleinPipeline": Recipe(("states", "-"), "kept"),
     "Flux2Pipeline": Recipe(("states", "-"), "kept"),
     "FluxPipeline": Recipe(("states", "pooled", "-"), "kept"),
-    "HiDreamImagePipeline": Recipe(  # Llama's layers, which each block reads one of
+    "HiDreamImagePipeline": Recipe(  # each block reads one of Llama's layers
         ("states", "null_states", "llama_text", "null_llama_text", "pooled", "null_pooled"), "kept"
     ),
-    "HunyuanDiTPipeline": Recipe(  # mT5's pooler reads all states, and attention those that the mask shows
+    "HunyuanDiTPipeline": Recipe(  # mT5's pooler reads all states; attention follows the mask
         _NULL_MASKED,
         "kept",
         {"text_encoder_index": 1},
         {"clip_text": Recipe(_NULL_MASKED, "masked", {"text_encoder_index": 0})},
     ),
-    "HunyuanImagePipeline": Recipe(  # ByT5's of what stands in quotes
+    "HunyuanImagePipeline": Recipe(  # ByT5 encodes text in quotes
         ("states", "mask", "glyph_text", "glyph_text_mask"),
         "masked",
         rare=("glyph_text",),
@@ -108,10 +108,10 @@ RECIPES: dict[str, Recipe] = {
         length="tokenizer_max_length",
     ),
     "HunyuanVideoPipeline": Recipe(("states", "pooled", "mask"), "masked"),
-    "Kandinsky5T2VPipeline": Recipe(  # which cuts all where one is too long
+    "Kandinsky5T2VPipeline": Recipe(  # cuts all captions if one is too long
         ("states", "pooled", "-"), "masked", alone=True
     ),
-    "Krea2Pipeline": Recipe(  # which pads within its template
+    "Krea2Pipeline": Recipe(  # pads within its template
         ("states", "mask"), "masked", joined=True, settings=("text_encoder_select_layers",)
     ),
     "LTXPipeline": Recipe(("states", "mask", "null_states", "null_mask"), "attended"),

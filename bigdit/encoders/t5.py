@@ -14,16 +14,15 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, 
 
 from bigdit.catalog.families import too_large
 from bigdit.config.data import T5_TOKENS, TextEncoderConfig
-from bigdit.encoders.batch_size import CPU_BATCH, BatchSize
 from bigdit.encoders.components import full_length, tokenizer_digest
-from bigdit.encoders.folder import DTYPES, check_complete, check_files, read_config, weights_sample
-from bigdit.encoders.text_encoder import MAX_TOKENS, Keep, as_it_is, encode_by_length
+from bigdit.encoders.folder import DTYPES, check_files, load_from, read_config, weights_sample
+from bigdit.encoders.protocol import CPU_BATCH, MAX_TOKENS, BatchSize, Keep, as_it_is, encode_by_length
 from bigdit.errors import UserError, nearest
 from bigdit.store.tensors import config_digest, weights_digest
 from bigdit.store.text import Cut, Text
 
 _KEY = "encoders.text"
-# What an encoder of a given width may be asked for; the rest of T5Config is the decoder's or the tokenizer's.
+# The encoder's arguments. Other arguments of T5Config belong to the decoder or the tokenizer.
 _ENCODER_ARGUMENTS = tuple(
     name
     for name, parameter in inspect.signature(T5Config.__init__).parameters.items()
@@ -39,7 +38,7 @@ class T5TextEncoder:
     def __init__(
         self, config: TextEncoderConfig, device: torch.device | str = "cpu", batch_size: int = CPU_BATCH
     ) -> None:
-        """Load from `config.path`, or draw from `config.seed`. Raises UserError where that is not possible."""
+        """Load from `config.path`, or initialise from `config.seed`. Raises UserError if that is not possible."""
         self._device = torch.device(device)
         self._config = config
         model, self._tokenizer, self._described = _from_folder(config) if config.path else _from_seed(config)
@@ -52,7 +51,7 @@ class T5TextEncoder:
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
-        """What decides over the texts; the weights are read once for it."""
+        """Everything that changes the texts, with digests of the weights."""
         return {
             "class_name": self._config.class_name,
             "config": config_digest(self._described),
@@ -66,7 +65,7 @@ class T5TextEncoder:
         }
 
     def _origin(self) -> dict[str, Any]:
-        """What tells the weights without loading them."""
+        """Identifies the weights without loading them."""
         if self._config.path is None:
             return {"seed": self._config.seed}
         return {"weights_sample": weights_sample(self._config.path, self._config.dtype)}
@@ -76,14 +75,14 @@ class T5TextEncoder:
         return [self._model]
 
     def encode(self, captions: Sequence[str], kept: Keep = as_it_is) -> list[Text]:
-        """Captions to hidden states of at most max_tokens tokens; padding is masked and cut off."""
+        """Captions to hidden states of at most max_tokens tokens, without padding."""
         if not captions:
             return []
         ids = self._tokenizer(list(captions), truncation=True, max_length=self.max_tokens).input_ids
         if not all(ids):
             raise UserError(
                 f"{_KEY}.path: the tokenizer in {self._config.path} gives the caption {captions[ids.index([])]!r} no "
-                "token, and an end of text was expected; save the tokenizer of the encoder there"
+                "token, not even an end of text; save the tokenizer of the encoder there"
             )
 
         def encode(places: Sequence[int]) -> list[Text]:
@@ -97,7 +96,7 @@ class T5TextEncoder:
         return self.encode([""])[0]
 
     def _noted(self, caption: str, text: Text) -> Text:
-        """A text with how it was cut, where it was."""
+        """The text, with its cut if it was cut."""
         if len(text.states) < self.max_tokens:
             return text
         tokens = full_length(self._tokenizer, caption)
@@ -113,30 +112,19 @@ class T5TextEncoder:
 
 
 def _from_folder(config: TextEncoderConfig) -> tuple[T5EncoderModel, PreTrainedTokenizerBase, dict[str, Any]]:
-    """Weights and tokenizer of save_pretrained, from safetensors only: a pickle can run code."""
+    """Weights and tokenizer of a folder."""
     assert config.path is not None
     saved = read_config(f"{_KEY}.path", config.path)
     if saved.get("model_type") != "t5":
-        raise UserError(f"{_KEY}.path: {config.path} holds a {saved.get('model_type')}, and a t5 was expected")
+        raise UserError(f"{_KEY}.path: {config.path} holds a {saved.get('model_type')}, expected a t5")
     check_files(f"{_KEY}.path", config.path)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(config.path, local_files_only=True, trust_remote_code=False)
-        model, info = T5EncoderModel.from_pretrained(
-            config.path,
-            dtype=torch.float32,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    except Exception as error:  # what the library makes of files that it was not written for is of any class
-        raise UserError(f"{_KEY}.path: {config.path} cannot be loaded: {' '.join(str(error).split())}") from None
-    check_complete(f"{_KEY}.path", config.path, info)
+    tokenizer = load_from(AutoTokenizer, f"{_KEY}.path", config.path)
+    model = load_from(T5EncoderModel, f"{_KEY}.path", config.path, dtype=torch.float32)
     return model, tokenizer, saved
 
 
 def _from_seed(config: TextEncoderConfig) -> tuple[T5EncoderModel, PreTrainedTokenizerBase, dict[str, Any]]:
-    """Random weights of `config.seed`, and ByT5's tokenizer, whose vocabulary is the bytes."""
+    """Random weights of `config.seed`, and ByT5's tokenizer, whose vocabulary is bytes."""
     arguments = config.config or {}
     wrong = [key for key in arguments if key not in _ENCODER_ARGUMENTS]
     if wrong:
@@ -150,9 +138,9 @@ def _from_seed(config: TextEncoderConfig) -> tuple[T5EncoderModel, PreTrainedTok
         raise UserError(*(f"{_KEY}.config.{problem}" for problem in problems))
     tokenizer = ByT5Tokenizer()
     try:
-        with torch.random.fork_rng(devices=[]):  # the process's own random numbers go on undisturbed
+        with torch.random.fork_rng(devices=[]):  # do not change the process's random numbers
             torch.manual_seed(config.seed)
             model = T5EncoderModel(T5Config(**arguments, vocab_size=len(tokenizer)))
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{_KEY}.config: T5EncoderModel refuses it: {' '.join(str(error).split())}") from None
+        raise UserError(f"{_KEY}.config: T5EncoderModel rejects it: {' '.join(str(error).split())}") from None
     return model, tokenizer, arguments

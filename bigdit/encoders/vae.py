@@ -1,4 +1,4 @@
-"""Image codecs from diffusers: a VAE in a folder, its latents normalised as its config says."""
+"""VAEs of diffusers in a folder, with latents normalised by their config."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from bigdit.config.data import VaeCodec, frames_of, written_bucket
-from bigdit.encoders.batch_size import BatchSize
-from bigdit.encoders.folder import DTYPES, check_complete, check_files, read_config, weights_sample
+from bigdit.encoders.folder import DTYPES, check_files, load_from, read_config, weights_sample
 from bigdit.encoders.latents import (
     VIDEO_VAES,
     Color,
@@ -27,16 +26,17 @@ from bigdit.encoders.latents import (
     normalisation,
     one_by_one,
 )
+from bigdit.encoders.protocol import BatchSize
 from bigdit.errors import UserError
 from bigdit.store.part import Shape
 from bigdit.store.tensors import config_digest, weights_digest
 
 _KEY = "encoders.image.path"
-_OF_PICTURES = "AutoencoderKLQwenImage"  # a video VAE whose transformers are fed latents without frames
+_FOR_IMAGES = "AutoencoderKLQwenImage"  # a video VAE whose transformers take latents without frames
 
 
 class DiffusersVae:
-    """Any VAE that VaeCodec names, in eval mode; pictures are videos of one frame to those of videos."""
+    """A VAE of VaeCodec, in eval mode. To a video VAE, an image is a video of one frame."""
 
     stored_dtype = torch.bfloat16
 
@@ -62,13 +62,13 @@ class DiffusersVae:
         self.downsample = int(ratio or 2 ** (len(found.block_out_channels) - 1))
         self.temporal_downsample = frames_a_latent(self._vae)
         self.color: Color = "gray" if found.get("in_channels") == 1 else "rgb"
-        self._frames = config.class_name in VIDEO_VAES and config.class_name != _OF_PICTURES
+        self._frames = config.class_name in VIDEO_VAES and config.class_name != _FOR_IMAGES
         if config.tiling:
             self._vae.enable_tiling()
 
     @functools.cached_property
     def identity(self) -> dict[str, Any]:
-        """What decides over the latents; the weights are read once for it."""
+        """Everything that changes the latents, with digests of the weights."""
         return {
             "name": "vae",
             "class_name": self._config.class_name,
@@ -92,7 +92,7 @@ class DiffusersVae:
     def latent_shape(self, bucket: tuple[int, ...]) -> Shape:
         if len(bucket) == 3 and not self._frames:
             raise UserError(
-                f"data.buckets: {written_bucket(bucket)} has frames, and {self._config.class_name} encodes pictures; "
+                f"data.buckets: {written_bucket(bucket)} has frames, and {self._config.class_name} encodes images; "
                 f"use {list(bucket[1:])}"
             )
         check_divides(bucket, self.downsample * normalisation(self._vae).patch, self.temporal_downsample)
@@ -111,18 +111,18 @@ class DiffusersVae:
         return latents
 
     def _check_sizes(self, bucket: tuple[int, ...], found: Shape) -> None:
-        """Raise UserError where the weights divide frames or sides otherwise than the config says."""
-        told = self.latent_shape(bucket)
-        if found[-len(told) :] != told:
-            made, said = (written_bucket(tuple(shape)) for shape in (found[-len(told) :], told))
+        """Raise UserError if the latents' size is not that of the config."""
+        expected = self.latent_shape(bucket)
+        if found[-len(expected) :] != expected:
+            made, wanted = (written_bucket(tuple(shape)) for shape in (found[-len(expected) :], expected))
             raise UserError(
-                f"{_KEY}: {self._config.path} makes latents of {made} of {written_bucket(bucket)} pixels, and its "
-                f"config.json says {said}; mend its temporal_compression_ratio or spatial_compression_ratio"
+                f"{_KEY}: {self._config.path} encodes {written_bucket(bucket)} pixels as latents of {made}, and its "
+                f"config.json says {wanted}; correct its temporal_compression_ratio or spatial_compression_ratio"
             )
 
     @torch.no_grad()
     def _encode(self, pixels: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
-        """One batch, which memory may not do for."""
+        """Encode one batch. Memory may run out."""
         pixels = pixels.to(self._device, DTYPES[self._config.dtype])
         if self._frames and pixels.dim() == 4:
             pixels = pixels.unsqueeze(2)
@@ -133,7 +133,7 @@ class DiffusersVae:
             return moments
         mean, deviation = moments.unbind(1)
         if len(indices) != len(mean):
-            raise ValueError(f"{len(mean)} pictures are drawn by as many indices, and {len(indices)} were given")
+            raise ValueError(f"sampling latents of {len(mean)} images needs as many indices; got {len(indices)}")
         noise = torch.stack([_noise(self._config.seed, index, mean.shape[1:]) for index in indices])
         return mean + deviation * noise.to(mean)
 
@@ -143,7 +143,7 @@ class DiffusersVae:
             video = first_alone(pixels[places[0]].unsqueeze(0)).to(self._device, DTYPES[self._config.dtype])
             return encode_condition(self._vae, video)
 
-        return torch.stack(BatchSize(1).map(encode, range(len(pixels))))  # one by one, as the pipeline does it
+        return torch.stack(BatchSize(1).map(encode, range(len(pixels))))  # one by one, as in the pipeline
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
@@ -152,25 +152,12 @@ class DiffusersVae:
 
 
 def _noise(seed: int, index: int, shape: Sequence[int]) -> torch.Tensor:
-    """Standard normal numbers of one sample: the same on every device, in every batch and for every worker."""
+    """Standard normal noise of one sample. It depends on neither device, batch nor worker."""
     digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big", signed=True))
     return torch.randn(tuple(shape), generator=generator)
 
 
 def _load(config: VaeCodec) -> Any:
-    """The VAE in eval mode, from safetensors only: a pickle can run code."""
     check_files(_KEY, config.path)
-    try:
-        vae, info = getattr(diffusers, config.class_name).from_pretrained(
-            config.path,
-            torch_dtype=DTYPES[config.dtype],
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    except Exception as error:  # what the library makes of files that it was not written for is of any class
-        raise UserError(f"{_KEY}: {config.path} cannot be loaded: {' '.join(str(error).split())}") from None
-    check_complete(_KEY, config.path, info)
-    return vae.eval()
+    return load_from(getattr(diffusers, config.class_name), _KEY, config.path, torch_dtype=DTYPES[config.dtype])

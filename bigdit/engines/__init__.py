@@ -1,6 +1,6 @@
-"""The engines behind one protocol: a single process, DeepSpeed ZeRO 0-3, FSDP2; averages, and state by names.
+"""The engines behind one protocol: a single process, DeepSpeed ZeRO 0-3, FSDP2; EMA; and state by parameters' names.
 
-They own weights and optimizers. What a step is stands in `train/step.py`, what is saved in `checkpoint`.
+They own weights and optimizers. The step is `train/step.py`; saving is `checkpoint`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Ema", "Engine", "check", "compute_dtype", "create", "ema_of"]
 
 
 def check(strategy: Strategy) -> None:
-    """Raise UserError for what of the strategy the engine's own library does not take."""
+    """Raise UserError where the engine's own library rejects the strategy."""
     if strategy.engine == "deepspeed":
         from bigdit.engines.deepspeed import check_document
 
@@ -26,10 +26,9 @@ def check(strategy: Strategy) -> None:
 
 
 def create(strategy: Strategy, model: nn.Module, family: Family, *, device: torch.device, world: World) -> Engine:
-    """Hand the model to the strategy's engine. The model is in the compute dtype, anywhere; the engine moves it.
+    """Hand the model to the strategy's engine, which moves it. It is in the compute dtype, on any device.
 
-    The process group exists already where world_size > 1. Engines are imported here, when chosen: DeepSpeed
-    takes seconds to import.
+    The process group exists already where world_size > 1. Only the chosen engine is imported: DeepSpeed takes seconds.
     """
     use_matmul_precision(strategy)
     if strategy.engine == "deepspeed":

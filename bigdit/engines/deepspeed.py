@@ -20,8 +20,8 @@ from torch import nn
 
 from bigdit import libraries, optim
 from bigdit.config.wrong import shown
-from bigdit.engines.protocol import Engine, Shard, Stepped, compute_dtype, whole
-from bigdit.engines.scaling import LossScaler, are_finite
+from bigdit.engines.backward import LossScaler, Stepped, are_finite
+from bigdit.engines.protocol import Engine, Shard, compute_dtype, whole
 from bigdit.errors import UserError
 from bigdit.strategy import Strategy
 
@@ -33,9 +33,9 @@ def _no_shm_op() -> None:
     return None
 
 
-# DeepSpeed's collectives of CPUs serve tensor-parallel inference alone: training on a CPU reduces by gloo. Each process
-# would take 66 MiB of shared memory for them, and a machine's first compile them for most of a minute. Source:
-# inference_all_reduce in deepspeed/comm/torch.py, DeepSpeed 0.19, whose parent has another attribute by its name.
+# DeepSpeed's collectives for CPUs serve tensor-parallel inference alone: training on a CPU reduces with gloo. Each
+# process would take 66 MiB of shared memory for them, and the first on a machine compiles them for most of a minute.
+# Source: inference_all_reduce in deepspeed/comm/torch.py, DeepSpeed 0.19. (deepspeed.comm.torch is another attribute.)
 importlib.import_module("deepspeed.comm.torch").build_shm_op = _no_shm_op  # type: ignore[attr-defined]
 
 
@@ -43,8 +43,8 @@ def _without_passes() -> bool:
     return False
 
 
-# Each engine on a card registers the passes of DeepSpeed's own compiler, which imports torch's for that: a second of
-# every start. Nothing here calls it. Source: DeepSpeedEngine.__init__ in deepspeed/runtime/engine.py, DeepSpeed 0.19.
+# On a GPU each engine registers passes of DeepSpeed's own compiler, and imports torch's compiler for that: a second at
+# each start. Nothing here calls it. Source: DeepSpeedEngine.__init__ in deepspeed/runtime/engine.py, DeepSpeed 0.19.
 _runtime = importlib.import_module("deepspeed.runtime.engine")
 _runtime.is_deepcompile_supported = _without_passes  # type: ignore[attr-defined]
 
@@ -61,10 +61,10 @@ class DeepSpeedEngine(Engine):
         model = _on_device(strategy, model, device)
         optimizer = optim.build(strategy.optimizer, optim.groups(strategy.optimizer, model))
         names = {param: name for name, param in model.named_parameters()}
-        # As the groups have them: DeepSpeed's masters follow each other group by group.
+        # In the order of the groups, as DeepSpeed's masters are.
         self._trained = [(names[param], param) for group in optimizer.param_groups for param in group["params"]]
         # Some of DeepSpeed's wrappers step once on zero gradients to allocate the state. That must not decay the
-        # weights (learning rate 0), nor count in Adam's bias correction (the state is dropped, and comes anew).
+        # weights (learning rate 0), nor count in Adam's bias correction (the state is dropped, and made again).
         optim.set_lr(optimizer, 0.0)
         self.model, zero, *_ = deepspeed.initialize(
             model=model,
@@ -85,7 +85,7 @@ class DeepSpeedEngine(Engine):
             self.model.step()
 
     def step(self, lr: float, losses: Sequence[torch.Tensor]) -> Stepped:
-        """DeepSpeed's wrappers pass over gradients that are not finite. Stage 0 in fp32 has none of them."""
+        """DeepSpeed's wrappers skip gradients that are not finite. Stage 0 in fp32 has no wrapper."""
         optim.set_lr(self.optimizer, lr)
         if self._zero is self.optimizer and not are_finite(losses, together=True):
             self._pass_over()
@@ -112,7 +112,7 @@ class DeepSpeedEngine(Engine):
                 torch._foreach_copy_(weights, masters)
 
     def _pass_over(self) -> None:
-        """To DeepSpeed this is a micro-batch that more follow, and its gradients are gone."""
+        """To DeepSpeed this is a micro-batch before others, without gradients."""
         self.model.zero_grad()
         self.model.set_gradient_accumulation_boundary(False)
         self.model.step()
@@ -128,7 +128,7 @@ class DeepSpeedEngine(Engine):
             yield from [bucket.buffer] if isinstance(bucket.buffer, torch.Tensor) else bucket.buffer or ()
 
     def gradients(self) -> Iterable[torch.Tensor]:
-        """Gradients that DeepSpeed holds now beside those of parameters and masters: averaged, or of its partition."""
+        """Gradients that DeepSpeed holds apart from parameters and masters: averaged ones, or its partition's."""
         for name in ("averaged_gradients", "all_grad_tensors", "accumulated_grads_in_cpu"):
             for held in (getattr(self._zero, name, None) or {}).values():
                 yield from [held] if isinstance(held, torch.Tensor) else held or ()
@@ -164,7 +164,7 @@ class DeepSpeedEngine(Engine):
 
 
 def _of_flat_group(name: str, param: Any) -> Shard | None:
-    """ZeRO-1 and 2 cut a group's parameters, laid end to end, into equal runs: here are some, or a part of one."""
+    """ZeRO-1 and 2 cut a group's concatenated parameters into equal runs: this process has some, or a part of one."""
     mapping = param._hp_mapping
     if mapping is None:
         return None
@@ -173,8 +173,8 @@ def _of_flat_group(name: str, param: Any) -> Shard | None:
 
 
 def forget(engine: Engine | None = None) -> None:
-    """Undo what ZeRO-3 changed for the whole process, so that another engine can follow in it, and take apart this one,
-    which hooks in the gradients' accumulators hold."""
+    """Undo what ZeRO-3 changed for the whole process, so that another engine can follow. `engine` is taken apart: hooks
+    in the gradients' accumulators hold it."""
     if engine is not None:
         engine.model.destroy()
     if F.linear is zero3_linear_wrap:
@@ -193,18 +193,18 @@ def _check_fp16(strategy: Strategy) -> None:
 
 
 def check_document(strategy: Strategy) -> None:
-    """Raise UserError for what of the document DeepSpeed alone can judge: its sections' keys and values."""
-    said = "strategy.ds_config: DeepSpeed does not take it"
+    """Raise UserError for what DeepSpeed alone can judge in the document: its sections' keys and values."""
+    rejected = "strategy.ds_config: DeepSpeed rejects it"
     try:
         DeepSpeedConfig(strategy.ds_document)
     except ValidationError as error:
-        raise UserError(*(f"{said}: {_told(detail)}" for detail in error.errors(include_url=False))) from None
-    except Exception as error:  # pydantic's, DeepSpeed's own, assertions: all are of what the document says
+        raise UserError(*(f"{rejected}: {_problem(detail)}" for detail in error.errors(include_url=False))) from None
+    except Exception as error:  # pydantic's, DeepSpeed's own, assertions: all are about the document
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{said}: {reason}") from error
+        raise UserError(f"{rejected}: {reason}") from error
 
 
-def _told(detail: ErrorDetails) -> str:
+def _problem(detail: ErrorDetails) -> str:
     key = ".".join(map(str, detail["loc"]))
     if detail["type"] == "extra_forbidden":
         return f"{key}: unknown key"
@@ -212,7 +212,7 @@ def _told(detail: ErrorDetails) -> str:
 
 
 def _on_device(strategy: Strategy, model: nn.Module, device: torch.device) -> nn.Module:
-    """The model where it will train; with ZeRO-3 a parameter at a time, so that it is never whole on the device."""
+    """The model on its device. With ZeRO-3 one parameter at a time, so that it is never whole there."""
     if strategy.zero_stage == 3:
         Init(module=model, config_dict_or_path=strategy.ds_document, dtype=compute_dtype(strategy))
         for module in model.modules():
@@ -223,7 +223,7 @@ def _on_device(strategy: Strategy, model: nn.Module, device: torch.device) -> nn
 
 
 def _masters(zero: object) -> list[torch.Tensor]:
-    """The fp32 tensors that the inner optimizer steps, by the names that each of DeepSpeed's wrappers gives them."""
+    """The fp32 tensors that the inner optimizer steps, by the names in each of DeepSpeed's wrappers."""
     if isinstance(zero, torch.optim.Optimizer):  # stage 0 in fp32: no wrapper
         return [p for group in zero.param_groups for p in group["params"]]
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):

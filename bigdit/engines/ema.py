@@ -1,4 +1,4 @@
-"""Moving averages of the weights, sharded as an engine's masters are (Polyak & Juditsky, 1992)."""
+"""Moving averages of the weights (EMA), sharded as an engine's masters are (Polyak & Juditsky, 1992)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bigdit.engines.protocol import Engine
 from bigdit.strategy import EmaSpec
 from bigdit.units import MIB
 
-# What is copied at once where weights and average are apart; on the host it is pinned, and stays.
+# What is copied at once where weights and EMA are on different devices, through a pinned buffer that stays.
 CHUNK_ELEMENTS = 64 * MIB // 4
 
 
@@ -28,10 +28,10 @@ def exponent(width: float) -> float:
 
 
 def shares_of_new(spec: EmaSpec, update: int) -> list[float]:
-    """How much of each average is the weights that update number `update` (from 1) takes in; β = 1 less it.
+    """How much of each average comes from the weights in update number `update` (from 1): 1 - β.
 
-    Source: Karras et al., §3.1: β_γ(t) = (1 − 1/t)^(γ + 1). Of an exponential one β is at most (1 + t) / (10 + t), as
-    in TensorFlow's ExponentialMovingAverage with num_updates: else the average of a short run would be its start.
+    Source: Karras et al., §3.1: β_γ(t) = (1 − 1/t)^(γ + 1). With a decay, β is at most (1 + t) / (10 + t), as in
+    TensorFlow's ExponentialMovingAverage with num_updates: else the average of a short run would be its start.
     """
     if spec.decay is not None:
         return [1.0 - min(spec.decay, (1 + update) / (10 + update))]
@@ -41,9 +41,9 @@ def shares_of_new(spec: EmaSpec, update: int) -> list[float]:
 class Ema:
     """average = (1 − share) × average + share × weights, in fp32, of this process's masters; see `shares_of_new`.
 
-    `updates`: how many steps it has taken in, which decides the share.
-    `every`: each average, as tensors in the order of `engine.masters` with their local shapes. On the host they wait in
-    plain memory: the weights come there a chunk at a time, through one pinned buffer, and the host's cores average.
+    `updates`: how many steps it has taken in, which decides the share. `every`: each average, as tensors in the order
+    of `engine.masters` with their local shapes. On the CPU they are in plain memory: weights come a chunk at a time,
+    through one pinned buffer, and the CPU averages.
     """
 
     def __init__(self, spec: EmaSpec, engine: Engine) -> None:
@@ -65,17 +65,17 @@ class Ema:
 
     @property
     def averages(self) -> list[torch.Tensor]:
-        """The first, which takes the weights' place."""
+        """The first average, which replaces the weights in `in_place`."""
         return self.every[0]
 
     def tensors(self) -> list[torch.Tensor]:
-        """All that is held for them, on the device and on the host."""
+        """All tensors that it holds, on the device and in CPU memory."""
         held = [average for averages in self.every for average in averages]
         return held if self._chunk is None else [*held, self._chunk]
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the weights in as they are now: to be called after each optimizer step."""
+        """Take the current weights in; called after each optimizer step."""
         self.updates += 1
         shares = shares_of_new(self.spec, self.updates)
         for *averages, weights in zip(*self.every, self._weights(), strict=True):
@@ -89,8 +89,10 @@ class Ema:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The weights are their average within, on all processes: the two change places, and back, to the bit. What
-        fails within ends the run, and leaves them."""
+        """Within it the weights are their average, on all processes. They are swapped, and swapped back, to the bit.
+
+        An error within ends the run, and leaves them swapped.
+        """
         self._exchange()
         yield
         self._exchange(back=True)
@@ -123,25 +125,27 @@ def _take_in(averages: Sequence[torch.Tensor], new: torch.Tensor, shares: Sequen
 
 
 def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Each gets the other's values, wherever they lie."""
+    """Swap the values of two tensors, on any devices."""
     kept = one.clone()
     one.copy_(other)
     other.copy_(kept)
 
 
 def _swap_rounded(average: torch.Tensor, weights: torch.Tensor, *, back: bool) -> None:
-    """Weights in bf16 get the average's upper halves (bf16 is the upper half of fp32), and these hold the weights
-    meanwhile. Half a last place is added before and taken away after, so that they are rounded and not cut off: to the
-    nearest, and what lies between two away from zero."""
+    """Weights in bf16 get the average's upper halves (bf16 is the upper half of fp32), which hold the weights
+    meanwhile.
+
+    Half a last place is added before and taken away after. So values are rounded to the nearest, ties away from zero.
+    """
     bits, half = average.view(torch.int32), 1 << 15
     if not back:
         bits.add_(half)
-    _swap(bits.view(torch.int16)[1::2], weights.view(torch.int16))  # as processors with cards have it: upper half last
+    _swap(bits.view(torch.int16)[1::2], weights.view(torch.int16))  # little-endian: upper half last
     if back:
         bits.sub_(half)
 
 
 def ema_of(engine: Engine) -> Ema | None:
-    """The moving averages that the engine's strategy asks for, starting at the weights as they are now."""
+    """The EMA that the engine's strategy asks for, starting at the current weights."""
     spec = engine.strategy.ema
     return None if spec is None else Ema(spec, engine)

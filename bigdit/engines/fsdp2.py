@@ -13,18 +13,19 @@ from torch.distributed.tensor import DTensor
 
 from bigdit import optim
 from bigdit.dist import World
-from bigdit.engines.backward import Backward
-from bigdit.engines.protocol import Engine, Shard, Stepped, compute_dtype
+from bigdit.engines.backward import Backward, Stepped
+from bigdit.engines.protocol import Engine, Shard, compute_dtype
 from bigdit.models import Family
 from bigdit.optim.factored import sum_over_shards
 from bigdit.strategy import FACTORED, Strategy
 
 
 class Fsdp2Engine(Engine):
-    """Each block a unit, the rest of the model one more; the shards are the masters, gathered in the compute dtype.
+    """Each block is a unit, and the rest of the model one more. The shards are the masters, gathered in the compute
+    dtype.
 
-    Every micro-batch's gradients are reduce-scattered and added up as shards; HSDP's replicas agree after the last
-    one. fp16 scales the loss dynamically, and passes over a step in which any process's gradient overflowed.
+    The gradients of each micro-batch are reduce-scattered and accumulated as shards; HSDP's replicas agree after the
+    last one. fp16 scales the loss dynamically, and skips a step in which any process's gradient overflowed.
     """
 
     model: FSDPModule
@@ -36,7 +37,7 @@ class Fsdp2Engine(Engine):
         self.device = device
         _shard(model, [*family.shared(model), *family.blocks(model), model], strategy, device)
         self.model = model
-        # In a forward pass the model has whole parameters in their place.
+        # Taken now: in a forward pass the model has whole parameters in their place.
         self._params: dict[str, DTensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.masters = _stepped(strategy, self._params.values())
         self.optimizer = optim.build(
@@ -72,7 +73,7 @@ class Fsdp2Engine(Engine):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Weights that stay gathered for a backward pass are let go: they would be those of the next step, too."""
+        """Weights that stay gathered for a backward pass are freed: else the next step would use them too."""
         with super().evaluating():
             try:
                 yield
@@ -97,33 +98,35 @@ class Fsdp2Engine(Engine):
 
 @torch.no_grad()
 def _stepped(strategy: Strategy, params: Iterable[DTensor]) -> list[torch.Tensor]:
-    """What the optimizer steps: this process's rows as plain tensors, since DTensor asks of each of its operations how
-    it is to be done everywhere, which takes longer than the step itself. Statistics of whole weights are asked of them,
-    and hooks of theirs step in the backward pass."""
+    """What the optimizer steps: this process's rows as plain tensors.
+
+    DTensor plans each operation over all processes, which takes longer than the step itself. Factored optimizers get
+    DTensors, since they need statistics of whole weights; so do steps in the backward pass, which need hooks.
+    """
     if strategy.optimizer.name in FACTORED or strategy.optimizer_in_backward:
         return list(params)
     return [param.to_local().detach() for param in params]
 
 
 def _rows(name: str, param: DTensor, master: int) -> Shard:
-    """The rows of `param` that are here: each process has some that follow each other."""
+    """The rows of `param` that are here: each process has consecutive ones."""
     (chunk,) = param.__create_chunk_list__()
     row = param.numel() // param.shape[0]
     return Shard(name, tuple(param.shape), chunk.offsets[0] * row, master, 0, param.to_local().numel())
 
 
 def _shard(model: nn.Module, units: list[nn.Module], strategy: Strategy, device: torch.device) -> None:
-    """Bring the model from the host to the device one unit at a time, as shards: no more than one is ever whole.
+    """Move the model from CPU memory to the device as shards, one unit at a time: no more than one is ever whole.
 
-    `units` in an order in which those inside others come first, the model last. Those that the model shares with a
-    block are called outside of it too; their inputs need no gradient, so that FSDP2 reduces theirs once, at the end.
+    `units`: inner ones before those around them, the model last. Those that the model shares with a block are called
+    outside of it too. Their inputs need no gradient, so that FSDP2 reduces their gradients once, at the end.
     """
     dtype = compute_dtype(strategy)
     master = dtype if strategy.precision == "bf16_sr" else torch.float32
     mesh = _mesh(strategy, device)
     # Inputs are cast by the step: FSDP2's own cast would round t, which the embedding needs in fp32.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    # The rest of the model is needed first in the backward pass, so that None keeps it gathered after the forward.
+    # None keeps the rest of the model gathered after the forward pass: the backward pass needs it first.
     reshard = None if strategy.reshard_after_forward else False
     offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if strategy.cpu_offload else OffloadPolicy()
 
@@ -136,7 +139,7 @@ def _shard(model: nn.Module, units: list[nn.Module], strategy: Strategy, device:
     for unit in units:
         for module in unit.modules():
             if module not in moved:
-                module._apply(place, recurse=False)  # which has layers of a quantised base quantise their weights
+                module._apply(place, recurse=False)  # layers of a quantised base quantise their weights in it
             moved.add(module)
         fully_shard(
             unit,
@@ -148,7 +151,7 @@ def _shard(model: nn.Module, units: list[nn.Module], strategy: Strategy, device:
 
 
 def _mesh(strategy: Strategy, device: torch.device) -> device_mesh.DeviceMesh:
-    """All processes in a row; HSDP's in a row for each copy of the model."""
+    """All processes in a row; with HSDP a row for each copy of the model."""
     if strategy.dp_replicate == 1:
         return device_mesh.init_device_mesh(device.type, (strategy.world_size,))
     shape = (strategy.dp_replicate, strategy.dp_shard)

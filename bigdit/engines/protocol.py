@@ -1,4 +1,4 @@
-"""What the training step, the checkpoint and the recorder ask of an engine."""
+"""What the training step, the checkpoint and the recorder need from an engine."""
 
 from __future__ import annotations
 
@@ -12,25 +12,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from bigdit.engines.scaling import LossScaler
+from bigdit.engines.backward import LossScaler, Stepped
 from bigdit.strategy import Strategy
 
 
-@dataclass(frozen=True)
-class Stepped:
-    """`taken`: whether weights and state were changed; `grad_norm`: before clipping, where the strategy clips."""
-
-    taken: bool
-    grad_norm: torch.Tensor | None = None
-
-
 class Engine(Protocol):
-    """Owns the weights and the optimizer. `backward` of every micro-batch, then one `step`.
+    """Owns the weights and the optimizer. `backward` for every micro-batch, then one `step`.
 
-    `masters` are the tensors that the optimizer updates on this process: fp32 (bf16_sr: bf16), flat or sharded
-    as the engine keeps them; `optimizer.state` is keyed by them. With optimizer_in_backward the optimizer steps
-    with the lr that was set before `backward`. `scaler`: of the loss in fp16, where the engine scales it itself.
-    What has an answer here is that of an engine with nothing of its own beside torch's.
+    `masters`: the tensors that the optimizer updates on this process: fp32 (bf16_sr: bf16), flat or sharded as the
+    engine keeps them; `optimizer.state` is keyed by them. With optimizer_in_backward the optimizer uses the lr that was
+    set before `backward`. `scaler`: of the fp16 loss, where the engine scales it itself. Methods with a body here suit
+    an engine that adds nothing to torch.
     """
 
     strategy: Strategy
@@ -45,7 +37,7 @@ class Engine(Protocol):
         ...
 
     def step(self, lr: float, losses: Sequence[torch.Tensor]) -> Stepped:
-        """Clip, update, clear gradients; or, where the gradients are not finite on any process, clear them alone.
+        """Clip, update, clear gradients; or only clear them, where they are not finite on any process.
 
         `losses`: of this process's micro-batches; they decide where the engine knows no norm of the gradients.
         """
@@ -53,7 +45,7 @@ class Engine(Protocol):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Surround forward passes that no backward pass follows: of all processes, as many of each."""
+        """Surround forward passes without a backward pass: all processes, as many each."""
         self.model.eval()
         try:
             with torch.no_grad():
@@ -62,26 +54,26 @@ class Engine(Protocol):
             self.model.train()
 
     def publish(self) -> None:
-        """Bring the weights up to the masters, where these are apart and others wrote to them; on all processes."""
+        """Copy the masters to the weights, where these are apart and others wrote to the masters; on all processes."""
         return
 
     @contextmanager
     def on_device(self, master: torch.Tensor) -> Iterator[None]:
-        """Surround a step of this master alone, for its state's sake: one that waits on the host is on the device, with
-        any values."""
+        """Surround a step of this master alone that only makes its state. One in CPU memory is on the device, with any
+        values."""
         yield
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied with in fp16; else 1."""
+        """The factor of the loss in fp16; else 1."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
     def buffers(self) -> Iterable[torch.Tensor]:
-        """What the engine holds now beyond parameters, masters, gradients and state, such as its buckets."""
+        """What the engine holds now besides parameters, masters, gradients and state, such as its buckets."""
         return ()
 
     def gradients(self) -> Iterable[torch.Tensor]:
-        """Gradients that the engine holds now beside those of parameters and masters."""
+        """Gradients that the engine holds now besides those of parameters and masters."""
         return ()
 
     def calls(self) -> Iterable[tuple[object, str]]:
@@ -89,7 +81,7 @@ class Engine(Protocol):
         return ()
 
     def shards(self) -> list[Shard]:
-        """What this process's masters hold of the trained parameters, which have their names in the plain model."""
+        """What this process's masters hold of the trained parameters, by their names in the plain model."""
         ...
 
 
@@ -108,7 +100,7 @@ def compute_dtype(strategy: Strategy) -> torch.dtype:
 
 
 def use_matmul_precision(strategy: Strategy) -> None:
-    """Let fp32 matrix products and convolutions on CUDA use TF32 where the strategy says so, and only there.
+    """Let fp32 matrix products and convolutions on CUDA use TF32 only where the strategy says so.
 
     TF32 keeps 10 bits of the mantissa; torch's own default is TF32 for cuDNN's convolutions alone.
     """
@@ -119,10 +111,10 @@ def use_matmul_precision(strategy: Strategy) -> None:
 
 @dataclass(frozen=True)
 class Shard:
-    """A run of a parameter's elements, as they follow each other in memory, within a master of this process.
+    """A run of a parameter's consecutive elements, within a master of this process.
 
-    Elements `offset` to `offset + length` of the parameter `name`, which has `shape` as a whole, are elements `start`
-    to `start + length` of master number `master`.
+    Elements `offset` to `offset + length` of the parameter `name`, of whole `shape`, are elements `start` to `start +
+    length` of master number `master`.
     """
 
     name: str
@@ -138,5 +130,5 @@ class Shard:
 
 
 def whole(named: Iterable[tuple[str, torch.Tensor]]) -> list[Shard]:
-    """Parameters that are each a master of their own, in the masters' order."""
+    """Parameters that are each their own master, in the masters' order."""
     return [Shard(name, tuple(param.shape), 0, i, 0, param.numel()) for i, (name, param) in enumerate(named)]

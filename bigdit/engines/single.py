@@ -1,4 +1,4 @@
-"""One process: plain PyTorch, with fp32 master weights beside bf16 or fp16 ones."""
+"""One process: plain PyTorch, with fp32 master weights for bf16 or fp16 ones."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import torch
 from torch import nn
 
 from bigdit import optim
-from bigdit.engines.backward import Backward
-from bigdit.engines.protocol import Engine, Shard, Stepped, whole
+from bigdit.engines.backward import Backward, Stepped
+from bigdit.engines.protocol import Engine, Shard, whole
 from bigdit.models.swap import moved, swap_of, with_data
 from bigdit.strategy import Strategy
 from bigdit.units import MIB
 
-# The fp32 gradients that exist at once. All of them would cost 4 bytes a parameter and decide the peak.
+# The fp32 gradients that exist at once. All of them would take 4 bytes a parameter, and be the peak.
 CHUNK_BYTES = 256 * MIB
-# Of these, what is made at once of adapters' gradients, which are many and small. Others are turned one by one: those
-# of a list live on while their fp32 copies are made, and with whole models the step may be what takes most.
+# Of these, the adapters' gradients that are made at once: they are many and small. Others are converted one by one. A
+# list keeps its gradients while their fp32 copies are made, and in full fine-tuning the step may be the peak phase.
 LIST_BYTES = 2 * MIB
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """A parameter and its master."""
 
 
 class SingleEngine(Engine):
-    """bf16 and fp16 keep fp32 masters, and turn the gradients to fp32 chunk by chunk as the optimizer takes them.
+    """bf16 and fp16 have fp32 masters; gradients become fp32 chunk by chunk, as the optimizer needs them.
 
     In the other precisions the parameters are their own masters. fp16 scales the loss dynamically.
     """
@@ -93,7 +93,7 @@ class SingleEngine(Engine):
         return stepped
 
     def _step_masters(self, losses: Sequence[torch.Tensor]) -> Stepped:
-        """Step the masters that have a gradient, a chunk at a time: the optimizer passes over the others."""
+        """Step the masters that have a gradient, a chunk at a time: the optimizer skips the others."""
         stepped, factor = self._backward.judge(losses, lambda: _norm(self._gradients()))
         if not stepped.taken:
             self.model.zero_grad(set_to_none=True)
@@ -106,7 +106,7 @@ class SingleEngine(Engine):
             gradients = [master.grad for master in masters if master.grad is not None]
             if factor is not None and gradients:
                 torch._foreach_mul_(gradients, factor)
-            del gradients  # or they would live on while the next chunk's are made
+            del gradients  # else they stay allocated while the next chunk's are made
             self.optimizer.step()
             for master in masters:
                 master.grad = None
@@ -123,7 +123,7 @@ def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _widen(pairs: list[Pair]) -> None:
-    """Hand the gradients of parameters to their masters, in fp32."""
+    """Move the gradients of parameters to their masters, in fp32."""
     for _, master in pairs:
         master.grad = torch.empty_like(master)
     torch._foreach_copy_([master.grad for _, master in pairs], [param.grad for param, _ in pairs])

@@ -1,9 +1,8 @@
 """This process's share of the training state by parameters' names, alike for every engine and number of processes.
 
-Masters, their average and an optimizer's state that has an element for each of theirs are runs of the parameters'
-elements: another engine, or another number of processes, finds its own runs among those that were saved. What an
-optimizer keeps otherwise (quantised in blocks, or factored) depends on how the masters lie here, and is taken up by
-the same engine on as many processes alone.
+Masters, their EMA, and optimizer state of their shape are runs of the parameters' elements. Another engine, or another
+number of processes, finds its own runs in those that were saved. Other state (quantised in blocks, or factored) depends
+on how masters lie on the processes: only the same engine on as many processes can load it.
 
     master.<parameter>             what the optimizer steps
     ema.<parameter>                its moving average; of several the first, and the others are ema2, ema3, …
@@ -27,14 +26,14 @@ from bigdit.engines.ema import Ema
 from bigdit.engines.protocol import Engine, Shard
 
 LOCAL = "local."
-AVERAGE = "ema"
+EMA = "ema"
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where elements `offset` to `offset + len(tensor)` lie of what is saved under a name and has `numel`.
+    """Elements `offset` to `offset + len(tensor)` of what is saved under a name, and has `numel`.
 
-    `tensor` is one-dimensional; a view of what it stands for, but of `number`s, which `adopt` puts back.
+    `tensor` is one-dimensional, and a view of what it stands for; of a `number` it is a copy, which `adopt` puts back.
     """
 
     tensor: torch.Tensor
@@ -44,21 +43,21 @@ class Place:
 
 
 def places(engine: Engine, ema: Ema | None, rank: int) -> dict[str, Place]:
-    """Everything that the next step depends on, by the names it is saved under."""
+    """Everything that the next step depends on, by the names under which it is saved."""
     found = _tensors(engine, ema, rank)
     if engine.scaler is not None:
         found |= {f"scaler.{key}": _number(value) for key, value in engine.scaler.state_dict().items()}
     return found
 
 
-def average_kind(i: int) -> str:
-    """What average number i (from 0) of a parameter is saved under."""
-    return f"{AVERAGE}{i + 1}" if i else AVERAGE
+def ema_kind(i: int) -> str:
+    """The name under which average number i (from 0) of a parameter is saved."""
+    return f"{EMA}{i + 1}" if i else EMA
 
 
-@torch.no_grad()  # or each shard of a DTensor is an operation of autograd's, a tenth of what a recorded step takes
+@torch.no_grad()  # else autograd records each shard of a DTensor, a tenth of a recorded step's time
 def checkpoint_bytes(engine: Engine, ema: Ema | None) -> int:
-    """What this process copies to the host to save its state, as it is now."""
+    """The bytes that this process copies to CPU memory to save its current state."""
     return sum(
         torch.as_tensor(value).nbytes if shard is None else shard.length * value.itemsize
         for _, value, shard in _held(engine, ema, 0)
@@ -66,7 +65,7 @@ def checkpoint_bytes(engine: Engine, ema: Ema | None) -> int:
 
 
 def _tensors(engine: Engine, ema: Ema | None, rank: int) -> dict[str, Place]:
-    """Masters, their average, and the optimizer's state."""
+    """Masters, their EMA, and the optimizer's state."""
     found: dict[str, Place] = {}
     for name, value, shard in _held(engine, ema, rank):
         if shard is not None:
@@ -79,12 +78,12 @@ def _tensors(engine: Engine, ema: Ema | None, rank: int) -> dict[str, Place]:
 
 
 def _held(engine: Engine, ema: Ema | None, rank: int) -> Iterator[tuple[str, Any, Shard | None]]:
-    """The same by their names, as they lie: a tensor and the run in it; or, without a run, a number or a local part."""
+    """The same by name: a tensor and its run; or, without a run, a number or a local part."""
     for shard in engine.shards():
         master = engine.masters[shard.master]
         yield f"master.{shard.name}", _local(master), shard
         for i, averages in enumerate([] if ema is None else ema.every):
-            yield f"{average_kind(i)}.{shard.name}", averages[shard.master], shard
+            yield f"{ema_kind(i)}.{shard.name}", averages[shard.master], shard
         for key, value in engine.optimizer.state.get(master, {}).items():
             if _is_elementwise(value, master):
                 yield f"state.{key}.{shard.name}", _local(value), shard
@@ -98,10 +97,10 @@ def _held(engine: Engine, ema: Ema | None, rank: int) -> Iterator[tuple[str, Any
 
 
 def make_state(engine: Engine, saved: Collection[str], rank: int) -> None:
-    """Have the optimizer allocate state for each master of which any was saved, by the names of what was saved.
+    """Have the optimizer allocate state for each master that has saved state, by the names of what was saved.
 
-    It steps on a zero gradient, so that the state is sharded, quantised or paged as ever; what that writes is
-    overwritten by what was saved.
+    It steps on a zero gradient, so that the state is sharded, quantised or paged as always. The values that this writes
+    are overwritten by the saved ones.
     """
     with_state = {name.split(".", 2)[2] for name in saved if name.startswith("state.")}
     kept = {int(name.split(".")[2]) for name in saved if name.startswith(f"{LOCAL}{rank}.")}
@@ -116,7 +115,7 @@ def make_state(engine: Engine, saved: Collection[str], rank: int) -> None:
 
 
 def adopt(engine: Engine, filled: dict[str, Place]) -> None:
-    """Put back what is no view: numbers, the loss scale."""
+    """Put back what is no view: numbers, and the loss scale."""
     for shard in engine.shards():
         state = engine.optimizer.state.get(engine.masters[shard.master], {})
         for key, value in state.items():
@@ -140,7 +139,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_elementwise(value: Any, master: torch.Tensor) -> bool:
-    """Whether `value` has an element for each of the master's: then it can be cut wherever the master can."""
+    """Whether `value` has an element for each of the master's: then it can be cut where the master can."""
     if not isinstance(value, torch.Tensor):
         return False
     value = _local(value)
@@ -150,7 +149,7 @@ def _is_elementwise(value: Any, master: torch.Tensor) -> bool:
 
 
 def parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The plain tensors that a tensor consists of here: torchao's quantised ones keep codes, scales and a map."""
+    """The plain tensors that a tensor consists of here: torchao's quantised ones hold codes, scales and a map."""
     tensor = _local(tensor)
     if is_traceable_wrapper_subclass(tensor):
         for part in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]

@@ -1,10 +1,10 @@
 """Encode images, videos and captions once, by any number of processes and machines, into a store.
 
 1. `extract.py` claims the store (`store/schema.py`) and makes a `Job` of the ranges that are missing. It
-   finds what changed in the sources: by names, sizes and times, and by content where times alone differ.
-2. The job is done here, or as a SLURM array or Ray tasks (`tasks.py`). `ranges.pull` hands out what the store lacks.
+   finds what changed in the sources: by names, sizes and times, and by content if only times differ.
+2. The job runs here, or as a SLURM array or Ray tasks (`tasks.py`). `store/lease.py` picks the next missing range.
 3. `job.py` gives units to worker processes. `worker.py` encodes one unit while the one before it is written. Encoders
    that do not fit a GPU together take turns (`encoders/load.py`).
-4. A worker marks what it does in `workers/NAME/`, and `store/lease.py` tells whether its process still lives.
+4. A worker marks its range in `workers/NAME/`, and `store/lease.py` tells whether its process still lives.
 5. `report.py` counts the finished store; `verify.py` reads every byte.
 """

@@ -1,8 +1,7 @@
-"""Encode a run's pictures and captions into its store: what is missing, in parallel, each part once.
+"""Encode a run's images and captions into its store: the missing parts, in parallel, each once.
 
-What has changed in the sources since is told by a listing of each in the store: names, sizes and times of its files. It
-can be deleted at any time. Where a time alone differs, as after a copy, the files are read, and their digests held
-against those in the parts.
+The store has a listing of each source, with names, sizes and times of its files, which shows changes. It can be deleted
+at any time. If only a time differs, as after a copy, the files are read, and their digests compared with the parts'.
 """
 
 from __future__ import annotations
@@ -26,21 +25,19 @@ from pydantic import TypeAdapter
 from bigdit import log
 from bigdit.catalog.conditions import class_count, class_misfits, condition_problems, first_frame_misfits, takes_classes
 from bigdit.config.run import RunConfig
-from bigdit.encoders.codecs import ImageCodec, load_image_codec
 from bigdit.encoders.first_frame import load_first_frames
 from bigdit.encoders.fit import latent_misfits, size_misfits, text_misfits
-from bigdit.encoders.load import load_text_encoder
-from bigdit.encoders.text_encoder import TextEncoder, shapes_of
+from bigdit.encoders.load import load_image_codec, load_text_encoder
+from bigdit.encoders.protocol import ImageCodec, TextEncoder, shapes_of
 from bigdit.errors import UserError, shown
-from bigdit.extract.job import Job, encode_here
-from bigdit.extract.ranges import missing, parse_split
+from bigdit.extract.job import Job, encode_here, parse_split
 from bigdit.extract.report import FILE as REPORT
 from bigdit.extract.report import ExtractReport, StoreReport, extract_report, store_report
 from bigdit.files import replacing, write_text
 from bigdit.sources.open import INDEX, SourceList, open_source
 from bigdit.sources.protocol import Entry, Item, Source, Unusable
 from bigdit.store.files import url_of
-from bigdit.store.lease import own_folder, remove_left
+from bigdit.store.lease import missing, own_folder, remove_left
 from bigdit.store.part import Shape, part_path
 from bigdit.store.reader import Part
 from bigdit.store.schema import EXTRACT, Range, StoreSchema, claim, part_identity, read_schema, store_identity
@@ -48,7 +45,7 @@ from bigdit.store.store import write_null_text
 from bigdit.strategy import ModelSpec
 
 Engine = Callable[[Job, Source], None]
-"""Completes a job, by processes of this machine or of others. Raises UserError where it cannot."""
+"""Completes a job by processes of this machine or of others. Raises UserError on failure."""
 
 
 def extract(
@@ -62,11 +59,13 @@ def extract(
     engine: Engine = encode_here,
     only: Sequence[Range] | None = None,
 ) -> ExtractReport:
-    """Complete the store of `run`, or the parts that start in source indices [start, end) or in shard k/n, or `only`
-    some, with `workers` processes (of each task of an engine), data.workers by default. The same call goes on.
+    """Complete the store of `run`. Calling it again resumes it.
 
-    Raises UserError where pictures, encoders, buckets, model and store do not go together, the disk cannot be
-    written, a worker dies, or every picture was skipped.
+    Only parts that start in source indices [start, end) or in shard k/n, or those of `only`, are encoded. `workers`:
+    the processes, of each task of an engine; data.workers by default.
+
+    Raises UserError if images, encoders, buckets, model and store do not fit together, the disk cannot be written, a
+    worker dies, or every image was skipped.
     """
     began = time.perf_counter()
     root = run.data.features
@@ -74,7 +73,7 @@ def extract(
         raise UserError("strategy.features is online: each step encodes, and nothing is extracted; set it to cached")
     if url_of(root) is not None:
         raise UserError(
-            f"data.features: {url_of(root)} is read, and not extracted to; extract into a folder, and copy it there"
+            f"data.features: extraction cannot write to {url_of(root)}; extract into a folder, and copy it there"
         )
     if problems := condition_problems(run, model):
         raise UserError(*problems)
@@ -87,7 +86,7 @@ def extract(
     if wanted:
         engine(job, source)
     if (text := run.encoders.text) is not None:
-        with own_folder(root) as folder:  # a worker has written it, unless there was nothing to encode
+        with own_folder(root) as folder:  # a worker wrote it, unless no part was missing
             write_null_text(root, lambda: load_text_encoder(text).null(), store_identity(schema), folder)
     whole = not missing(root, schema.ranges())
     store = _whole(root, schema, changed=bool(wanted)) if whole else None
@@ -95,7 +94,7 @@ def extract(
 
 
 def _prepare(run: RunConfig, model: ModelSpec, source: SourceList) -> StoreSchema:
-    """Load the encoders once to name them, check what hangs together, and claim the store."""
+    """Load the encoders for their identities, check that everything fits together, and claim the store."""
     codec, text = load_image_codec(run.encoders.image), run.encoders.text
     text_encoder = None if text is None else load_text_encoder(text)
     frames = load_first_frames(run.encoders.first_frame, codec, torch.device("cpu"))
@@ -129,7 +128,7 @@ def _prepare(run: RunConfig, model: ModelSpec, source: SourceList) -> StoreSchem
 
 
 def _latent_shapes(run: RunConfig, codec: ImageCodec) -> tuple[list[Shape], list[str]]:
-    """Of each bucket that the codec takes; and why it takes others not."""
+    """The latents' shapes of the buckets, and why the codec cannot encode others."""
     shapes: list[Shape] = []
     problems: list[str] = []
     for bucket in run.data.buckets:
@@ -143,7 +142,7 @@ def _latent_shapes(run: RunConfig, codec: ImageCodec) -> tuple[list[Shape], list
 def unfit_model(
     model: ModelSpec, codec: ImageCodec, text: TextEncoder | None, classes: list[str] | int | None
 ) -> list[str]:
-    """What of latents, texts or classes the model does not take."""
+    """Why the model cannot take the latents, texts or classes."""
     latents = [f"encoders.image gives {misfit}" for misfit in latent_misfits(model, codec.channels)]
     if text is not None:
         return [
@@ -161,32 +160,32 @@ def _unfit_frames(
 
 
 def _whole(root: Path, schema: StoreSchema, *, changed: bool) -> StoreReport:
-    """The report of a whole store, and its file, which an extraction that found nothing to do leaves as it is."""
+    """The report of a complete store. Its file is written if parts `changed`."""
     report = store_report(root, schema)
     if changed or not (root / REPORT).exists():
         with own_folder(root) as folder:
-            # Not by pydantic, which writes no path that is not UTF-8.
+            # pydantic cannot write paths that are not UTF-8.
             write_text(root / REPORT, json.dumps(report.model_dump(mode="json"), indent=2) + "\n", folder)
     if not report.encoded:
         first = report.skipped[0]
-        # Of a table labels are taken for numbers where nothing names the classes.
+        # Without names of classes, labels of a table must be numbers.
         names = ", or name the classes in data.classes" if isinstance(schema.classes, int) else ""
         raise UserError(
-            f"data.images: no picture of {report.pictures} can be used, the first {first.name}: "
-            f"{first.reason}; mend them{names}, delete {root}, and run again"
+            f"data.images: none of {report.images} images can be used, the first {first.name}: "
+            f"{first.reason}; fix them{names}, delete {root}, and run again"
         )
     return report
 
 
-_NAMED = 3  # of each kind of change
+_NAMED = 3  # names of each kind of change
 _ENTRY = TypeAdapter(tuple[str, int, str, str, str], config={"strict": True})
 _DAMAGED = OSError, EOFError, ValueError, zlib.error
-_READERS = 8  # parts whose files are read side by side
+_READERS = 8  # parts whose files are read in parallel
 
 
 @dataclass
 class _Changes:
-    """Names of what was added, removed and edited; `touched`: ranges of items that may have been edited as well."""
+    """Names of items that were added, removed and edited. `touched`: ranges of items that may have been edited."""
 
     added: list[str] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
@@ -195,11 +194,13 @@ class _Changes:
 
 
 def check_unchanged(root: Path, schema: StoreSchema, source: SourceList) -> None:
-    """Raise UserError, which names what changed, where the store at `root` was encoded from other files than those that
-    the sources of `schema` have now. Parts that are not encoded yet may be of any."""
+    """Raise UserError, with the changes, if files of the sources changed since the store at `root` was encoded.
+
+    Files of missing parts may change.
+    """
     found = read_schema(root)
     if found is None or _without_sources(found) != _without_sources(schema):
-        return  # claiming it says what differs
+        return  # claim() reports the differences
     pairs = list(zip(found.sources, schema.sources, strict=False))
     same, first, problems = all(before == now for before, now in pairs), 0, list[str]()
     for number, (before, now) in enumerate(pairs):
@@ -209,19 +210,19 @@ def check_unchanged(root: Path, schema: StoreSchema, source: SourceList) -> None
             touched = [(first + start, first + end) for start, end in changes.touched]
             changes = _Changes(edited=_edited(root, found, source, touched))
         if (same or before != now) and (changes.added or changes.removed or changes.edited):
-            problems.append(_told(root, number, changes))
+            problems.append(_message(root, number, changes))
         first += len(inner)
     if problems:
         raise UserError(*problems)
 
 
 def _without_sources(schema: StoreSchema) -> StoreSchema:
-    """A schema without its sources, as it is read back."""
+    """A schema without its sources, as it would be read from a file."""
     return StoreSchema.model_validate_json(schema.model_copy(update={"sources": []}).model_dump_json())
 
 
 def write_listings(root: Path, source: SourceList) -> None:
-    """Keep what the sources consist of now, where that is not what is kept."""
+    """Write the listings of sources that changed."""
     for number, inner in enumerate(source.sources):
         path = _listing(root, number)
         if not _is_listed(path, inner):
@@ -244,14 +245,14 @@ def _is_listed(path: Path, source: Source) -> bool:
 
 
 def _listed(path: Path) -> list[Entry]:
-    """The entries of a listing; none where there is none, or it is damaged."""
+    """The entries of a listing; none if it is missing or damaged."""
     with contextlib.suppress(*_DAMAGED), gzip.open(path, "rt") as file:
         return [Entry(*_ENTRY.validate_json(line)) for line in file]
     return []
 
 
 def _compared(path: Path, source: Source) -> _Changes:
-    """A source beside its listing; all of it is touched where there is none."""
+    """The changes of a source since its listing. Without a listing, all items are touched."""
     if _is_listed(path, source):
         return _Changes()
     before = dict(_numbered(_listed(path)))
@@ -264,7 +265,7 @@ def _compared(path: Path, source: Source) -> _Changes:
         if then is None:
             changes.added.append(now.name)
         elif replace(then, times=now.times) != now:
-            captions_alone = (then.count, then.picture) == (now.count, now.picture)
+            captions_alone = (then.count, then.image) == (now.count, now.image)
             changes.edited.append(f"the caption of {now.name}" if captions_alone else now.name)
         elif then != now:
             changes.touched.append((start, end))
@@ -273,7 +274,7 @@ def _compared(path: Path, source: Source) -> _Changes:
 
 
 def _numbered(entries: Iterable[Entry]) -> Iterator[tuple[tuple[str, int], Entry]]:
-    """Entries by their names; files of several folders may have one in common."""
+    """Entries with unique keys: files of several folders may have the same name."""
     seen: Counter[str] = Counter()
     for entry in entries:
         yield (entry.name, seen[entry.name]), entry
@@ -281,8 +282,8 @@ def _numbered(entries: Iterable[Entry]) -> Iterator[tuple[tuple[str, int], Entry
 
 
 def _edited(root: Path, schema: StoreSchema, source: SourceList, touched: Sequence[Range]) -> list[str]:
-    """Which of the items in ranges are not those that parts were encoded from. Raises UserError where one cannot be
-    read, or a part is damaged."""
+    """The items in the `touched` ranges that are not those of their parts. Raises UserError if one cannot be read, or a
+    part is damaged."""
     ranges = schema.ranges()
     absent = set(missing(root, ranges))
     asked: dict[Range, list[int]] = {}
@@ -311,25 +312,25 @@ def _edited(root: Path, schema: StoreSchema, source: SourceList, touched: Sequen
 
 
 def _edit(item: Item, known: list[int]) -> str | None:
-    """What of an item is not as its digests say."""
+    """The name of an item, or of its caption, if it is not as its digests say."""
     try:
-        picture, captions = item.read().digests()
+        image, captions = item.read().digests()
     except Unusable:
-        picture, captions = 0, 0
-    if [picture, captions] == known:
+        image, captions = 0, 0
+    if [image, captions] == known:
         return None
-    return item.name if picture != known[0] else f"the caption of {item.name}"
+    return item.name if image != known[0] else f"the caption of {item.name}"
 
 
-def _told(root: Path, number: int, changes: _Changes) -> str:
-    """One line of what changed, and what can be done."""
+def _message(root: Path, number: int, changes: _Changes) -> str:
+    """One line with the changes and the fix."""
     kinds = (("added", changes.added), ("removed", changes.removed), ("edited", changes.edited))
-    said = "; ".join(f"{len(names)} {what}: {_first(names)}" for what, names in kinds if names)
-    anew = f"to encode all again, set another data.features, or delete {root}; then {EXTRACT}"
-    line = f"data.features: {root} was encoded before data.images[{number}] changed: {said}; "
+    listed = "; ".join(f"{len(names)} {what}: {_first(names)}" for what, names in kinds if names)
+    again = f"to encode all again, set another data.features, or delete {root}; then {EXTRACT}"
+    line = f"data.features: {root} was encoded before data.images[{number}] changed: {listed}; "
     if changes.removed or changes.edited:
-        return line + anew
-    return f"{line}to encode these alone, move them to a folder of their own, and append it to data.images; {anew}"
+        return line + again
+    return f"{line}to encode only these, move them to a folder of their own, and append it to data.images; {again}"
 
 
 def _first(names: Sequence[str]) -> str:

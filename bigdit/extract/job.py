@@ -1,12 +1,12 @@
-"""Ranges to encode, described so that any process of any machine that sees the same files can do them; and the workers
-here that do, each handed one unit after another."""
+"""A job: ranges to encode, for any process of any machine with the same files; and the workers of this machine."""
 
 from __future__ import annotations
 
 import os
 import random
+import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -15,20 +15,20 @@ from pathlib import Path
 from bigdit import log
 from bigdit.config.data import DataConfig, EncodersConfig
 from bigdit.errors import UserError
-from bigdit.extract.ranges import missing, pull, split
 from bigdit.extract.report import UnitSpeed, shares_of
-from bigdit.extract.server import server
-from bigdit.extract.worker import Done, Failed, Finished, Note, Progress, Ready, Unit, work
+from bigdit.extract.worker import Done, Failed, Finished, Note, Progress, Ready, Unit, server, work
 from bigdit.sources.open import open_source
 from bigdit.sources.protocol import Source
-from bigdit.store.lease import remove_left
+from bigdit.store.lease import missing, pull, remove_left
 from bigdit.store.schema import EXTRACT, Range, StoreSchema, check_same
 
 
 @dataclass(frozen=True)
 class Job:
-    """The parts that start in `span`, or `only` some, of the store data.features of `schema`; the worker processes of
-    each that does it; the folder from which paths count."""
+    """The parts that start in `span`, or those of `only`, of the store data.features with `schema`.
+
+    `workers`: the processes of each task. `folder`: the folder that paths are relative to.
+    """
 
     data: DataConfig
     encoders: EncodersConfig
@@ -39,33 +39,33 @@ class Job:
     folder: Path
 
     def ranges(self) -> list[Range]:
-        """Of the parts, done or not."""
+        """The ranges of all parts of the job."""
         return split(self.schema.ranges(), *self.span) if self.only is None else list(self.only)
 
     def left(self) -> list[Range]:
-        """Of the parts that are not done."""
+        """The ranges of missing parts."""
         return missing(self.data.store, self.ranges())
 
 
 def encode_here(job: Job, source: Source) -> None:
-    """Encode what is missing of a job by processes of this machine, behind a progress bar on stderr.
+    """Encode the missing parts of a job by processes of this machine, with a progress bar on stderr.
 
-    Others may be at the same job: what they have committed meanwhile is not done again. Raises as encode_in_workers.
+    Other machines may run the same job. Parts that they commit are not encoded again. Raises as encode_in_workers.
     """
     root, ranges = job.data.store, job.left()
     units = (Unit(start, end, source.items(start, end)) for start, end in pull(root, ranges, random.Random()))
     with log.progress("extract", total=sum(end - start for start, end in ranges), unit=job.data.samples) as advance:
 
         def on_progress(progress: Progress, done: list[UnitSpeed]) -> None:
-            advance(progress.pictures, shares_of(done).at_work() if done else "", progress.skipped)
+            advance(progress.images, shares_of(done).at_work() if done else "", progress.skipped)
 
         encode_in_workers(units, min(job.workers, len(ranges)), job.encoders, job.schema, root, on_progress)
 
 
 def do(job: Job) -> None:
-    """A job as a task of an engine does it, in a process that has yet to open the sources.
+    """Run a job as a task of an engine: open the sources, and encode.
 
-    Raises UserError where they are not those that the job was made for, and as encode_here.
+    Raises UserError if the sources differ from the job's, and as encode_here.
     """
     try:
         os.chdir(job.folder)
@@ -77,15 +77,41 @@ def do(job: Job) -> None:
     encode_here(job, source)
 
 
+def split(ranges: Sequence[Range], start: int, end: int) -> list[Range]:
+    """The ranges that start in [start, end). Splits that cover the sources have each range exactly once."""
+    return [each for each in ranges if start <= each[0] < end]
+
+
+def parse_split(count: int, start: int | None, end: int | None, shard: str | None) -> Range:
+    """The source indices [start, end) of `--start-index`, `--end-index` and `--shard k/n`, of `count` images.
+
+    Raises UserError if they contradict one another or select nothing.
+    """
+    if shard is not None:
+        if start is not None or end is not None:
+            raise UserError("--shard cannot be combined with --start-index or --end-index")
+        found = re.fullmatch(r"(\d+)/(\d+)", shard)
+        if found is None or not 1 <= int(found[1]) <= int(found[2]):
+            raise UserError(f"--shard: {shard} is not k/n with k from 1 to n, such as 1/4 to 4/4")
+        k, n = int(found[1]), int(found[2])
+        return count * (k - 1) // n, count * k // n
+    first, last = start or 0, count if end is None else end
+    if not 0 <= first < count:
+        raise UserError(f"--start-index: {first} is out of range; the sources hold 0 to {count - 1}")
+    if last <= first:
+        raise UserError(f"--end-index: {last} must be greater than --start-index, which is {first}")
+    return first, last
+
+
 OnProgress = Callable[[Progress, list[UnitSpeed]], None]
-"""Called with the pictures that were encoded or skipped since, and all units that were committed so far."""
+"""Called with the images encoded or skipped since the last call, and all committed units."""
 
 _NOTHING = Progress(0, 0)
 
 
 @dataclass
 class Worker:
-    """One process, the parent's end of its pipe, the unit it is at, and whether it said its last word."""
+    """One process, the parent's end of its pipe, its current unit, and whether it has finished."""
 
     number: int
     process: ForkServerProcess
@@ -102,9 +128,9 @@ def encode_in_workers(
     root: Path,
     on_progress: OnProgress,
 ) -> list[UnitSpeed]:
-    """Encode all units in `count` processes; no process is left behind, however this ends.
+    """Encode all units in `count` processes. No process is left, however this ends.
 
-    Raises UserError where a worker reports one or dies; RuntimeError with the traceback of a bug in a worker.
+    Raises UserError if a worker reports one or dies, and RuntimeError with the traceback of a bug in a worker.
     """
     workers: list[Worker] = []
     done: list[UnitSpeed] = []
@@ -118,7 +144,7 @@ def encode_in_workers(
                 on_progress(progress, done)
     finally:
         for worker in workers:
-            if not worker.finished:  # in the middle of a unit: what it was at is taken away below
+            if not worker.finished:  # within a unit; its lease is removed below
                 worker.process.terminate()
             worker.pipe.close()
         for worker in workers:
@@ -135,17 +161,17 @@ def _start(number: int, encoders: EncodersConfig, schema: StoreSchema, root: Pat
     )
     try:
         process.start()
-    except (EOFError, OSError) as error:  # not an EOFError, which click takes for Ctrl-D
+    except (EOFError, OSError) as error:  # click would take an EOFError for Ctrl-D
         raise UserError(
             f"extraction worker {number} could not be started: the process that starts workers was killed, or cannot "
-            f"start one ({error}); {EXTRACT} goes on from the parts done"
+            f"start one ({error}); {EXTRACT} resumes from the finished parts"
         ) from None
-    theirs.close()  # with this end held by the worker alone, its death closes the pipe
+    theirs.close()  # now only the worker holds this end, so its death closes the pipe
     return Worker(number, process, ours)
 
 
 def _hear(worker: Worker, units: Iterator[Unit], done: list[UnitSpeed], noted: set[str]) -> Progress:
-    """Take one message of a worker; the progress that it tells of."""
+    """Receive one message of a worker, and return its progress."""
     try:
         message = worker.pipe.recv()
         if isinstance(message, Ready):
@@ -171,10 +197,10 @@ def _hear(worker: Worker, units: Iterator[Unit], done: list[UnitSpeed], noted: s
 
 
 def _death(worker: Worker) -> UserError:
-    """A worker that ended without a word: killed, for lack of memory perhaps, or crashed in native code."""
+    """The error for a worker that died: it was killed, perhaps for lack of memory, or crashed in native code."""
     worker.process.join()
     status = worker.process.exitcode or 0
     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
-    where = f" at pictures {worker.unit.start} to {worker.unit.end - 1}" if worker.unit else ""
+    where = f" at images {worker.unit.start} to {worker.unit.end - 1}" if worker.unit else ""
     memory = " (if memory ran out: fewer --workers)" if status == -signal.SIGKILL else ""
-    return UserError(f"extraction worker {worker.number} {how}{where}{memory}; {EXTRACT} goes on from the parts done")
+    return UserError(f"extraction worker {worker.number} {how}{where}{memory}; {EXTRACT} resumes from the parts done")

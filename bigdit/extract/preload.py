@@ -1,4 +1,4 @@
-"""What the server imports from which workers are forked: once, however many there are, and without remarks."""
+"""Imported once by the server that forks workers (`worker.server`), with the libraries' warnings suppressed."""
 
 from bigdit import libraries
 

@@ -1,7 +1,6 @@
-"""What a store holds (`report.json` when it is whole), what an extraction did, and how fast (`speed/NAME.jsonl`).
+"""Reports: the contents of a store (`report.json` when it is complete), and the speed of workers (`speed/NAME.jsonl`).
 
-Each worker appends a line a unit to a file of its own, so that any number of them, on any number of machines, add up
-unmerged.
+Each worker appends a line for each unit to its own file. So workers of several machines need no merging.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from bigdit.extract.ranges import missing
 from bigdit.files import read_bytes
 from bigdit.store.header import check_part, read_header
-from bigdit.store.lease import Fate, WorkerName, all_leases
+from bigdit.store.lease import Fate, WorkerName, all_leases, missing
 from bigdit.store.part import Skipped, part_path, shape_name
 from bigdit.store.schema import Known, Range, StoreSchema, part_identity
 from bigdit.store.text import Cut, summed
@@ -29,10 +27,12 @@ FOLDER = "speed"
 
 
 class UnitSpeed(Strict):
-    """The unit of the range [start, end), in seconds: from the end of the one before it to its features, of which
-    waiting for the writer, reading and decoding pictures, encoding (in `gpu_s` on a GPU); the writer's own, beside the
-    next unit's; those of the process' cores, and those in which the encoding thread waited for a core to be free.
-    `skipped`: pictures of the range that were not encoded."""
+    """The seconds of one unit, the range [start, end).
+
+    `seconds`: from the end of the unit before it to its features. They include reading and decoding images, encoding
+    (`gpu_s` on a GPU) and waiting for the writer. `writing_s` overlaps with the next unit. `cpu_s`: of all cores.
+    `queue_s`: the encoding thread waited for a free core. `skipped`: images that were not encoded.
+    """
 
     start: int
     end: int
@@ -49,13 +49,15 @@ class UnitSpeed(Strict):
 
     @property
     def encoded(self) -> int:
-        """Pictures that were not skipped."""
+        """The number of encoded images."""
         return self.end - self.start - self.skipped
 
 
 class Shares(Strict):
-    """Of the workers' time: what they were at (the rest is theirs between), and what was at work: cores, a GPU, or
-    neither, where they waited for the disk; `queue`: they waited for a core that others kept busy."""
+    """Shares of the workers' time: by activity, and by cores, GPU, or neither (`io`: they waited for the disk).
+
+    `queue`: they waited for a busy core.
+    """
 
     reading: float
     encoding: float
@@ -66,24 +68,24 @@ class Shares(Strict):
     queue: float
 
     def at_work(self) -> str:
-        """Of cores, GPU and disk."""
+        """The shares of cores, GPU and disk as text."""
         return f"CPU {self.cpu:.0%} GPU {self.gpu:.0%} IO {self.io:.0%}"
 
 
 class WorkerSpeed(Strict):
-    """What a worker did: speed without start-up, in pictures encoded a second."""
+    """The work of one worker, and its speed without start-up."""
 
     worker: str
     device: str
     parts: int
-    pictures: int
+    images: int
     seconds: float
     images_per_s: float
     shares: Shares
 
 
 class Stopwatch:
-    """Adds up the seconds of what a unit's time goes into."""
+    """Adds up the seconds of a unit by activity."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -92,7 +94,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def at(self, what: str) -> Iterator[None]:
-        """The time of the block goes into `what`."""
+        """Count the time of the block as `what`."""
         began = time.perf_counter()
         try:
             yield
@@ -100,7 +102,7 @@ class Stopwatch:
             self.seconds[what] += time.perf_counter() - began
 
     def stop(self, start: int, end: int, skipped: int, device: str) -> UnitSpeed:
-        """The speed of a unit, all but its writing."""
+        """The speed of a unit, without its writing."""
         encoding = self.seconds["encoding"]
         return UnitSpeed(
             start=start,
@@ -119,7 +121,7 @@ class Stopwatch:
 
 
 def shares_of(units: list[UnitSpeed]) -> Shares:
-    """What the time of units went into."""
+    """The shares of units' time."""
     total = sum(unit.seconds for unit in units) or 1.0
 
     def share(name: str) -> float:
@@ -138,8 +140,10 @@ def shares_of(units: list[UnitSpeed]) -> Shares:
 
 
 def _queued_s() -> float:
-    """Seconds that this thread was ready to run, and no core was free. Source: Linux, Documentation/scheduler/
-    sched-stats.rst, the second number; 0 where the kernel does not keep it."""
+    """Seconds in which this thread could run, and no core was free; 0 if the kernel does not count them.
+
+    Source: Linux, Documentation/scheduler/sched-stats.rst, the second number.
+    """
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except OSError:
@@ -147,7 +151,7 @@ def _queued_s() -> float:
 
 
 def append(root: Path, worker: str, unit: UnitSpeed) -> None:
-    """Add a line to a worker's file. It is no part of the store: where the disk is full it is left out."""
+    """Add a line to a worker's file. Errors are ignored, such as a full disk: the store does not need it."""
     line = (unit.model_dump_json() + "\n").encode()
     with contextlib.suppress(OSError):
         (root / FOLDER).mkdir(exist_ok=True)
@@ -159,8 +163,8 @@ def append(root: Path, worker: str, unit: UnitSpeed) -> None:
 
 
 def read_units(root: Path) -> dict[str, list[UnitSpeed]]:
-    """The units of each worker that ever worked on the store; lines that a crash has cut are left out, as are files
-    that are named after no worker or cannot be read."""
+    """The units of each worker that ever worked on the store. Cut lines, unreadable files and other files are left
+    out."""
     found: dict[str, list[UnitSpeed]] = {}
     for file in sorted((root / FOLDER).glob("*.jsonl")):
         if WorkerName.parse(file.stem) is None:
@@ -168,7 +172,7 @@ def read_units(root: Path) -> dict[str, list[UnitSpeed]]:
         units = []
         try:
             lines = read_bytes(file).decode(errors="replace").splitlines()
-        except OSError:  # a folder, or what else is no file
+        except OSError:  # it is no file
             continue
         for line in lines:
             with contextlib.suppress(ValidationError):
@@ -180,12 +184,12 @@ def read_units(root: Path) -> dict[str, list[UnitSpeed]]:
 
 def worker_speed(worker: str, units: list[UnitSpeed]) -> WorkerSpeed:
     """The sum of a worker's units."""
-    pictures, seconds = sum(unit.end - unit.start for unit in units), sum(unit.seconds for unit in units)
+    images, seconds = sum(unit.end - unit.start for unit in units), sum(unit.seconds for unit in units)
     return WorkerSpeed(
         worker=worker,
         device=units[-1].device,
         parts=len(units),
-        pictures=pictures,
+        images=images,
         seconds=round(seconds, 3),
         images_per_s=round(sum(unit.encoded for unit in units) / seconds, 2) if seconds else 0.0,
         shares=shares_of(units),
@@ -196,7 +200,7 @@ FILE = "report.json"
 
 
 class AtWork(Strict):
-    """A worker that has ranges in hand, or left them: alive or dead on this machine, or on another."""
+    """A worker with leased ranges, which may be dead, or on another machine."""
 
     worker: str
     fate: Fate
@@ -205,14 +209,16 @@ class AtWork(Strict):
 
 
 class StoreReport(Strict):
-    """A store as it is: parts that are done of all, pictures of the sources, and of the parts that are done encoded
-    pictures by latents' shape, what was skipped, their captions, and which of these tokenizers cut, bytes by column;
-    encoders, or classes as in the schema; every worker that ever wrote a part."""
+    """The contents of a store: finished parts and all parts, images of the sources, encoders and classes of the schema,
+    and every worker.
+
+    Of finished parts: encoded images by latents' shape, skipped images, captions, cut captions, bytes by column.
+    """
 
     features: Path
     parts_done: int
     parts: int
-    pictures: int
+    images: int
     encoded: int
     buckets: dict[str, int]
     skipped: list[Skipped]
@@ -229,11 +235,11 @@ class StoreReport(Strict):
 
 
 class ExtractReport(Strict):
-    """What an extraction did: parts and their pictures, the workers that wrote them; `store` where it is whole."""
+    """The work of one extraction: parts, their images, and the workers. `store` is None unless it is complete."""
 
     features: Path
     parts: int
-    pictures: int
+    images: int
     seconds: float
     images_per_s: float
     workers: list[WorkerSpeed]
@@ -241,7 +247,7 @@ class ExtractReport(Strict):
 
 
 def store_report(root: Path, schema: StoreSchema) -> StoreReport:
-    """Count the store by its parts' headers. Raises UserError where one is damaged."""
+    """The report of a store, from its parts' headers. Raises UserError if one is damaged."""
     ranges = schema.ranges()
     absent = set(missing(root, ranges))
     there = [each for each in ranges if each not in absent]
@@ -258,7 +264,7 @@ def store_report(root: Path, schema: StoreSchema) -> StoreReport:
         features=root,
         parts_done=len(headers),
         parts=len(ranges),
-        pictures=schema.count,
+        images=schema.count,
         encoded=sum(buckets.values()),
         buckets=dict(sorted(buckets.items())),
         skipped=[item for header in headers for item in header.skipped()],
@@ -280,20 +286,20 @@ def store_report(root: Path, schema: StoreSchema) -> StoreReport:
 
 
 def extract_report(root: Path, ranges: Sequence[Range], seconds: float, store: StoreReport | None) -> ExtractReport:
-    """What was done of `ranges`, all of which are in the store now, by whom."""
+    """The report on an extraction of `ranges`, which are all in the store now."""
     wanted = set(ranges)
     by_worker = {
         worker: [unit for unit in units if (unit.start, unit.end) in wanted]
         for worker, units in (read_units(root).items() if wanted else ())
     }
     skipped = {(unit.start, unit.end): unit.skipped for units in by_worker.values() for unit in units}
-    pictures = sum(end - start for start, end in ranges)
+    images = sum(end - start for start, end in ranges)
     return ExtractReport(
         features=root,
         parts=len(ranges),
-        pictures=pictures,
+        images=images,
         seconds=round(seconds, 3),
-        images_per_s=round((pictures - sum(skipped.values())) / seconds, 2),
+        images_per_s=round((images - sum(skipped.values())) / seconds, 2),
         workers=[worker_speed(worker, units) for worker, units in by_worker.items() if units],
         store=store,
     )

@@ -1,7 +1,6 @@
-"""Extraction by tasks on other machines: SLURM arrays by submitit, and Ray. Each task does the same job.
+"""Extraction by tasks on other machines: SLURM arrays by submitit, and Ray. All tasks have the same job.
 
-No task owns a share: each pulls what is missing in the store, so that fast ones take more, and what a lost one
-leaves is taken by the others, or by the same command run again.
+Each task pulls missing ranges, so fast ones do more. Other tasks, or the same command again, do the work of a lost one.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from bigdit.store.schema import EXTRACT
 from bigdit.units import how_many
 
 LOGS = "slurm"
-_LOOK_S = 0.5  # how often, at most, the store is looked at while others work
-_TIMEOUT_MIN = 24 * 60  # of a task, where nothing else is asked; submitit's own is 5 minutes
-# What ray.remote takes of a task that one may ask for. Source: ray 2.60, ray.remote_function.RemoteFunction.options.
+_LOOK_S = 0.5  # the shortest interval between looks at the store
+_TIMEOUT_MIN = 24 * 60  # the default of a task; submitit's is 5 minutes
+# Options of a Ray task that users may set. Source: ray 2.60, ray.remote_function.RemoteFunction.options.
 _RAY_OPTIONS = ("num_cpus", "num_gpus", "memory", "resources", "accelerator_type", "scheduling_strategy")
 
 
 class _Task:
-    """A job as submitit calls it; what SLURM preempts or ends for its time is queued again and goes on."""
+    """A job for submitit. If SLURM preempts it or its time ends, it is queued again and resumes."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -37,7 +36,7 @@ class _Task:
         do(self._job)
 
     def checkpoint(self) -> Any:
-        """What submitit queues in place of an interrupted task: it finds by itself what is left."""
+        """The task that submitit queues in place of an interrupted one. It finds the missing ranges itself."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)
@@ -45,9 +44,9 @@ class _Task:
 
 @dataclass(frozen=True)
 class Slurm:
-    """An array of `tasks`; `resources`: submitit's parameters, such as slurm_partition, timeout_min, gpus_per_node.
+    """An array of `tasks`. `resources`: submitit's parameters, such as slurm_partition, timeout_min, gpus_per_node.
 
-    Among them `cluster`: slurm, or local, which runs the same tasks as processes of this machine.
+    Its `cluster` is slurm, or local, which runs the tasks as processes of this machine.
     """
 
     tasks: int
@@ -61,20 +60,20 @@ class Slurm:
         asked: dict[str, Any] = {"timeout_min": _TIMEOUT_MIN, "cpus_per_task": job.workers, **self.resources}
         cluster = asked.pop("cluster", "slurm")
         if cluster not in ("slurm", "local"):
-            raise UserError(f"--resource: cluster={cluster} was asked, and slurm or local was expected")
+            raise UserError(f"--resource: cluster={cluster} is neither slurm nor local")
         if cluster == "slurm" and shutil.which("sbatch") is None:
-            raise UserError("--engine slurm: sbatch was not found on this machine; run this where SLURM submits from")
+            raise UserError("--engine slurm: sbatch was not found on this machine; run this on a SLURM login node")
         executor = submitit.AutoExecutor(folder=job.data.store / LOGS, cluster=cluster)
         try:
             executor.update_parameters(name="bigdit-extract", **asked)
         except (NameError, TypeError, ValueError) as error:
-            raise UserError(f"--resource: submitit refuses it: {' '.join(str(error).split())}") from None
+            raise UserError(f"--resource: submitit rejects it: {' '.join(str(error).split())}") from None
         jobs = executor.submit_array([_Task(job)] * self.tasks)
         log.notice(f"submitted {', '.join(each.job_id for each in jobs)}; logs: {job.data.store / LOGS}")
         try:
             _watch(job, lambda: all(each.done() for each in jobs))
         except KeyboardInterrupt:
-            log.notice("the tasks go on without this command; `scancel` ends them")
+            log.notice("the tasks continue without this command; `scancel` ends them")
             raise
         failed = [each for each in jobs if each.exception() is not None]
         if failed and job.left():
@@ -83,8 +82,8 @@ class Slurm:
 
 @dataclass(frozen=True)
 class Ray:
-    """`tasks` of the Ray cluster that RAY_ADDRESS names, or of one that is started here; `resources`: options of
-    ray.remote, such as num_gpus."""
+    """`tasks` on the Ray cluster of RAY_ADDRESS, or on one that is started here. `resources`: options of ray.remote,
+    such as num_gpus."""
 
     tasks: int
     resources: Mapping[str, Any]
@@ -95,7 +94,7 @@ class Ray:
         except ImportError:
             raise UserError("--engine ray: ray is missing; pip install 'bigdit[ray]'") from None
         if wrong := [name for name in self.resources if name not in _RAY_OPTIONS]:
-            raise UserError(f"--resource: a Ray task has no {wrong[0]}; {nearest(wrong[0], _RAY_OPTIONS)}")
+            raise UserError(f"--resource: a Ray task has no option {wrong[0]}; {nearest(wrong[0], _RAY_OPTIONS)}")
         began_here = not ray.is_initialized()
         ray.init(ignore_reinit_error=True, log_to_driver=False)
         try:
@@ -114,25 +113,25 @@ class Ray:
 
 
 def _failed(count: int, tasks: int, error: str, where: str) -> UserError:
-    """The error of tasks that failed, with what the first one's traceback, somewhere in `error`, comes to."""
+    """The error for failed tasks, with the last line of the traceback in `error`."""
     reasons = re.findall(r"^[\w.]*(?:Error|Exception|Interrupt): .*", error, re.MULTILINE)
     reason = reasons[-1].removeprefix("bigdit.errors.UserError: ") if reasons else " ".join(error.split())[:300]
-    goes_on = f"{EXTRACT} goes on from the parts done"
-    return UserError(f"{count} of {how_many(tasks, 'task')} failed, the first: {reason}; {where}; {goes_on}")
+    resumes = f"{EXTRACT} resumes from the finished parts"
+    return UserError(f"{count} of {how_many(tasks, 'task')} failed, the first: {reason}; {where}; {resumes}")
 
 
 def _watch(job: Job, over: Callable[[], bool]) -> None:
-    """A progress bar of what the store holds, until the tasks are over."""
-    left, ended = _pictures(job), False
+    """Show a progress bar of the store until the tasks are over."""
+    left, ended = _images(job), False
     with log.progress("extract", total=left, unit=job.data.samples) as advance:
         while not ended:
             began = time.perf_counter()
             ended = over()
-            before, left = left, _pictures(job)
+            before, left = left, _images(job)
             advance(before - left)
             if not ended:
-                time.sleep(max(_LOOK_S, 20 * (time.perf_counter() - began)))  # a listing of many files takes its time
+                time.sleep(max(_LOOK_S, 20 * (time.perf_counter() - began)))  # listing many files takes long
 
 
-def _pictures(job: Job) -> int:
+def _images(job: Job) -> int:
     return sum(end - start for start, end in job.left())

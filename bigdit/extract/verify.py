@@ -1,4 +1,4 @@
-"""Every byte of a store held against its digests, by processes of this machine; damaged parts are named."""
+"""Checks every byte of a store against its digests, in processes of this machine, and names damaged parts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 from bigdit import log
 from bigdit.die_with_parent import end_with_parent
 from bigdit.errors import UserError
-from bigdit.extract.ranges import missing
-from bigdit.extract.server import server
+from bigdit.extract.worker import server
 from bigdit.store.files import LocalParts
+from bigdit.store.lease import missing
 from bigdit.store.part import Shape, part_name, part_path
 from bigdit.store.reader import Part
 from bigdit.store.schema import EXTRACT, Range, StoreSchema, part_identity, read_schema, store_identity
@@ -21,11 +21,11 @@ from bigdit.store.store import INDEX, NULL_TEXT, listed, misfit, read_index, rea
 from bigdit.strategy import Strict
 from bigdit.units import gib
 
-_AT_ONCE = 64  # parts that are queued a process: what is queued is held in memory
+_AT_ONCE = 64  # queued parts of each process, to bound memory
 
 
 class Damaged(Strict):
-    """A file of the store whose bytes are not those that were written; the source range [start, end) of a part."""
+    """A damaged file of the store. `start` and `end`: the source range of a part."""
 
     file: str
     start: int
@@ -34,7 +34,7 @@ class Damaged(Strict):
 
 
 class VerifyReport(Strict):
-    """Parts that were read, their bytes, the damaged ones; how many are not there yet."""
+    """Parts that were read, their bytes, damaged files, and the number of missing parts."""
 
     features: Path
     parts: int
@@ -46,7 +46,7 @@ class VerifyReport(Strict):
 
 
 def open_schema(root: Path) -> StoreSchema:
-    """The schema of a store that is there. Raises UserError where none is."""
+    """The schema of a store. Raises UserError if there is none."""
     schema = read_schema(root)
     if schema is None:
         raise UserError(f"data.features: {root} holds no features; {EXTRACT} makes them")
@@ -54,9 +54,9 @@ def open_schema(root: Path) -> StoreSchema:
 
 
 def verify(root: Path, workers: int = 1) -> VerifyReport:
-    """Read all parts of the store at `root` in `workers` processes, behind a progress bar on stderr.
+    """Read all parts of the store at `root` in `workers` processes, with a progress bar on stderr.
 
-    Raises UserError where there is no store.
+    Raises UserError if there is no store.
     """
     began = time.perf_counter()
     schema = open_schema(root)
@@ -84,7 +84,7 @@ def verify(root: Path, workers: int = 1) -> VerifyReport:
 def _checked(
     root: Path, schema: StoreSchema, there: Sequence[Range], workers: int
 ) -> Iterator[tuple[int, list[Damaged]]]:
-    """What `_check` says of each part, in no order. Raises UserError where a process that reads was killed."""
+    """The results of `_check` for each part, in any order. Raises UserError if a process was killed."""
     counts = _index(root, store_identity(schema))
     try:
         with ProcessPoolExecutor(max(min(workers, len(there)), 1), server(), end_with_parent) as pool:
@@ -96,13 +96,13 @@ def _checked(
                 yield from (each.result() for each in as_completed(asked))
     except BrokenProcessPool:
         raise UserError(
-            f"a process that verified {root} was killed, for lack of memory perhaps, or crashed: nothing was changed; "
+            f"a process that verified {root} was killed, perhaps for lack of memory, or crashed. Nothing was changed; "
             "verify again, with fewer --workers"
         ) from None
 
 
 def _check(root: Path, each: Range, identity: str, counts: dict[Shape, int] | None) -> tuple[int, list[Damaged]]:
-    """Bytes of a part, and the first of its damages; and that of the index, where it has other `counts` for it."""
+    """Bytes of a part, and its first damage, and that of the index if its `counts` differ."""
     path, size, unlisted = part_path(root, *each), 0, None
     try:
         part = Part.open(path, identity=identity)
@@ -116,7 +116,7 @@ def _check(root: Path, each: Range, identity: str, counts: dict[Shape, int] | No
 
 
 def _index(root: Path, identity: str) -> dict[Range, dict[Shape, int]]:
-    """What the index has for the parts that are as large as it says; the others it does not speak for."""
+    """The counts in the index for parts of the size in it; the index is outdated for others."""
     index = read_index(root / INDEX, identity)
     if index is None:
         return {}

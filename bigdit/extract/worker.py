@@ -1,15 +1,21 @@
-"""The process that encodes: it asks for units, answers with progress, and commits each part itself."""
+"""The worker process: it requests units, reports progress, and commits each part itself. The server that forks
+workers."""
 
 from __future__ import annotations
 
 import functools
+import multiprocessing
+import os
 import signal
+import tempfile
 import time
 import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +23,14 @@ import numpy.typing as npt
 import torch
 
 from bigdit.config.data import EncodersConfig, frames_of
-from bigdit.die_with_parent import end_with_parent
-from bigdit.encoders.codecs import ImageCodec, to_unit_range
+from bigdit.die_with_parent import end_with_parent, undisturbed
 from bigdit.encoders.first_frame import FirstFrames
 from bigdit.encoders.latents import bucket_pixels
 from bigdit.encoders.load import Encoders, Turn, at_once, load_encoders
-from bigdit.encoders.text_encoder import TextEncoder
+from bigdit.encoders.protocol import ImageCodec, TextEncoder, to_unit_range
 from bigdit.errors import UserError
 from bigdit.extract.report import Stopwatch, UnitSpeed, append
+from bigdit.libraries import switched_on
 from bigdit.sources.protocol import Caption, Item, Sample, Unusable
 from bigdit.store.lease import own_folder
 from bigdit.store.part import Encoded, PartWriter, Shape, Skipped, part_path
@@ -35,7 +41,7 @@ from bigdit.store.text import Cut, Text, summed
 
 @dataclass(frozen=True)
 class Unit:
-    """The source range [start, end) and its pictures."""
+    """The source range [start, end) and its images."""
 
     start: int
     end: int
@@ -44,20 +50,20 @@ class Unit:
 
 @dataclass(frozen=True)
 class Ready:
-    """The worker wants a unit; None instead of one ends it."""
+    """The worker requests a unit. The reply None ends it."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """So many more pictures of the unit are encoded or skipped, of which so many are skipped."""
+    """`images` more of the unit are encoded or skipped; `skipped` of them are skipped."""
 
-    pictures: int
+    images: int
     skipped: int
 
 
 @dataclass(frozen=True)
 class Note:
-    """A line that people should read once, however many workers say it."""
+    """A message that is logged once, however many workers send it."""
 
     text: str
 
@@ -71,19 +77,19 @@ class Done:
 
 @dataclass(frozen=True)
 class Finished:
-    """All that the worker was given is committed: its last word."""
+    """The worker's last message: all its units are committed."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The worker gave up: `problems` of a user's error, or the traceback of a bug."""
+    """The worker failed: with the `problems` of a user's error, or the traceback of a bug."""
 
     problems: tuple[str, ...]
     bug: str | None = None
 
 
 def work(pipe: Connection, number: int, encoders: EncodersConfig, schema: StoreSchema, root: Path) -> None:
-    """Encode the units that `pipe` gives. One thread, and one that writes: the workers are the parallelism."""
+    """Encode the units from `pipe`, in one thread and one that writes: parallelism comes from the workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
     end_with_parent()
     torch.set_num_threads(1)
@@ -93,7 +99,7 @@ def work(pipe: Connection, number: int, encoders: EncodersConfig, schema: StoreS
         found = {
             "codec": loaded.image.identity,
             "text_encoder": loaded.text.identity if loaded.text else {},
-            "first_frame": loaded.of_pictures(lambda: first.identity) if first else None,
+            "first_frame": loaded.of_images(lambda: first.identity) if first else None,
         }
         check_same(root, schema, schema.model_copy(update=found))
         with own_folder(root) as folder:
@@ -110,8 +116,8 @@ def work(pipe: Connection, number: int, encoders: EncodersConfig, schema: StoreS
 
 
 def _work_through(pipe: Connection, root: Path, folder: Path, schema: StoreSchema, encoders: Encoders) -> None:
-    """Encode units while those before them are written."""
-    committed: deque[UnitSpeed] = deque()  # by the writer's thread; this one alone talks through the pipe
+    """Encode each unit while the one before it is written."""
+    committed: deque[UnitSpeed] = deque()  # filled by the writer's thread; only this thread uses the pipe
     condition = encoders.text if schema.classes is None else Classes(schema.classes)
     assert condition is not None
     with PartWriter(eight_bits=schema.text_encoder.get("stored") == "fp8") as writer:
@@ -120,11 +126,11 @@ def _work_through(pipe: Connection, root: Path, folder: Path, schema: StoreSchem
         while (unit := _next_unit(pipe, committed)) is not None:
             path = part_path(root, unit.start, unit.end)
             _mark(folder / path.name)
-            told, first = lambda *counts: pipe.send(Progress(*counts)), encoders.first_frame
-            turn = encoders.of_pictures
-            encoded = encode_unit(unit.items, schema.buckets, encoders.image, condition, told, watch, first, turn)
+            on_images, first = lambda *counts: pipe.send(Progress(*counts)), encoders.first_frame
+            turn = encoders.of_images
+            encoded = encode_unit(unit.items, schema.buckets, encoders.image, condition, on_images, watch, first, turn)
             speed = watch.stop(unit.start, unit.end, len(encoded.skipped), str(encoders.device))
-            watch = Stopwatch()  # waiting for the writer is a part of the next unit's time
+            watch = Stopwatch()  # waiting for the writer counts for the next unit
             note = functools.partial(_note, root, folder.name, speed, clock, time.perf_counter(), committed)
             with watch.at("waiting"):
                 writer.write(path, encoded, part_identity(schema, unit.start), folder, note)
@@ -144,7 +150,7 @@ def _tell(pipe: Connection, committed: deque[UnitSpeed]) -> None:
 
 
 def _mark(path: Path) -> None:
-    """Say in the store what is in hand; the part is written in place of it."""
+    """Lease a range: create its file in the worker's folder, where the part is written later."""
     try:
         path.touch()
     except OSError as error:
@@ -153,7 +159,7 @@ def _mark(path: Path) -> None:
 
 @dataclass
 class _WriterClock:
-    """When the writer ended its last part: it began the next one then, or when it was given that."""
+    """When the writer ended its last part. It begins the next one then, or when it gets it."""
 
     ended: float = 0.0
 
@@ -161,15 +167,15 @@ class _WriterClock:
 def _note(
     root: Path, worker: str, speed: UnitSpeed, clock: _WriterClock, given: float, committed: deque[UnitSpeed]
 ) -> None:
-    """In the writer's thread: keep the speed of a unit that is on disk."""
+    """Record the speed of a unit that is on disk, in the writer's thread."""
     began, clock.ended = max(given, clock.ended), time.perf_counter()
     written = speed.model_copy(update={"writing_s": clock.ended - began})
     append(root, worker, written)
     committed.append(written)
 
 
-OnPictures = Callable[[int, int], None]
-"""Called with the pictures that were encoded or skipped since, and those of them that were skipped."""
+OnImages = Callable[[int, int], None]
+"""Called with the images encoded or skipped since the last call, and the number of skipped ones."""
 
 
 def encode_unit(
@@ -177,15 +183,15 @@ def encode_unit(
     buckets: Sequence[tuple[int, ...]],
     codec: ImageCodec,
     condition: TextEncoder | Classes,
-    on_progress: OnPictures,
+    on_progress: OnImages,
     watch: Stopwatch | None = None,
     first: FirstFrames | None = None,
     turn: Turn = at_once,
 ) -> Encoded:
-    """Features of `items`, those that cannot be used left out: latents, and their captions encoded, or their classes;
-    with `first`, what it keeps of first frames. All pictures come before the captions, in the `turn` of their encoders.
+    """The features of `items`: latents, texts or classes, and with `first`, first frames. Unusable items are skipped.
 
-    `on_progress` is told of pictures, and `watch` of the seconds that went into `reading` and `encoding`.
+    All images are encoded before the captions, in the `turn` of their encoders. `watch` adds up the seconds of
+    `reading` and `encoding`.
     """
     unit = _Unit(buckets, codec, condition, on_progress, watch or Stopwatch(), first, turn)
     for item in items:
@@ -194,14 +200,14 @@ def encode_unit(
 
 
 class _Unit:
-    """Pictures that wait for others of their bucket, and what has become of those before them."""
+    """Images that wait for a full batch of their bucket, and the features of earlier ones."""
 
     def __init__(
         self,
         buckets: Sequence[tuple[int, ...]],
         codec: ImageCodec,
         condition: TextEncoder | Classes,
-        on_progress: OnPictures,
+        on_progress: OnImages,
         watch: Stopwatch,
         first: FirstFrames | None,
         turn: Turn,
@@ -219,7 +225,7 @@ class _Unit:
         self._skipped: list[Skipped] = []
 
     def take(self, item: Item) -> None:
-        """Read it, and encode its bucket where that has as many as are encoded together; or note that it is skipped."""
+        """Read an item, and encode its bucket if a batch is full; or record that it is skipped."""
         try:
             with self._watch.at("reading"):
                 contents = item.read()
@@ -247,7 +253,7 @@ class _Unit:
             pixels = to_unit_range(shown)
             shape = codec.latent_shape(bucket)
             places = self._indices[shape][-len(pixels) :]
-            # Convolutions may answer in channels_last memory, and files hold rows of [C, H, W].
+            # Convolutions may return channels_last memory; files have rows of [C, H, W].
             encoded = self._turn(lambda: codec.encode(pixels, places)).to("cpu", codec.stored_dtype).contiguous()
             if first is not None:
                 self._frames[shape].append(self._turn(lambda: first.encode(shown)))
@@ -255,7 +261,7 @@ class _Unit:
         self._on_progress(len(encoded), 0)
 
     def encoded(self) -> Encoded:
-        """The features of all that was taken: the pictures that wait, and then the captions."""
+        """Encode the waiting images and then the captions; returns all features."""
         for bucket in list(self._waiting):
             self._encode(bucket)
         distinct = list(dict.fromkeys(caption.text for each in self._captions.values() for caption in each))
@@ -275,7 +281,7 @@ class _Unit:
         )
 
     def _cuts(self, texts: Mapping[str, Text]) -> Iterator[Cut]:
-        """How each caption of each picture was cut."""
+        """The cuts of each caption of each image."""
         for index, captions in self._captions.items():
             for cut in (cut for caption in captions for cut in texts[caption.text].cuts):
                 yield replace(cut, samples=[self._names[index]])
@@ -291,3 +297,35 @@ def _number(sample: Sample, classes: Classes) -> int:
         return classes.number(sample.label)
     except UserError as error:
         raise Unusable(str(error)) from None
+
+
+_LONGEST = 107 - len("/pymp-12345678/listener-12345678")
+"""The most bytes of the path of a folder in which multiprocessing makes sockets. Source: unix(7); arbitrary_address in
+multiprocessing/connection.py, Python 3.11."""
+
+
+def server() -> ForkServerContext:
+    """The server that forks processes for encoding and verification. It ignores Ctrl-C.
+
+    torch's threads and locks do not survive a fork of this process. A server that has only imported the libraries
+    starts workers at once, and they share its memory. With a GPU it imports nothing: some libraries initialise CUDA
+    when they are imported (torchao does), and CUDA does not survive a fork either.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([] if torch.cuda.is_available() else ["bigdit.extract.preload"])
+    _find_room_for_sockets()
+    resource_tracker.ensure_running()  # its start unblocks signals
+    with undisturbed(), switched_on("PYTHONSAFEPATH"):  # see checkout.own_module
+        forkserver.ensure_running()
+    return context
+
+
+def _find_room_for_sockets() -> None:
+    """Make sockets in TMPDIR, or in /tmp if its path is too long for them."""
+    if len(os.fsencode(tempfile.gettempdir())) <= _LONGEST:
+        return
+    asked, tempfile.tempdir = tempfile.tempdir, "/tmp"
+    try:
+        util.get_temp_dir()  # made once in a process, and removed at its end
+    finally:
+        tempfile.tempdir = asked

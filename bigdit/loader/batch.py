@@ -1,24 +1,63 @@
-"""What a training step is fed: features, ids, or captions and pictures; steps are read before they are trained on."""
+"""Micro-batches of a training step: features, images with token ids, or images with captions; and reading ahead."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self, TypeVar
 
 import torch
 
 
+class _Tensors:
+    """What all batches can do with their tensors. They are dataclasses of tensors, tuples and mappings of tensors."""
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All its tensors."""
+        found: list[torch.Tensor] = []
+
+        def add(tensor: torch.Tensor) -> torch.Tensor:
+            found.append(tensor)
+            return tensor
+
+        self._mapped(add)
+        return found
+
+    def pin_memory(self) -> Self:
+        """A copy in pinned memory, from which copies to a GPU overlap with its work."""
+        return self._mapped(torch.Tensor.pin_memory)
+
+    def to(self, device: torch.device, compute_dtype: torch.dtype) -> Self:
+        """The batch on `device`, floats in `compute_dtype`. The copy overlaps if memory is pinned."""
+        return self._mapped(lambda tensor: condition(tensor, device, compute_dtype))
+
+    def _mapped(self, function: Callable[[torch.Tensor], torch.Tensor], but: str = "") -> Self:
+        def each(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return function(value)
+            if isinstance(value, Mapping):
+                return {name: each(inner) for name, inner in value.items()}
+            return tuple(map(each, value)) if isinstance(value, tuple) else value
+
+        return replace(self, **{one.name: each(getattr(self, one.name)) for one in fields(self) if one.name != but})  # type: ignore
+
+
+def condition(tensor: torch.Tensor, device: torch.device, compute_dtype: torch.dtype) -> torch.Tensor:
+    """A condition on `device`: floats in `compute_dtype`. The copy may overlap."""
+    dtype = compute_dtype if tensor.is_floating_point() else tensor.dtype
+    return tensor.to(device, dtype, non_blocking=True)
+
+
 @dataclass(frozen=True)
-class Batch:
+class Batch(_Tensors):
     """One micro-batch of one bucket.
 
     latents [B, C, H, W] (or [B, C, F, H, W] of videos) as stored, fp32 on the device; text_embeds [B, T, D] and
-    text_mask [B, T], 1 = token, 0 = padding, None without text; `extras` [B, …] by name, what a family wants beside
-    them; one seed a sample: all randomness of a step comes from them, so that any split of the global batch over
-    processes draws the same noise.
+    text_mask [B, T], 1 = token, 0 = padding, None without text; `extras` [B, …] by name, a family's further inputs.
+    `seeds`: one for each sample. All randomness of a step comes from them, so the noise does not depend on how the
+    global batch is split over processes.
     """
 
     latents: torch.Tensor
@@ -27,36 +66,11 @@ class Batch:
     seeds: tuple[int, ...]
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
-    def tensors(self) -> list[torch.Tensor]:
-        """All its tensors."""
-        some = (self.latents, self.text_embeds, self.text_mask, *self.extras.values())
-        return [tensor for tensor in some if tensor is not None]
-
-    def pin_memory(self) -> Batch:
-        """A copy in page-locked memory, from which copies to a GPU overlap with its work."""
-        return Batch(
-            self.latents.pin_memory(),
-            None if self.text_embeds is None else self.text_embeds.pin_memory(),
-            None if self.text_mask is None else self.text_mask.pin_memory(),
-            self.seeds,
-            {name: tensor.pin_memory() for name, tensor in self.extras.items()},
-        )
-
     def to(self, device: torch.device, compute_dtype: torch.dtype) -> Batch:
-        """The batch on `device`, conditions in `compute_dtype`; the copy overlaps where the host is pinned."""
-        return Batch(
-            self.latents.to(device, non_blocking=True).float(),  # widened there: fewer bytes are read and sent
-            None if self.text_embeds is None else condition(self.text_embeds, device, compute_dtype),
-            None if self.text_mask is None else condition(self.text_mask, device, compute_dtype),
-            self.seeds,
-            {name: condition(tensor, device, compute_dtype) for name, tensor in self.extras.items()},
-        )
-
-
-def condition(tensor: torch.Tensor, device: torch.device, compute_dtype: torch.dtype) -> torch.Tensor:
-    """What a model is conditioned on, on `device`: floats in `compute_dtype`, in a copy that may overlap."""
-    dtype = compute_dtype if tensor.is_floating_point() else tensor.dtype
-    return tensor.to(device, dtype, non_blocking=True)
+        """The batch on `device`, conditions in `compute_dtype`. The copy overlaps if memory is pinned."""
+        latents = self.latents.to(device, non_blocking=True).float()  # widened there: fewer bytes are read and sent
+        rest = self._mapped(lambda each: condition(each, device, compute_dtype), but="latents")
+        return replace(rest, latents=latents)
 
 
 Tokens = tuple[torch.Tensor, torch.Tensor]
@@ -64,11 +78,11 @@ Tokens = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class RawBatch:
+class RawBatch(_Tensors):
     """One micro-batch of one bucket, not encoded yet.
 
-    pixels [B, 3, H, W] (or [B, 3, F, H, W] of videos) uint8; `tokens` of each text encoder in its order; `extras`
-    [B, …] by name, what a family wants and no encoder gives; one seed a sample, as in Batch.
+    pixels [B, 3, H, W] (or [B, 3, F, H, W] of videos) uint8; `tokens` of each text encoder in order; `extras` [B, …] by
+    name, inputs that no encoder makes; seeds as in Batch.
     """
 
     pixels: torch.Tensor
@@ -76,46 +90,22 @@ class RawBatch:
     seeds: tuple[int, ...]
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
-    def tensors(self) -> list[torch.Tensor]:
-        """All its tensors."""
-        return [self.pixels, *(tensor for pair in self.tokens for tensor in pair), *self.extras.values()]
-
-    def pin_memory(self) -> RawBatch:
-        """A copy in page-locked memory, from which copies to a GPU overlap with its work."""
-        return RawBatch(
-            self.pixels.pin_memory(),
-            tuple((ids.pin_memory(), mask.pin_memory()) for ids, mask in self.tokens),
-            self.seeds,
-            {name: tensor.pin_memory() for name, tensor in self.extras.items()},
-        )
-
-    def to(self, device: torch.device, compute_dtype: torch.dtype) -> RawBatch:
-        """The batch on `device`, extras in `compute_dtype`; the copy overlaps where the host is pinned."""
-        return RawBatch(
-            self.pixels.to(device, non_blocking=True),
-            tuple((ids.to(device, non_blocking=True), mask.to(device, non_blocking=True)) for ids, mask in self.tokens),
-            self.seeds,
-            {name: condition(tensor, device, compute_dtype) for name, tensor in self.extras.items()},
-        )
-
     def chunks(self, size: int | None) -> Iterator[tuple[torch.Tensor, list[Tokens]]]:
         """Pixels and tokens, `size` samples at a time; None: all at once."""
-        count = len(self.seeds)
-        for start in range(0, count, size or count):
-            rows = slice(start, start + (size or count))
+        for rows in _chunks(len(self.seeds), size):
             yield self.pixels[rows], [(ids[rows], mask[rows]) for ids, mask in self.tokens]
 
 
 Captions = Sequence[str | None]
-"""Of each sample; None: it is dropped, for classifier-free guidance."""
+"""The caption of each sample; None if it is dropped, for classifier-free guidance."""
 
 
 @dataclass(frozen=True)
-class CaptionedBatch:
+class CaptionedBatch(_Tensors):
     """One micro-batch of one bucket, not encoded yet.
 
-    pixels [B, 1 or 3, (F,) H, W] uint8; a caption a sample, of pictures that have classes none at all; the samples'
-    `indices` in the source; seeds and `extras` as in Batch.
+    pixels [B, 1 or 3, (F,) H, W] uint8; a caption for each sample, none if images have classes; the samples' `indices`
+    in the source; seeds and `extras` as in Batch.
     """
 
     pixels: torch.Tensor
@@ -124,31 +114,24 @@ class CaptionedBatch:
     seeds: tuple[int, ...]
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
-    def tensors(self) -> list[torch.Tensor]:
-        """All its tensors."""
-        return [self.pixels, *self.extras.values()]
-
-    def to(self, device: torch.device, compute_dtype: torch.dtype) -> CaptionedBatch:
-        """The batch on `device`, extras in `compute_dtype`; the copy overlaps where the host is pinned."""
-        extras = {name: condition(tensor, device, compute_dtype) for name, tensor in self.extras.items()}
-        pixels = self.pixels.to(device, non_blocking=True)
-        return CaptionedBatch(pixels, self.captions, self.indices, self.seeds, extras)
-
     def chunks(self, size: int | None) -> Iterator[tuple[torch.Tensor, Captions, Sequence[int]]]:
         """Pixels, captions and indices, `size` samples at a time; None: all at once."""
-        count = len(self.seeds)
-        for start in range(0, count, size or count):
-            rows = slice(start, start + (size or count))
+        for rows in _chunks(len(self.seeds), size):
             yield self.pixels[rows], self.captions[rows], self.indices[rows]
+
+
+def _chunks(count: int, size: int | None) -> Iterator[slice]:
+    for start in range(0, count, size or count):
+        yield slice(start, start + (size or count))
 
 
 T = TypeVar("T")
 
 
 def read_ahead(read: Callable[[int], T], steps: Iterable[int], ahead: int, reader: Executor) -> Iterator[T]:
-    """`read(step)` of each step, in order; `reader` is given the next `ahead` steps before one is handed out.
+    """`read(step)` of each step, in order. `reader` reads the next `ahead` steps before one is returned.
 
-    So `ahead` + 1 steps exist at once, where the caller lets go of one before it asks for the next.
+    So `ahead` + 1 steps exist at once, if the caller drops each before the next.
     """
     queue: deque[Future[T]] = deque()
     for step in steps:

@@ -1,4 +1,4 @@
-"""Memory of batches on the host, used again once a batch is let go of, and how texts and first frames stand in it."""
+"""CPU memory of batches, which is reused when a batch is dropped, and the layout of texts and first frames."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from bigdit.store.text import TEXT, Text
 
 
 class Buffers:
-    """Tensors for one stream of batches, of as many bytes a name as its largest batch takes.
+    """Tensors for a stream of batches. Each name has memory for the largest batch.
 
-    Pageable ones are views of memory that comes back when nothing refers to them any longer, graphs of autograd
-    included. Page-locked ones come from torch's own pool, which also waits for copies that a GPU still reads.
+    Pageable tensors are views of memory that is reused when nothing refers to them, not even autograd. Pinned ones come
+    from torch's pool, which also waits until a GPU has read them.
     """
 
     def __init__(self, capacities: dict[str, int], *, pinned: bool) -> None:
@@ -32,7 +32,7 @@ class Buffers:
         self._free: dict[tuple[str, int], deque[tuple[npt.NDArray[np.uint8], list[int]]]] = defaultdict(deque)
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, list[int]]:
-        """A tensor [rows, …], and how many bytes of each row may differ from zero, for the caller to keep up."""
+        """A tensor [rows, …], and the bytes of each row that may differ from zero, which the caller updates."""
         nbytes = math.prod(shape) * dtype.itemsize
         if self._pinned:
             return torch.empty(shape, dtype=dtype, pin_memory=True), [nbytes // shape[0]] * shape[0]
@@ -48,7 +48,7 @@ class Buffers:
 
 
 class Padded:
-    """One sequence of a batch's texts: `states` [B, max_tokens, dim] bf16, in memory that is used again."""
+    """One sequence of a batch's texts: `states` [B, max_tokens, dim] bf16, in reused memory."""
 
     def __init__(self, buffers: Buffers, name: str, count: int, shape: tuple[int, int]) -> None:
         self.states, self._filled = buffers.take(name, (count, *shape), torch.bfloat16)
@@ -57,7 +57,7 @@ class Padded:
         self._shown = [0] * count
 
     def room(self, place: int, tokens: int, shown: int) -> memoryview:
-        """The memory of a sample's states, of which the mask shows so many; what follows them is zero."""
+        """The memory of a sample's states. The mask shows `shown` of them. The rest of the row is zero."""
         start, nbytes = place * self._row, tokens * self._width
         if nbytes < self._filled[place]:
             self.states.view(-1).view(torch.uint8)[start + nbytes : start + self._filled[place]].zero_()
@@ -73,8 +73,10 @@ class Padded:
 def padded(
     texts: Sequence[Text], max_tokens: Mapping[str, int]
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Texts as text_embeds [B, T, D], text_mask [B, T], and what stands beside them: vectors, and each stream with its
-    mask; in their dtype and on their device, each sequence of `max_tokens`."""
+    """Texts as text_embeds [B, T, D], text_mask [B, T] and extras: vectors, and each stream with its mask.
+
+    Dtype and device are the texts'. `max_tokens`: the length of each sequence.
+    """
     found = {name: _stacked([text.sequences[name] for text in texts], most) for name, most in max_tokens.items()}
     pooled = [text.pooled for text in texts if text.pooled is not None]
     extras = {POOLED_TEXT: torch.stack(pooled)} if pooled else {}
@@ -85,7 +87,7 @@ def padded(
 
 
 def _stacked(texts: Sequence[Text], most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """States, zero beyond each text's, and mask."""
+    """States, with zeros after each text's, and mask."""
     first = texts[0].states
     states = first.new_zeros(len(texts), most, first.shape[1])
     for row, text in zip(states, texts, strict=True):
@@ -94,12 +96,12 @@ def _stacked(texts: Sequence[Text], most: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def _mask(shown: Sequence[int], tokens: int, dtype: torch.dtype) -> torch.Tensor:
-    """[B, tokens]: 1 for so many states of each sample, then 0."""
+    """A mask [B, tokens]: 1 for the first `shown` states of each sample, then 0."""
     return (torch.arange(tokens) < torch.tensor(shown)[:, None]).to(dtype)
 
 
 def mark_first(condition: torch.Tensor, mask: int) -> torch.Tensor:
-    """Write the mask, 1 in the first latent frame, into so many first channels of [B, mask + C, f, h, w], in place.
+    """Write the mask, 1 in the first latent frame, into the first `mask` channels of [B, mask + C, f, h, w], in place.
 
     Source: diffusers 0.42.1, WanImageToVideoPipeline.prepare_latents.
     """
@@ -109,7 +111,7 @@ def mark_first(condition: torch.Tensor, mask: int) -> torch.Tensor:
 
 
 def extras_of(features: Mapping[str, torch.Tensor], mask: int) -> dict[str, torch.Tensor]:
-    """The extras of a batch, of what encoders give of first frames [B, …]."""
+    """The extras of a batch from encoded first frames [B, …]."""
     frames = features[FIRST_FRAME]
     condition = frames.new_empty(len(frames), mask + frames.shape[1], *frames.shape[2:])
     condition[:, mask:] = frames

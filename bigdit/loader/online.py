@@ -1,4 +1,4 @@
-"""Features online: the encoders of a run on the device that trains, and its pictures in the place of a store."""
+"""Online features: the encoders of a run on the device that trains, and its images instead of a store."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import torch
 from bigdit.catalog.conditions import class_count, takes_classes
 from bigdit.config import RunConfig
 from bigdit.config.plan_file import PlanFile
-from bigdit.encoders.codecs import load_image_codec, to_unit_range
-from bigdit.encoders.encoded import Encoded
 from bigdit.encoders.fit import plan_misfits, size_misfits
-from bigdit.encoders.load import load_text_encoder
-from bigdit.encoders.text_encoder import TextEncoder, shapes_of
+from bigdit.encoders.load import load_image_codec, load_text_encoder
+from bigdit.encoders.protocol import Encoded, TextEncoder, shapes_of, to_unit_range
 from bigdit.errors import UserError
 from bigdit.extract.extract import unfit_model
 from bigdit.loader.batch import Captions
@@ -27,21 +25,22 @@ from bigdit.strategy import ModelSpec
 from bigdit.units import gib
 
 _ROUNDED = 1.01
-"""A plan's bytes are those of a card's allocator, which rounds."""
+"""A plan's bytes are those of the GPU's allocator, which rounds."""
 
 
 class RunEncoders:
-    """What `bigdit extract` encodes with, at most `chunk` samples at once: the same features to the byte on a CPU."""
+    """The encoders of `bigdit extract`, for at most `chunk` samples at once. On a CPU features are the same to the
+    bit."""
 
     def __init__(self, run: RunConfig, device: torch.device, chunk: int, source: SourceList) -> None:
-        """Raises UserError where the encoders cannot be loaded."""
+        """Raises UserError if the encoders cannot be loaded."""
         config, self._device, self._source = run.encoders, device, source
         self.captions, self.cuts = 0, list[Cut]()
         self.image = load_image_codec(config.image, device, chunk)
-        # One by one on a CPU, as in extraction: matrix products of other shapes round otherwise.
+        # One by one on a CPU, as in extraction: matrix products of other shapes round differently.
         captions = 1 if device.type == "cpu" else chunk
         self.text = None if config.text is None else load_text_encoder(config.text, device, captions)
-        # On the host, as a store's: a step has it on the device where a caption is dropped, in that caption's place.
+        # In CPU memory, as a store's: it replaces a dropped caption, and is copied to the device then.
         self._null = None if self.text is None else self.text.null().to("cpu", torch.bfloat16)
 
     def tensors(self) -> list[torch.Tensor]:
@@ -51,8 +50,7 @@ class RunEncoders:
 
     @torch.no_grad()
     def encode(self, pixels: torch.Tensor, captions: Captions, indices: Sequence[int]) -> Encoded:
-        """Encode pixels [B, 1 or 3, (F,) H, W] uint8 and a caption each, where the model has text; rounded as a store
-        keeps them."""
+        """Encode pixels [B, 1 or 3, (F,) H, W] uint8, and captions if the model has text; rounded as in a store."""
         latents = self.image.encode(to_unit_range(pixels), indices).to(self.image.stored_dtype).float()
         if self.text is None or self._null is None:
             return Encoded(latents, None, None, {})
@@ -64,7 +62,7 @@ class RunEncoders:
         return Encoded(latents, *padded(texts, most))
 
     def _counted(self, captions: Captions, indices: Sequence[int], encoder: TextEncoder) -> list[Text]:
-        """The texts of the captions that are not dropped; `captions` and `cuts` count them, and how they were cut."""
+        """The texts of captions that are not dropped. `captions` and `cuts` count them and their cuts."""
         kept = [(index, caption) for index, caption in zip(indices, captions, strict=True) if caption is not None]
         texts = encoder.encode([caption for _, caption in kept])
         self.captions += len(texts)
@@ -76,22 +74,24 @@ class RunEncoders:
 
 
 def more_than_planned(plan: PlanFile, encoders: RunEncoders) -> list[str]:
-    """What a person should know of encoders that take more than the plan has for them."""
+    """A note if the encoders take more memory than planned."""
     planned = max((phase.at_peak.get("encoder", 0) for phase in plan.ledger.phases), default=0)
     found = sum(tensor.nbytes for tensor in encoders.tensors())
     if found <= planned * _ROUNDED:
         return []
     return [
-        f"the encoders take {gib(found)}, and the plan has {gib(planned)} for them: encoders.image.dtype and "
-        "encoders.text.dtype say what they compute in"
+        f"the encoders take {gib(found)}, and the plan has {gib(planned)} for them; compare encoders.image.dtype and "
+        "encoders.text.dtype with the plan"
     ]
 
 
 def open_online(
     run: RunConfig, spec: ModelSpec, plan: PlanFile | None, device: torch.device, chunk: int
 ) -> tuple[RawStore, RunEncoders]:
-    """The run's pictures, and its encoders on the device. Raises UserError where these cannot be loaded, or what they
-    make of the pictures is not what the model takes, or the plan is for."""
+    """The run's images, and its encoders on the device.
+
+    Raises UserError if encoders cannot be loaded, or their features do not fit the model or the plan.
+    """
     source = open_source(run.data)
     classes = (source.class_names or class_count(spec)) if takes_classes(spec) else None
     encoders = RunEncoders(run, device, chunk, source)

@@ -1,10 +1,10 @@
-"""Which samples make up which global batch: a pure function of (seed, step) and of the data's stages.
+"""The samples of each global batch: a pure function of (seed, step) and of the data's stages. The validation samples.
 
-An epoch permutes the parts and cuts them into windows; the rows of a window are shuffled, so that reads stay within a
-few files, and a window's plan takes no memory of the others. Each bucket is an endless stream of these rows, window
-after window and epoch after epoch, cut into global batches: what remains at the end of a window or an epoch opens the
-bucket's next batch, so that no sample is lost. The batches that end in a window, of all buckets, come in a shuffled
-order. Data that is added later enters with an epoch: a stage says from which epoch on how many parts are read.
+An epoch permutes the parts and cuts them into windows. The rows of a window are shuffled, so reads stay within a few
+files. Each bucket is an endless stream of these rows, window after window and epoch after epoch, and is cut into global
+batches. The rest of a window or an epoch begins the bucket's next batch, so no sample is lost. The batches of all
+buckets that end in a window are shuffled. New data enters with an epoch: a stage has its first epoch and its number of
+parts.
 """
 
 from __future__ import annotations
@@ -12,20 +12,23 @@ from __future__ import annotations
 import bisect
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from bigdit.loader.validation import ValidationSplit
+from bigdit.store.part import shape_name
+from bigdit.store.store import Index
 
 Ints = npt.NDArray[np.int64]
 
 WINDOW_PARTS = 64
-"""Parts whose rows are shuffled among each other: 16 384 samples of parts of 256."""
+"""Parts whose rows are shuffled together: 16 384 samples with parts of 256."""
 
-_PARTS, _TURNS, _ROWS = 1, 2, 3  # what is drawn, so that no two draws share their random numbers
+_PARTS, _TURNS, _ROWS = 1, 2, 3  # keys of random generators
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,8 @@ class GlobalBatch:
 
 @dataclass(frozen=True)
 class _Epoch:
-    """`parts`: permuted; `before` [windows + 1, buckets]: samples of the epoch before each window; `batches`
-    [windows + 1]: those that end in the epoch before each window's end."""
+    """`parts`: permuted. `before` [windows + 1, buckets]: samples of the epoch before each window. `batches` [windows +
+    1]: batches of the epoch that end before each window."""
 
     parts: Ints
     before: Ints
@@ -56,8 +59,10 @@ class _Epoch:
 
 
 class Order:
-    """The order of training over `counts` int64 [parts, buckets]: samples of each shape in each part; none that is
-    `held` out ever comes. It begins with `first_step` of the run, and is another one with another first step."""
+    """The order of training over `counts` int64 [parts, buckets], the samples of each shape in each part.
+
+    It has no validation sample of `held`. It begins with `first_step` of the run, and depends on it.
+    """
 
     def __init__(
         self,
@@ -95,7 +100,7 @@ class Order:
         return bisect.bisect_right(range(most), step, key=self.batches_before) - 1
 
     def batch(self, step: int) -> GlobalBatch:
-        """The samples of this step."""
+        """The global batch of this step."""
         epoch = self.epoch_of(step)
         plan, place = self._epoch(epoch), step - self.batches_before(epoch)
         window = int(np.searchsorted(plan.batches, place, "right")) - 1
@@ -130,7 +135,7 @@ class Order:
         return whole
 
     def _count_batches_before(self, epoch: int) -> int:
-        """The step at which this epoch begins: the first one's, and the batches that end before it."""
+        """The step at which this epoch begins: `first_step` and the batches that end before it."""
         return self.first_step + int((self._samples_before(epoch) // self.global_batch_size).sum())
 
     def _epoch_of_sample(self, bucket: int, place: int) -> int:
@@ -160,7 +165,7 @@ class Order:
         start = window * self._window_parts
         parts = self._epoch(epoch).parts[start : start + self._window_parts]
         ends = np.cumsum(self._counts[parts, bucket])
-        # By the bucket's shape and not its number: data added later may bring other buckets.
+        # The key is the bucket's shape, not its number: new data may have other buckets.
         chosen = self._generator(_ROWS, epoch, window, *self._shapes[bucket]).permutation(int(ends[-1]))
         at = np.searchsorted(ends, chosen, "right")
         rows = chosen - (ends - self._counts[parts, bucket])[at]
@@ -172,7 +177,7 @@ class Order:
 
 
 def step_seed(seed: int, step: int) -> int:
-    """The 63-bit seed of what an optimizer draws in `step`, alike on all processes: replicas of a weight stay equal."""
+    """The 63-bit seed of an optimizer's random numbers in `step`, equal on all processes, so replicas stay equal."""
     return sample_seed(seed, step, -1)
 
 
@@ -180,3 +185,89 @@ def sample_seed(seed: int, step: int, position: int) -> int:
     """The 63-bit seed of all randomness of the sample at `position` in the global batch of `step`."""
     digest = hashlib.blake2b(f"{seed}/{step}/{position}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1
+
+
+def draw(seed: int, purpose: bytes) -> float:
+    """A random number in [0, 1) from a sample's seed, different for each purpose."""
+    return float(xxhash.xxh3_64_intdigest(purpose, seed) / 2**64)
+
+
+_PARTS_AT_ONCE = 4096
+"""A million samples with parts of 256. Digests of a whole large store would take more memory than its index."""
+
+
+class Held(NamedTuple):
+    """Samples of the bucket numbered `bucket`: int64 `parts`, their `rows`, and a seed each."""
+
+    bucket: int
+    parts: Ints
+    rows: Ints
+    seeds: tuple[int, ...]
+
+
+class ValidationSplit:
+    """Validation samples, which are never trained on: the `samples` with the least digests in the first `parts` parts.
+
+    A digest is of the part's place in the source, the bucket's shape and the row. It depends on neither seed, later
+    parts, other buckets, nor the number of processes.
+    """
+
+    def __init__(self, index: Index, parts: int, samples: int) -> None:
+        chosen = _least(index, parts, samples)
+        self.counts = np.zeros_like(index.counts)
+        np.add.at(self.counts, (chosen["part"], chosen["bucket"]), 1)
+        self.chosen = [
+            Held(bucket, here["part"], here["row"], tuple((here["digest"] >> 1).tolist()))
+            for bucket in range(len(index.shapes))
+            if len(here := chosen[chosen["bucket"] == bucket])
+        ]
+        self._of_bucket = {each.bucket: each for each in self.chosen}
+
+    def passed_over(self, bucket: int, parts: Ints, rows: Ints) -> Ints:
+        """Convert rows of parts that are numbered without validation samples to numbers among all rows."""
+        if bucket not in self._of_bucket:
+            return rows
+        held, found = self._of_bucket[bucket], rows.copy()
+        for part in np.intersect1d(parts, held.parts):
+            out, here = held.rows[held.parts == part], parts == part
+            found[here] += np.searchsorted(out - np.arange(len(out)), rows[here], "right")
+        return found
+
+
+_SAMPLE = np.dtype([("bucket", "i8"), ("part", "i8"), ("row", "i8"), ("digest", "u8")])
+
+
+def _least(index: Index, parts: int, samples: int) -> npt.NDArray[np.void]:
+    """The samples with the least digests, sorted by bucket, part and row."""
+    least = np.empty(0, _SAMPLE)
+    for found in _digested(index, parts):
+        least = np.concatenate([least, found])
+        if len(least) > samples:
+            least = least[np.argpartition(least["digest"], samples - 1)[:samples]]
+    return np.sort(least, order=("bucket", "part", "row"))
+
+
+def _digested(index: Index, parts: int) -> Iterator[npt.NDArray[np.void]]:
+    """All samples of the first parts with their digests, some parts at a time."""
+    for bucket, shape in enumerate(index.shapes):
+        name = np.uint64(xxhash.xxh3_64_intdigest(shape_name(shape).encode()))
+        for first in range(0, parts, _PARTS_AT_ONCE):
+            numbers = np.arange(first, min(first + _PARTS_AT_ONCE, parts))
+            counts = index.counts[numbers, bucket]
+            found = np.empty(int(counts.sum()), _SAMPLE)
+            found["bucket"], found["part"] = bucket, np.repeat(numbers, counts)
+            found["row"] = np.arange(len(found)) - np.repeat(np.cumsum(counts) - counts, counts)
+            starts = index.parts[found["part"], 0].astype(np.uint64)
+            found["digest"] = _mixed(_mixed(starts ^ name) + found["row"].astype(np.uint64))
+            yield found
+
+
+def _mixed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """A bijection of 64-bit numbers in which each bit depends on all.
+
+    Source: SplitMix64's; Steele, Lea & Flood, Fast splittable pseudorandom number generators (OOPSLA 2014), figure 16.
+    """
+    mixed = numbers + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""Pictures and captions of a run's sources as a store has its samples, not encoded: for features online."""
+"""Images and captions of a run's sources with the interface of a store, for online features."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from bigdit.catalog.conditions import CLASS_LABEL
 from bigdit.encoders.latents import Color, bucket_pixels
 from bigdit.errors import UserError
 from bigdit.loader.batch import CaptionedBatch
-from bigdit.loader.order import Ints
-from bigdit.loader.read import draw
+from bigdit.loader.order import Ints, draw
 from bigdit.sources.open import SourceList
 from bigdit.sources.protocol import Item, Sample, Unusable
 from bigdit.store.part import Shape
@@ -23,8 +22,10 @@ from bigdit.store.text import chosen
 
 
 class RawStore:
-    """All pictures of `source` in one bucket, whose latents have `shape`: parts and rows as a store of them has them
-    where none is skipped, so that the order of training is the same."""
+    """All images of `source` in one bucket, whose latents have `shape`.
+
+    Parts and rows are those of a store without skipped images, so the order of training is the same.
+    """
 
     root = "data.images"
     has_deviation = False
@@ -38,7 +39,7 @@ class RawStore:
         latents_dtype: torch.dtype,
         text_shape: tuple[int, int] | None,
     ) -> None:
-        """`schema`: the sources, the one bucket in pixels and the classes of a store, which no encoder made."""
+        """`schema`: the sources, the only bucket in pixels, and the classes, without encoders."""
         self.schema, self.latents_dtype, self.text_shape = schema, latents_dtype, text_shape
         self._source, self._color = source, color
         (self._bucket,) = schema.buckets
@@ -47,12 +48,12 @@ class RawStore:
         self.buckets = {shape: BucketRows(self.index.counts[:, 0])}
 
     def item(self, number: int, row: int) -> Item:
-        """The picture of a part's row."""
+        """The image of a part's row."""
         at = int(self.index.parts[number, 0]) + row
         return self._source.items(at, at + 1)[0]
 
     def load(self, item: Item) -> tuple[Sample, npt.NDArray[np.uint8]]:
-        """What an item holds, and its pixels in the bucket, uint8. Raises UserError for what extraction skips."""
+        """An item's sample, and its pixels in the bucket, uint8. Raises UserError for an unusable item."""
         try:
             sample = item.load()
             _, pixels = bucket_pixels(sample.image, [self._bucket], self._color)
@@ -61,7 +62,7 @@ class RawStore:
         return sample, pixels
 
     def label(self, item: Item, sample: Sample) -> int:
-        """The number of its class. Raises UserError where it is none of those of the run."""
+        """The number of a sample's class. Raises UserError if it is no class of the run."""
         assert self.schema.classes is not None
         assert sample.label is not None
         try:
@@ -70,32 +71,32 @@ class RawStore:
             raise self._unusable(item, error) from None
 
     def name_of(self, bucket: Shape, number: int, row: int) -> str:
-        """A sample as people find it."""
+        """The name of a sample for people."""
         item = self.item(number, row)
         return f"sample {item.index} ({item.name})"
 
     def _unusable(self, item: Item, why: Exception) -> UserError:
         return UserError(
-            f"data.images: {item.name}: {why}; mend or replace it, and the same command goes on; a run that has not "
-            "begun can do without, or read features from the folder that `bigdit extract` makes, which skips it"
+            f"data.images: {item.name}: {why}; fix or replace it, and the same command resumes. A run that has not "
+            "begun can leave it out, or set strategy.features to cached: `bigdit extract` skips it"
         )
 
 
 class RawReader:
-    """Reads batches of a RawStore, as BatchReader those of a store: from the same seeds the same captions, classes and
+    """Reads batches of a RawStore, as BatchReader does of a store. The same seeds give the same captions, classes and
     drops. Threads may share it."""
 
     def __init__(self, store: RawStore, caption_dropout: float, *, pinned: bool, no_class: int | None = None) -> None:
         self._store, self._dropout, self._pinned, self._no_class = store, caption_dropout, pinned, no_class
 
     def advise(self, bucket: Shape, parts: Ints, rows: Ints, seeds: Sequence[int]) -> None:
-        """Pictures are read when their turn comes."""
+        """Images are not prefetched."""
 
     def read(self, bucket: Shape, parts: Ints, rows: Ints, seeds: Sequence[int]) -> CaptionedBatch:
-        """The batch of these rows. Raises UserError for a picture that cannot be used."""
+        """The batch of these rows. Raises UserError for an unusable image."""
         items = [self._store.item(*place) for place in zip(parts.tolist(), rows.tolist(), strict=True)]
         loaded = [self._store.load(item) for item in items]
-        pixels = torch.from_numpy(np.stack([each for _, each in loaded]))  # a copy: of gray pictures they are Pillow's
+        pixels = torch.from_numpy(np.stack([each for _, each in loaded]))  # a copy: Pillow owns pixels of gray images
         labelled = self._store.schema.classes is not None
         captions = () if labelled else [self._caption(*each) for each in zip(loaded, seeds, strict=True)]
         extras = {}
@@ -109,7 +110,7 @@ class RawReader:
         sample, _ = loaded
         if self._drops(seed):
             return None
-        weights = np.array([each.weight for each in sample.captions], np.float32)  # as a store keeps them
+        weights = np.array([each.weight for each in sample.captions], np.float32)  # the dtype of a store
         return sample.captions[chosen(weights, draw(seed, b"caption"))].text
 
     def _label(self, item: Item, loaded: tuple[Sample, npt.NDArray[np.uint8]], seed: int) -> int:

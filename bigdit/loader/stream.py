@@ -1,31 +1,41 @@
-"""This process's micro-batches, read from the store ahead of the step."""
+"""The micro-batches of this process, read ahead of the step; samples are read straight into the batch's tensors."""
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
+import torch
+import xxhash
+
+from bigdit.catalog.conditions import CLASS_LABEL, IMAGE_CONDITION
+from bigdit.catalog.encoders import POOLED_TEXT
+from bigdit.catalog.families import mask_of
 from bigdit.dist import World
 from bigdit.loader.batch import Batch, CaptionedBatch, read_ahead
-from bigdit.loader.order import Ints, Order, sample_seed
+from bigdit.loader.buffers import Buffers, Padded, mark_first
+from bigdit.loader.order import Ints, Order, draw, sample_seed
 from bigdit.loader.raw_store import RawReader, RawStore
-from bigdit.loader.read import BatchReader
 from bigdit.store import FeatureStore
-from bigdit.store.part import Shape
+from bigdit.store.part import FIRST_FRAME, Shape
+from bigdit.store.reader import Part
+from bigdit.store.tensors import bytes_of
+from bigdit.store.text import TEXT
 
 ADVISED_AHEAD = 8
-"""Micro-batches that the system is asked to fetch before they are read: a disk's queue stays full, and they take the
-page cache's memory alone."""
+"""Micro-batches that the system prefetches, to keep the disk's queue full. They only take memory of the page cache."""
 
 
 Micro = Batch | CaptionedBatch
-"""A micro-batch: features, or what they are made of."""
+"""A micro-batch: features, or images and captions."""
 
 
 class FeatureStream:
-    """Micro-batches of a store, or of pictures that are not encoded yet, for one process of `world`; every process sees
-    its share of the same order."""
+    """Micro-batches of a store, or of images that are not encoded yet, for one process of `world`. All processes share
+    one order."""
 
     def __init__(
         self,
@@ -56,10 +66,10 @@ class FeatureStream:
             else BatchReader(store, micro_batch_size, caption_dropout, pinned=pin_memory, no_class=no_class)
         )
         self._lock = threading.Lock()
-        self._advised = 0  # the first step that the system was not told of
+        self._advised = 0  # the first step that is not prefetched yet
 
     def steps(self, start: int, stop: int) -> Generator[list[Micro]]:
-        """The micro-batches of steps [start, stop), `read_ahead_steps` of them read ahead by threads, a step each."""
+        """The micro-batches of steps [start, stop). Threads read `read_ahead_steps` of them ahead, a step each."""
         readers = ThreadPoolExecutor(self._threads, thread_name_prefix="loader")
         try:
             yield from read_ahead(
@@ -73,7 +83,7 @@ class FeatureStream:
         return [self._reader.read(*each) for each in self.samples(step)]
 
     def _fetched(self, step: int, stop: int) -> list[Micro]:
-        """The micro-batches of a step, after the system was told of those that follow."""
+        """The micro-batches of a step. The following ones are prefetched."""
         last = min(step + 1 + -(-ADVISED_AHEAD // self._grad_accum_steps), stop)
         with self._lock:
             first, self._advised = max(self._advised, step + 1), max(self._advised, last)
@@ -96,3 +106,138 @@ class FeatureStream:
             )
             for start in starts
         ]
+
+
+class BatchReader:
+    """Reads batches of a store, of at most `micro_batch_size` samples. Threads may share it.
+
+    A sample's seed decides whether its caption or class is dropped, and which of several captions is chosen. If mean
+    and deviation are stored, it also decides the noise of the latents.
+    """
+
+    def __init__(
+        self,
+        store: FeatureStore,
+        micro_batch_size: int,
+        caption_dropout: float,
+        *,
+        pinned: bool,
+        no_class: int | None = None,
+    ) -> None:
+        """`no_class`: the model's label for a dropped class."""
+        self._store = store
+        self._dropout = caption_dropout
+        self._no_class = no_class
+        self._shapes = store.text_shapes
+        element = 4 if store.has_deviation else store.latents_dtype.itemsize
+        sizes = {"latents": max(math.prod(shape) for shape in store.buckets) * element}
+        sizes |= {name: math.prod(shape) * 2 for name, shape in self._shapes.items()}
+        frame = store.schema.first_frame
+        self._mask = 0 if frame is None else int(frame["mask"])
+        sizes |= {
+            name: max(math.prod(shapes[name]) for shapes in map(self._frame_shapes, store.buckets)) * 2
+            for name in self._frame_shapes(next(iter(store.buckets)))
+        }
+        self._buffers = Buffers({name: size * micro_batch_size for name, size in sizes.items()}, pinned=pinned)
+        self._pinned = pinned
+
+    def advise(self, bucket: Shape, parts: Ints, rows: Ints, seeds: Sequence[int]) -> None:
+        """Prefetch this batch."""
+        for number, row, seed in zip(parts.tolist(), rows.tolist(), seeds, strict=True):
+            part = self._store.part(number)
+            unread = not self._shapes or self._drops(seed)
+            part.advise(bucket, row, None if unread else _caption(part, bucket, row, seed))
+
+    def read(self, bucket: Shape, parts: Ints, rows: Ints, seeds: Sequence[int]) -> Batch:
+        """The batch of these rows. Raises UserError if they are damaged."""
+        latents = self._latents(bucket, parts, rows, seeds)
+        if not self._shapes:
+            labels = torch.tensor([self._label(bucket, *place) for place in zip(parts, rows, seeds, strict=True)])
+            return Batch(latents, None, None, tuple(seeds), {CLASS_LABEL: self._held(labels)})
+        text_embeds, text_mask, extras = self._text(bucket, parts, rows, seeds)
+        extras |= self._frames(bucket, parts, rows)
+        return Batch(latents, text_embeds, text_mask, tuple(seeds), extras)
+
+    def _label(self, bucket: Shape, number: int, row: int, seed: int) -> int:
+        """The class of a row, or the label for a dropped class."""
+        if self._no_class is not None and self._drops(seed):
+            return self._no_class
+        return int(self._store.part(int(number)).labels[bucket][row])
+
+    def _text(
+        self, bucket: Shape, parts: Ints, rows: Ints, seeds: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """text_embeds, text_mask, and as extras the pooled vectors and each stream with its mask, if any."""
+        null, count = self._store.null_text, len(seeds)
+        texts = {name: Padded(self._buffers, name, count, shape) for name, shape in self._shapes.items()}
+        pooled = [null.pooled] * count
+        for place in np.lexsort((rows, parts)).tolist():
+            if self._drops(seeds[place]):
+                for name, dropped in null.sequences.items():
+                    memory = texts[name].room(place, len(dropped.states), dropped.shown)
+                    memory[:] = bytes_of(dropped.states)
+                continue
+            part = self._store.part(int(parts[place]))
+            caption = _caption(part, bucket, int(rows[place]), seeds[place])
+            part.check_fits(caption, self._shapes)
+            memories = {
+                name: text.room(place, part.tokens(caption, name), part.shown(caption, name))
+                for name, text in texts.items()
+            }
+            pooled[place] = part.read_text(caption, memories)
+        vectors = [each for each in pooled if each is not None]
+        extras = {POOLED_TEXT: self._held(torch.stack(vectors).to(torch.bfloat16))} if vectors else {}
+        own = texts.pop(TEXT)
+        for name, text in texts.items():
+            extras |= {name: text.states, mask_of(name): self._held(text.mask())}
+        return own.states, self._held(own.mask()), extras
+
+    def _frame_shapes(self, bucket: Shape) -> dict[str, tuple[int, ...]]:
+        """The shapes of a sample's first-frame tensors, by name. The mask is part of the condition."""
+        kept = dict(self._store.frame_shapes(bucket))
+        if not kept:
+            return {}
+        channels, *sides = kept.pop(FIRST_FRAME)
+        return {IMAGE_CONDITION: (self._mask + channels, *sides), **kept}
+
+    def _frames(self, bucket: Shape, parts: Ints, rows: Ints) -> dict[str, torch.Tensor]:
+        """The condition and embeddings for image-to-video models, in bf16."""
+        shapes, count = self._frame_shapes(bucket), len(rows)
+        found = {name: self._buffers.take(name, (count, *shape), torch.bfloat16)[0] for name, shape in shapes.items()}
+        if not found:
+            return {}
+        condition = mark_first(found[IMAGE_CONDITION], self._mask)
+        stored = {name: each for name, each in found.items() if name != IMAGE_CONDITION}
+        for place in np.lexsort((rows, parts)).tolist():
+            memories = {FIRST_FRAME: bytes_of(condition[place, self._mask :])}
+            memories |= {name: bytes_of(each[place]) for name, each in stored.items()}
+            self._store.part(int(parts[place])).read_frame(bucket, int(rows[place]), memories)
+        return found
+
+    def _latents(self, bucket: Shape, parts: Ints, rows: Ints, seeds: Sequence[int]) -> torch.Tensor:
+        """Latents [B, *bucket] as stored, or sampled in fp32 from mean and deviation."""
+        store = self._store
+        dtype = torch.float32 if store.has_deviation else store.latents_dtype
+        latents, _ = self._buffers.take("latents", (len(seeds), *bucket), dtype)
+        stored = torch.empty((2, *bucket), dtype=store.latents_dtype) if store.has_deviation else latents[0]
+        memory, nbytes = bytes_of(stored if store.has_deviation else latents), stored.nbytes
+        for place in np.lexsort((rows, parts)).tolist():
+            part, row = store.part(int(parts[place])), int(rows[place])
+            if not store.has_deviation:
+                part.read_latents(bucket, row, memory[place * nbytes : (place + 1) * nbytes])
+                continue
+            part.read_latents(bucket, row, memory)
+            generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(b"latents", seeds[place]) >> 1)
+            mean, deviation = stored.float()
+            latents[place].normal_(generator=generator).mul_(deviation).add_(mean)
+        return latents
+
+    def _drops(self, seed: int) -> bool:
+        return draw(seed, b"dropout") < self._dropout
+
+    def _held(self, values: torch.Tensor) -> torch.Tensor:
+        return values.pin_memory() if self._pinned else values
+
+
+def _caption(part: Part, bucket: Shape, row: int, seed: int) -> int:
+    return part.choose_caption(bucket, row, draw(seed, b"caption"))

@@ -1,15 +1,13 @@
-"""Diffusion transformers from diffusers: built from a ModelSpec, driven through one family adapter each.
+"""Diffusion transformers from diffusers: built from a ModelSpec, called through an adapter for each family.
 
-Checkpointing, offload and adapters are put on here, alike for all. What is known of them without torch is `catalog`.
+Checkpointing, offload, compiled blocks and LoRA are added here, alike for all. `catalog` knows of models without torch.
 """
 
 from bigdit.models.adapters import loaded_by, save_adapters, save_for_comfyui
 from bigdit.models.build import build, check_folder, load, outline, skeleton
-from bigdit.models.conditions import Conditions, Extra
 from bigdit.models.equip import adapt, arrange, equip
 from bigdit.models.families import families, family
-from bigdit.models.family import Family
-from bigdit.models.shapes import take_through
+from bigdit.models.family import Conditions, Extra, Family, take_through
 
 __all__ = [
     "Conditions",

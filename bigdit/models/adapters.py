@@ -1,4 +1,4 @@
-"""Trained adapters as files: safetensors in the layouts that diffusers' `load_lora_weights` and ComfyUI read."""
+"""Trained adapters as files: safetensors in the layouts of diffusers' `load_lora_weights` and of ComfyUI."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from bigdit.strategy import LoraSpec, ModelSpec
 
 FILE = "pytorch_lora_weights.safetensors"
 PREFIX = "transformer."  # pipelines tell a transformer's adapters from a text encoder's by it
-ADAPTER = "default"  # as peft names the only adapter; files do not say it
+ADAPTER = "default"  # peft's name of the only adapter, which files leave out
 _DOWN = f".lora_A.{ADAPTER}.weight"
 
 
 def save_adapters(folder: Path, spec: LoraSpec, weights: Mapping[str, torch.Tensor]) -> None:
-    """Write adapters, by their names in the model, as diffusers reads them. Raises OSError, SafetensorError.
+    """Write adapters, by their names in the model, in diffusers' layout. Raises OSError, SafetensorError.
 
-    alpha / rank is multiplied into B, since most other loaders do not read it in the metadata.
+    B is multiplied by alpha / rank, because most other loaders do not read that in the metadata.
     """
     tensors = {_name_in_file(name): _scaled(name, tensor, spec).contiguous() for name, tensor in weights.items()}
     layers = {name.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for name in tensors}
@@ -37,10 +37,10 @@ def save_adapters(folder: Path, spec: LoraSpec, weights: Mapping[str, torch.Tens
 def save_for_comfyui(
     folder: Path, model: ModelSpec, spec: LoraSpec, weights: Mapping[str, torch.Tensor], base: Callable[[], nn.Module]
 ) -> None:
-    """Write adapters as ComfyUI reads them, where it has the model and cannot read diffusers' file.
+    """Write adapters in ComfyUI's layout, where ComfyUI has the model and cannot read diffusers' file.
 
-    `base`: the frozen model, which only DoRA needs. Raises UserError where a layer has no place in ComfyUI, and as
-    `base` does, OSError, SafetensorError.
+    `base`: the frozen model, which only DoRA needs. Raises UserError where ComfyUI has no place for a layer; what
+    `base` raises; OSError, SafetensorError.
     """
     if not comfyui.needed(model.class_name, dora=spec.dora):
         return
@@ -65,9 +65,9 @@ def _scaled(name: str, tensor: torch.Tensor, spec: LoraSpec) -> torch.Tensor:
 
 
 def loaded_by(class_name: str, pipeline: str | None) -> str | None:
-    """What of diffusers loads adapters of a class: its pipeline, or it alone; None where nothing does."""
+    """What of diffusers loads adapters of a class: its pipeline, or the class alone; None where nothing does."""
     if not hasattr(getattr(diffusers, class_name, None), "load_lora_adapter"):
-        return None  # whatever the pipeline has is a U-Net's
+        return None  # the pipeline's loader is for a U-Net
     if hasattr(getattr(diffusers, pipeline or "", None), "load_lora_weights"):
         return f"{pipeline}'s load_lora_weights"
     return f"{class_name}'s load_lora_adapter"

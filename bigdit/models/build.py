@@ -1,4 +1,4 @@
-"""A transformer with fresh weights from its spec, or with weights from a diffusers folder."""
+"""A transformer from its spec with new weights, or with those of a diffusers folder."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def build(spec: ModelSpec, *, device: torch.device | str, dtype: torch.dtype, seed: int | None = None) -> nn.Module:
-    """The model with fresh weights on `device` in `dtype`; the same `seed` gives the same weights.
+    """The model with new weights on `device` in `dtype`; the same `seed` gives the same weights.
 
-    Weights are drawn by diffusers' own initialisers in fp32 and then cast, so that every precision starts
-    from the same values. Raises UserError for a class without an adapter or an argument it does not take.
+    diffusers' own initialisers draw them in fp32, and they are cast then: all precisions start from the same values.
+    Raises UserError for a class without an adapter, or an argument that it does not take.
     """
     if seed is not None:
         torch.manual_seed(seed)
-    on_host = torch.device(device).type == "cpu"  # where tensors are made anyway: the context asks at each call
+    on_host = torch.device(device).type == "cpu"  # tensors are made there anyway, and the context slows each call
     with nullcontext() if on_host else torch.device(device):
         return _in_training(_constructed(spec), dtype)
 
 
 def load(spec: ModelSpec, folder: Path, *, dtype: torch.dtype) -> nn.Module:
-    """The model with the safetensors weights in `folder`, on the host.
+    """The model in CPU memory with the safetensors weights in `folder`.
 
     Raises UserError where the folder does not hold weights of this very model.
     """
@@ -53,9 +53,9 @@ def load(spec: ModelSpec, folder: Path, *, dtype: torch.dtype) -> nn.Module:
     try:
         config = model_class.load_config(folder, local_files_only=True)
         with init_empty_weights(include_buffers=False):
-            model = model_class.from_config(config, **spec.kwargs)  # this model, where the folder's config says another
+            model = model_class.from_config(config, **spec.kwargs)  # the spec wins over the folder's config
         missing, unexpected = fill(model, folder, dtype=dtype)
-    except Exception as error:  # as of a constructor, and of files that are not what they seem
+    except Exception as error:  # of any class: from a constructor, or from damaged files
         if ran_out(error):
             raise
         reason = " ".join(str(error).split())[:300]
@@ -69,13 +69,13 @@ def load(spec: ModelSpec, folder: Path, *, dtype: torch.dtype) -> nn.Module:
 
 
 def check_folder(spec: ModelSpec, folder: Path) -> None:
-    """Raise UserError where the folder lacks the files of diffusers' weights; what they hold is seen by `load`."""
+    """Raise UserError where the folder lacks files of diffusers' weights. `load` checks their contents."""
     if missing := lacking(folder):
         raise UserError(f"{folder} does not hold diffusers weights of {spec.class_name}: {missing}")
 
 
 def skeleton(spec: ModelSpec, *, dtype: torch.dtype) -> nn.Module:
-    """The model on the host with its buffers, and parameters that nothing was written to: they take no memory yet.
+    """The model in CPU memory with its buffers, and parameters that nothing was written to: they take no memory yet.
 
     Raises UserError as `build` does.
     """
@@ -89,7 +89,7 @@ def skeleton(spec: ModelSpec, *, dtype: torch.dtype) -> nn.Module:
 
 
 def outline(spec: ModelSpec) -> nn.Module:
-    """The model on the meta device: what it is made of, and no memory. Raises UserError as `build` does."""
+    """The model on the meta device, without memory. Raises UserError as `build` does."""
     with torch.device("meta"):
         return _constructed(spec)
 
@@ -97,10 +97,10 @@ def outline(spec: ModelSpec) -> nn.Module:
 def _constructed(spec: ModelSpec) -> nn.Module:
     model_class = _model_class(spec)
     try:
-        with warnings.catch_warnings():  # of widths of 0, which are an error a moment later
+        with warnings.catch_warnings():  # about widths of 0, which raise an error a moment later
             warnings.filterwarnings("ignore", "Initializing zero-element tensors")
             model: nn.Module = model_class(**spec.kwargs)
-    except Exception as error:  # what a constructor makes of arguments that it was not written for is of any class
+    except Exception as error:  # of any class: constructors do not expect all arguments
         if ran_out(error):
             raise
         if zeros := _zeros(spec, inspect.signature(model_class).parameters):
@@ -111,7 +111,7 @@ def _constructed(spec: ModelSpec) -> nn.Module:
 
 
 def _zeros(spec: ModelSpec, known: Mapping[str, inspect.Parameter]) -> list[str]:
-    """The arguments that are 0 where the class has a number above that by default."""
+    """The arguments that are 0 where the class's default is a number above 0."""
     defaults = {key: known[key].default for key, value in spec.kwargs.items() if value == 0 and key in known}
     return [
         key
@@ -126,7 +126,7 @@ def _in_training(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _model_class(spec: ModelSpec) -> Any:
-    # diffusers' `to` imports it at its first call, and it makes tensors: not on the account of the engine that calls.
+    # diffusers' `to` imports it at its first call, and it makes tensors: the engine's account must not have them.
     importlib.import_module("diffusers.hooks")
     family(spec.class_name)
     model_class = PaperDiT if spec.class_name == PaperDiT.__name__ else getattr(diffusers, spec.class_name)
@@ -138,7 +138,7 @@ def _model_class(spec: ModelSpec) -> Any:
 
 
 def _problem(spec: ModelSpec, key: str, value: Any, known: Mapping[str, inspect.Parameter]) -> str | None:
-    """What is wrong with an argument, by the class's own: it has no such one, or a default of another kind."""
+    """What is wrong with an argument: the class does not have it, or its default is of another kind."""
     if key not in known:
         return f"{key}: {spec.class_name} does not take it; {nearest(key, known)}"
     for kind, words in _KINDS.items():
@@ -163,7 +163,7 @@ _FILE = "diffusion_pytorch_model.safetensors"
 
 
 def lacking(folder: Path) -> str | None:
-    """What keeps a folder from being one of diffusers' weights; None where it has their files."""
+    """Why a folder is none of diffusers' weights; None where it has their files."""
     if not folder.is_dir():
         return "it is no folder; name one of diffusers, or a checkpoint"
     if not (folder / "config.json").is_file():
@@ -175,12 +175,13 @@ def lacking(folder: Path) -> str | None:
 
 
 def fill(model: nn.Module, folder: Path, *, dtype: torch.dtype) -> tuple[int, int]:
-    """Give the model its tensors by their names, in `dtype`; how many the folder lacks, and how many it has beside.
+    """Load the folder's tensors into the model, by name, in `dtype`; how many the folder lacks, and how many are too
+    many.
 
-    What is in `dtype` already stays mapped: the pages of its file, which all processes share until they write to them.
-    Raises OSError, ValueError or RuntimeError where a file cannot be read, or a tensor has another shape.
+    Tensors in `dtype` already stay mapped: processes share the pages of the file until they write to them. Raises
+    OSError, ValueError or RuntimeError where a file cannot be read, or a tensor has another shape.
     """
-    lacking, beside = set(model.state_dict()), set()
+    lacking, unexpected = set(model.state_dict()), set()
     for file in _files(folder):
         check_regular(file)
         if leads_out(folder, file):
@@ -191,9 +192,9 @@ def fill(model: nn.Module, folder: Path, *, dtype: torch.dtype) -> tuple[int, in
             raise OSError(f"{file.name}: {error}") from error
         rounded = {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()}
         found = model.load_state_dict(rounded, strict=False, assign=True)
-        beside.update(found.unexpected_keys)
+        unexpected.update(found.unexpected_keys)
         lacking -= tensors.keys()
-    return len(lacking), len(beside)
+    return len(lacking), len(unexpected)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Adapters in the names and shapes that ComfyUI reads, for models that ComfyUI has.
+"""Adapters in ComfyUI's names and shapes, for models that ComfyUI has.
 
 ComfyUI reads no metadata: without a tensor `.alpha` the product B·A counts as it is. Source: comfy/lora.py,
 comfy/utils.py and comfy/weight_adapter of ComfyUI 0.19.3, and its models for the names of their layers.
@@ -29,10 +29,10 @@ AS_DIFFUSERS = frozenset(
         *("QwenImageTransformer2DModel", "SD3Transformer2DModel", "ZImageTransformer2DModel"),
     }
 )
-"""Classes whose layers ComfyUI also knows by their names in diffusers."""
+"""Classes whose layers ComfyUI also knows by diffusers' names."""
 
 _TURNED = re.compile(r".*\bnorm_out\.linear|SD3.*norm1_context\.linear")
-"""Of these, class and layer, ComfyUI may exchange the halves of the rows: of B, but not of the scales of DoRA."""
+"""Classes and layers among these whose halves of rows ComfyUI may swap: in B, but not in the scales of DoRA."""
 
 
 def _qkv(here: str, there: str) -> dict[str, str]:
@@ -111,12 +111,12 @@ _RENAMED: dict[str, dict[str, tuple[str, dict[str, str]]]] = {
     "HunyuanVideo15Transformer3DModel": _HUNYUAN,
     "HunyuanImageTransformer2DModel": _HUNYUAN,
 }
-"""Of each class its lists of blocks, with ComfyUI's names of the list and of the layers in a block. `#i`: part i of the
-rows of one layer there. `~`: the two halves of the rows are exchanged there."""
+"""For each class its lists of blocks, with ComfyUI's names of the list and of the layers in a block. `#i`: part i of
+the rows of one layer there. `~`: the two halves of the rows are swapped there."""
 
 
 class Adapter(NamedTuple):
-    """Of one linear layer: `down` [rank, in], `up` [out, rank] with the scale in it, and DoRA's `magnitudes` [out]."""
+    """For one linear layer: `down` [rank, in], `up` [out, rank] with the scale in it, and DoRA's `magnitudes` [out]."""
 
     down: torch.Tensor
     up: torch.Tensor
@@ -124,7 +124,7 @@ class Adapter(NamedTuple):
 
 
 def needed(class_name: str, *, dora: bool) -> bool:
-    """Whether ComfyUI has the model and reads its adapters from no file in diffusers' layout."""
+    """Whether ComfyUI has the model, but cannot read its adapters in diffusers' layout."""
     return class_name in _RENAMED or (dora and class_name in AS_DIFFUSERS)
 
 
@@ -134,7 +134,7 @@ def tensors(
     rows: Mapping[str, int],
     weight: Callable[[str], torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """The adapters as ComfyUI reads them. `rows`: those of each linear layer; `weight`: a frozen weight, for DoRA.
+    """The adapters in ComfyUI's layout. `rows`: those of each linear layer; `weight`: a frozen weight, for DoRA.
 
     Raises UserError where a layer has no place in ComfyUI.
     """
@@ -165,7 +165,7 @@ def tensors(
 
 
 def _place(class_name: str, name: str, *, dora: bool) -> str | None:
-    """The layer of ComfyUI that a layer is, or is a part of."""
+    """The layer of ComfyUI that holds a layer."""
     if class_name in AS_DIFFUSERS:
         return None if dora and _TURNED.fullmatch(f"{class_name} {name}") else f"transformer.{name}"
     match = re.fullmatch(r"(.+?)\.(\d+)\.(.+)", name)

@@ -1,19 +1,23 @@
-"""What a strategy changes in the plain model before an engine takes it."""
+"""What a strategy changes in the plain model before an engine takes it: LoRA, compiled and swapped blocks,
+checkpointing, offload of activations."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from bigdit import libraries
+from bigdit.emulator import on_emulated_gpu
 from bigdit.errors import UserError
-from bigdit.models.compiling import compile_blocks
 from bigdit.models.family import Family
 from bigdit.models.swap import swap_blocks
 from bigdit.strategy import Strategy
@@ -23,11 +27,10 @@ from bigdit.units import how_many
 def equip(
     model: nn.Module, family: Family, strategy: Strategy, *, seed: int = 0, backend: str = "inductor"
 ) -> nn.Module:
-    """The model, in place, with the strategy's adapters, compiled or swapped blocks, checkpointing and offload of
-    activations.
+    """The model, in place, with all that the strategy adds to it.
 
-    `seed` is that of the adapters' values, `backend` torch's compiler. Raises UserError where it has fewer blocks than
-    are to be swapped or checkpointed, or a target of the adapters is none of its linear layers.
+    `seed`: of the adapters' values; `backend`: torch's compiler. Raises UserError where the model has fewer blocks than
+    are swapped or checkpointed, or where a target of the adapters is no linear layer.
     """
     adapt(model, family, strategy, seed=seed)
     return arrange(model, family, strategy, backend=backend)
@@ -43,7 +46,7 @@ def adapt(model: nn.Module, family: Family, strategy: Strategy, *, seed: int = 0
 
 
 def arrange(model: nn.Module, family: Family, strategy: Strategy, *, backend: str = "inductor") -> nn.Module:
-    """All that `equip` does beside adapters."""
+    """All that `equip` does but the adapters."""
     if strategy.compile_blocks:
         compile_blocks(model, family, backend)
     if strategy.blocks_to_swap:
@@ -55,10 +58,64 @@ def arrange(model: nn.Module, family: Family, strategy: Strategy, *, backend: st
     return model
 
 
-def join_gradients(model: nn.Module, family: Family) -> None:
-    """Have each block return a split in the place of slices that follow each other and are all of a tensor.
+_DISABLED = "TORCHDYNAMO_DISABLE"
 
-    To be applied before checkpointing, whose recomputation is the block's own.
+
+def compile_blocks(model: nn.Module, family: Family, backend: str | Callable[..., Any] = "inductor") -> None:
+    """Have each block compiled when it is first called with new shapes or strides.
+
+    Regional compilation: blocks that are alike share their graphs. Apply it before checkpointing and offload: torch
+    finds graphs by the code of a class's own `forward`, and what replaces that has none. Each bucket has its own
+    graphs: with sizes that may change, Inductor of torch 2.13 does not know how convolutions lie in memory. On an
+    emulated GPU, which runs no kernels, blocks stay as they are. Raises UserError where torch is told not to compile.
+
+    Source: PyTorch's recipe on regional compilation; `compile_repeated_blocks` of diffusers' ModelMixin.
+    """
+    if os.environ.get(_DISABLED) == "1":
+        raise UserError(f"strategy.compile_blocks is true, and {_DISABLED} is 1; unset it, or leave compile_blocks out")
+    if on_emulated_gpu():
+        return
+    import torch._dynamo as dynamo  # here: it takes a second to import
+
+    dynamo.config.recompile_limit = dynamo.config.accumulated_recompile_limit  # else 8: four buckets, and then none
+    for block in family.blocks(model):
+        compiled = torch.compile(block.forward, backend=backend, dynamic=False)
+        block.forward = functools.partial(_called, compiled, block.forward)
+
+
+def _called(compiled: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The block as it is written where a dispatch mode needs its operators, which a compiled one hides."""
+    return (forward if is_in_torch_dispatch_mode() else compiled)(*args, **kwargs)
+
+
+@contextmanager
+def compile_errors() -> Iterator[None]:
+    """Make a UserError of what torch cannot compile within."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(each.__module__ == "torch._dynamo.exc" for each in type(error).__mro__):
+            raise
+        inner = getattr(error, "inner_exception", error)
+        why = ": ".join([type(inner).__name__, *str(inner).splitlines()[:1]])
+        raise UserError(
+            f"strategy.compile_blocks: torch cannot compile a block: {why}; leave compile_blocks out"
+        ) from error
+
+
+def compile_notices(strategy: Strategy) -> list[str]:
+    """What to log about compiled blocks, before the first step."""
+    if not strategy.compile_blocks:
+        return []
+    if on_emulated_gpu():
+        return ["strategy.compile_blocks: an emulated GPU runs no kernels, and blocks run as they are written"]
+    return ["strategy.compile_blocks: the first step waits for torch's compiler"]
+
+
+def join_gradients(model: nn.Module, family: Family) -> None:
+    """Have each block return one split in place of consecutive slices that make up a tensor.
+
+    Apply it before checkpointing, whose recomputation is the block's own.
     """
     for block in family.blocks(model):
         block.forward = functools.partial(_split, block.forward)
@@ -79,7 +136,7 @@ def _split(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_slice(piece: Any) -> bool:
-    """Whether autograd has it as a slice of the tensor that it is a view of, with nothing between."""
+    """Whether autograd has it as a direct slice of the tensor that it is a view of."""
     if not isinstance(piece, torch.Tensor) or piece.grad_fn is None or piece._base is None:
         return False
     whole = piece._base.grad_fn
@@ -93,7 +150,7 @@ def _same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 aten = torch.ops.aten
 
-# What costs most to compute for each byte that it takes to keep: matrix products and attention. A CPU, CUDA's
+# Matrix products and attention: they cost most to compute for each byte that it takes to keep them. The CPU, CUDA's
 # three kernels and torch's mathematical form (bmm) each have an operator of their own.
 KEPT = (
     aten.mm.default,
@@ -113,17 +170,17 @@ def apply_checkpointing(
 ) -> None:
     """Recompute the first `first` blocks in the backward pass; the others keep their activations.
 
-    `selective` blocks keep the outputs of matrix products, convolutions and attention, and recompute the rest.
-    The block's `forward` is replaced, not the block: names of parameters, and the hooks that engines put on
-    modules, stay as they are. Raises UserError where the model has fewer blocks.
+    `selective` blocks keep the outputs of matrix products, convolutions and attention, and recompute the rest. A
+    block's `forward` is replaced, not the block: parameters keep their names, and modules the hooks of engines. Raises
+    UserError where the model has fewer blocks.
     """
     blocks = family.blocks(model)
     if first == "all":
         first = len(blocks)
     if first > len(blocks):
         raise UserError(f"strategy.checkpointed_blocks is {first}, and the model has {how_many(len(blocks), 'block')}")
-    # Nothing in a block draws random numbers (dropout is 0 in pre-training configs), so the RNG state,
-    # whose copy would synchronise with the device, is not kept.
+    # A block uses no random numbers (dropout is 0 in pre-training configs), so the RNG state is not kept: copying it
+    # would synchronise with the device.
     run = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if kind == "selective":
         run = functools.partial(run, context_fn=functools.partial(create_selective_checkpoint_contexts, _kept()))
@@ -132,7 +189,7 @@ def apply_checkpointing(
 
 
 def _kept() -> list[torch._ops.OpOverload]:
-    """The operators whose outputs are kept; that of an nf4 base is there once bitsandbytes is imported."""
+    """The operators whose outputs are kept; that of an nf4 base exists once bitsandbytes is imported."""
     nf4 = getattr(torch.ops.bitsandbytes, "gemm_4bit", None)
     return [*KEPT, *(() if nf4 is None else (nf4.default,))]
 
@@ -141,15 +198,14 @@ Packed: TypeAlias = "torch.Tensor | tuple[torch.device, torch.Tensor, tuple[torc
 
 
 def offload_activations(model: nn.Module, family: Family) -> None:
-    """Copy to the host what autograd saves in each block, and back when its backward pass asks for it.
+    """Copy what autograd saves in each block to CPU memory, and back when the backward pass needs it.
 
-    To be applied after checkpointing: a checkpointed block saves its inputs, and those are what moves; what a
-    selective one keeps stays. Weights stay too. A tensor that several operations save is copied for each of
-    them; of an expanded one the memory behind it is. Host memory is pinned where the device is a GPU. On a CPU it is a
-    copy within the host, and saves nothing.
+    Apply it after checkpointing: then the inputs of a checkpointed block move, and what a selective one keeps stays.
+    Weights stay too. A tensor that several operations save is copied for each; an expanded one as the memory behind it.
+    CPU memory is pinned where the device is a GPU. On a CPU the copy saves nothing.
     """
     for block in family.blocks(model):
-        # Known now, before an engine takes the parameters apart.
+        # Taken now, before an engine takes the parameters apart.
         sizes = {parameter.numel() for parameter in block.parameters()}
         to_host = functools.partial(_to_host, block, sizes)
         block.forward = functools.partial(_offloaded, to_host, block.forward)

@@ -1,30 +1,66 @@
-"""What differs between transformer families: how the model is called, and which modules are its blocks."""
+"""What differs between families of transformers: how a model is called, its conditions, and its blocks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from bigdit.catalog.families import FAMILIES
+from bigdit.catalog.families import FAMILIES, mask_of, stream_shapes
+from bigdit.errors import UserError
 from bigdit.models import packing
-from bigdit.models.arguments import arguments
-from bigdit.models.conditions import Conditions, Extra
+from bigdit.strategy import BatchShape
+
+
+class Conditions(Protocol):
+    """text_embeds [B, T, D] and text_mask [B, T] (1 = token, 0 = padding), None for a model without text.
+
+    `extras`: further inputs, by the names that the family gives them.
+    """
+
+    @property
+    def text_embeds(self) -> torch.Tensor | None: ...
+
+    @property
+    def text_mask(self) -> torch.Tensor | None: ...
+
+    @property
+    def extras(self) -> Mapping[str, torch.Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Extra:
+    """A further input: its shape for one sample, without the batch. Floats come in the compute dtype.
+
+    `per_latent`: `shape` is channels alone, and frames, height and width are those of the latents. `fill`: its value
+    where only shapes matter, 1 for a mask.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.bfloat16
+    fill: int = 0
+    per_latent: bool = False
+
+    def sample_shape(self, latents: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a sample's input, for latents of this shape."""
+        return (*self.shape, *latents[1:]) if self.per_latent else self.shape
 
 
 @dataclass(frozen=True)
 class Family:
-    """A class of models, as one module of bigdit/models/families says it.
+    """A class of models, described by one module of bigdit/models/families.
 
-    `predict` is the model's output, of the latents' shape, or with twice the channels where a variance is beside the
-    prediction; t [B] in [0, 1], 1 = noise. `lists` are its lists of
-    blocks in the order of the forward pass. `extras` are what a batch must carry beside latents and text, by name:
-    `pooled_text`, `class_label`, … `shared` are modules within a block that the model also calls from outside of it,
-    which only DiT has: engines that shard by block gather a block's weights only while it runs.
+    `predict`: the model's output, of the latents' shape, or with twice the channels where it has a variance too; t [B]
+    in [0, 1], 1 = noise. `lists`: its lists of blocks, in the order of the forward pass. `extras`: what a batch must
+    hold beside latents and text, by name: `pooled_text`, `class_label`, …
+
+    `shared`: modules within a block that the model also calls from outside of it, which only DiT has. Engines that
+    shard by block gather a block's weights only while it runs.
     """
 
     CLASS_NAME: str
@@ -38,8 +74,56 @@ class Family:
         return [block for name in self.lists for block in getattr(model, name)]
 
     def tokens(self, model: nn.Module, latents: torch.Size) -> int:
-        """How many tokens the model makes of a sample of latents [B, C, (F,) H, W], each frame for itself."""
+        """How many tokens the model makes of each sample of latents [B, C, (F,) H, W]."""
         given = arguments(model)
         side: Any = getattr(given, "patch_size", None) or getattr(given, "all_patch_size", 1)
         side = side if isinstance(side, int) else side[-1]
         return math.prod(latents[2:]) // (packing.FACTOR if FAMILIES[self.CLASS_NAME].packs else side) ** 2
+
+
+def arguments(model: nn.Module) -> Any:
+    """The model's constructor arguments as attributes, also behind DeepSpeed's wrapper, whose `config` is its own."""
+    return getattr(model, "module", model).config
+
+
+def streams(class_name: str, model: nn.Module) -> dict[str, Extra]:
+    """The further texts of a model, and the mask of each, as the catalogue lists them."""
+    extras: dict[str, Extra] = {}
+    for name, shape in stream_shapes(class_name, arguments(model)).items():
+        extras |= {name: Extra(shape), mask_of(name): Extra(shape[:1], fill=1)}
+    return extras
+
+
+def text(conditions: Conditions) -> tuple[torch.Tensor, torch.Tensor]:
+    """text_embeds and text_mask, for a model that needs them. Raises UserError where there are none."""
+    if conditions.text_embeds is None or conditions.text_mask is None:
+        raise UserError("the model is conditioned on text, and the batch has none; extract features with captions")
+    return conditions.text_embeds, conditions.text_mask
+
+
+def guidance(
+    model: nn.Module, latents: torch.Tensor, scale: float = 1.0, dtype: torch.dtype = torch.float32
+) -> torch.Tensor | None:
+    """The guidance [B] that a guidance-distilled model embeds; None for another model.
+
+    It is trained at guidance 1: the prediction itself, without extrapolation. `scale`: what its pipeline makes of 1.
+    """
+    if not arguments(model).guidance_embeds:
+        return None
+    return torch.full(latents.shape[:1], scale, dtype=dtype, device=latents.device)
+
+
+def take_through(model: nn.Module, family: Family, sample: BatchShape) -> None:
+    """Have a model on the meta device predict from one `sample`. Raises what the model raises: torch's RuntimeError
+    where shapes do not fit, and where values are read, such as a mask's, which the meta device lacks."""
+    text = sample.text
+    with torch.device("meta"), torch.no_grad():
+        conditions = SimpleNamespace(
+            text_embeds=None if text is None else torch.zeros(1, *text),
+            text_mask=None if text is None else torch.ones(1, text[0]),
+            extras={
+                name: torch.full((1, *each.sample_shape(sample.latents)), each.fill, dtype=each.dtype)
+                for name, each in family.extras(model).items()
+            },
+        )
+        family.predict(model, torch.zeros(1, *sample.latents), torch.full((1,), 0.5), conditions)

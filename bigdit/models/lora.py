@@ -1,8 +1,7 @@
 """Low-rank adapters (Hu et al., arXiv:2106.09685) by peft, over a frozen base in bf16, int8 or nf4.
 
-A quantised base is quantised when it moves to its device: to int8 with a scale for each row (`Int8Linear`), or by
-bitsandbytes to 4-bit NormalFloat with an fp32 scale for 64 values (Dettmers et al., arXiv:2305.14314, without double
-quantisation).
+A base is quantised when it moves to its device. int8 has a scale for each row (`Int8Linear`). nf4 is bitsandbytes'
+4-bit NormalFloat with an fp32 scale for 64 values (Dettmers et al., arXiv:2305.14314, without double quantisation).
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from bigdit.strategy import LoraSpec
 
 
 def apply_lora(model: nn.Module, family: Family, spec: LoraSpec, *, seed: int) -> None:
-    """Freeze the model and add trainable adapters in its dtype; quantise the linear layers of its blocks.
+    """Freeze the model, add trainable adapters in its dtype, and quantise the linear layers of its blocks.
 
-    `spec.base` bf16 leaves the base in the model's dtype. The adapters' values are drawn from `seed`, in fp32:
-    every process draws the same. Raises UserError where a target names no linear layer.
+    `spec.base` bf16 leaves the base in the model's dtype. The adapters' values are drawn from `seed` in fp32, alike on
+    all processes. Raises UserError where a target names no linear layer.
     """
     dtype = next(model.parameters()).dtype
     targets = _targets(model, family, spec)
@@ -45,7 +44,7 @@ def apply_lora(model: nn.Module, family: Family, spec: LoraSpec, *, seed: int) -
     model.is_loaded_in_4bit = spec.base == "nf4"  # type: ignore[assignment]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        packed = spec.base != "bf16"  # whose norms peft could take once it has moved, and no sooner
+        packed = spec.base != "bf16"  # peft could take its norms only after it has moved
         dora = spec.dora and not packed
         config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=targets, use_dora=dora)
         inject_adapter_in_model(config, model, ADAPTER)
@@ -53,11 +52,11 @@ def apply_lora(model: nn.Module, family: Family, spec: LoraSpec, *, seed: int) -
         for layer in (module for module in model.modules() if isinstance(module, LoraLayer)):
             _add_magnitudes(layer, spec.base)
     for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
-        parameter.data = parameter.data.to(dtype)  # peft leaves them in fp32 beside quantised weights
+        parameter.data = parameter.data.to(dtype)  # peft leaves them in fp32 over quantised weights
 
 
 def _targets(model: nn.Module, family: Family, spec: LoraSpec) -> list[str]:
-    """The linear layers to adapt, by their whole names: those that end in a target, or those of attention."""
+    """The linear layers to adapt, by their full names: those that end in a target, or those of attention."""
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     if not spec.targets:
         blocks = set(family.blocks(model))
@@ -83,7 +82,8 @@ def _is_of_attention(name: str) -> bool:
 
 
 def _add_magnitudes(layer: Any, base: str) -> None:
-    """DoRA's, as peft's own DoraLinearVariant.init adds them to a LoraLayer: norms of the rows of a quantised base."""
+    """Add DoRA's magnitudes to a LoraLayer, as peft's DoraLinearVariant.init does: norms of the rows of a quantised
+    base."""
     weight = layer.get_base_layer().weight.data
     magnitudes = _PackedDora(fan_in_fan_out=False)
     magnitudes.weight = nn.Parameter(_norms(weight, base).to(weight.dtype))
@@ -94,7 +94,7 @@ def _add_magnitudes(layer: Any, base: str) -> None:
 
 
 class _PackedDora(DoraLinearLayer):
-    """DoRA over a quantised weight, which it dequantises; peft itself knows nothing of Int8Linear."""
+    """DoRA over a quantised weight, which it dequantises; peft itself does not know Int8Linear."""
 
     def forward(self, x: torch.Tensor, *, base_layer: Any, **rest: Any) -> torch.Tensor:
         if isinstance(base_layer, Int8Linear):
@@ -106,15 +106,18 @@ class _PackedDora(DoraLinearLayer):
 
 
 def _norms(weight: torch.Tensor, base: str) -> torch.Tensor:
-    """[rows], fp32, of a weight as its layer will keep it. Those of int8 are taken before it is quantised, which the
-    host would do for minutes: it moves norms of rows of 3,072 by 3e-3 at most, about as much as bf16 rounds them."""
+    """[rows], fp32, of a weight as its layer will keep it.
+
+    Norms for int8 are taken before it is quantised, which would take a CPU minutes. For rows of 3,072 that changes them
+    by at most 3e-3, about as much as rounding to bf16.
+    """
     if base == "nf4" and not weight.is_meta:
         weight = dequantize_4bit(*quantize_4bit(weight, compress_statistics=False, quant_type="nf4"))
     return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32)
 
 
 def _quantised(linear: nn.Linear, base: str) -> nn.Linear:
-    """A layer with the same weight, which it quantises when it moves to a device."""
+    """A layer with the same weight, which is quantised when it moves to a device."""
     if base == "int8":
         return Int8Linear(linear)
     layer = Linear4bit(
@@ -125,7 +128,7 @@ def _quantised(linear: nn.Linear, base: str) -> nn.Linear:
         quant_type="nf4",
         device="meta",
     )
-    # In eval mode it would pack itself anew on some CPUs: to other numbers, and not if rows have fewer than 64.
+    # In eval mode some CPUs would repack it: to other numbers, and only if rows have 64 or more.
     layer.support_avx512bf16_for_cpu = False
     layer.weight = Params4bit(
         linear.weight.data, requires_grad=False, compress_statistics=False, quant_type="nf4", module=layer
@@ -138,7 +141,7 @@ LARGEST = 127
 
 
 class Int8Linear(nn.Linear):
-    """Takes the place of a frozen `linear`, and quantises its weight when it moves to a device.
+    """Replaces a frozen `linear`, and quantises its weight when it moves to a device.
 
     `weight` is then int8 [out, in], and `scale` [out, 1] in the dtype that the weight had.
     """
@@ -161,9 +164,9 @@ class Int8Linear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """F.linear of a weight that is dequantised in the forward pass and again in the backward pass.
+    """F.linear of a weight that is dequantised in the forward pass, and again in the backward pass.
 
-    Autograd would keep the dequantised weight from one to the other.
+    Autograd would keep the dequantised weight in between.
     """
 
     @staticmethod

@@ -1,8 +1,12 @@
-"""2 × 2 patches of latents as tokens, as the Flux family is fed them, and where each token is."""
+"""Latents as tokens of 2 × 2 patches, as in the Flux family, with their positions; and texts without padding."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
+
 import torch
+from torch.nn import functional as F
 
 FACTOR = 2
 
@@ -38,6 +42,30 @@ def grid(*lengths: int, device: torch.device, start: tuple[int, ...] | None = No
 
 
 def diagonal(tokens: int, *, device: torch.device) -> torch.Tensor:
-    """Positions [tokens, 3] int64 of a text whose tokens lie one below and beside another: 0, i and i."""
+    """Positions [tokens, 3] int64 of a text along the diagonal: 0, i and i."""
     place = torch.arange(tokens, device=device)
     return torch.stack([torch.zeros_like(place), place, place], dim=1)
+
+
+class Unpadded:
+    """A class's own attention, `whole`, called for one sample at a time, each with so many `tokens` of its text."""
+
+    def __init__(self, whole: Any) -> None:
+        self.whole = whole
+        self.tokens: Sequence[int] = ()
+
+    @classmethod
+    def of(cls, attentions: Sequence[Any]) -> Self:
+        """One for all of these attentions, which get it before the first pass."""
+        found = attentions[0].processor
+        if isinstance(found, cls):
+            return found
+        made = cls(found)
+        for attention in attentions:
+            attention.set_processor(made)
+        return made
+
+
+def padded(rows: Iterable[torch.Tensor], length: int) -> torch.Tensor:
+    """Rows [1, T, D] as one tensor of `length` tokens, zeros after each."""
+    return torch.cat([F.pad(row, (0, 0, 0, length - row.shape[1])) for row in rows])

@@ -1,7 +1,6 @@
 """DiT as it was published: one timestep and one label embedder for all blocks, and fixed sin-cos positions.
 
-diffusers' DiT keeps an embedder in every block, which makes it a larger model; the weights of the paper, and
-what is trained to be compared with them, have this layout.
+diffusers' DiT has an embedder in every block, which makes it larger. The paper's weights have this layout.
 
 Source: Peebles & Xie, arXiv:2212.09748; names of parameters and initial values as in the code of the paper.
 """

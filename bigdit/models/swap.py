@@ -1,6 +1,6 @@
-"""Block swap: weights of the first blocks wait on the host, and come while the block before computes.
+"""Block swap: weights of the first blocks wait in CPU memory, and are copied while the block before computes.
 
-Frozen ones stay as they are; those that are trained are stepped in the backward pass, and go back.
+Frozen weights never change. Trained ones are stepped in the backward pass, and copied back.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from bigdit.units import GIB, gib
 ROOMS = 2
 """Blocks whose weights are on the device at once: the one that computes, and the one that comes."""
 MOST_LOCKED_AT_ONCE = GIB
-"""Of the host's memory, which is there beside the weights that move into it."""
+"""Of CPU memory, which is needed beside the weights that move into it."""
 _SWAP = "swap"
 """The attribute of a model that holds its Swap."""
 
 
 def swap_blocks(model: nn.Module, family: Family, first: int, *, trained: bool) -> None:
-    """Let weights of the first `first` blocks wait on the host, once their Swap has moved the model: frozen ones, or,
-    where they are `trained`, all of them.
+    """Let weights of the first `first` blocks wait in CPU memory, once their Swap has moved the model: the frozen ones,
+    or all where they are `trained`.
 
-    To be applied before checkpointing, since a block that is recomputed fetches its weights again; and all of these
-    are to be checkpointed: what autograd saves of others would lie in room that another block takes. Raises UserError
-    where the model has fewer blocks.
+    Apply it before checkpointing, since a recomputed block fetches its weights again. All of these blocks must be
+    checkpointed: what autograd saves would lie in room that another block takes. Raises UserError where the model has
+    fewer blocks.
     """
     blocks = family.blocks(model)
     if misfit := swap_misfit(first, len(blocks)):
@@ -48,20 +48,20 @@ def swap_blocks(model: nn.Module, family: Family, first: int, *, trained: bool) 
 
 
 def swap_of(model: nn.Module) -> Swap | None:
-    """What swaps the model's blocks."""
+    """The Swap of the model; None where it swaps none."""
     found: Swap | None = getattr(model, _SWAP, None)
     return found
 
 
 def moved(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model, in place, on the device; weights that are swapped wait on the host."""
+    """The model, in place, on the device; swapped weights wait in CPU memory."""
     swap = swap_of(model)
     return model.to(device) if swap is None else swap.moved(model, device)
 
 
 class _Weights:
-    """The weights of a block, frozen ones alone but where all are `trained`; and without `shared` ones, which the model
-    calls from elsewhere too."""
+    """The weights of a block: the frozen ones, or all where they are `trained`. `shared` ones, which the model calls
+    from elsewhere too, are left out."""
 
     def __init__(self, block: nn.Module, shared: set[nn.Parameter], trained: bool) -> None:
         found = [
@@ -74,16 +74,16 @@ class _Weights:
         self._places = [(place, name) for place, name, _ in found]
 
     def put(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Have the block compute with these."""
+        """Have the block compute with these parameters."""
         for (place, name), parameter in zip(self._places, parameters, strict=True):
             place[name] = parameter
 
 
 class Swap:
-    """Page-locked memory for the weights of `blocks`, and rooms on the device that these take by turns.
+    """Page-locked memory for the weights of `blocks`, and two rooms on the device that blocks take in turn.
 
-    The rooms are there from start to end, so that no allocator decides what they take. In whatever order the blocks
-    run, each computes with its own weights: what comes ahead is a guess, that the way goes on.
+    Rooms last from start to end, so that their bytes depend on no allocator. Blocks may run in any order, each with its
+    own weights. What is copied ahead is a guess: that the order continues.
     """
 
     def __init__(self, blocks: Sequence[_Weights]) -> None:
@@ -91,26 +91,28 @@ class Swap:
         self._last = 0
 
     def moved(self, model: nn.Module, device: torch.device) -> nn.Module:
-        """The model, in place, on the device, but for these weights: they are in page-locked memory from now on, and
-        there are rooms for them. On a CPU both are plain memory, and save nothing."""
+        """The model, in place, on the device, without these weights: they move to page-locked memory, and get rooms.
+
+        On a CPU both are plain memory, and save nothing.
+        """
         swapped = {parameter for block in self.blocks for parameter in block.parameters}
         model._apply(lambda tensor: tensor if tensor in swapped else tensor.to(device))
         self._start(device)
         return model
 
     def step_in_backward(self, optimizer: Optimizer, *, taken: Callable[[], bool]) -> None:
-        """As `optim.step_in_backward`, of the swapped weights that are trained: each is stepped on the device, by the
-        name that the optimizer has of it, and goes to the host."""
+        """As `optim.step_in_backward`, for swapped weights that are trained: each is stepped on the device, under the
+        name that the optimizer knows, and copied to CPU memory."""
         for weight, there in self.rooms.items():
             if weight.requires_grad:
                 there.register_post_accumulate_grad_hook(functools.partial(self._step, optimizer, taken, weight))
 
     def settle(self) -> None:
-        """Wait until the host has what was stepped."""
+        """Wait until stepped weights are in CPU memory."""
         self._device.synchronize()
 
     def forget(self) -> None:
-        """What is in the rooms is old: the host was written to."""
+        """Forget what the rooms hold: the weights in CPU memory were written to."""
         self._held: list[int | None] = [None] * ROOMS
 
     @torch.no_grad()
@@ -149,11 +151,11 @@ class Swap:
         block.put(self._in_room[number])
         try:
             return forward(*args, **kwargs)
-        finally:  # a checkpoint ends its recomputation by an exception
+        finally:  # a checkpoint ends its recomputation with an exception
             block.put(block.parameters)
 
     def _fetch(self, number: int) -> None:
-        """Wait for the block's weights, and have those of the one that follows come while it computes."""
+        """Wait for the block's weights, and begin to copy those of the next one while it computes."""
         self._bring(number)
         self._device.current_stream().wait_stream(self._copies)
         onward = number == 0 or number == self._last + 1
@@ -163,10 +165,10 @@ class Swap:
             self._bring(follows)
 
     def _bring(self, number: int) -> None:
-        """Copy the block's weights to its room, once all is computed that the host has asked for.
+        """Copy the block's weights to its room, after all work that was launched before.
 
-        In a backward pass that is all that needs what is in the room: autograd goes through a block to its end before
-        it begins with one that ran earlier, and recomputes that one then.
+        In a backward pass that work is all that needs the room's old contents: autograd finishes a block before it
+        begins, and recomputes, one that ran earlier.
         """
         room = number % ROOMS
         if self._held[room] == number:
@@ -180,7 +182,7 @@ class Swap:
 
 @contextmanager
 def with_data(weight: nn.Parameter, data: torch.Tensor) -> Iterator[None]:
-    """The weight has these values in here, wherever they are."""
+    """Within it the weight has these values, wherever they are."""
     waiting, weight.data = weight.data, data
     try:
         yield
@@ -189,7 +191,7 @@ def with_data(weight: nn.Parameter, data: torch.Tensor) -> Iterator[None]:
 
 
 def _move_to_host(parameters: Sequence[nn.Parameter], *, pin: bool) -> None:
-    """Give these parameters, in place, the same values in page-locked memory. Raises UserError where that runs out."""
+    """Move these parameters, in place, to page-locked memory. Raises UserError where that runs out."""
     for run in _runs(parameters):
         chunk = _locked(sum(map(_size, run)), pin, sum(map(_size, parameters)))
         for parameter, locked in zip(run, _in_row(chunk, run), strict=True):
@@ -197,30 +199,30 @@ def _move_to_host(parameters: Sequence[nn.Parameter], *, pin: bool) -> None:
 
 
 def _locked(nbytes: int, pin: bool, of_all: int) -> torch.Tensor:
-    """So many bytes on the host, for weights that come to `of_all`."""
+    """So many bytes of CPU memory, for weights that sum up to `of_all`."""
     try:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
     except RuntimeError as error:
         if not shortage.ran_out(error):
             raise
-        there = shortage.said(None, *shortage.room(torch.device("cpu")))
+        there = shortage.message(None, *shortage.room(torch.device("cpu")))
         raise UserError(
-            f"strategy.blocks_to_swap: {gib(of_all)} of weights wait in page-locked memory of the host, which ran out: "
+            f"strategy.blocks_to_swap: {gib(of_all)} of weights wait in page-locked CPU memory, which ran out: "
             f"{gib(nbytes)} were asked for, {there}; swap fewer blocks, or raise what limits this process (ulimit -l "
             "and -v, its container)"
         ) from error
 
 
 def _runs(parameters: Sequence[nn.Parameter]) -> list[Sequence[nn.Parameter]]:
-    """The parameters cut into runs that lock the least memory, each allocated at once.
+    """The parameters cut into runs that lock the least memory; each run is allocated at once.
 
-    torch rounds what it locks up to powers of two: a block of Flux.1 at once would take 1.6 or 1.9 times its size.
+    torch rounds what it locks up to powers of two: a whole block of Flux.1 would take 1.6 or 1.9 times its size.
     """
-    locked, first_of_last = [0], [0]
+    sizes, locked, first_of_last = [*map(_size, parameters)], [0], [0]
     for stop in range(1, len(parameters) + 1):
         nbytes, possible = 0, list[tuple[int, int]]()
         for first in reversed(range(stop)):
-            nbytes += _size(parameters[first])
+            nbytes += sizes[first]
             if possible and nbytes > MOST_LOCKED_AT_ONCE:
                 break
             possible.append((locked[first] + pinned_bytes(nbytes), first))
@@ -235,7 +237,7 @@ def _runs(parameters: Sequence[nn.Parameter]) -> list[Sequence[nn.Parameter]]:
 
 
 def _in_row(row: torch.Tensor, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Parameters of these shapes, one after another in the bytes of `row`."""
+    """Parameters of these shapes, consecutive in the bytes of `row`."""
     found, start = [], 0
     for parameter in parameters:
         values = row[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
@@ -245,5 +247,6 @@ def _in_row(row: torch.Tensor, parameters: Sequence[nn.Parameter]) -> list[nn.Pa
 
 
 def _size(parameter: nn.Parameter) -> int:
-    """Its bytes in a row: each begins where the device's allocator would let it, by which kernels are chosen."""
+    """Its bytes in a row. Each begins where the device's allocator would place it, because kernels are chosen by
+    that."""
     return rounded(parameter.nbytes, CUDA_GRANULARITY)

@@ -1,6 +1,6 @@
-"""Training objectives: a loss, and the integration that turns its prediction into samples. A new one is a file.
+"""Training objectives: a loss, and the sampler that turns its prediction into samples. A new objective is a file.
 
-Noise and t are drawn from a sample's own seed, so that every engine and split of a batch sees the same.
+Noise and t come from a sample's own seed, so that every engine and split of a batch sees the same.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ def loss(
     tokens: int,
     at: float | None = None,
 ) -> torch.Tensor:
-    """The objective's loss, a scalar in fp32, for fp32 latents [B, C, (F,) H, W], a seed a sample, and the tokens that
-    the model makes of each. `at`: this t in (0, 1) for all samples, where it is not to be drawn."""
+    """The objective's loss, a scalar in fp32, for fp32 latents [B, C, (F,) H, W] and a seed a sample.
+
+    `tokens`: how many the model makes of each sample. `at`: this t in (0, 1) for all samples, in place of random ones.
+    """
     if isinstance(objective, DdpmSpec):
         return ddpm.loss(objective, predict, latents, seeds, compute_dtype, at)
     return flow_matching.loss(objective, predict, latents, seeds, compute_dtype, tokens, at)

@@ -34,7 +34,7 @@ def loss(
     compute_dtype: torch.dtype,
     at: float | None = None,
 ) -> torch.Tensor:
-    """Mean squared error of what is predicted, and the bound that a learned variance is trained by; a scalar in fp32.
+    """Mean squared error of the prediction, and the bound that trains a learned variance; a scalar in fp32.
 
     See `objectives.loss`. Raises UserError where a variance is to be learned that the model does not predict.
     """
@@ -72,7 +72,8 @@ def _nearest(objective: DdpmSpec, at: float) -> int:
 
 
 def model_time(objective: DdpmSpec, timesteps: Sequence[int]) -> torch.Tensor:
-    """Timesteps as t [B] in [0, 1). In fp64: of fp32, 1000 t would miss ten of the thousand timesteps by a last bit."""
+    """Timesteps as t [B] in [0, 1), in fp64: with fp32, 1000 t would miss ten of the thousand timesteps by a last
+    bit."""
     return torch.tensor([timestep / objective.timesteps for timestep in timesteps], dtype=torch.float64)
 
 
@@ -81,17 +82,17 @@ def _learns_variance(objective: DdpmSpec, output: torch.Tensor, channels: int) -
     if objective.learned_variance and not has:
         raise UserError(
             f"objective.learned_variance is true, and the model predicts {output.shape[1]} channels of latents with "
-            f"{channels}, no variance beside them; set it to false, or model.kwargs.out_channels to {2 * channels}"
+            f"{channels}, no variance after them; set it to false, or model.kwargs.out_channels to {2 * channels}"
         )
     return has and objective.learned_variance is not False
 
 
 BIN = 1.0 / 255.0
-"""Half of what lies between two values of a byte, in [-1, 1]; the code of both papers takes it for latents too."""
+"""Half the distance between two byte values, in [-1, 1]; the code of both papers uses it for latents too."""
 EDGE = 0.999
-"""Beyond it a bin has no end, in the same code."""
+"""Beyond it a bin is open-ended, in the same code."""
 LEAST = 1e-12
-"""Of a probability whose logarithm is taken, in the same code."""
+"""The least probability whose logarithm is taken, in the same code."""
 
 
 def variational_bound(
@@ -99,13 +100,13 @@ def variational_bound(
 ) -> torch.Tensor:
     """Bits a latent, a scalar in fp32: the mean over samples of one term each.
 
-    `error`: of what is predicted, its target subtracted; `share`: the output's second half, -1 and 1 standing for the
-    least and the most that a variance can be; fp32 as `latents` [B, C, …].
+    `error`: the prediction minus its target. `share`: the output's second half; -1 and 1 stand for the least and the
+    most that a variance can be. fp32 as `latents` [B, C, …].
     """
     steps = [_Step(objective, timestep) for timestep in timesteps]
     least, most = (per_sample(each, latents) for each in zip(*((s.least, s.most) for s in steps), strict=True))
     log_variance = least + (share + 1.0) / 2.0 * (most - least)
-    # The means of the step and of its posterior are both of x_t, and differ by what x is missed by.
+    # The step's mean and its posterior's both start from x_t, and differ by the error in x.
     missed = per_sample((step.missed for step in steps), latents) * error
     divergence = 0.5 * (log_variance - least - 1.0 + (least - log_variance).exp() + missed**2 * (-log_variance).exp())
     first = per_sample((timestep == 0 for timestep in timesteps), latents) > 0
@@ -113,8 +114,10 @@ def variational_bound(
 
 
 class _Step:
-    """One step back from a timestep: the logarithms of the `least` variance, the posterior's, and of the `most`, β; and
-    the difference of means, x's posterior mean less the step's, for an error of 1 in what is predicted."""
+    """One step back from a timestep: the logarithms of the `least` variance, the posterior's, and of the `most`, β.
+
+    `missed`: x's posterior mean minus the step's, for an error of 1 in the prediction.
+    """
 
     def __init__(self, objective: DdpmSpec, timestep: int) -> None:
         alphas = alphas_cumprod(objective)
@@ -133,10 +136,10 @@ def _posterior(alphas: Sequence[float], timestep: int) -> float:
 
 
 def _surprise(latents: torch.Tensor, missed: torch.Tensor, log_variance: torch.Tensor) -> torch.Tensor:
-    """-log of the probability of the bin of each latent, in a normal whose mean it exceeds by `missed`.
+    """-log of the probability of each latent's bin, under a normal whose mean it exceeds by `missed`.
 
-    Between a nearer and a farther end of the bin, both on the side where the tail is small: near 1 fp32 tells no
-    probabilities apart that differ by less than 6e-8.
+    It is taken between the nearer and the farther end of the bin, on the side where the tail is small: near 1, fp32
+    cannot tell probabilities apart that differ by less than 6e-8.
     """
     scale = (-0.5 * log_variance).exp() * math.sqrt(0.5)
     distance = torch.where(latents > EDGE, missed, torch.where(latents < -EDGE, -missed, missed.abs()))

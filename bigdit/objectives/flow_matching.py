@@ -23,9 +23,9 @@ def loss(
     tokens: int,
     at: float | None = None,
 ) -> torch.Tensor:
-    """Mean squared error of the velocity, a scalar in fp32, as `objectives.loss` has it.
+    """Mean squared error of the velocity, a scalar in fp32; see `objectives.loss`.
 
-    A variance beside the velocity is not trained.
+    A variance after the velocity is not trained.
     """
     noise = draw_noise(latents, seeds)
     times = draw_t(objective, seeds, tokens) if at is None else [at] * len(seeds)

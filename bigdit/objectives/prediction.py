@@ -1,4 +1,4 @@
-"""Noise of a sample, what a model predicts of it, and how much each sample's squared error counts."""
+"""A sample's noise, what a model predicts from it, and the weight of each sample's squared error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def draw_noise(like: torch.Tensor, seeds: Sequence[int]) -> torch.Tensor:
 def per_sample(numbers: Iterable[float], like: torch.Tensor) -> torch.Tensor:
     """A number a sample, fp32 [B, 1, …] on the device of `like` [B, …].
 
-    The host does not wait for the copy, or it would stand until the micro-batch before is done.
+    The copy does not block: else the CPU would wait until the micro-batch before is done.
     """
     made = torch.tensor([*numbers], dtype=torch.float32).to(like.device, non_blocking=True)
     return made.view(-1, *(1,) * (like.dim() - 1))
@@ -34,12 +34,12 @@ Predict = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def of_latents(output: torch.Tensor, channels: int) -> torch.Tensor:
-    """The prediction [B, channels, …]: the first half of an output that has a variance beside it."""
+    """The prediction [B, channels, …]: the first half of an output that has a variance too."""
     return output if output.shape[1] == channels else output[:, :channels]
 
 
 def has_variance(output: torch.Tensor, channels: int) -> bool:
-    """Whether there is a second half."""
+    """Whether the output has a second half."""
     return output.shape[1] == 2 * channels
 
 
@@ -66,7 +66,7 @@ def ddpm_weights(objective: DdpmSpec, signals: Sequence[float]) -> list[float] |
     """A weight a sample, or None; `signals`: ᾱ of its timestep.
 
     Both weigh the error of x: by min(SNR, γ) (Hang et al., arXiv:2303.09556), or by SNR / (k + SNR)^γ (Choi et al.,
-    arXiv:2204.00227, who write it for ε). ε's error is that of x times SNR, and v's times SNR + 1 (Salimans & Ho,
+    arXiv:2204.00227, who write it for ε). ε's error is x's times SNR, and v's is x's times SNR + 1 (Salimans & Ho,
     arXiv:2202.00512, section 4).
     """
     if objective.min_snr_gamma is None and objective.p2_gamma is None:
@@ -83,6 +83,6 @@ def _weight_of_x(objective: DdpmSpec, signal: float) -> float:
 
 
 def _error_in_x(objective: DdpmSpec, signal: float) -> float:
-    """The squared error of what is predicted, for a squared error of 1 in x."""
+    """The squared error of the prediction, for a squared error of 1 in x."""
     snr = signal / (1.0 - signal)
     return {"x0": 1.0, "epsilon": snr, "v": snr + 1.0}[objective.prediction]

@@ -1,11 +1,11 @@
-"""Samples from noise, along the schedulers of diffusers: Euler's, Heun's, DPM-Solver++ and UniPC of a flow; DDIM,
-DPM-Solver++ and UniPC of a DDPM.
+"""Sampling from noise with diffusers' schedulers. Flow: Euler, Heun, DPM-Solver++, UniPC. DDPM: DDIM, DPM-Solver++,
+UniPC.
 
 Source: Karras et al., arXiv:2206.00364 (Heun's, algorithm 1); Lu et al., arXiv:2211.01095 (DPM-Solver++) and Zhao et
 al., arXiv:2302.04867 (UniPC), both of second order; Song et al., arXiv:2010.02502 (DDIM); of a DDPM from the last
 timestep on: Lin et al., arXiv:2305.08891, section 3.3.
 
-`scheduler_config` is the configuration of a pipeline's own scheduler, so that diffusers samples along the same noise.
+`scheduler_config` configures a pipeline's own scheduler, so that diffusers samples along the same noise.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from bigdit.objectives.prediction import Predict, of_latents
 from bigdit.objectives.schedule import shift_of, shifted_betas
 
 PREDICTIONS = {"epsilon": "epsilon", "v": "v_prediction", "x0": "sample"}
-"""As diffusers' schedulers call them."""
+"""Their names in diffusers' schedulers."""
 
 
 def default_sampler(objective: ObjectiveSpec) -> SamplerName:
-    """Of flow matching Euler's, of a DDPM DPM-Solver++."""
+    """Euler for flow matching, DPM-Solver++ for a DDPM."""
     return SAMPLERS[objective.name][0]
 
 
 def check_sampler(objective: ObjectiveSpec, sampler: SamplerName) -> None:
-    """Raise UserError for a sampler that is not of this objective."""
+    """Raise UserError for a sampler of another objective."""
     *others, last = known = SAMPLERS[objective.name]
     if sampler not in known:
         raise UserError(
@@ -41,10 +41,10 @@ def check_sampler(objective: ObjectiveSpec, sampler: SamplerName) -> None:
 def sample(
     objective: ObjectiveSpec, sampler: SamplerName, predict: Predict, noise: torch.Tensor, steps: int, tokens: int
 ) -> torch.Tensor:
-    """Samples of the shape of `noise` [B, C, …] by so many steps; each is of `tokens`. A learned variance is not used.
+    """Samples of the shape of `noise` [B, C, …], by so many steps; each has `tokens`. A learned variance is not used.
 
-    A step is one call of `predict`, and of Heun's two, but the last. Raises UserError for a sampler that is not of this
-    objective, and for more steps than there are timesteps.
+    A step is one call of `predict`; a step of Heun's is two, but for the last. Raises UserError for a sampler of
+    another objective, and for more steps than there are timesteps.
     """
     scheduler = _scheduler(objective, sampler, tokens)
     trained = scheduler.config.num_train_timesteps
@@ -65,14 +65,14 @@ def _times_of_ddpm(scheduler: Any) -> torch.Tensor:
 
 
 def _times_of_flow(scheduler: Any, sampler: SamplerName) -> torch.Tensor:
-    """The t of every call, which are the sigmas, from 1 on.
+    """The t of every call: the sigmas, from 1 on.
 
-    The multistep schedulers cut their timesteps to whole ones, which may repeat: the model is told nothing of them, nor
-    is the first step found by its own.
+    The multistep schedulers round their timesteps to whole ones, which may repeat. So the model gets none of them, and
+    the first step is not found by its timestep.
     """
     scheduler.set_begin_index(0)
     if sampler == "dpmsolver++":
-        scheduler.sigmas[0] = 1.0  # diffusers' is of 1 - 1/1000, and the samples begin as noise alone
+        scheduler.sigmas[0] = 1.0  # diffusers' is for 1 - 1/1000, but samples begin as pure noise
     return torch.as_tensor(scheduler.sigmas[:-1])
 
 
@@ -91,16 +91,16 @@ def _of_flow(objective: FlowMatchingSpec, sampler: SamplerName, tokens: int) -> 
         return diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
     if sampler == "heun":
         return diffusers.FlowMatchHeunDiscreteScheduler(shift=shift)
-    said: dict[str, Any] = {"use_flow_sigmas": True, "flow_shift": shift, "prediction_type": "flow_prediction"}
+    options: dict[str, Any] = {"use_flow_sigmas": True, "flow_shift": shift, "prediction_type": "flow_prediction"}
     if sampler == "unipc":
-        return diffusers.UniPCMultistepScheduler(**said)
-    return diffusers.DPMSolverMultistepScheduler(**said)
+        return diffusers.UniPCMultistepScheduler(**options)
+    return diffusers.DPMSolverMultistepScheduler(**options)
 
 
 def _of_ddpm(objective: DdpmSpec, sampler: SamplerName) -> Any:
     import diffusers
 
-    said: dict[str, Any] = {
+    options: dict[str, Any] = {
         "num_train_timesteps": objective.timesteps,
         "beta_schedule": objective.betas,
         "beta_start": objective.beta_start,
@@ -110,17 +110,17 @@ def _of_ddpm(objective: DdpmSpec, sampler: SamplerName) -> Any:
         "timestep_spacing": "trailing",
     }
     if objective.snr_shift != 1.0:
-        said["trained_betas"] = shifted_betas(objective)
+        options["trained_betas"] = shifted_betas(objective)
     if sampler == "ddim":
-        return diffusers.DDIMScheduler(**said, clip_sample=False)
+        return diffusers.DDIMScheduler(**options, clip_sample=False)
     if sampler == "unipc":
-        return diffusers.UniPCMultistepScheduler(**said)
-    return diffusers.DPMSolverMultistepScheduler(**said)
+        return diffusers.UniPCMultistepScheduler(**options)
+    return diffusers.DPMSolverMultistepScheduler(**options)
 
 
-def scheduler_config(objective: ObjectiveSpec, class_name: str, said: dict[str, Any]) -> dict[str, Any] | str:
-    """What the scheduler of that class in diffusers is configured by, with all else as it was `said`; or why it cannot
-    follow the objective, for people."""
+def scheduler_config(objective: ObjectiveSpec, class_name: str, given: dict[str, Any]) -> dict[str, Any] | str:
+    """The configuration of diffusers' scheduler of that class for the objective, with all else as `given`; or why it
+    cannot follow the objective, for people."""
     import diffusers
 
     scheduler: Any = getattr(diffusers, class_name, None)
@@ -129,9 +129,9 @@ def scheduler_config(objective: ObjectiveSpec, class_name: str, said: dict[str, 
     known = inspect.signature(scheduler.__init__).parameters
     found = _config_of_ddpm(objective, known) if isinstance(objective, DdpmSpec) else _config_of_flow(objective, known)
     if isinstance(found, str):
-        return f"the pipeline's {class_name} {found}; `bigdit sample` draws with them"
-    # Whole, as save_pretrained writes it: what it left out is what the class takes.
-    config: dict[str, Any] = dict(scheduler.from_config(said | found).config)
+        return f"the pipeline's {class_name} {found}; `bigdit sample` generates with them"
+    # Whole, as save_pretrained writes it, with the class's defaults.
+    config: dict[str, Any] = dict(scheduler.from_config(given | found).config)
     return {key: value for key, value in config.items() if key != "_use_default_values"} | {"_class_name": class_name}
 
 
@@ -171,7 +171,7 @@ def _config_of_ddpm(objective: DdpmSpec, known: Any) -> dict[str, Any] | str:
     elif objective.zero_terminal_snr:
         return "knows no zero terminal SNR, which the weights were trained by"
     if objective.zero_terminal_snr:
-        found["timestep_spacing"] = "trailing"  # or the last timestep is left out: arXiv:2305.08891, section 3.3
+        found["timestep_spacing"] = "trailing"  # else the last timestep is left out: arXiv:2305.08891, section 3.3
     if "snr_shift_scale" in known:
         found["snr_shift_scale"] = objective.snr_shift
     elif objective.snr_shift != 1.0:

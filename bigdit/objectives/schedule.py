@@ -1,8 +1,8 @@
-"""How t or a timestep is drawn, and what is left of the picture at it.
+"""How t or a timestep is drawn, and how much of the image is left at it.
 
 Flow matching draws t in (0, 1), 1 = noise, and shifts it by a sample's size: Esser et al., arXiv:2403.03206, section
-3.1, equation 19 (logit-normal), 20 (mode) and 23 (the shift). A noise schedule of denoising diffusion, from 0 = almost
-all of the picture, is in python's floats: losses take single numbers of it, which an emulated GPU computes.
+3.1, equation 19 (logit-normal), 20 (mode) and 23 (the shift). The noise schedule of a DDPM, from 0 = almost the whole
+image, is in python's floats, because losses read single numbers of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def alphas_cumprod(objective: DdpmSpec) -> tuple[float, ...]:
 
 
 def shifted_betas(objective: DdpmSpec) -> list[float]:
-    """The betas whose signal-to-noise ratios are divided by `snr_shift`, before the last of them becomes 0."""
+    """The betas whose signal-to-noise ratios are divided by `snr_shift`, before a zero terminal SNR."""
     alphas = _cumprod(objective)
     return [1.0 - after / before for before, after in itertools.pairwise((1.0, *alphas))]
 

@@ -1,6 +1,6 @@
 """Adafactor (Shazeer & Stern, arXiv:1804.04235, Algorithm 4 with §8's schedule), over weights seen as matrices.
 
-The numbers are those of torch.optim.Adafactor, which factors a convolution's last two dimensions: of a 1×1
+Its numbers are those of torch.optim.Adafactor, but that factors a convolution's last two dimensions: of a 1×1
 convolution [O, I, 1, 1] it keeps two whole tensors.
 """
 
@@ -26,8 +26,8 @@ DECAY_EXPONENT = -0.8
 class Adafactor(Optimizer):
     """Factored second moments (about 0 B a parameter), no momentum, steps relative to a weight's size.
 
-    `lr` bounds the relative step size min(lr, 1/√t), which is multiplied with RMS(weight) (at least 0.001).
-    Vectors keep their second moment whole. Temporaries: 4 B an element of one weight.
+    `lr` bounds the relative step size min(lr, 1/√t), which is multiplied by RMS(weight) (at least 0.001). Vectors keep
+    their second moment whole. Temporaries: 4 B an element of one weight.
     """
 
     def __init__(

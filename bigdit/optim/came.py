@@ -93,7 +93,8 @@ SMALLEST = 4096  # fewer elements stay in fp32, as in bitsandbytes
 
 
 class EightBitStates:
-    """Keeps fp32 states as `<name>` uint8 and `<name>_absmax`; where it is off, and of small tensors, as they are."""
+    """Keeps fp32 states as `<name>` uint8 and `<name>_absmax`. Where it is off, and for small tensors, they stay
+    fp32."""
 
     def __init__(self, on: bool) -> None:
         self._on = on
@@ -109,7 +110,7 @@ class EightBitStates:
         state[f"{name}_absmax"] = like.new_zeros(-(-like.numel() // BLOCK))
 
     def fetch(self, state: State, name: str, *, signed: bool) -> torch.Tensor:
-        """The state in fp32: itself, or a copy which counts once it is handed to `keep`."""
+        """The state in fp32: itself, or a copy, which must be handed to `keep` after a change."""
         absmax = state.get(f"{name}_absmax")
         if absmax is None:
             return state[name]
@@ -125,7 +126,7 @@ class EightBitStates:
             absmax.copy_(scales)
 
     def _map(self, device: torch.device, signed: bool) -> torch.Tensor:
-        """The 256 values that codes stand for, dense near zero (§1.3 of the paper)."""
+        """The 256 values of the codes, dense near zero (§1.3 of the paper)."""
         if (device, signed) not in self._maps:
             with libraries.uncompiled():
                 from bitsandbytes.functional import create_dynamic_map  # late: bitsandbytes probes CUDA

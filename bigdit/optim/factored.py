@@ -1,8 +1,8 @@
-"""Second moments kept as the means of rows and columns (Shazeer & Stern, arXiv:1804.04235, §3).
+"""Second moments as the means of rows and columns (Shazeer & Stern, arXiv:1804.04235, §3).
 
-A weight [O, ...] is seen as the matrix [O, rest]: a 1×1 convolution is factored as the linear layer that it is.
-Its rows may be sharded (a DTensor of FSDP2). The statistics take O + rest numbers where the moments take O × rest.
-The last line of an optimizer step is here too: into fp32 weights, or into bf16 ones that have no fp32 masters.
+A weight [O, ...] is seen as the matrix [O, rest]: a 1×1 convolution is factored as the linear layer that it is. Its
+rows may be sharded (a DTensor of FSDP2). Statistics take O + rest numbers, where moments take O × rest. Here is also
+the last line of an optimizer step: into fp32 weights, or into bf16 ones without fp32 masters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sum_over_shards(part: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-    """`part`, computed of this process's rows of `of`, summed in place over the processes that hold the others."""
+    """`part`, computed from this process's rows of `of`, summed in place over the processes that hold the others."""
     if isinstance(of, DTensor):
         for dim, placement in enumerate(of.placements):
             if placement.is_shard() and of.device_mesh.size(dim) > 1:  # alone it would make a communicator for nothing
@@ -29,16 +29,16 @@ def sum_over_shards(part: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
 
 
 def rms(values: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-    """The root of the mean square over the whole of `of`; `values` are of this process's part. A scalar."""
+    """The root of the mean square over the whole of `of`, a scalar; `values`: this process's part of it."""
     squares = torch.linalg.vector_norm(values, dtype=torch.float32).square_()
     return sum_over_shards(squares, of).div_(of.numel()).sqrt_()
 
 
 def descend(param: torch.Tensor, update: torch.Tensor, lr: float, decay: float, stochastic: bool) -> None:
-    """param ← decay · param − lr · update, in place; fp32 `update` is used up.
+    """param ← decay · param − lr · update, in place; fp32 `update` is overwritten.
 
-    `stochastic`: bf16 weights are rounded up with the probability that makes the expectation exact, so that
-    updates below half a bf16 step are not lost.
+    `stochastic`: bf16 weights are rounded up with the probability that makes the expectation exact, so that updates
+    below half a bf16 step are not lost.
     """
     param = local(param)
     update = update.view(param.shape)
@@ -51,7 +51,7 @@ def descend(param: torch.Tensor, update: torch.Tensor, lr: float, decay: float, 
 
 
 def round_to_bf16_(values: torch.Tensor) -> torch.Tensor:
-    """Each fp32 value to one of its two neighbours in bf16, in place, as likely as it is close to it."""
+    """Round each fp32 value to one of its two bf16 neighbours, in place; the nearer one is the likelier."""
     # bf16 is the upper half of the bits. Added to the lower ones, uniform 16 bits carry with that probability.
     bits = values.view(torch.int32)
     noise = torch.randint(-(2**15), 2**15, bits.shape, dtype=torch.int16, device=bits.device)
@@ -63,7 +63,7 @@ State = dict[str, Any]
 
 
 def factors(param: torch.Tensor) -> bool:
-    """Whether `param` is a matrix of several rows and columns; vectors, and flat partitions, are not."""
+    """Whether `param` is a matrix of several rows and columns; vectors and flat partitions are not."""
     return param.dim() > 1 and 1 < param.shape[0] < param.numel()
 
 
@@ -74,7 +74,7 @@ def as_matrix(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 def start(state: State, name: str, matrix: torch.Tensor) -> None:
-    """Zero statistics of `matrix`, fp32, as `<name>_row` and `<name>_col`."""
+    """Zero statistics for `matrix`, fp32, as `<name>_row` and `<name>_col`."""
     state[f"{name}_row"] = matrix.new_zeros(matrix.shape[0])
     state[f"{name}_col"] = matrix.new_zeros(matrix.shape[1])
 

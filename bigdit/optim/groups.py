@@ -1,4 +1,4 @@
-"""Parameter groups: what of a model its optimizer's weight decay is for."""
+"""Parameter groups: which parameters have weight decay."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ Groups = list[torch.Tensor] | list[dict[str, Any]]
 
 
 def groups(spec: OptimizerSpec, model: nn.Module, masters: Sequence[torch.Tensor] | None = None) -> Groups:
-    """The trained parameters of `model` by whether they decay; or `masters`, one for each of them in their order.
+    """The trained parameters of `model`, grouped by whether they decay; or `masters`, one for each of them in their
+    order.
 
-    By `spec.decayed` all do, in one group, or matrices alone: weights of linear layers and convolutions. Norms,
-    biases, tables and embeddings do not. It goes by modules, since engines shard and flatten parameters.
+    By `spec.decayed` all decay, in one group, or matrices alone: weights of linear layers and convolutions. Norms,
+    biases, tables and embeddings do not. Modules decide it, because engines shard and flatten parameters.
     """
     params = [param for param in model.parameters() if param.requires_grad]
     held = params if masters is None else list(masters)
@@ -34,7 +35,7 @@ def groups(spec: OptimizerSpec, model: nn.Module, masters: Sequence[torch.Tensor
 
 
 def _matrices(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Tensors hash by identity: these are sought among others as the objects that they are."""
+    """The weights of linear layers and convolutions. Tensors hash by identity, so a set of them finds these objects."""
     for module in model.modules():
         if isinstance(module, (nn.Linear, _ConvNd)):
             yield module.weight

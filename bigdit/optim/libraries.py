@@ -1,4 +1,4 @@
-"""Optimizers of bitsandbytes and torchao, which are imported when they are chosen."""
+"""Optimizers of bitsandbytes and torchao, imported when they are chosen."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from bigdit.strategy import TORCHAO, OptimizerSpec
 def bitsandbytes(spec: OptimizerSpec, params: Groups) -> Optimizer:
     """Block-wise 8-bit state (Dettmers et al., arXiv:2110.02861), in fp32 below 4096 elements.
 
-    Paged state is CUDA managed memory, which the driver moves to the host when the card is full; on CPU weights
-    its first step raises UserError.
+    Paged state is CUDA managed memory, which the driver moves to CPU memory when the GPU is full. With weights on the
+    CPU its first step raises UserError.
     """
     with libraries.uncompiled():
         from bitsandbytes.optim import AdamW8bit, Lion8bit, PagedAdamW8bit
@@ -30,7 +30,7 @@ def bitsandbytes(spec: OptimizerSpec, params: Groups) -> Optimizer:
     adamw = PagedAdamW8bit if spec.name == "paged_adamw_8bit" else AdamW8bit
     optimizer = adamw(params, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay)
     if spec.name == "paged_adamw_8bit":
-        # Not before: DeepSpeed moves the weights after it was given the optimizer.
+        # Not before: DeepSpeed moves the weights after it gets the optimizer.
         optimizer.register_step_pre_hook(_refuse_cpu)
     return optimizer
 
@@ -46,15 +46,15 @@ def _refuse_cpu(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def torchao(spec: OptimizerSpec, params: Groups, *, stochastic_rounding: bool) -> Optimizer:
     """AdamW with block-wise 8-bit or 4-bit state (Li et al., arXiv:2309.01507), or in the weights' own dtype.
 
-    torchao compiles the step of every shape of weight. Here it runs as it is written, tensor by tensor: what a
-    compiler allocates is known only where it compiled, and compiling takes minutes at each start. Temporaries:
-    41 B an element of the largest weight, and 53 to 57 B with 8 or 4 bits, whose codes are searched for in int64.
+    torchao compiles the step for every shape of weight. Here it runs uncompiled, tensor by tensor. A compiler's
+    allocations are known only once it has run, which takes minutes at each start. Temporaries: 41 B an element of the
+    largest weight, and 53 to 57 B with 8 or 4 bits, whose codes are searched in int64.
     """
     from torchao.optim import AdamW4bit, AdamW8bit, subclass_4bit, subclass_8bit
     from torchao.optim.adam import _AdamW
 
-    # Its maps are made by tensor operations at first use and kept: the first optimizer of a process would be unlike
-    # the others, and an attempt unlike the run.
+    # Tensor operations make its maps at first use, and it keeps them: a process's first optimizer would allocate more
+    # than others, and an attempt more than the run.
     for maps in (subclass_4bit, subclass_8bit):
         maps.get_qmap_signed.cache_clear()
         maps.get_qmap_unsigned.cache_clear()
@@ -75,8 +75,8 @@ def torchao(spec: OptimizerSpec, params: Groups, *, stochastic_rounding: bool) -
 
 
 def _as_written(step: Callable[..., Any]) -> Callable[..., Any]:
-    """`step` with what it hands to torch.compile left as it is: even where nothing is compiled, each call of that takes
-    longer than the update of a tensor that follows, and a step calls it for every one."""
+    """`step` without torch.compile: each call of that takes longer than the update of a tensor, even where nothing is
+    compiled, and a step calls it for every tensor."""
 
     @functools.wraps(step)
     def uncompiled(*args: Any, **kwargs: Any) -> Any:
@@ -91,6 +91,6 @@ def _as_written(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _quantised_zeros(zeros: Callable[..., torch.Tensor], p: torch.Tensor, *args: Any) -> torch.Tensor:
-    # The dtype of quantised state is an appearance, which torchao's views lose: a DTensor of bf16 weights' state
-    # would then say bf16, and its part fp32. Here both say fp32, in which the step computes.
+    # The dtype of quantised state is nominal, and torchao's views lose it: a DTensor of bf16 weights' state would be
+    # bf16, and its local part fp32. Here both are fp32, in which the step computes.
     return zeros(SimpleNamespace(shape=p.shape, device=p.device, dtype=torch.float32), *args)

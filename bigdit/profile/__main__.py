@@ -1,12 +1,11 @@
 """The process that answers: `python -m bigdit.profile LANE…`, on an emulated GPU (cards.py), by its forks (pool.py).
 
-A model is built once for all questions that have it. Each question has a fork of its own, which begins with that model
-and a GPU that has nothing.
+A model is built once for all questions that have it, in a branch of this process. Each question has a fork of its
+own, which begins with that model and a GPU that has nothing.
 """
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
 import signal
@@ -17,53 +16,51 @@ from bigdit import libraries
 from bigdit.die_with_parent import end_with
 from bigdit.errors import guard
 from bigdit.profile.attempt import Question, StepRequest
-from bigdit.profile.pool import serve
+from bigdit.profile.pool import Service, serve
 
 if TYPE_CHECKING:
     from bigdit.profile.steps import Built
 
-_built: dict[str, tuple[Built, int]] = {}
-"""The last model, by what requests have alike, and the bytes of the host that it takes."""
+_built: list[tuple[Built, int]] = []
+"""The model of this branch, and the bytes of the host that it takes."""
 
 
 def main(given: list[str]) -> None:
     """Answer until all lanes are closed."""
     end_with(os.getppid(), signal.SIGKILL)
     _import_all()
-    serve(given, _prepare, _answer)
+    serve(given, Service(prepare=_import_for, alike=_alike, build=_build, answer=_answer))
 
 
-def _prepare(line: str) -> None:
-    """Import and build what the question's steps need, once for all forks that begin from now on."""
-    request = Question.model_validate_json(line).request
-    _import_for(request)
-    if request.part == "steps":
-        key = _alike(request)
-        if key not in _built:
-            _built.clear()
-            gc.unfreeze()  # pool.py froze it
-            gc.collect()  # two may be more mappings than a process may have
-            _built[key] = _build(request)
+def _request(line: str) -> StepRequest:
+    return Question.model_validate_json(line).request
 
 
-def _build(request: StepRequest) -> tuple[Built, int]:
-    """What stands on the host, and how many bytes it takes there."""
+def _alike(line: str) -> str:
+    """What questions have alike whose steps begin with the same model and encoders on the host."""
+    request = _request(line)
+    if request.part == "encoders":
+        return request.part
+    strategy = request.strategy
+    encoders = None if request.encoders is None else request.encoders.model_dump_json()
+    lora = None if strategy.lora is None else strategy.lora.model_dump_json()
+    dtype = strategy.precision.removesuffix("_sr")  # rounds stochastically what has the same dtype
+    return f"{request.model.model_dump_json()} {encoders} {lora} {dtype}"
+
+
+def _build(line: str) -> None:
+    """Build what the question's steps begin with, unless this branch has it."""
     from bigdit.profile.steps import build
     from bigdit.profile.unwritten import unwritten_weights
 
+    request = _request(line)
+    if _built or request.part == "encoders":
+        return
     host = importlib.import_module("bigdit_emulated.host").tensor_bytes
     before, _ = host()
     with unwritten_weights():
         built = build(request, seed=0)
-    return built, host()[0] - before
-
-
-def _alike(request: StepRequest) -> str:
-    """What requests have alike whose steps begin with the same model and encoders on the host."""
-    strategy = request.strategy
-    encoders = None if request.encoders is None else request.encoders.model_dump_json()
-    lora = None if strategy.lora is None else strategy.lora.model_dump_json()
-    return f"{request.model.model_dump_json()} {encoders} {lora} {strategy.precision}"
+    _built.append((built, host()[0] - before))
 
 
 def _answer(line: str) -> str:
@@ -74,7 +71,7 @@ def _answer(line: str) -> str:
         leave_values()
     if question.request.part == "encoders":
         return encode(question).model_dump_json()
-    built, host_bytes = _built[_alike(question.request)]
+    ((built, host_bytes),) = _built
     if question.what == "recorded":
         from bigdit.profile.run_attempt import recorded
 
@@ -94,8 +91,9 @@ def _import_all() -> None:
     torch.cuda._is_in_bad_fork = lambda: False  # there is no driver whose state a fork would break
 
 
-def _import_for(request: StepRequest) -> None:
-    """Import what the steps need beside that."""
+def _import_for(line: str) -> None:
+    """Import what the question's steps need beside that."""
+    request = _request(line)
     with libraries.importing(), libraries.uncompiled():
         import diffusers
         import torch

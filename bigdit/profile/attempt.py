@@ -22,12 +22,19 @@ UNLIMITED = 1 << 50
 """Bytes of a GPU on which every step runs to its end."""
 
 
+UPDATE = ("step", "ema")
+"""The phases that end a step."""
+
+Counted = Literal["nothing", "update", "step"]
+
+
 class Question(Strict):
     """An attempt, or a recorded run, for which torch may reserve `capacity_bytes`.
 
     Without `to_end` the GPU gives nothing more once the allocator is short of room: the steps do not fit then. Without
-    `values` no small tensor is computed, and the host reads zeros. `counted`: one more step counts what its operators
-    and collectives do. `snapshot`: the file that gets torch's memory snapshot of a recorded run.
+    `values` no small tensor is computed, and the host reads zeros. `counted`: one more step counts what operators and
+    collectives do, in all of it or in UPDATE alone. `snapshot`: the file that gets torch's memory snapshot of a
+    recorded run.
     """
 
     what: Literal["attempt", "recorded"] = "attempt"
@@ -35,7 +42,7 @@ class Question(Strict):
     capacity_bytes: PositiveInt = UNLIMITED
     to_end: bool = True
     values: bool = True
-    counted: bool = False
+    counted: Counted = "nothing"
     snapshot: str | None = None
 
 
@@ -126,7 +133,7 @@ class TookTooLong(UserError):
 class Launched(Strict):
     """What the host handed to the GPU in one phase of a step, and how often it waited.
 
-    `counts` has the names of emulator/inside/counts.py. `library_calls` are products, convolutions and attention of
+    `counts` has the names of emulator/inside/libraries.py. `library_calls` are products, convolutions and attention of
     cuBLAS and cuDNN. Each launches one kernel at least.
     """
 

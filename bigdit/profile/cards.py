@@ -19,7 +19,7 @@ from bigdit.emulator import emulated_environment
 from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
-from bigdit.profile.attempt import UNLIMITED, Attempt, Profile, Question, StepRequest, TookTooLong, check
+from bigdit.profile.attempt import UNLIMITED, Attempt, Counted, Profile, Question, StepRequest, TookTooLong, check
 from bigdit.profile.pool import Pool, WorkerError, environment
 from bigdit.strategy import OptimizerSpec
 from bigdit.units import GIB
@@ -55,12 +55,14 @@ SOURCES = (
 @dataclass(frozen=True)
 class Row:
     """Two steps by the micro-batch size. `guess`: about how many fit. `sample_bytes`: about what one more takes;
-    0 where nothing is known. `known`: what torch reserves at sizes that ran already, on a GPU without a limit."""
+    0 where nothing is known. `known`: what torch reserves at sizes that ran already, on a GPU without a limit.
+    `failing`: a size that is known not to fit."""
 
     request: Callable[[int], StepRequest]
     guess: float
     sample_bytes: float = 0
     known: Mapping[int, int] = field(default_factory=dict)
+    failing: int = LARGEST_MICRO_BATCH + 1
 
     def expected(self, reserved: Mapping[int, int], capacity_bytes: int) -> float:
         """About how many fit, by the nearest sizes that are known on both sides, or by the nearest alone."""
@@ -142,29 +144,43 @@ class Cards:
             return found
 
     def attempt(
-        self, request: StepRequest, capacity_bytes: int = UNLIMITED, *, to_end: bool = True, counted: bool = False
+        self,
+        request: StepRequest,
+        capacity_bytes: int = UNLIMITED,
+        *,
+        to_end: bool = True,
+        counted: Counted = "nothing",
     ) -> Attempt:
         """Two steps where torch may reserve so many bytes, or what is cached of them. Raises as `profile` does."""
         question = Question(request=request, capacity_bytes=capacity_bytes, to_end=to_end, counted=counted)
         decides = self._decides(question)
         with self._one() as card:
             found = _ATTEMPTS.find(decides)
-            if found is None and not counted:
-                found = _ATTEMPTS.find(self._decides(question.model_copy(update={"counted": True})))
+            more = {"nothing": ("update", "step"), "update": ("step",), "step": ()}[counted]
+            for each in more:
+                found = found or _ATTEMPTS.find(self._decides(question.model_copy(update={"counted": each})))
             if found is None:
                 found = self._valueless_or_with(question, card)
                 _ATTEMPTS.keep(decides, found)
             return found
 
     def attempts(
-        self, asked: Sequence[tuple[StepRequest, int]], *, counted: Callable[[StepRequest], bool] = lambda _: False
+        self,
+        asked: Sequence[tuple[StepRequest, int]],
+        *,
+        counted: Callable[[StepRequest], Counted] = lambda _: "nothing",
     ) -> list[Attempt | Exception]:
         """An attempt for each request and capacity, side by side; or the UserError or WorkerError in its place.
 
-        `counted`: whose work is counted. What may be this machine's fault, time or a process that died, is a line in
-        `unanswered` too.
+        `counted`: what work of each is counted. What may be this machine's fault, time or a process that died, is a
+        line in `unanswered` too. What is asked twice runs once.
         """
-        return list(self._threads.map(lambda each: self._answered(*each, counted=counted(each[0])), asked))
+        keys = [(request.model_dump_json(), capacity_bytes) for request, capacity_bytes in asked]
+        once = dict(zip(keys, asked, strict=True))
+        found = {
+            key: self._threads.submit(self._answered, *each, counted=counted(each[0])) for key, each in once.items()
+        }
+        return [found[key].result() for key in keys]
 
     def largest(self, row: Row, capacity_bytes: int) -> tuple[float, dict[int, int]] | None:
         """The largest micro-batch that fits where the next one does not, with about which part of that has room (less
@@ -175,7 +191,7 @@ class Cards:
         """
         reserved = dict(row.known)
         below, above = _around(reserved, capacity_bytes)
-        fitting, failing = below or 0, above or LARGEST_MICRO_BATCH + 1
+        fitting, failing = below or 0, min(above or row.failing, row.failing)
         while fitting + 1 < failing:
             expected = row.expected(reserved, capacity_bytes)
             size = min(max(int(expected), fitting + 1), failing - 1)
@@ -193,7 +209,7 @@ class Cards:
         return fitting + min(max(row.expected(reserved, capacity_bytes) - fitting, 0.0), 0.99), reserved
 
     def _answered(
-        self, request: StepRequest, capacity_bytes: int, *, to_end: bool = True, counted: bool = False
+        self, request: StepRequest, capacity_bytes: int, *, to_end: bool = True, counted: Counted = "nothing"
     ) -> Attempt | Exception:
         try:
             return self.attempt(request, capacity_bytes, to_end=to_end, counted=counted)
@@ -229,11 +245,11 @@ class Cards:
         with self._first.setdefault(kind, Lock()):
             if kind in self._follows:
                 return self._run(question, card, values=True) if self._follows[kind] else without
-            found = self._run(question.model_copy(update={"counted": False}), card, values=True)
+            found = self._run(question.model_copy(update={"counted": "nothing"}), card, values=True)
             self._follows[kind] = found.memory != without.memory
             if not self._follows[kind]:
                 return without
-            return self._run(question, card, values=True) if question.counted else found
+            return self._run(question, card, values=True) if question.counted != "nothing" else found
 
     def _run(self, question: Question, card: int, *, values: bool) -> Attempt:
         return Attempt.model_validate_json(self._ask(question.model_copy(update={"values": values}), card))

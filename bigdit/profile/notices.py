@@ -16,11 +16,6 @@ TESTED_WITH: Mapping[str, tuple[str, str]] = {
 }
 """The first and the last version with which tests run steps on emulated GPUs. Torch 2.13 runs in all of them."""
 
-COMPILED = (
-    "compile_blocks: these figures are of blocks as they are written; compiled ones keep other tensors, as a rule less "
-    "and at times more"
-)
-
 
 def notices(strategy: Strategy, versions: Mapping[str, str]) -> tuple[str, ...]:
     """Versions outside the tested range, and what an engine makes impossible."""
@@ -35,8 +30,8 @@ def notices(strategy: Strategy, versions: Mapping[str, str]) -> tuple[str, ...]:
             f"ZeRO-{strategy.zero_stage} hands {strategy.optimizer.name} flat partitions, which cannot be factored: "
             "its second moment is whole here, and priced so; engine fsdp2 keeps the factors"
         )
-    if strategy.compile_blocks:
-        found.append(COMPILED)
+    if strategy.plan_notice:
+        found.append(strategy.plan_notice)
     return tuple(found)
 
 

@@ -1,10 +1,10 @@
 """Processes whose forks answer, several questions side by side. Nothing here imports torch.
 
-`Pool` asks such a process. `serve` is its other end: it imports and builds what forks need, once, and each begins
-where it stands. Questions come by lanes, which are answered side by side, one question after another in each. A lane is
-a socket and a file for what is said beside answers. What goes back by the socket, a line each: `read` for each question
-that somebody has read, `fork<tab>PROCESS ID` when its fork begins, `STATUS<tab>ANSWER`, and `end<tab>STATUS` when the
-fork has ended.
+`Pool` asks such a process. `serve` is its other end: it imports what questions need. Forks of it, the branches, build
+once what some questions have alike. Each question has a fork of its branch. Questions come by lanes, which are answered
+side by side, one question after another in each. A lane is a socket, and a file for the messages of what answers. These
+lines go back by the socket: `read` when a question was read, `fork<tab>PROCESS ID` when its fork begins,
+`STATUS<tab>ANSWER`, and `end<tab>STATUS` when the fork has ended.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import IO
 
@@ -247,91 +248,181 @@ def failure(what: str, status: int, said: list[str]) -> Exception:
     return kind(f"{what} ended with status {status} and no result:{why}\n{end}")
 
 
-Answer = Callable[[str], str]
-"""The answer to a question."""
+class _End:
+    """An end of a socket over which lines come and go."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket, self._unread, self.close = end, b"", end.close
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def read(self) -> list[str] | None:
+        """The lines that have come; None where the other end is closed."""
+        part = self._socket.recv(_CHUNK)
+        *lines, self._unread = (self._unread + part).split(b"\n")
+        return [line.decode() for line in lines] if part else None
+
+    def tell(self, *parts: object) -> None:
+        with suppress(OSError):  # the other end has gone, which reading says too
+            self._socket.sendall(("\t".join(map(str, parts)) + "\n").encode())
 
 
-class Lane:
-    """One lane as this process was given it: `SOCKET:FILE`, by their descriptors."""
+class _Asked(_End):
+    """A lane as this process was given it: `SOCKET:FILE`, by their descriptors."""
 
     def __init__(self, given: str) -> None:
         number, _, said = given.partition(":")
-        self.socket = socket.socket(fileno=int(number))
+        super().__init__(socket.socket(fileno=int(number)))
         self.said = int(said)
 
-    def ask(self) -> str:
-        """The next question; empty where the lane is closed. One comes at a time."""
-        question = b""
-        while not question.endswith(b"\n"):
-            part = self.socket.recv(_CHUNK)
-            if not part:
-                return ""
-            question += part
-        self.tell("read")
-        return question.decode()
 
-    def tell(self, *parts: object) -> None:
-        with suppress(BrokenPipeError):  # who asked has gone
-            self.socket.sendall(("\t".join(map(str, parts)) + "\n").encode())
+@dataclass(frozen=True)
+class Service:
+    """How questions are answered. `prepare` imports what a question needs, in the server. `alike`: questions that share
+    it share a branch, a fork of the server that has run `build`. `answer` runs in a fork of the branch."""
+
+    prepare: Callable[[str], None]
+    alike: Callable[[str], str]
+    build: Callable[[str], None]
+    answer: Callable[[str], str]
 
 
-def serve(given: Sequence[str], prepare: Callable[[str], None], answer: Answer) -> None:
+MOST_BRANCHES = 4
+"""With what they have built. Of more, one that answers nothing ends."""
+
+
+def serve(given: Sequence[str], service: Service) -> None:
     """Answer the questions of all lanes that this process was given, each in a fork, until they are closed.
 
-    `prepare` imports and builds what a question needs before its fork begins; what it raises is the answer.
+    What `prepare` or `build` raises is the answer.
     """
     os.dup2(2, 1)  # what libraries print is no answer
-    free, forks = [Lane(each) for each in given], dict[int, tuple[int, Lane]]()
-    while free or forks:
-        ready = select.select([*(lane.socket.fileno() for lane in free), *forks], [], [])[0]
-        for lane in [lane for lane in free if lane.socket.fileno() in ready]:
-            question = lane.ask()
-            if not question:
+    lanes = [_Asked(each) for each in given]
+    free, branches = [*lanes], dict[str, _Branch]()
+    while free or any(branch.busy for branch in branches.values()):
+        ready = select.select([*free, *branches.values()], [], [])[0]
+        for lane in [lane for lane in free if lane in ready]:
+            questions = lane.read()
+            if questions is None:
                 free.remove(lane)
-            elif _prepared(lane, prepare, question):
-                free.remove(lane)
-                life, child = _fork(lane, question, answer)
-                forks[life] = child, lane
+            for question in questions or ():  # one at a time
+                lane.tell("read")
+                if _succeeds(lane, partial(service.prepare, question)):
+                    free.remove(lane)
+                    _branch_for(question, branches, service, lanes).ask(lane, question)
+        for key, branch in [(key, branch) for key, branch in branches.items() if branch in ready]:
+            ended, lives = branch.ended()
+            for lane, status in ended.items():
+                lane.tell("end", status)
+                free.append(lane)
+            if not lives:
+                del branches[key]
+
+
+class _Branch(_End):
+    """The server's end of a branch. `busy`: lanes whose question it has, by their number."""
+
+    def __init__(self, end: socket.socket, process: int, lanes: Sequence[_Asked]) -> None:
+        super().__init__(end)
+        self._process, self._lanes, self.busy = process, lanes, set[_Asked]()
+
+    def ask(self, lane: _Asked, question: str) -> None:
+        self.busy.add(lane)
+        self.tell(self._lanes.index(lane), question)
+
+    def end(self) -> None:
+        """End a branch that has nothing to do."""
+        self._socket.shutdown(socket.SHUT_WR)
+        os.waitpid(self._process, 0)
+        self.close()
+
+    def ended(self) -> tuple[dict[_Asked, int], bool]:
+        """The status of forks that have ended, by lane, and whether the branch lives. All that it has end with it."""
+        lines = self.read()
+        if lines is None:
+            self.close()
+            status = os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1])
+            return dict.fromkeys(self.busy, status), False
+        numbers = (map(int, line.split("\t")) for line in lines)
+        ended = {self._lanes[number]: status for number, status in numbers}
+        self.busy -= ended.keys()
+        return ended, True
+
+
+def _branch_for(question: str, branches: dict[str, _Branch], service: Service, lanes: Sequence[_Asked]) -> _Branch:
+    """The branch of this question, the newest from now on. Of too many, the oldest that have nothing to do end."""
+    key = service.alike(question)
+    found = branches.pop(key, None)
+    if found is None:
+        idle = [each for each, branch in branches.items() if not branch.busy]
+        for each in idle[: max(len(branches) + 1 - MOST_BRANCHES, 0)]:
+            branches.pop(each).end()
+        ours, theirs = socket.socketpair()
+        found = _Branch(ours, _forked(partial(_serve_branch, _End(theirs), service, lanes)), lanes)
+        theirs.close()
+    branches[key] = found
+    return found
+
+
+def _serve_branch(server: _End, service: Service, lanes: Sequence[_Asked]) -> None:
+    forks: dict[int, tuple[int, int]] = {}  # process and lane, by what can be read when it has ended
+    while True:
+        ready = select.select([server.fileno(), *forks], [], [])[0]
         for life in [life for life in forks if life in ready]:
-            child, lane = forks.pop(life)
+            child, number = forks.pop(life)
             os.close(life)
-            lane.tell("end", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-            free.append(lane)
+            server.tell(number, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        lines = server.read() if server.fileno() in ready else []
+        if lines is None:
+            return
+        for line in lines:
+            asked, _, question = line.partition("\t")
+            lane = lanes[int(asked)]
+            if not _succeeds(lane, partial(service.build, question)):
+                server.tell(asked, 0)
+                continue
+            life, held = os.pipe()
+            gc.freeze()  # its collections do not look through, and so copy, what is there already
+            forks[life] = _forked(partial(_answer, lane, question, service.answer)), int(asked)
+            os.close(held)
 
 
-def _prepared(lane: Lane, prepare: Callable[[str], None], question: str) -> bool:
+def _answer(lane: _Asked, question: str, answer: Callable[[str], str]) -> None:
+    os.dup2(lane.said, 1)
+    os.dup2(lane.said, 2)
+    lane.tell("fork", os.getpid())
+    found: list[str] = []
+    status = guard(lambda: found.append(answer(question)))
+    sys.stderr.flush()
+    lane.tell(status, *(found or [""]))
+
+
+def _forked(run: Callable[[], None]) -> int:
+    """The process of a fork that does this, and ends."""
+    parent = os.getpid()
+    child = os.fork()
+    if child:
+        return child
+    status = EXIT_BUG
+    try:
+        end_with(parent, signal.SIGKILL)
+        run()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(status)  # without torch's shutdown, which aborts where backends or process groups are still there
+
+
+def _succeeds(lane: _Asked, run: Callable[[], None]) -> bool:
+    """Run it; what it raises is the answer of the lane."""
     before = os.dup(2)
     os.dup2(lane.said, 2)
-    status = guard(partial(prepare, question))
+    status = guard(run)
     sys.stderr.flush()
     os.dup2(before, 2)
     os.close(before)
     if status:
         lane.tell(status, "")
     return not status
-
-
-def _fork(lane: Lane, question: str, answer: Answer) -> tuple[int, int]:
-    """What can be read when the fork that answers this question has ended, and its process."""
-    life, held = os.pipe()
-    server = os.getpid()
-    gc.freeze()  # its collections do not look through, and so copy, what is there already
-    child = os.fork()
-    if child:
-        os.close(held)
-        return life, child
-    status = EXIT_BUG
-    try:
-        end_with(server, signal.SIGKILL)
-        os.dup2(lane.said, 1)
-        os.dup2(lane.said, 2)
-        lane.tell("fork", os.getpid())
-        found: list[str] = []
-        said = guard(lambda: found.append(answer(question)))
-        sys.stderr.flush()
-        lane.tell(said, *(found or [""]))
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    sys.stderr.flush()
-    os._exit(status)  # without torch's shutdown, which aborts where backends or process groups are still there

@@ -11,7 +11,7 @@ import itertools
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +28,7 @@ from bigdit.profile.attempt import (
     PICTURES,
     TEXTS,
     UNLIMITED,
+    UPDATE,
     Attempt,
     Launched,
     PhaseBytes,
@@ -106,8 +107,8 @@ def _steps(question: Question, built: Built, watch: _Watch) -> None:
         for _ in range(STEPS):
             watch.launched.clear()
             take(steps)
-        if question.counted:
-            watch.count_work(lambda: next(steps))
+        if question.counted != "nothing":
+            watch.count_work(lambda: next(steps), UPDATE[0] if question.counted == "update" else None)
 
 
 def _encoding(question: Question, watch: _Watch) -> None:
@@ -118,7 +119,7 @@ def _encoding(question: Question, watch: _Watch) -> None:
     assert request.encoders is not None
     frozen = FrozenEncoders(request.encoders)
     raw = raw_batch(request.encoders, request.batch, request.strategy)
-    sides = {PICTURES: frozen.of_pictures(), TEXTS: frozen.of_texts()}
+    sides = {PICTURES: frozen.of_images(), TEXTS: frozen.of_texts()}
     parameters = (each for modules in sides.values() for module in modules for each in module.parameters())
     watch.params = sum(each.numel() for each in parameters)
 
@@ -136,6 +137,7 @@ def _encoding(question: Question, watch: _Watch) -> None:
                 module.to("cpu")
             torch._C._cuda_clearCublasWorkspaces()  # or they would count as weights of the other side
 
+    encode()
     watch.count_work(encode)
 
 
@@ -153,7 +155,7 @@ class _Watch(Witness):
         self.packed_work: str | None = None
         self._counting: Counting | None = None
         self._phase: str | None = None
-        self._counts = importlib.import_module("bigdit_emulated.counts").read
+        self._counts = importlib.import_module("bigdit_emulated.libraries").read_counts
         self._host = importlib.import_module("bigdit_emulated.host").tensor_bytes
         self._host_before = self._host()[0] - host_bytes
         self.host_peaks = [0, 0]  # until the engine has started, and since
@@ -162,6 +164,8 @@ class _Watch(Witness):
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         if self._counting is not None:
+            if name == self._counted_from:
+                self._mode.enter_context(self._counting)
             self._counting.phases.append(name)
             yield
             return
@@ -173,7 +177,7 @@ class _Watch(Witness):
         before = self._counts()
         yield
         after = self._counts()
-        if name not in ("step", "ema"):  # where it says whether a step is taken at all
+        if name not in UPDATE:  # where it says whether a step is taken at all
             self.reads += after["copies_to_host"] - before["copies_to_host"]
         self.launched[name] = self.launched.get(name, Launched(counts={})) + launched(before, after)
 
@@ -192,12 +196,13 @@ class _Watch(Witness):
         self.engine, self.ema = engine, ema
         return self
 
-    def count_work(self, run: Callable[[], object]) -> None:
-        """Run something once more, where its operators are counted, and its memory is not. Encoders run twice."""
-        if self.engine is None:
-            run()
+    def count_work(self, run: Callable[[], object], counted_from: str | None = None) -> None:
+        """Run something once more and count its operators: all, or those from this phase on. No memory is measured."""
         self.end()
-        with Counting() as self._counting:
+        self._counting, self._counted_from = Counting(), counted_from
+        with ExitStack() as self._mode:
+            if counted_from is None:
+                self._mode.enter_context(self._counting)
             run()
         spans, costs = tuple(Span(phase, 0, 0) for phase in self._counting.phases), self._counting.costs
         self.packed_work = Timeline((), (), spans, costs.collectives(), costs.operators()).pack()

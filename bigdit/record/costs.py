@@ -1,7 +1,7 @@
-"""Sums that torch writes into their first operand, and would not under a dispatch mode.
+"""What operators cost: FLOPs, bytes and collectives, counted under a dispatch mode that leaves sums in place.
 
-Three places in C++ ask whether a tensor is a subclass. The answer is yes for every tensor while any TorchDispatchMode
-is on. Then they add out of place, one tensor more each time:
+Three places in torch's C++ ask whether a tensor is a subclass. Under any TorchDispatchMode the answer is yes for every
+tensor. Then they add out of place, with one tensor more each time:
 
 - autograd, where a tensor was used twice, adds the second gradient into the first if nothing else holds that
   (can_accumulate_inplace in torch/csrc/autograd/input_buffer.cpp);
@@ -9,7 +9,7 @@ is on. Then they add out of place, one tensor more each time:
 - the gradients of indexing and of topk are written into zeros (index_backward and
   value_selecting_reduction_backward in torch/csrc/autograd/FunctionsManual.cpp).
 
-Our mode writes such a sum into its first operand, as if the mode were not there. Where the program has a mode of its
+Our mode writes such a sum into its first operand, as torch does without a mode. Where the program has a mode of its
 own, as selective checkpointing has, torch does add out of place.
 """
 
@@ -41,12 +41,12 @@ WRITING = {
     aten.index_put.default: aten.index_put_.default,
     aten.scatter.src: aten.scatter_.src,
 }
-"""What computes the same sums in their first operands."""
+"""The operators that compute the same sums in their first operands."""
 
 
 @contextmanager
 def replaced(owner: Any, name: str, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """While in here, that function of `owner` is what `by` makes of it."""
+    """Within it, that function of `owner` is what `by` makes of it."""
     original = getattr(owner, name)
     setattr(owner, name, functools.wraps(original)(by(original)))
     try:
@@ -56,14 +56,14 @@ def replaced(owner: Any, name: str, by: Callable[[Callable[..., Any]], Callable[
 
 
 class InPlace:
-    """Knows these sums when it is shown them. To be made before a mode is entered, and entered with it."""
+    """Recognises these sums. Make it before a mode is entered, and enter it with the mode."""
 
     def __init__(self) -> None:
         self._uses_of_the_only_holder = _uses_of_the_only_holder()
         self._in_linear = False
 
     def watching(self, mode: TorchDispatchMode) -> AbstractContextManager[None]:
-        """While in here, calls of `F.linear` are known for what they are."""
+        """Within it, calls from `F.linear` are recognised."""
 
         def watched(linear: Callable[..., Any]) -> Callable[..., Any]:
             def called(*args: Any, **kwargs: Any) -> Any:
@@ -78,7 +78,7 @@ class InPlace:
         return replaced(F, "linear", watched)
 
     def is_in_place(self, func: Any, args: Any) -> bool:
-        """Whether torch alone would write the sum that this call computes into its first operand."""
+        """Whether torch without a mode would write this call's sum into its first operand."""
         if func is aten.add.Tensor:
             return self._in_linear or self._accumulates(*args)
         # The gradient of an indexed assignment writes into a copy, and does not accumulate.
@@ -100,7 +100,7 @@ def _in_engine() -> bool:
 
 @functools.cache
 def _uses_of_the_only_holder() -> int:
-    """How often autograd's own gradient is referenced in a dispatch mode; torch's versions differ in it."""
+    """How often autograd's own gradient is referenced in a dispatch mode; it differs between versions of torch."""
     with torch.enable_grad(), _Uses() as uses:
         x = torch.ones(2, requires_grad=True)
         (x.sin() + x.cos()).sum().backward()
@@ -138,7 +138,7 @@ _FREE = {
     aten._local_scalar_dense,
     aten._unsafe_view,
 }
-# What they write to they do not read.
+# They do not read what they write to.
 _OVERWRITE = {aten.copy_, aten._foreach_copy_, aten.fill_, aten.zero_, aten._foreach_zero_, aten.normal_, aten.uniform_}
 _COPIES = {aten.copy_, aten._foreach_copy_, aten._to_copy}
 # The product with an nf4 weight, which torch's flop counter does not know: bitsandbytes is imported where it is used.
@@ -151,16 +151,16 @@ def _convolution_backward_flops(
 ) -> int:
     """As many as the forward pass for each gradient that is asked for.
 
-    torch's own formula (conv_backward_flop in torch/utils/flop_counter.py, 2.13) takes the weight's gradient
-    of a grouped convolution for that of a dense one, which for depthwise ones is too much by their channels.
+    torch's own formula (conv_backward_flop in torch/utils/flop_counter.py, 2.13) counts the weight's gradient of a
+    grouped convolution as that of a dense one: for depthwise ones too much by the number of channels.
     """
     transposed, asked = options[4], options[-1]
     return (asked[0] + asked[1]) * conv_flop_count(input.shape, weight.shape, grad_output.shape, transposed=transposed)
 
 
 def _of_shapes(formula: Callable[..., int]) -> Callable[..., int]:
-    """torch's formula of shapes, called with tensors. Torch's own wrapper takes as long as an operation, since it
-    looks for tensors in trees."""
+    """torch's formula of shapes, called with tensors. Torch's own wrapper searches trees for tensors, which takes as
+    long as an operation."""
     within: Callable[..., int] = getattr(formula, "__wrapped__", formula)
     if within is formula:
         return formula  # it takes tensors
@@ -188,7 +188,7 @@ _FORMULAS = {packet: _of_shapes(formula) for packet, formula in flop_registry.it
 class Counting(TorchDispatchMode):  # type: ignore[misc]
     """Counts in `costs` what runs under this mode, in the last of `phases`.
 
-    Of a DTensor, or another wrapper, it sees the tensors within and what is done with them.
+    For a DTensor, or another wrapper, it sees the tensors within, and what is done with them.
     """
 
     def __init__(self) -> None:
@@ -248,9 +248,9 @@ is_wrapper = functools.cache(is_traceable_wrapper_subclass_type)
 class Costs:
     """Sums by phase, operator, dtype and place.
 
-    FLOPs follow the formulas of torch.utils.flop_counter (a multiply-add is 2); bytes are those of every tensor that
-    an operator reads or writes, once each, and twice where it reads and writes it. Grouped convolutions, whose
-    kernels are others than those of dense ones, are named apart, and attention by the size of its heads.
+    FLOPs follow the formulas of torch.utils.flop_counter (a multiply-add is 2). Bytes are those of every tensor that an
+    operator reads or writes, once each, and twice where it does both. Grouped convolutions, which have other kernels
+    than dense ones, have their own name; attention is named by the size of its heads.
     """
 
     def __init__(self) -> None:
@@ -292,7 +292,7 @@ class Costs:
         )
 
     def collectives(self) -> tuple[Collective, ...]:
-        """In the order in which they were called."""
+        """In the order of their calls."""
         return tuple(self._collectives)
 
     def _add_collective(self, span: int, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -310,7 +310,7 @@ class Costs:
         if False not in on_host:
             return "host"
         if not counted.is_copy:
-            return "device"  # a kernel that was handed a number, or an index, of the host's
+            return "device"  # a kernel that got a number, or an index, from CPU memory
         # What is written comes last; a list that is copied into comes first, and nothing is returned.
         return "to host" if (on_host[-1] if results else on_host[0]) else "to device"
 
@@ -324,8 +324,8 @@ class _Sum:
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """What is known of an operator before it is called. `written`: positions of arguments that it reads and writes;
-    `groups`: where the number of groups stands among them."""
+    """What is known of an operator before its call. `written`: positions of arguments that it reads and writes;
+    `groups`: the position of the number of groups."""
 
     name: str
     written: tuple[int, ...]
@@ -345,7 +345,7 @@ class _Counted:
 
 @functools.cache
 def _counted(func: Any) -> _Counted | None:
-    """None of what moves nothing."""
+    """None for what moves nothing."""
     packet, is_collective = func._overloadpacket, func.namespace in _NAMESPACES
     if not is_collective and (func.is_view or packet in _FREE):
         return None

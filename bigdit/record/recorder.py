@@ -1,4 +1,4 @@
-"""Record every storage that torch allocates and frees on a GPU, and on its host."""
+"""Record every storage that torch allocates and frees on a GPU, and in CPU memory."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _TO = torch.ops.aten._to_copy.default
 
 
 class Recorder(Counting):
-    """The storages seen under this mode: of the GPU whose allocator has this `history`, and of the host.
+    """The storages seen under this mode: of the GPU whose allocator has this `history`, and of CPU memory.
 
-    A storage is new when an operation returns a tensor on it for the first time; views share it. It is freed when its
-    finaliser runs. FSDP2 frees by resizing a storage to nothing, which no operation and no finaliser sees:
+    A storage is new when an operation first returns a tensor on it; views share it. It is freed when its finaliser
+    runs. FSDP2 frees by resizing a storage to nothing, which no operation and no finaliser sees:
     `UntypedStorage.resize_` is hooked while the mode is on. What a kernel takes within one operation is in the history.
 
-    Frees follow reference counts. A cycle would live until the garbage collector happens to run, which no two runs
-    agree on: automatic collection is off while the mode is on, and a full one closes each phase. It, and all later
-    ones, pass over what was there before. Where automatic collection was off already it stays off.
+    Frees follow reference counts. A cycle would live until the garbage collector runs, at a time that no two runs
+    share. So automatic collection is off while the mode is on, and a full one closes each phase. It, and all later
+    ones, skip what existed before. Where automatic collection was off already it stays off.
     """
 
     def __init__(self, history: History | None = None) -> None:
@@ -56,8 +56,8 @@ class Recorder(Counting):
         super().__exit__(*error)
         if self._collect:
             gc.enable()
-        if self._froze:  # else the process has frozen its libraries itself, and leaves without taking them apart
-            gc.unfreeze()  # what stays frozen to its end, libraries such as Triton tell of as leaked
+        if self._froze:  # else the process froze its libraries itself, and ends without tearing them down
+            gc.unfreeze()  # libraries such as Triton report what stays frozen as leaked
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operation, whose storages are known from here on."""
@@ -67,7 +67,7 @@ class Recorder(Counting):
         for tensor in result if isinstance(result, list | tuple) else (result,):
             if isinstance(tensor, torch.Tensor):
                 self._see(tensor, func)
-        # Torch puts copies to the host that nobody waits for into page-locked memory.
+        # Torch puts non-blocking copies to the CPU into page-locked memory.
         # Source: `_to_copy` in aten/src/ATen/native/TensorConversions.cpp.
         unawaited = func is _TO and kwargs.get("non_blocking") and args[0].is_cuda and result.device.type == HOST
         if func is _PIN or kwargs.get("pin_memory") or unawaited:
@@ -76,9 +76,9 @@ class Recorder(Counting):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What happens from here until the next phase begins belongs to `name`.
+        """What happens from here until the next phase belongs to `name`.
 
-        Where `backward` follows, what `forward` allocated and still lives is a saved activation.
+        Before `backward`, what `forward` allocated and still lives is a saved activation.
         """
         if name == "backward" and self.phases and self.phases[-1] == "forward":
             for track in self._tracks.values():
@@ -102,7 +102,7 @@ class Recorder(Counting):
 
     @contextmanager
     def call(self, label: str, category: Category) -> Iterator[None]:
-        """New storages in here are labelled with the call; they are of this category where no mark says another."""
+        """New storages in here are labelled with the call, and are of this category unless a mark says another."""
         self._callers.append((label, category))
         try:
             yield
@@ -112,8 +112,8 @@ class Recorder(Counting):
     def mark(self, tensors: Iterable[torch.Tensor | None], category: Category) -> None:
         """The storages of `tensors` are of this category, from their allocation on, wherever they are.
 
-        The first mark stays. A storage that was allocated unseen (numpy's, or from before the recording) is
-        allocated here and now.
+        The first mark stays. A storage that was allocated unseen (numpy's, or from before the recording) is allocated
+        here and now.
         """
         for tensor in _plain(tensors):
             track = self._tracks.get(tensor.device.type)
@@ -122,17 +122,17 @@ class Recorder(Counting):
                 track.mark(tensor.untyped_storage(), category)
 
     def mark_rest(self, category: Category) -> None:
-        """What lives now, and nothing explained so far, is of this category."""
+        """What lives now without a category is of this category."""
         for track in self._tracks.values():
             track.mark_live(category)
 
     def timeline(self) -> Timeline:
-        """All that was recorded of the GPU, and what its operators and collectives did; the history ends."""
+        """All that was recorded of the GPU, with the work of operators and collectives; the history ends."""
         assert self._history is not None
         return self._history.timeline(self.phases, self._tracks["cuda"].blocks(), self.costs)
 
     def host_timeline(self) -> Timeline:
-        """What was recorded of the host so far."""
+        """What was recorded of CPU memory so far."""
         track = self._tracks[HOST]
         stops = [*track.starts[1:], len(track.events)]
         spans = tuple(Span(*each) for each in zip(self.phases, track.starts, stops, strict=True))
@@ -167,7 +167,7 @@ def _plain(tensors: Iterable[torch.Tensor | None]) -> Iterator[torch.Tensor]:
 
 @dataclass(slots=True)
 class _Known:
-    """A block as far as it is known: a category is a guess until it is `marked`."""
+    """What is known of a block: its category is a guess until it is `marked`."""
 
     nbytes: int
     category: Category | None
@@ -190,12 +190,12 @@ class _Track:
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}  # storage address -> finaliser, number of its block
 
     def see(self, storage: torch.UntypedStorage, category: Category | None, label: object) -> None:
-        """A tensor on this storage exists: allocated now where it was not known, or where its size changed."""
+        """A tensor on this storage exists: it is allocated now where it was unknown, or where its size changed."""
         if not self.resized(storage):
             self._allocate(storage, _Known(storage.nbytes(), category, str(label)))
 
     def resized(self, storage: torch.UntypedStorage) -> bool:
-        """Whether it is known. Where it has another size now, it is freed and allocated anew."""
+        """Whether it is known. Where its size changed, it is freed and allocated again."""
         known = self._of(storage)
         if known is not None and known.nbytes != storage.nbytes():
             self.events.append(-self._live[storage._cdata][1])
@@ -221,7 +221,7 @@ class _Track:
             known.category = known.category or category
 
     def blocks(self) -> tuple[Block, ...]:
-        """All blocks so far. What nothing explains is temporary."""
+        """All blocks so far. One without a category is temporary."""
         return tuple(Block(each.nbytes, each.category or "temporary", each.label, each.pinned) for each in self._known)
 
     def _of(self, storage: torch.UntypedStorage) -> _Known | None:
@@ -244,9 +244,9 @@ _ALL = 1 << 40
 class History:
     """The events of torch's allocator on the current device, from here on. An event's number is its place among them.
 
-    A block that the recorder knows has its category and label. Any other is workspace of the operation that ran.
-    Each event carries the number of the note before it, as the allocator's metadata: asking how many events there
-    were takes longer. With `stacks` each allocation has its Python stack, and `snapshot` is kept for torch's page.
+    A block that the recorder knows has its category and label. Any other is workspace of the operation that ran. Each
+    event carries the number of the note before it, as the allocator's metadata: asking how many events there were takes
+    longer. With `stacks` each allocation has its Python stack, and `snapshot` is kept for torch's page.
     """
 
     def __init__(self, *, stacks: bool = False) -> None:
@@ -335,7 +335,7 @@ class History:
             self.peak_reserved_bytes = max(self.peak_reserved_bytes, torch.cuda.max_memory_reserved())
 
     def _total(self) -> int:
-        """Blocks that the allocator gave so far, and those that it took back."""
+        """The blocks that the allocator has allocated and freed so far."""
         counts = torch._C._cuda_memoryStats(self._device)["allocation"]["all"]
         return int(counts["allocated"] + counts["freed"])
 
@@ -343,7 +343,7 @@ class History:
 def _label(trace: Sequence[dict[str, Any]], blocks: Sequence[Block]) -> None:
     """Put label and category of its block before the stack of each allocation.
 
-    Torch's page colours by category where one entry at least is `unknown`.
+    Torch's page colours by category where at least one entry is `unknown`.
     """
     following = iter(blocks)
     for entry in trace:

@@ -1,4 +1,4 @@
-"""Tell a recorder what the storages of a training step are: it sees storages, the engine knows their meaning."""
+"""Tell a recorder what the storages of a training step are: it sees storages, and the engine knows their meaning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bigdit.record.recorder import Recorder
 
 
 class Trained(Protocol):
-    """What is asked of an engine: the tensors by which storages are known."""
+    """What is needed from an engine: the tensors that identify storages."""
 
     model: nn.Module
     masters: list[torch.Tensor]
@@ -32,13 +32,13 @@ class Trained(Protocol):
 
 
 class Averaged(Protocol):
-    """What is asked of a moving average of the weights."""
+    """What is needed from an EMA."""
 
     def tensors(self) -> Iterable[torch.Tensor]: ...
 
 
 class HostBatch(Protocol):
-    """What is asked of a micro-batch: to be moved to the device, as an object that holds tensors."""
+    """What is needed from a micro-batch: it holds tensors, and can be moved to the device."""
 
     def to(self, device: torch.device, compute_dtype: torch.dtype) -> Any: ...
 
@@ -69,10 +69,10 @@ class Watch:
         recorder.mark(engine.masters, "master weight")
         recorder.mark(() if ema is None else ema.tensors(), "EMA")
         recorder.mark(engine.buffers(), "engine buffer")
-        recorder.mark_rest("engine buffer")  # what the engine's start left behind
+        recorder.mark_rest("engine buffer")  # left by the engine's start
 
     def close(self) -> None:
-        """Take the hooks off again."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         for owner, name in self._calls:
@@ -80,7 +80,7 @@ class Watch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The recorder's phase; what it left behind is marked at its end."""
+        """The recorder's phase; what it leaves behind is marked at its end."""
         with self._recorder.phase(name):
             yield
             parameters = (*self._engine.model.parameters(), *self._engine.masters)
@@ -115,7 +115,7 @@ class Watch:
 
 
 def _kept_with(parameter: nn.Parameter) -> Iterator[torch.Tensor]:
-    """What is kept with a parameter: the shard of ZeRO-3, what bitsandbytes has beside nf4 values."""
+    """What is kept with a parameter: ZeRO-3's shard, bitsandbytes' state for nf4 values."""
     held, state = vars(parameter), getattr(parameter, "quant_state", None)
     return filter(torch.is_tensor, (*held.values(), *(() if state is None else vars(state).values())))
 
@@ -137,7 +137,7 @@ class _MarkedBatch:
 
 
 def _labelled(recorder: Recorder, label: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The engine's function; what it allocates is the engine's, where no mark says another."""
+    """The engine's function; what it allocates is the engine's, unless a mark says another."""
 
     @functools.wraps(function)
     def labelled(*args: Any, **kwargs: Any) -> Any:
@@ -149,8 +149,8 @@ def _labelled(recorder: Recorder, label: str, function: Callable[..., Any]) -> C
 
 @contextmanager
 def watching_fsdp2(recorder: Recorder) -> Iterator[None]:
-    """While in here, the storages of FSDP2's all-gathers and reduce-scatters are known as the engine's buffers,
-    and the whole gradients that a reduce-scatter takes as gradients."""
+    """Within it, storages of FSDP2's all-gathers and reduce-scatters are engine buffers, and the whole gradients that a
+    reduce-scatter takes are gradients."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group  # half a second, and FSDP2's alone
 
     def reducing(reduce: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from bigdit import log
-from bigdit.emulator.emulation import Account, CardAccount, Emulation, Line, Live, OutOfMemory, Run, times
+from bigdit.emulator.emulation import Account, Emulation, GpuAccount, Line, Live, OutOfMemory, Run, times
 from bigdit.files import check_writable, write_json, write_text
 from bigdit.memory import CATEGORIES
 from bigdit.memory.process import ByteRange
@@ -64,7 +64,7 @@ def document(emulation: Emulation) -> dict[str, Any]:
         dumped |= _answer(run, emulation)
         for account, each in zip(run.accounts, dumped["accounts"], strict=True):
             each |= {"fits": run.holds(account) and (run.exit_status == 0 or None), "work_a_step": work(account)}
-            for gpu, shown in zip(account.cards, each["cards"], strict=True):
+            for gpu, shown in zip(account.gpus, each["gpus"], strict=True):
                 shown["process"] = emulation.process(account, gpu).model_dump(mode="json")
     return {
         "grade": "emulated",
@@ -81,7 +81,7 @@ def _answer(run: Run, emulation: Emulation) -> dict[str, Any]:
 
 
 def title(emulation: Emulation) -> str:
-    gpus = f"{emulation.cards} × " if emulation.cards > 1 else ""
+    gpus = f"{emulation.gpus} × " if emulation.gpus > 1 else ""
     return f"{shlex.join(emulation.command)} on {gpus}{emulation.gpu.title}"
 
 
@@ -186,7 +186,7 @@ def processes(run: Run, emulation: Emulation) -> Table:
     numeric = ["GPU", "allocated", "reserved", "process", "steps"]
     rows = table("peaks by process", ["process", *numeric, ""], numeric)
     for account in run.accounts:
-        for gpu in account.cards:
+        for gpu in account.gpus:
             rows.add_row(
                 account.title,
                 str(gpu.index),
@@ -199,7 +199,7 @@ def processes(run: Run, emulation: Emulation) -> Table:
     return rows
 
 
-def phases(gpu: CardAccount) -> Table:
+def phases(gpu: GpuAccount) -> Table:
     """The peaks of a process by phase."""
     numeric = ["allocated", "reserved"]
     rows = table("peaks by phase", ["phase", *numeric], numeric)
@@ -240,7 +240,7 @@ def made_by(group: Live) -> Iterator[str]:
 
 
 def _show_oom(account: Account, oom: OutOfMemory) -> None:
-    when = f"in {oom.phase}, after {how_many(oom.steps, 'step')}, on GPU {oom.card}"
+    when = f"in {oom.phase}, after {how_many(oom.steps, 'step')}, on GPU {oom.gpu}"
     _say(f"[bold]{account.title} ran out of memory[/bold] {when}:")
     _say(f"  {gib(oom.asked_bytes)} requested, {gib(oom.free_bytes)} free of {gib(oom.total_bytes)}; "
          f"{gib(oom.allocated_bytes)} allocated")  # fmt: skip
@@ -320,7 +320,7 @@ def page(emulation: Emulation) -> str:
 
 def _run(run: Run, at: int, emulation: Emulation) -> dict[str, Any]:
     """What the template shows of a run."""
-    found = [(account, gpu) for account in run.accounts for gpu in account.cards]
+    found = [(account, gpu) for account in run.accounts for gpu in account.gpus]
     found.sort(key=lambda each: (run.holds(each[0]), -each[1].peak_reserved_bytes))
     word, why = verdict(run, emulation)
     return {
@@ -339,9 +339,7 @@ def _run(run: Run, at: int, emulation: Emulation) -> dict[str, Any]:
     }
 
 
-def _inline(
-    account: Account, gpu: CardAccount, shortage: OutOfMemory | None, emulation: Emulation, name: str
-) -> Markup:
+def _inline(account: Account, gpu: GpuAccount, shortage: OutOfMemory | None, emulation: Emulation, name: str) -> Markup:
     description = (
         f"Memory of {account.title} in the order of the allocator's events: allocated up to "
         f"{gib(gpu.peak_allocated_bytes)}, in {gpu.peak_phase}, and reserved up to {gib(gpu.peak_reserved_bytes)}, "
@@ -350,7 +348,7 @@ def _inline(
     return inline(curve_figure(account, gpu, shortage, emulation), name, "Memory over the run", description)
 
 
-def curve_figure(account: Account, gpu: CardAccount, shortage: OutOfMemory | None, emulation: Emulation) -> Figure:
+def curve_figure(account: Account, gpu: GpuAccount, shortage: OutOfMemory | None, emulation: Emulation) -> Figure:
     """Allocated and reserved GiB over the run, its phases, and the memory that the GPU leaves to torch."""
     from matplotlib.figure import Figure
 
@@ -366,7 +364,7 @@ def curve_figure(account: Account, gpu: CardAccount, shortage: OutOfMemory | Non
         at, [nbytes / GIB for nbytes in reserved], drawstyle="steps-post", color=red, linewidth=1.2, label="reserved"
     )
     _draw_gpu(axes, account, gpu, emulation)
-    if shortage is not None and shortage.card == gpu.index:
+    if shortage is not None and shortage.gpu == gpu.index:
         _draw_oom(axes, shortage, at[-1])
     axes.set_xlim(0, max(gpu.events, 1))
     axes.set_xlabel("allocations and frees, in order")
@@ -377,7 +375,7 @@ def curve_figure(account: Account, gpu: CardAccount, shortage: OutOfMemory | Non
     return figure
 
 
-def _draw_phases(axes: Axes, gpu: CardAccount) -> None:
+def _draw_phases(axes: Axes, gpu: GpuAccount) -> None:
     """Mark backward and step as stripes if there are few, and the end of the start."""
     spans = gpu.spans
     ends = [*(span.start for span in spans[1:]), gpu.events][: len(spans)]
@@ -395,7 +393,7 @@ def _draw_phases(axes: Axes, gpu: CardAccount) -> None:
                       textcoords="offset points", va="top", bbox=BEHIND)  # fmt: skip
 
 
-def _draw_gpu(axes: Axes, account: Account, gpu: CardAccount, emulation: Emulation) -> None:
+def _draw_gpu(axes: Axes, account: Account, gpu: GpuAccount, emulation: Emulation) -> None:
     """Draw the GPU's line, and below it the non-torch memory; only text where both are far above the curve."""
     usable = emulation.gpu.usable_bytes
     non_torch = emulation.beside(account)

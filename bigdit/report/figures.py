@@ -15,7 +15,7 @@ import numpy.typing as npt
 from bigdit.files import replacing
 from bigdit.memory import CUDA_GRANULARITY, Category, Timeline
 from bigdit.report.words import samples
-from bigdit.search.plan import Curve, Plan
+from bigdit.search.plan import Plan
 from bigdit.units import GIB, KIB, MIB, gib
 
 if TYPE_CHECKING:
@@ -225,8 +225,9 @@ def curves_figure(plan: Plan) -> Figure:
     usable, chosen = plan.question.gpu.usable_bytes, plan.chosen
     figure = Figure(figsize=(10, 5), dpi=120, layout="constrained")
     axes = figure.subplots()
-    for curve, (colour, marker) in zip(plan.curves, LINES * len(plan.curves), strict=False):
-        _draw_curve(axes, curve, colour, marker)
+    for (label, curve), (colour, marker) in zip(plan.curves.items(), LINES * len(plan.curves), strict=False):
+        taken = [nbytes / GIB for nbytes in curve.values()]
+        axes.plot([*curve], taken, color=colour, marker=marker, markersize=5, label=label)
     _draw_gpu(axes, plan, horizontal=True)
     size, held = chosen.strategy.micro_batch_size, chosen.process.high_bytes
     axes.plot([size], [held / GIB], "o", markersize=13, markerfacecolor="none", markeredgecolor="black")
@@ -247,11 +248,6 @@ def curves_figure(plan: Plan) -> Figure:
     return figure
 
 
-def _draw_curve(axes: Axes, curve: Curve, colour: str, marker: str) -> None:
-    held = [nbytes / GIB for nbytes in curve.process_bytes]
-    axes.plot(curve.micro_batch_sizes, held, color=colour, marker=marker, markersize=5, label=curve.label)
-
-
 def front_figure(plan: Plan) -> Figure:
     """Samples per second and GPU against the process's peak in GiB, numbered as the rows of the front."""
     from matplotlib.figure import Figure
@@ -259,7 +255,7 @@ def front_figure(plan: Plan) -> Figure:
     figure = Figure(figsize=(10, 4.6), dpi=120, layout="constrained")
     axes = figure.subplots()
     for at, choice in enumerate(plan.front, start=1):
-        rate, held = choice.samples_per_second_per_card, choice.process.high_bytes / GIB
+        rate, held = choice.samples_per_second_per_gpu, choice.process.high_bytes / GIB
         colour = COLOURS["parameter" if choice.lossless else "gradient"]
         axes.errorbar(
             [held],
@@ -276,7 +272,7 @@ def front_figure(plan: Plan) -> Figure:
             str(at), (held, rate.high), xytext=(0, 4), textcoords="offset points", ha="center", fontweight="bold"
         )
     _draw_gpu(axes, plan, horizontal=False)
-    axes.set_ylim(0, 1.12 * max(choice.samples_per_second_per_card.high for choice in plan.front))
+    axes.set_ylim(0, 1.12 * max(choice.samples_per_second_per_gpu.high for choice in plan.front))
     axes.set_xlim(0, 1.1 * max([plan.question.gpu.usable_bytes, *(c.process.high_bytes for c in plan.front)]) / GIB)
     axes.set_xlabel("process at its peak, GiB")
     axes.set_ylabel(f"{samples(plan)}/s per GPU")

@@ -26,10 +26,8 @@ from bigdit.report.plan import needs, speed
 from bigdit.search.answer import make_plan
 from bigdit.search.ask import question_for
 from bigdit.search.of_run import planned_run
-from bigdit.search.plan import Plan, Point, Setting, alike, record
-from bigdit.search.question import Question
+from bigdit.search.plan import OPTIMIZER_TITLES, Estimate, Plan, record
 from bigdit.search.request import OPTIONS
-from bigdit.search.space import OPTIMIZER_TITLES
 from bigdit.strategy import Strategy
 from bigdit.units import count, gib, how_many
 
@@ -107,7 +105,7 @@ def _facts(plan: Plan) -> dict[str, tuple[str, str]]:
         ),
         "micro-batch": (str(chosen.strategy.micro_batch_size), f"{chosen.strategy.global_batch_size:,} a step"),
         f"{words.samples(plan)}/s per GPU": (
-            words.between(chosen.samples_per_second_per_card),
+            words.between(chosen.samples_per_second_per_gpu),
             how_many(gpus, "GPU"),
         ),
     }
@@ -175,9 +173,8 @@ def _timeline(plan: Plan) -> Markup:
 def _curves(plan: Plan) -> Markup:
     limit = gib(plan.question.gpu.usable_bytes)
     ends = "; ".join(
-        f"{each.label}: {gib(each.process_bytes[0])} at {each.micro_batch_sizes[0]} "
-        f"to {gib(each.process_bytes[-1])} at {each.micro_batch_sizes[-1]}"
-        for each in plan.curves
+        f"{label}: {gib(curve[min(curve)])} at {min(curve)} to {gib(curve[max(curve)])} at {max(curve)}"
+        for label, curve in plan.curves.items()
     )
     description = f"Peak of the process against the micro-batch size, with the GPU's {limit}. {ends}."
     return inline(curves_figure(plan), "curves", "Memory against the micro-batch size", description)
@@ -191,64 +188,68 @@ def _front(plan: Plan) -> Markup:
     return inline(front_figure(plan), "front", "Memory against speed", description)
 
 
+GPUS = {"gpus": "Number of GPUs"}
+FIELDS = (
+    *("micro_batch_size", "checkpointed_blocks", "phase", "at_peak", "peak_allocated_bytes", "peak_reserved_bytes"),
+    *("process", "host_bytes", "verdict", "samples_per_second_per_gpu"),
+)
+"""Of a point, as the page's script names its values."""
+
+
 def whatif(plan: Plan, others: Sequence[Plan] = ()) -> dict[str, Any] | None:
     """The JSON for the page's script: what ran for the plan and for the `others`, plans for other numbers of GPUs.
-    None if the plan has no settings."""
-    if not plan.settings:
+    None if nothing ran that can be compared."""
+    if not plan.ran:
         return None
-    return _points([plan, *others]) | {
+    options = [(each, ran) for each in (plan, *others) for ran in by_option(each).values()]
+    chosen = (GPUS if others else {}) | choices([ran[0].strategy for _, ran in options])
+    return {
+        "choices": chosen,
+        "fields": FIELDS,
+        "settings": [_setting(each, ran, chosen) for each, ran in options],
         "start": start(plan),
         "categories": {name: variable(name) for name in CATEGORIES},
         "samples": words.samples(plan),
     }
 
 
+def by_option(plan: Plan) -> dict[str, list[Estimate]]:
+    """All that ran, by the title of its option."""
+    found: dict[str, list[Estimate]] = {}
+    for each in plan.ran:
+        found.setdefault(each.option, []).append(each)
+    return found
+
+
 def start(plan: Plan) -> dict[str, Any]:
     """The first choice on the page: the recommended strategy."""
-    chosen = plan.chosen.strategy
-    setting = next(each for each in plan.settings if alike(each.strategy, chosen))
-    count = max(point.checkpointed_blocks for point in setting.points)
-    blocks = count if chosen.checkpointed_blocks == "all" else chosen.checkpointed_blocks
-    return {
-        "strategy": setting.title,
-        "micro-batch": chosen.micro_batch_size,
-        "blocks": blocks,
-        "gpu": plan.question.gpu.title,
-    }
+    chosen = plan.chosen
+    ran = [each.blocks for each in by_option(plan)[chosen.option]]
+    blocks = max(ran) if chosen.strategy.checkpointed_blocks == "all" else chosen.blocks
+    size, gpu = chosen.micro_batch_size, plan.question.gpu.title
+    return {"strategy": chosen.option, "micro-batch": size, "blocks": blocks, "gpu": gpu}
 
 
-def choices(settings: Collection[Setting]) -> dict[str, str]:
+def choices(strategies: Collection[Strategy]) -> dict[str, str]:
     """The choices other than sizes and GPU: their names on the page by key."""
     found = {"engine": "Engine", "optimizer": "Optimizer", "precision": "Precision", "ema": "EMA"}
-    if any(each.strategy.lora for each in settings):
+    if any(each.lora for each in strategies):
         found["adapters"] = "Adapters"
-    if any(each.strategy.blocks_to_swap for each in settings):
+    if any(each.blocks_to_swap for each in strategies):
         found["weights"] = "Weights"
     return found | {"kept": "Kept of recomputed blocks"}
 
 
-def _points(plans: Sequence[Plan]) -> dict[str, Any]:
-    settings = [(each, plan.question) for plan in plans for each in plan.settings]
-    chosen = {"gpus": "Number of GPUs"} if len(plans) > 1 else {}
-    chosen |= choices([each for each, _ in settings])
+def _setting(plan: Plan, ran: Sequence[Estimate], chosen: Collection[str]) -> dict[str, Any]:
+    first, question = ran[0], plan.question
     return {
-        "choices": chosen,
-        "fields": list(Point.model_fields),
-        "settings": [
-            _setting(each, question, chosen) | {"points": [_point(point) for point in each.points]}
-            for each, question in settings
-        ],
-    }
-
-
-def _setting(setting: Setting, question: Question, chosen: Collection[str]) -> dict[str, Any]:
-    return {
-        "strategy": setting.title,
-        "words": {key: text for key, text in _words(setting.strategy).items() if key in chosen},
-        "nonTorch": setting.non_torch.high_bytes,
-        "rooms": [room.model_dump(mode="json") for room in setting.rooms],
+        "strategy": first.option,
+        "words": {key: text for key, text in _words(first.strategy).items() if key in chosen},
+        "nonTorch": first.non_torch.high_bytes,
+        "rooms": [{"card": title, "usable_bytes": nbytes} for title, nbytes in plan.same_kernels.items()],
         "hostMemory": question.host_memory_bytes,
         "hostAssumed": question.host_assumed,
+        "points": [_point(each, plan) for each in ran],
     }
 
 
@@ -266,17 +267,22 @@ def _words(strategy: Strategy) -> dict[str, str]:
     }
 
 
-def _point(point: Point) -> list[Any]:
-    """The values of all fields without their names, which takes a third of the bytes.
-
-    Bytes by category are in the order of CATEGORIES, those of the process are low and high, and the speed is text.
-    """
-    found = point.model_dump(mode="json") | {
-        "at_peak": [point.at_peak.get(name, 0) for name in CATEGORIES],
-        "process": [point.process.low_bytes, point.process.high_bytes],
-        "samples_per_second_per_card": words.between(point.samples_per_second_per_card),
-    }
-    return list(found.values())
+def _point(each: Estimate, plan: Plan) -> list[Any]:
+    """The values of FIELDS, without their names, in a third of the bytes. Bytes by category are in the order of
+    CATEGORIES, and those of the recorded strategy alone; the speed is in words."""
+    at_peak = plan.ledger.at_peak if each.strategy == plan.chosen.strategy else {}
+    return [
+        each.micro_batch_size,
+        each.blocks,
+        each.peak_phase,
+        [at_peak.get(name, 0) for name in CATEGORIES],
+        each.peak_allocated_bytes,
+        each.peak_reserved_bytes,
+        [each.process.low_bytes, each.process.high_bytes],
+        each.host_bytes,
+        each.verdict,
+        words.between(each.samples_per_second_per_gpu),
+    ]
 
 
 JSON, PAGE, MEMORY, CURVE = "plan.json", "report.html", "memory.png", "curve.png"
@@ -343,7 +349,7 @@ def _fill(plan: Plan, others: Sequence[Plan], temporary: Path, folder: Path, run
 
 
 def document(plan: Plan) -> str:
-    """`plan` as JSON: as `--json` prints it, with timeline and settings."""
+    """`plan` as JSON: as `--json` prints it, with timeline and all that ran."""
     return json.dumps(plan.model_dump(mode="json") | {"fits": plan.fits}, indent=2) + "\n"
 
 

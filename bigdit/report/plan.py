@@ -17,7 +17,7 @@ from bigdit.report import words
 from bigdit.report.how_to_run import RUN, commands, obstacle
 from bigdit.report.tables import DASH, WIDEST, lines, table
 from bigdit.report.words import between, gibs, number, samples, size, span
-from bigdit.search.plan import Choice, Plan
+from bigdit.search.plan import Estimate, Plan
 from bigdit.speed.seconds import Handed, Interval
 from bigdit.units import count, gib, how_many
 
@@ -84,7 +84,7 @@ def _headline(plan: Plan) -> RenderableType:
     )
     head.add_row("")
     head.add_row(Text.assemble((plan.verdict, _STYLES[plan.verdict]), f"{words.numerics(plan)}: {words.verdict(plan)}"))
-    for line in (*words.host(plan), words.band(plan)):
+    for line in (*words.host(plan), words.accuracy(plan)):
         head.add_row(Text(line))
     return head
 
@@ -183,7 +183,7 @@ def _limits(plan: Plan) -> Table:
     return rows
 
 
-def _choices(title: str, choices: Sequence[Choice], plan: Plan) -> Table:
+def _choices(title: str, choices: Sequence[Estimate], plan: Plan) -> Table:
     """Memory and speed of each choice; the recommended one is marked."""
     lossy = [choice for choice in choices if choice.lossless != plan.chosen.lossless][:OTHERS]
     own = [choice for choice in choices if choice not in lossy][: MOST_ROWS - len(lossy)]
@@ -201,7 +201,7 @@ def _choices(title: str, choices: Sequence[Choice], plan: Plan) -> Table:
         )
         rows.add_row(
             gib(choice.process.high_bytes),
-            words.between(choice.samples_per_second_per_card),
+            words.between(choice.samples_per_second_per_gpu),
             _VERDICTS[choice.verdict],
             what,
         )
@@ -243,7 +243,7 @@ LEAST = 0.001
 
 def speed(plan: Plan, most: int | None = None) -> dict[str, str]:
     """Seconds of a step and its `most` longest parts, samples per second, the whole run, its cost, and the source."""
-    step, rate = plan.chosen.step, plan.chosen.samples_per_second_per_card
+    step, rate = plan.chosen.step, plan.chosen.samples_per_second_per_gpu
     parts = sorted(((name, part) for name, part in step.parts.items() if part.high), key=lambda each: -each[1].high)
     longest = [(name, part) for name, part in parts[:most] if part.high >= LEAST * step.seconds.high]
     shown = [f"{name} {span(part, like=step.seconds)}" for name, part in longest]

@@ -50,13 +50,13 @@ def compared(checked: Sequence[Checked]) -> Table:
     return rows
 
 
-def bands(learned: Sequence[Learnt]) -> Table:
+def margins(learned: Sequence[Learnt]) -> Table:
     """A row for each GPU: the safety margin of reserved bytes, and its source."""
     columns = ("GPU", "memory", "from")
     rows = table("the safety margin of plans", columns, numeric=("memory",))
     for each in learned:
-        share = DASH if each.band_share is None else f"+{100 * each.band_share:.1f} %"
-        rows.add_row(each.gpu, share, each.band_source or "no receipt has reserved bytes")
+        share = DASH if each.margin_share is None else f"+{100 * each.margin_share:.1f} %"
+        rows.add_row(each.gpu, share, each.margin_source or "no receipt has reserved bytes")
     return rows
 
 

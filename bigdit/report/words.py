@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bigdit.profile.cards import LARGEST_MICRO_BATCH
-from bigdit.search.plan import Choice, Plan
-from bigdit.search.space import lossy_by
+from bigdit.search.plan import Estimate, Plan, lossy_by
 from bigdit.speed.seconds import Interval
 from bigdit.strategy import EmaSpec, Strategy
 from bigdit.units import GIB, count, gib, how_many, unit_of
@@ -157,18 +156,18 @@ def engine(strategy: Strategy) -> str:
     return text + (f", CPU offload of {' and '.join(offloaded)}" if offloaded else "")
 
 
-def reason(choice: Choice) -> str:
+def reason(choice: Estimate) -> str:
     """Why a choice is listed, without the word `recommended`."""
     return choice.reason.removeprefix("recommended: ")
 
 
-def why(choice: Choice) -> str:
+def why(choice: Estimate) -> str:
     """Why a choice is recommended, and what is lossy: `the fastest that fits; lossy: 8-bit CAME instead of AdamW`."""
     lossy = lossy_by(choice.strategy)
     return reason(choice) + (f"; lossy: {', '.join(lossy)}" if lossy else "")
 
 
-def settings(choice: Choice, plan: Plan) -> dict[str, str]:
+def settings(choice: Estimate, plan: Plan) -> dict[str, str]:
     """The settings of a strategy, by name."""
     strategy = choice.strategy
     optimizer = OPTIMIZERS[strategy.optimizer.name]
@@ -277,7 +276,7 @@ def host(plan: Plan) -> list[str]:
 
 def numerics(plan: Plan) -> str:
     """A note for the headline of a plan that is lossy although nobody asked for that."""
-    pins = plan.question.pins
+    pins = plan.question.constraints
     asked = (pins.optimizer, pins.precision) != (None, None) or pins.lora_rank is not None
     if plan.chosen.lossless or asked:
         return ""
@@ -293,9 +292,9 @@ def how(plan: Plan) -> str:
 EXPLAINED = "each ran on an emulated GPU without a memory limit"
 
 
-def band(plan: Plan) -> str:
+def accuracy(plan: Plan) -> str:
     """How the memory was found, and how it may differ on a real GPU."""
-    other, share = plan.non_torch, f"{100 * plan.band.share:.2g}"
+    other, share = plan.chosen.non_torch, f"{100 * plan.margin.share:.2g}"
     group = "CUDA's context varies" if plan.chosen.strategy.engine == "single" else "CUDA's context and NCCL vary"
     return (
         f"{how(plan)}; safety margin {gib(margin(plan))} ({share} %), "
@@ -305,7 +304,7 @@ def band(plan: Plan) -> str:
 
 def margin(plan: Plan) -> int:
     """The safety margin in bytes: what torch may reserve on a real GPU beyond an emulated one."""
-    return plan.chosen.process.high_bytes - plan.non_torch.high_bytes - plan.chosen.peak_reserved_bytes
+    return plan.chosen.process.high_bytes - plan.chosen.non_torch.high_bytes - plan.chosen.peak_reserved_bytes
 
 
 def held(plan: Plan) -> dict[str, int]:
@@ -313,6 +312,6 @@ def held(plan: Plan) -> dict[str, int]:
     return {
         "reserved by torch": plan.chosen.peak_reserved_bytes,
         "safety margin": margin(plan),
-        "CUDA context, NCCL": plan.non_torch.high_bytes,
+        "CUDA context, NCCL": plan.chosen.non_torch.high_bytes,
         "process (nvidia-smi)": plan.chosen.process.high_bytes,
     }

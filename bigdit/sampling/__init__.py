@@ -1,6 +1,6 @@
-"""Pictures from captions or classes, by a checkpoint or by the model that trains: conditions, drawing, grids.
+"""Images and videos from captions or classes, by a checkpoint or by the model that trains: conditions, sampler, grids.
 
-How a prediction is integrated is `objectives`; when a run draws is `train`.
+`objectives` integrates a prediction; `train` decides when a run generates.
 """
 
 from bigdit.sampling.conditions import SamplingOptions

@@ -1,21 +1,33 @@
-"""What a batch of pictures is conditioned on, and what guidance leads away from (Ho & Salimans, arXiv:2207.12598)."""
+"""The conditions of images: captions, classes and first frames, encoded one after another before anything is generated.
+
+Guidance leads away from a negative condition (Ho & Salimans, arXiv:2207.12598).
+"""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
+from PIL import Image
 
 from bigdit.catalog.conditions import CLASS_LABEL, no_class
 from bigdit.config import RunConfig
-from bigdit.config.data import TextEncoderConfig
+from bigdit.config.data import MAX_PIXELS, TextEncoderConfig
+from bigdit.encoders.first_frame import FirstFrames, load_first_frames
+from bigdit.encoders.latents import bucket_pixels
 from bigdit.encoders.load import load_text_encoder
-from bigdit.encoders.text_encoder import shapes_of
+from bigdit.encoders.protocol import ImageCodec, shapes_of
 from bigdit.errors import UserError
 from bigdit.loader.batch import condition
-from bigdit.loader.buffers import padded
+from bigdit.loader.buffers import extras_of, padded
 from bigdit.objective_spec import SamplerName
+from bigdit.sources.disk import IMAGE_BYTES, read_file
+from bigdit.sources.image import decode
+from bigdit.sources.protocol import Unusable
+from bigdit.sources.videos import Clip, is_video, video_frames
 from bigdit.store.schema import Classes, Known
 from bigdit.strategy import ModelSpec
 
@@ -24,8 +36,8 @@ from bigdit.strategy import ModelSpec
 class SamplingOptions:
     """`height` and `width` in pixels, and `frames` of a video; `guidance` 1 is none (Ho & Salimans, arXiv:2207.12598).
 
-    `negative`: what guidance leads away from; left out, the empty caption, or no class. `sampler`: left out, the
-    objective's own. `micro_batch_size`: pictures at once, where memory does for as many.
+    `negative`: what guidance leads away from; None: the empty caption, or no class. `sampler`: None: the objective's
+    default. `micro_batch_size`: images at once, where memory suffices.
     """
 
     height: int
@@ -45,25 +57,25 @@ class SamplingOptions:
 
     @property
     def size(self) -> str:
-        """The option that asks for it."""
+        """The option that asks for this size."""
         return f"--size {'x'.join(map(str, self.bucket))}"
 
     @property
     def guided(self) -> bool:
-        """Whether it leads away from anything."""
+        """Whether guidance is used."""
         return self.guidance != 1
 
 
 @dataclass(frozen=True)
 class Given:
-    """What a batch is conditioned on."""
+    """The conditions of a batch."""
 
     text_embeds: torch.Tensor | None
     text_mask: torch.Tensor | None
     extras: Mapping[str, torch.Tensor]
 
     def rows(self, numbers: Sequence[int], device: torch.device, dtype: torch.dtype) -> Given:
-        """Those of the batch with these numbers, as a model that computes in `dtype` is fed them."""
+        """Those with these numbers, for a model that computes in `dtype`."""
 
         def chosen(tensor: torch.Tensor) -> torch.Tensor:
             return condition(tensor[list(numbers)], device, dtype)
@@ -73,7 +85,7 @@ class Given:
 
 
 class Texts:
-    """Captions as the run's text encoder has them, on the host; the encoder takes nothing any more."""
+    """Captions as the run's text encoder embeds them, in CPU memory; the encoder is freed."""
 
     def __init__(
         self, config: TextEncoderConfig, captions: Sequence[str], options: SamplingOptions, device: torch.device
@@ -86,25 +98,25 @@ class Texts:
         self._most = {name: most for name, (most, _) in shapes_of(encoder).items()}
 
     def of(self, numbers: Sequence[int]) -> Given:
-        """Those of captions by their numbers; with guidance, the one after the last is what it leads away from."""
+        """Those of captions by their numbers. With guidance the number after the last is what it leads away from."""
         return Given(*padded([self._texts[number] for number in numbers], self._most))
 
 
 @dataclass(frozen=True)
 class Words:
-    """What a user calls the classes that are asked for, and how guidance is left out."""
+    """The user's option for classes, and how to turn guidance off."""
 
     label: str = "--label"
     unguided: str = "pass --guidance 1"
 
 
 class Labels:
-    """Classes, which a checkpoint knows by their names or their number."""
+    """Classes, by their names or numbers in a checkpoint."""
 
     def __init__(
         self, known: Known, spec: ModelSpec, labels: Sequence[str], options: SamplingOptions, words: Words
     ) -> None:
-        """Raises UserError with all that are unknown."""
+        """Raises UserError with all unknown classes."""
         asked = [(words.label, label) for label in labels]
         if options.guided and options.negative is not None:
             asked.append(("--negative", options.negative))
@@ -121,7 +133,7 @@ class Labels:
 
 
 def _numbers(classes: Classes, asked: Sequence[tuple[str, str]]) -> list[int]:
-    """Of labels, each with the option that asked for it. Raises UserError with all that are unknown."""
+    """The numbers of labels, each with its option. Raises UserError with all that are unknown."""
     found, problems = [], []
     for option, label in asked:
         try:
@@ -142,9 +154,122 @@ def conditions_of(
     device: torch.device,
     words: Words = Words(),
 ) -> Texts | Labels:
-    """Of these captions, if the run is fed any, or of classes that are `known` to it; what encodes them is on `device`
-    meanwhile. Raises UserError where it cannot be loaded, and for a class that is unknown."""
+    """Those of these captions, if the run has captions, or of classes that are `known` to it; encoded on `device`.
+
+    Raises UserError where an encoder cannot be loaded, and for an unknown class.
+    """
     if run.encoders.text is not None:
         return Texts(run.encoders.text, captions, options, device)
     assert known is not None  # of a run without captions
     return Labels(known, spec, captions, options, words)
+
+
+def give_back(device: torch.device) -> None:
+    """Return unused memory to the device: parts of pipelines hold each other, and torch's allocator keeps freed
+    memory."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+_ONE = Clip(1, 1)
+
+
+def asked_image(option: str, path: Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """As first_image. Raises UserError, with the option or key that asked for it, where there is none."""
+    try:
+        return first_image(path, max_pixels)
+    except (OSError, Unusable) as error:
+        raise UserError(f"{option} {path} cannot be read: {error}") from None
+
+
+def first_image(path: Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """The image of a file, or the first frame of a video, upright, of mode RGB or L. Raises FileNotFoundError;
+    Unusable, with the reason; UserError where it cannot be read."""
+    if not is_video(path):
+        return decode(read_file(path, IMAGE_BYTES), max_pixels)
+    frame = next(video_frames(path, _ONE, max_pixels), None)
+    if frame is None:
+        raise Unusable("video without frames")
+    return frame
+
+
+def first_frame_extras(
+    frames: FirstFrames, images: Sequence[Image.Image], bucket: tuple[int, ...]
+) -> dict[str, torch.Tensor]:
+    """The extras [images, …] fp32, in CPU memory, of videos of `bucket` [(frames,) height, width] that begin with these
+    images.
+
+    An image is cropped to the bucket as extraction does it.
+    """
+    found = [_extras(frames, each, bucket) for each in images]  # one by one: each becomes a whole video
+    return {name: torch.cat([each[name] for each in found]).float() for name in found[0]}
+
+
+def _extras(frames: FirstFrames, image: Image.Image, bucket: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    _, pixels = bucket_pixels(image, [bucket[-2:]], frames.color)
+    video = torch.zeros(1, len(pixels), bucket[0] if len(bucket) == 3 else 1, *bucket[-2:], dtype=torch.uint8)
+    video[0, :, 0] = torch.from_numpy(pixels)
+    return extras_of(frames.encode(video), frames.mask)
+
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The conditions of so many images; `begun`: the extras of their first frames, a row each."""
+
+    count: int
+    guided: bool
+    texts: Texts | Labels
+    begun: Mapping[str, torch.Tensor]
+
+    def of(self, numbers: Sequence[int], device: torch.device, dtype: torch.dtype) -> Given:
+        """The conditions of these images. With guidance, those that it leads away from follow, with the same first
+        frames."""
+        asked = [*numbers, *([self.count] * len(numbers) if self.guided else [])]
+        given = self.texts.of(asked)
+        frames = [*numbers, *numbers] if self.guided else list(numbers)
+        begun = {name: each[frames] for name, each in self.begun.items()}
+        return replace(given, extras={**given.extras, **begun}).rows(range(len(asked)), device, dtype)
+
+
+def encoded(
+    run: RunConfig,
+    spec: ModelSpec,
+    known: Known | None,
+    captions: Sequence[str],
+    images: Sequence[Image.Image],
+    options: SamplingOptions,
+    codec: ImageCodec,
+    device: torch.device,
+    words: Words,
+) -> Encoded:
+    """Encode captions and `images`, one for all or one for each, with the run's encoders, which use `device` in turn.
+
+    `codec` stays in CPU memory. Raises UserError where an encoder cannot be loaded, and in `words` for an unknown
+    class.
+    """
+    texts = conditions_of(run, spec, known, captions, options, device, words)
+    give_back(device)
+    begun = _begun(run, images, options, codec, device)
+    give_back(device)
+    of_each = {name: each.expand(len(captions), *each.shape[1:]) for name, each in begun.items()}
+    return Encoded(len(captions), options.guided, texts, of_each)
+
+
+def _begun(
+    run: RunConfig,
+    images: Sequence[Image.Image],
+    options: SamplingOptions,
+    codec: ImageCodec,
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    frames = load_first_frames(run.encoders.first_frame, codec, device)
+    if frames is None:
+        return {}
+    codec.move(device)
+    begun = first_frame_extras(frames, images, options.bucket)
+    codec.move(_CPU)
+    return begun

@@ -1,4 +1,4 @@
-"""Pictures as PNG and videos as animated WebP: one, or a grid of them with their captions."""
+"""Images as PNG and videos as animated WebP: one, or a grid of them with their captions."""
 
 from __future__ import annotations
 
@@ -10,31 +10,29 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-Picture = npt.NDArray[np.uint8]
+Pixels = npt.NDArray[np.uint8]
 """[height, width] gray or [height, width, 3]."""
 
 
-def png(picture: Picture) -> bytes:
-    """PNG bytes of one picture."""
-    from PIL import Image
-
+def png(image: Pixels) -> bytes:
+    """PNG bytes of one image."""
     buffer = BytesIO()
-    Image.fromarray(picture).save(buffer, format="png")
+    Image.fromarray(image).save(buffer, format="png")
     return buffer.getvalue()
 
 
-def grid_png(pictures: Sequence[Picture], captions: Sequence[str], columns: int = 5) -> bytes:
-    """PNG bytes: the pictures in rows of `columns`, small ones enlarged without smoothing, captions below."""
+def grid_png(images: Sequence[Pixels], captions: Sequence[str], columns: int = 5) -> bytes:
+    """PNG bytes: images in rows of `columns`, small ones enlarged without smoothing, captions below."""
     from matplotlib.figure import Figure
 
-    columns = min(columns, len(pictures))
-    rows = -(-len(pictures) // columns)
+    columns = min(columns, len(images))
+    rows = -(-len(images) // columns)
     figure = Figure(figsize=(1.8 * columns, 2.15 * rows), dpi=120, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for axis in axes:
         axis.axis("off")
-    for axis, picture, caption in zip(axes, pictures, captions, strict=False):
-        axis.imshow(picture, cmap="gray" if picture.ndim == 2 else None, vmin=0, vmax=255, interpolation="nearest")
+    for axis, image, caption in zip(axes, images, captions, strict=False):
+        axis.imshow(image, cmap="gray" if image.ndim == 2 else None, vmin=0, vmax=255, interpolation="nearest")
         axis.set_title("\n".join(textwrap.wrap(caption, 24)), fontsize=8)
     buffer = BytesIO()
     figure.savefig(buffer, format="png", bbox_inches="tight")
@@ -52,7 +50,7 @@ _QUALITY = 90
 
 
 def webp(video: Video, fps: float, *, lossless: bool = True) -> bytes:
-    """An animation that goes on for ever; one with losses takes a tenth of the bytes."""
+    """An animation that loops for ever; a lossy one takes a tenth of the bytes."""
     first, *others = [Image.fromarray(frame) for frame in video]
     buffer = BytesIO()
     first.save(
@@ -80,13 +78,13 @@ def moving_grid(videos: Sequence[Video], columns: int = 5) -> Video:
 
 
 def small(video: Video) -> Video:
-    """The same at a whole fraction of its size, of at most 480 pixels a side."""
+    """The video at a whole fraction of its size, of at most 480 pixels a side."""
     factor = -(-max(video.shape[1:3]) // _MOST_SIDE)
     return np.stack([np.asarray(Image.fromarray(frame).reduce(factor)) for frame in video])
 
 
 def stills_png(videos: Sequence[Video], captions: Sequence[str]) -> bytes:
-    """PNG bytes: a row a video of up to five of its frames, from the first to the last, its caption above them."""
+    """PNG bytes: for each video a row of up to five of its frames, from the first to the last, under its caption."""
     count = min(_STILLS, len(videos[0]))
     places = np.linspace(0, len(videos[0]) - 1, count).round().astype(int)
     titles = [title for caption in captions for title in (caption, *[""] * (count - 1))]

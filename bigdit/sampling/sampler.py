@@ -1,7 +1,7 @@
-"""Pictures or videos from captions or classes by a trained checkpoint, with classifier-free guidance.
+"""Images or videos from captions or classes by a trained checkpoint, with classifier-free guidance.
 
-What encodes, draws and decodes has the device in turn, and alone: no card holds all of it that holds each of them.
-Where one has room for it, what decodes comes between batches, beside the model: pictures come soon after being drawn.
+The encoders, the model and the decoder use the device in turn: together they may not fit a GPU that holds each of them.
+Where there is room, the decoder runs between batches, next to the model, so that images come early.
 """
 
 from __future__ import annotations
@@ -20,63 +20,64 @@ from bigdit.checkpoint import Checkpoint, PostHoc, load_model, load_weights, ver
 from bigdit.config import RunConfig
 from bigdit.config.data import fitting_bucket
 from bigdit.config.load import parse_run
-from bigdit.encoders.codecs import load_image_codec, to_bytes
 from bigdit.encoders.fit import size_misfits
+from bigdit.encoders.load import load_image_codec
+from bigdit.encoders.protocol import to_bytes
 from bigdit.engines import compute_dtype
 from bigdit.errors import UserError
 from bigdit.models.swap import moved
-from bigdit.sampling.conditions import Given, Labels, SamplingOptions, Words
-from bigdit.sampling.encoded import Encoded, encoded, give_back
-from bigdit.shortage import ran_out, room, told
+from bigdit.sampling.conditions import Encoded, Given, Labels, SamplingOptions, Words, encoded, give_back
+from bigdit.shortage import memory_errors, ran_out, room
 from bigdit.store.part import Shape
 from bigdit.strategy import ModelSpec, Strategy
 from bigdit.units import gib
 
 Shown = Callable[[str, Iterator[torch.Tensor], int], Iterator[torch.Tensor]]
-"""Passes on what is made, one by one, by the name of what makes it and how many there will be."""
+"""Passes results on, one by one; it is given the name of what makes them, and their number."""
 
-_HOST = torch.device("cpu")
+_CPU = torch.device("cpu")
 _LESS = "a smaller --size or fewer captions take less"
 _MORE = "a device with more memory is needed"
 
 
 class Sampler:
-    """Draws with the model of a checkpoint, as its run computed it, and the encoders it was trained on.
+    """Generates with a checkpoint's model, in the dtype of its run, and the encoders it was trained with.
 
-    `captions`: whether it is fed captions, and not classes.
+    `captions`: whether its conditions are captions, and not classes.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, device: torch.device, *, ema: bool = False, posthoc: PostHoc | None = None
     ) -> None:
-        """With `ema` of the moving average of the weights, with `posthoc` of that one of them. What decodes is loaded,
-        on the host, and nothing else yet. Raises UserError where it cannot be, or no average was kept."""
-        if ema and not checkpoint.has_average:
-            raise UserError(
-                f"--ema: {checkpoint.folder} holds no moving average of the weights; train with strategy.ema"
-            )
+        """With `ema` from the EMA of the weights, with `posthoc` from that one. Only the decoder is loaded now, in CPU
+        memory.
+
+        Raises UserError where it cannot be loaded, or there is no EMA.
+        """
+        if ema and not checkpoint.has_ema:
+            raise UserError(f"--ema: {checkpoint.folder} holds no EMA of the weights; train with strategy.ema")
         run = parse_run(checkpoint.state["run"], str(checkpoint.folder))
         spec = ModelSpec.model_validate(checkpoint.state["model"])
         self._checkpoint, self._run, self._spec, self._device = checkpoint, run, spec, device
         self._ema, self._posthoc = ema, posthoc
         self._family = models.family(spec.class_name)
         self._dtype = compute_dtype(Strategy.model_validate(checkpoint.state["strategy"]))
-        self._codec = load_image_codec(run.encoders.image, _HOST)
+        self._codec = load_image_codec(run.encoders.image, _CPU)
         self._known: Any = (checkpoint.state["data"] or {}).get("classes")
         self._begins = run.encoders.first_frame is not None
         self._objective = objective_of(spec, run.objective)
         self.buckets, self.fps, self.captions = run.data.buckets, run.data.fps, run.encoders.text is not None
 
     def model(self) -> nn.Module:
-        """The model as it draws, loaded anew. Raises UserError where weights cannot be read, or memory does not do."""
-        if self._posthoc is None:  # which has verified all that it is made of
+        """The model that generates, newly loaded. Raises UserError where weights cannot be read, or memory runs out."""
+        if self._posthoc is None:  # else it has verified all its files
             verify(self._checkpoint)
-        with told(f"--checkpoint {self._checkpoint.folder}: loading it", self._device, _MORE):
+        with memory_errors(f"--checkpoint {self._checkpoint.folder}: loading it", self._device, _MORE):
             return model_of(self._checkpoint, self._run, self._spec, self._device, ema=self._ema, posthoc=self._posthoc)
 
     def check(self, options: SamplingOptions, captions: Mapping[str, Sequence[str]], images: int = 0) -> None:
-        """Raise UserError where captions or classes, by what a user called each of them, and so many `images` cannot be
-        drawn so: known before weights are loaded."""
+        """Raise UserError for captions or classes, by their options, and so many `images` that this model cannot take,
+        before weights are loaded."""
         self._check_images(images, sum(map(len, captions.values())))
         if options.sampler is not None:
             objectives.check_sampler(self._objective, options.sampler)
@@ -99,13 +100,15 @@ class Sampler:
         images: Sequence[Image.Image] = (),
         shown: Shown = lambda what, found, total: found,
     ) -> Iterator[torch.Tensor]:
-        """One picture a caption, or a class by its name or number: uint8 [channels, (frames,) height, width]. Picture i
-        depends on caption i and seed + i, and of a model of videos that begin with a picture on image i; one image is
-        for all. Each comes when its batch is drawn; where memory does not do for what decodes beside the model, when
-        all are. `shown` sees what is drawn, and what is decoded at the end. Raises UserError as `draw` and `decode`."""
+        """One image a caption, or a class by its name or number: uint8 [channels, (frames,) height, width].
+
+        Image i depends on caption i and seed + i; for image-to-video models also on image i, where one image serves for
+        all. An image comes after its batch; where the decoder does not fit next to the model, after all batches.
+        `shown` sees what is generated, and what is decoded at the end. Raises UserError as `generate` and `decode`.
+        """
         waiting: list[torch.Tensor] = []
-        for latents in shown("draw", self.draw(captions, options, images), len(captions)):
-            pixels = None if waiting else self._decode_beside(latents, options)
+        for latents in shown("generate", self.generate(captions, options, images), len(captions)):
+            pixels = None if waiting else self._decode_early(latents, options)
             if pixels is None:
                 waiting.append(latents)
             else:
@@ -114,63 +117,65 @@ class Sampler:
             yield from shown("decode", self.decode(waiting, options), len(waiting))
 
     @torch.no_grad()
-    def draw(
+    def generate(
         self, captions: Sequence[str], options: SamplingOptions, images: Sequence[Image.Image] = ()
     ) -> Iterator[torch.Tensor]:
-        """The latents [C, (f,) h, w] of each picture, on the host; the model is gone when the last one is drawn.
+        """The latents [C, (f,) h, w] of each image, in CPU memory; the model is freed after the last one.
 
-        A batch for which memory does not do is halved. Raises UserError where it does not do for what encodes, for the
-        model or for one picture, for a class that is unknown, and where images are missing or too many.
+        A batch that does not fit is halved. Raises UserError where an encoder, the model or a single image does not
+        fit, for an unknown class, and where images are missing or too many.
         """
         self.check(options, {Words().label: captions}, len(images))
         shape = self._latents(options)
-        with told(f"--checkpoint {self._checkpoint.folder}: encoding captions", self._device, _MORE):
+        with memory_errors(f"--checkpoint {self._checkpoint.folder}: encoding captions", self._device, _MORE):
             fed = self._run, self._spec, self._known, captions, images
             given = encoded(*fed, options, self._codec, self._device, Words())
         model = self.model()
         start, most = 0, options.micro_batch_size
         while start < len(captions):
-            self._codec.move(_HOST)
+            self._codec.move(_CPU)
             numbers = range(start, min(start + most, len(captions)))
             latents = self._attempt(model, given, numbers, shape, options)
             if latents is None:
                 most = len(numbers) // 2
-                log.notice(f"note: {options.size}: memory does not do for {len(numbers)} at once; going on with {most}")
-                give_back(self._device)  # what the larger batch left in pieces
+                log.notice(
+                    f"note: {options.size}: memory does not suffice for {len(numbers)} at once; continuing with {most}"
+                )
+                give_back(self._device)  # the larger batch left fragments
                 continue
             yield from latents.cpu()
             start += len(numbers)
 
     @torch.no_grad()
     def decode(self, latents: Iterable[torch.Tensor], options: SamplingOptions) -> Iterator[torch.Tensor]:
-        """Their pictures, one at a time, since a picture takes much more than its latents. Raises UserError where
-        memory does not do for one."""
+        """Their images, one at a time, since an image takes much more memory than its latents. Raises UserError where
+        one does not fit."""
         give_back(self._device)
         self._codec.move(self._device)
         for each in latents:
-            with told(f"{options.size}: decoding it", self._device, "a smaller --size takes less"):
+            with memory_errors(f"{options.size}: decoding it", self._device, "a smaller --size takes less"):
                 pixels = self._pixels(each)
             yield pixels
 
     @torch.no_grad()
-    def _decode_beside(self, latents: torch.Tensor, options: SamplingOptions) -> torch.Tensor | None:
-        """The picture of these latents beside the model; None, and a note, where memory does not do for that."""
+    def _decode_early(self, latents: torch.Tensor, options: SamplingOptions) -> torch.Tensor | None:
+        """The image of these latents, decoded next to the model; None, and a note, where memory does not suffice."""
         try:
             self._codec.move(self._device)
             return self._pixels(latents)
         except (RuntimeError, MemoryError) as error:
             if not ran_out(error):
                 raise
-        self._codec.move(_HOST)
+        self._codec.move(_CPU)
         give_back(self._device)
-        log.notice(f"note: {options.size}: no room to decode beside the model; pictures come when all are drawn")
+        log.notice(f"note: {options.size}: no room to decode next to the model; images come when all are generated")
         return None
 
     def _pixels(self, latents: torch.Tensor) -> torch.Tensor:
         return to_bytes(self._codec.decode(latents[None].to(self._device)))[0].cpu()
 
     def _latents(self, options: SamplingOptions) -> Shape:
-        """The shape of the latents of one picture. Raises UserError where the codec or the model has none of it."""
+        """The shape of an image's latents. Raises UserError where the codec or the model does not support it."""
         size, side = options.size, self._codec.downsample
         if options.height % side or options.width % side:
             nearest = "x".join(map(str, fitting_bucket(options.bucket, side)))
@@ -179,7 +184,7 @@ class Sampler:
         if options.frames is not None and (options.frames - 1) % step:
             raise UserError(f"{size} has {options.frames} frames, and the codec takes one and then multiples of {step}")
         if options.frames is not None and self.fps is None:
-            raise UserError(f"{size} has frames, and the run was trained on pictures; give HEIGHTxWIDTH")
+            raise UserError(f"{size} has frames, and the run was trained on images; give HEIGHTxWIDTH")
         shape = self._codec.latent_shape(options.bucket)
         if misfits := size_misfits(self._spec, [shape]):
             raise UserError(f"{size} gives {misfits[0]}")
@@ -187,33 +192,35 @@ class Sampler:
 
     def _check_images(self, images: int, captions: int) -> None:
         if not self._begins and images:
-            raise UserError("--image: the model's videos begin with no picture; leave it out")
+            raise UserError("--image: the model's videos begin with no image; leave it out")
         if self._begins and images not in (1, captions):
             raise UserError(
-                f"--image: the model's videos begin with a picture: {images} were given for {captions} captions; pass "
+                f"--image: the model's videos begin with an image: {images} were given for {captions} captions; pass "
                 "one for all, or one for each"
             )
 
     def _attempt(
         self, model: nn.Module, given: Encoded, numbers: range, shape: Shape, options: SamplingOptions
     ) -> torch.Tensor | None:
-        """Their latents; None where memory does not do for so many: the error, which holds what was allocated, ends
-        here. Raises UserError where it does not do for one."""
+        """Their latents; None where so many do not fit: the error, which holds what was allocated, ends here. Raises
+        UserError where one does not fit."""
         least, (free, total) = len(numbers) * _least_bytes(shape, options.guidance), room(self._device)
         if len(numbers) > 1:
             try:
-                return self._draw(model, given, numbers, shape, options) if least <= free else None
+                return self._generate(model, given, numbers, shape, options) if least <= free else None
             except (RuntimeError, MemoryError) as error:
                 if not ran_out(error):
                     raise
                 return None
-        drawing = f"{options.size}: drawing 1 at once"
+        generating = f"{options.size}: generating 1 at once"
         if least > free:
-            raise UserError(f"{drawing} takes {gib(least)} at least, and {gib(free)} of {gib(total)} are free; {_LESS}")
-        with told(drawing, self._device, _LESS):
-            return self._draw(model, given, numbers, shape, options)
+            raise UserError(
+                f"{generating} takes {gib(least)} at least, and {gib(free)} of {gib(total)} are free; {_LESS}"
+            )
+        with memory_errors(generating, self._device, _LESS):
+            return self._generate(model, given, numbers, shape, options)
 
-    def _draw(
+    def _generate(
         self, model: nn.Module, given: Encoded, numbers: range, shape: Shape, options: SamplingOptions
     ) -> torch.Tensor:
         seeds = [options.seed + number for number in numbers]
@@ -237,32 +244,31 @@ class Sampler:
 
 
 def _least_bytes(shape: Shape, guidance: float) -> int:
-    """What a picture takes at the least, in fp32: latents, noise and what the model predicts; with guidance twice what
-    the model is fed and predicts, beside noise. A host's memory is not refused, but ends."""
+    """The least that an image takes, in fp32: latents, noise and the prediction; with guidance two of latents and
+    prediction.
+
+    A CPU does not refuse memory: the kernel ends the process.
+    """
     return (3 if guidance == 1 else 5) * 4 * math.prod(shape)
-
-
-_FORWARD = {"checkpointed_blocks": 0, "offload_activations": False, "compile_blocks": False}
-"""What of a strategy is of no use, or of too little, where nothing is trained."""
 
 
 def model_of(
     checkpoint: Checkpoint, run: RunConfig, spec: ModelSpec, device: torch.device, *, ema: bool, posthoc: PostHoc | None
 ) -> nn.Module:
-    """The model on `device`, of the weights, with `ema` of their average, or of that one. The checkpoint was verified.
+    """The model on `device`, with the weights, their EMA with `ema`, or that EMA. The checkpoint was verified.
 
     Raises UserError where weights cannot be read.
     """
     strategy = Strategy.model_validate(checkpoint.state["strategy"])
     family, dtype = models.family(spec.class_name), compute_dtype(strategy)
-    swapped = strategy.blocks_to_swap if device.type == "cuda" else 0  # on a host it would save nothing
+    swapped = strategy.blocks_to_swap if device.type == "cuda" else 0  # on a CPU it would save nothing
     if strategy.lora is None or run.model.init_from is None:
         model = models.skeleton(spec, dtype=dtype)
     else:
         model = load_model(spec, run.model.init_from, dtype=dtype)
-    model = models.equip(model, family, strategy.model_copy(update=_FORWARD | {"blocks_to_swap": swapped}))
+    model = models.equip(model, family, strategy.forward_only.model_copy(update={"blocks_to_swap": swapped}))
     if posthoc is None:
-        load_weights(checkpoint, model, average=ema)
+        load_weights(checkpoint, model, ema=ema)
     else:
         posthoc.load(model)
     return moved(model, device).eval()

@@ -1,10 +1,11 @@
 """Plans: what fits a GPU, how fast it goes, and what to set.
 
-1. `request.py` has a field for each option. `ask.py` makes a `Question` of them, or all errors at once; `of_run.py`
-   does so for a run.yaml.
-2. `space.py` lists strategies in the order in which they are preferred. `explore.py` runs a few attempts of each.
-   `predict.py` estimates other micro-batches and numbers of recomputed or swapped blocks.
-3. `candidates.py` orders them. `solve.py` runs the best until one fits; each run corrects the estimates. That one is
-   recorded. `explore.py` finds the largest micro-batches.
-4. `rows.py` runs the alternatives. `fixes` in `explain.py` looks for what would fit where nothing does.
+1. `request.py` has a field for each thing that may be asked. `ask.py` makes a `Question` of them, or all errors at
+   once; `of_run.py` does so for a run.yaml.
+2. `space.py` lists options, which leave the sizes of a step open, in the order in which they are preferred. `option.py`
+   predicts sizes from a few attempts.
+3. `planner.py` has all that is known of a question. Each strategy is an `Estimate`: predicted, then run, then recorded.
+4. `solve.py` runs the best estimates until one fits; each run corrects the predictions. That one is recorded.
+5. `rows.py` runs the alternatives. `explain.py` shows the way from the usual setting, and what would fit where nothing
+   does. `answer.py` makes the `Plan`, or has it from the cache.
 """

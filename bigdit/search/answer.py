@@ -1,37 +1,161 @@
-"""The answer to a question: what is kept of it, or a plan that is made."""
+"""The answer to a question: what is cached of it, or a plan that is made."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from bigdit.cache import Cache, digest_of, installed
+from bigdit.catalog import FAMILIES, batch_shape
 from bigdit.catalog.names import revision
 from bigdit.emulator.interpreter import cuda_build, cuda_python
+from bigdit.profile.attempt import UNLIMITED, Attempt
 from bigdit.profile.cards import SOURCES, Cards
-from bigdit.search.plan import Plan
-from bigdit.search.question import Question
-from bigdit.search.receipts import own_receipts
+from bigdit.receipt import Receipt
+from bigdit.search.calibration import Calibration, check, own_receipts
+from bigdit.search.plan import DatasetNeed, Estimate, Plan, Question, Run, uncounted
+from bigdit.strategy import BatchShape
+from bigdit.units import how_many
+
+if TYPE_CHECKING:
+    from bigdit.search.planner import Limits, Planner
 
 PLANS = Cache("plans", Plan, "the plan", "the plan is made")
 
 _SOURCES = ("search", "speed", "catalog", "config", *SOURCES)
 """Whose sources decide a plan."""
 
+Say = Callable[[str], None]
 
-def make_plan(question: Question, *, progress: Callable[[str], None] | None = None) -> Plan:
+
+def make_plan(question: Question, *, progress: Say | None = None) -> Plan:
     """The plan for `question`, from the cache where it was made before with the same versions, catalogue and receipts.
 
     `progress` is told what is going on, in a line. Raises UserError where the model cannot be planned.
     """
-    own, notices = own_receipts(question)
+    own, notices = own_receipts(question.gpu, question.receipts)
     known = question.model_dump_json(), installed(), revision(), digest_of(*_SOURCES), cuda_build(cuda_python())
     decides = (*known, *(receipt.digest() for receipt in own))
     plan = PLANS.find(decides)
     if plan is None:
-        with Cards(question.gpu) as cards:  # its libraries are imported while the search is
-            from bigdit.search.making import made
-
-            plan, lasts = made(question, own, cards, progress or (lambda line: None))
+        with Cards(question.gpu) as gpus:  # its libraries are imported while the search is
+            plan, lasts = made(question, own, gpus, progress or (lambda line: None))
         if lasts:
             PLANS.keep(decides, plan)
     return plan.noted(notices)  # of files that decide nothing: they may be others the next time
+
+
+def made(question: Question, own: Sequence[Receipt], gpus: Cards, say: Say) -> tuple[Plan, bool]:
+    """The plan for `question` by emulated GPUs, and their `own` receipts; and whether it may be cached: what took too
+    long or could not be run may be this minute's, as on a busy machine. `say` is told what is going on, in a line.
+
+    Raises UserError where the model has no step.
+    """
+    from bigdit.search.planner import Planner  # here: it imports numpy, and a plan of the cache does without
+
+    began = time.perf_counter()
+    stages = _Stages(f"planning the training of {question.model.name}", say)
+    gpus.done = stages.count
+    stages.begin("which engines and settings fit")
+    checked, more = check(own, question.gpu, gpus)
+    calibration = Calibration(checked, routed=FAMILIES[question.model.spec.class_name].routed)
+    plan = _plan(Planner(question, gpus, calibration), stages)
+    unanswered = [f"not run on an emulated GPU: {why}" for why in gpus.unanswered]
+    seconds = round(time.perf_counter() - began, 3)
+    return plan.model_copy(update={"seconds": seconds}).noted([*more, *unanswered]), not unanswered
+
+
+class _Stages:
+    """What is told while a plan is made: a stage when it begins, and what was counted since, in parentheses."""
+
+    def __init__(self, what: str, say: Say) -> None:
+        self._what, self._say, self._stage, self._found = what, say, "", ""
+
+    def begin(self, stage: str) -> None:
+        self._stage = stage
+        self._say(f"{self._what}: {stage}")
+
+    def count(self, attempts: int) -> None:
+        self._say(f"{self._what}: {self._stage} ({how_many(attempts, 'attempt')}{self._found})")
+
+    def fits(self, best: Estimate) -> None:
+        self._found = f"; fits: {best.title}"
+
+
+def _plan(planner: Planner, stages: _Stages) -> Plan:
+    from bigdit.search.explain import fixes, waterfall
+    from bigdit.search.rows import curves, every, front, runs, same_kernels, smaller
+    from bigdit.search.solve import search
+
+    asked = planner.question
+    batch = batch_shape(asked.model, asked.resolution, asked.frames)
+    limits: dict[str, Limits] = {}
+
+    def ahead(best: Estimate) -> None:
+        stages.fits(best)
+        limits[best.title] = planner.limits(best)
+
+    chosen = search(planner, ahead)
+    question, profile = planner.question, planner.profiles[chosen.title]
+    stages.begin("the fastest alternatives")
+    rows = front(planner, chosen)
+    unverified = question.model.unverified
+    assumed = [] if unverified is None else [f"not verified of {question.model.name}: {unverified}"]
+    steps, notices = waterfall(planner, chosen) if question.explain else ((), ())
+    ran: list[Estimate] = []
+    if not question.short_of_host(chosen.host_bytes):  # else no micro-batch fits
+        stages.begin("the largest micro-batches")
+        if chosen.title not in limits:
+            ahead(chosen)
+        if (largest := limits[chosen.title].get(question.resolution)) is not None:
+            ran = runs(planner, chosen, largest)
+    fits = chosen.verdict != "DOES NOT FIT"
+    if not fits:
+        stages.begin("what would fit")
+    return Plan(
+        question=asked,
+        params=profile.params,
+        batch=batch,
+        verdict=chosen.verdict,
+        margin=planner.margin,
+        chosen=next(row for row in rows if row.title == chosen.title),
+        ledger=profile.ledger,
+        packed_timeline=profile.packed_timeline,
+        host=planner.host(profile),
+        front=rows,
+        rejected=tuple(planner.rejected),
+        buckets=tuple(limits.get(chosen.title, {}).values()),
+        curves=curves(planner, chosen, ran),
+        ran=every(planner, chosen, rows, ran),
+        same_kernels=same_kernels(planner),
+        smaller=smaller(planner, chosen),
+        fixes=() if fits else fixes(planner, chosen),
+        dataset=_dataset(planner, batch),
+        run=_run(question, chosen),
+        waterfall=steps,
+        calibration=planner.calibration.source(chosen.strategy),
+        notices=(*assumed, *uncounted(question.samples), *profile.notices, *notices),
+        versions=profile.versions | {"torch": planner.gpus.build.split()[0]},
+        emulated=planner.gpus.build,
+        catalogue=revision(),
+        seconds=1.0,
+    )
+
+
+def _dataset(planner: Planner, batch: BatchShape) -> DatasetNeed | None:
+    from bigdit.search.dataset import dataset_need, encoding_requests
+
+    if planner.question.images is None:
+        return None
+    requests = encoding_requests(planner.question)
+    attempts = planner.gpus.attempts([(request, UNLIMITED) for request in requests.values()])
+    found = {samples: each for samples, each in zip(requests, attempts, strict=True) if isinstance(each, Attempt)}
+    return dataset_need(planner.question, batch, found if len(found) == len(requests) else {})
+
+
+def _run(question: Question, chosen: Estimate) -> Run | None:
+    if question.images is None:
+        return None
+    images, size = question.images - question.held_out, chosen.strategy.global_batch_size
+    return Run.of(images, question.epochs, size, chosen.step, question.cluster.gpus, question.price)

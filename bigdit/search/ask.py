@@ -21,7 +21,7 @@ from bigdit.config.wrong import expected, shown
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
 from bigdit.profile.attempt import model_problems, parse_resolution, precision_problems
-from bigdit.search.question import EngineChoice, Pins, Question
+from bigdit.search.plan import Constraints, EngineChoice, Question
 from bigdit.search.request import Asked, PlanRequest, Size, option
 from bigdit.speed.seconds import Cluster
 from bigdit.strategy import (
@@ -60,12 +60,12 @@ def question_for(model: str | None = None, gpu: str | None = None, **options: An
     problems: list[str] = []
     found = partial(_attempt, problems)
     found_model = found("--model", lambda: _model(model))
-    card = found("--gpu", lambda: resolve_gpu(_text("--gpu", gpu), _text("--gpu-memory", asked.gpu_memory, A_SIZE)))
+    device = found("--gpu", lambda: resolve_gpu(_text("--gpu", gpu), _text("--gpu-memory", asked.gpu_memory, A_SIZE)))
     reserve = "0B" if asked.reserve in (0, "0") else asked.reserve
     reserved = found("--reserve", lambda: _bytes("--reserve", reserve, parse_bytes))
-    if card is not None and (reserved or 0) >= card.told_bytes:
-        has = gib(card.told_bytes)
-        problems.append(f"--reserve {asked.reserve} leaves nothing of the {card.name}, which has {has}")
+    if device is not None and (reserved or 0) >= device.told_bytes:
+        has = gib(device.told_bytes)
+        problems.append(f"--reserve {asked.reserve} leaves nothing of the {device.name}, which has {has}")
     own = [] if asked.resolution is None else asked.resolution
     sizes = found("--resolution", lambda: parse_sizes("--resolution", own)) or ()
     sized = [] if asked.buckets is None or asked.buckets in ("none", "aspect") else asked.buckets
@@ -79,11 +79,12 @@ def question_for(model: str | None = None, gpu: str | None = None, **options: An
         "ema_widths": found("--ema-widths", lambda: _widths(asked.ema_widths)),
     }
     given |= dict.fromkeys(("model", "gpu", "resolution", "buckets"))  # which are found already
-    cluster, pins = Cluster(**_sound(Cluster, given, problems)), Pins(**_sound(Pins, given, problems))
+    cluster = Cluster(**_sound(Cluster, given, problems))
+    fixed = Constraints(**_sound(Constraints, given, problems))
     amounts = _sound(Question, given, problems)
 
-    problems += cluster_problems(cluster, pins, amounts.get("global_batch_size"), card)
-    problems += pin_problems(cluster, pins, card)
+    problems += cluster_problems(cluster, fixed, amounts.get("global_batch_size"), device)
+    problems += constraint_problems(cluster, fixed, device)
     if asked.from_scratch and asked.lora is not None:
         problems.append(
             "--from-scratch and --lora were given, and adapters need weights that they adapt; leave one out"
@@ -92,8 +93,8 @@ def question_for(model: str | None = None, gpu: str | None = None, **options: An
     if found_model is not None:
         named = {**dict.fromkeys(more, "--buckets"), **dict.fromkeys(sizes, "--resolution")}
         shape, misfits = fitting_shape(found_model, next(iter(sizes), None), amounts.get("frames"), named)
-        problems += [*misfits, *model_fits(found_model, pins, shape)]
-    if problems or found_model is None or card is None or shape is None:
+        problems += [*misfits, *model_fits(found_model, fixed, shape)]
+    if problems or found_model is None or device is None or shape is None:
         raise UserError(*problems)
 
     height, width = (side * found_model.vae.downsample for side in shape.latents[-2:])
@@ -102,17 +103,17 @@ def question_for(model: str | None = None, gpu: str | None = None, **options: An
     further = dict.fromkeys(size for size in (*sizes, *more) if size != (height, width))
     if found_model.clip is not None:
         amounts.setdefault("frames", found_model.clip.frames)
-    if "host_memory_bytes" not in amounts:  # this machine's own where its card was asked for
-        own_card = (gpu or "").strip().casefold() == "auto"
-        usual = memory_bytes() if own_card else card.host_bytes * cluster.processes_per_node
-        amounts |= {"host_memory_bytes": usual, "host_assumed": not own_card}
+    if "host_memory_bytes" not in amounts:  # this machine's own where its GPU was asked for
+        own_gpu = (gpu or "").strip().casefold() == "auto"
+        usual = memory_bytes() if own_gpu else device.host_bytes * cluster.processes_per_node
+        amounts |= {"host_memory_bytes": usual, "host_assumed": not own_gpu}
     return Question(
         model=found_model,
-        gpu=card.reserving(reserved),
+        gpu=device.reserving(reserved),
         cluster=cluster,
         resolution=(height, width),
         buckets=tuple(further),
-        pins=pins,
+        constraints=fixed,
         **amounts,
     )
 
@@ -139,9 +140,9 @@ def _model(asked: str | None) -> CatalogModel:
     return find_model(name)
 
 
-def _text(option: str, asked: Any, wanted: str = "a text was expected") -> str | None:
+def _text(option: str, asked: Any, expects: str = "a text was expected") -> str | None:
     if not isinstance(asked, str | Path | None):
-        raise UserError(f"{option} is {shown(asked)}, and {wanted}")
+        raise UserError(f"{option} is {shown(asked)}, and {expects}")
     return None if asked is None else str(asked)
 
 
@@ -189,9 +190,9 @@ def _sound(kind: type[Strict], given: Mapping[str, Any], problems: list[str]) ->
         asked = _ASKED.get(name, name)
         if given.get(asked) is None:
             continue
-        wanted: Any = Annotated[field.annotation, field]
+        checked: Any = Annotated[field.annotation, field]
         try:
-            sound[name] = TypeAdapter(wanted).validate_python(given[asked])
+            sound[name] = TypeAdapter(checked).validate_python(given[asked])
         except ValidationError as error:
             details = error.errors()
             of_elements = [detail for detail in details if detail["loc"] and isinstance(detail["loc"][-1], int)]
@@ -234,14 +235,14 @@ def written(size: Size) -> str:
     return str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"
 
 
-def cluster_problems(cluster: Cluster, pins: Pins, global_batch_size: int | None, gpu: Gpu | None) -> list[str]:
-    """Whether the cards make a layout, and the global batch can be shared out over it.
+def cluster_problems(cluster: Cluster, fixed: Constraints, global_batch_size: int | None, gpu: Gpu | None) -> list[str]:
+    """Whether the GPUs make a layout, and the global batch can be shared out over it.
 
     Source: https://github.com/NVIDIA/nccl/issues/1716, NCCL without MIG.
     """
     gpus, per_node, problems = cluster.gpus, cluster.gpus_per_node, []
     if gpu is not None and gpu.mig and gpus > 1:
-        problems.append(f"--gpus is {gpus}, and NCCL joins no MIG slices ({gpu.name}); use --gpus 1, or whole cards")
+        problems.append(f"--gpus is {gpus}, and NCCL joins no MIG slices ({gpu.name}); use --gpus 1, or whole GPUs")
     if gpus > MOST_GPUS:
         problems.append(f"--gpus is {gpus}, and plans go up to {MOST_GPUS}")
     elif gpus > per_node and gpus % per_node:
@@ -250,16 +251,16 @@ def cluster_problems(cluster: Cluster, pins: Pins, global_batch_size: int | None
             f"--gpus is {gpus}, and machines of --gpus-per-node {per_node} come to multiples of {per_node}; "
             f"nearest: {below} or {below + per_node}"
         )
-    if pins.engine == "single" and gpus > 1:
+    if fixed.engine == "single" and gpus > 1:
         problems.append(
-            f"--engine single runs on one card, and --gpus is {gpus}; use --engine zero1, zero2, zero3 or fsdp2, or "
+            f"--engine single runs on one GPU, and --gpus is {gpus}; use --engine zero1, zero2, zero3 or fsdp2, or "
             "--gpus 1"
         )
-    one_pass = gpus * (pins.micro_batch_size or 1)
+    one_pass = gpus * (fixed.micro_batch_size or 1)
     if global_batch_size is not None and global_batch_size % one_pass:
         below = global_batch_size // one_pass * one_pass
-        shared = f"{gpus} {'card' if gpus == 1 else 'cards'}"
-        shared += "" if pins.micro_batch_size is None else f" × --micro-batch {pins.micro_batch_size}"
+        shared = f"{gpus} {'GPU' if gpus == 1 else 'GPUs'}"
+        shared += "" if fixed.micro_batch_size is None else f" × --micro-batch {fixed.micro_batch_size}"
         near = f"{below} or {below + one_pass}" if below else f"{one_pass}"
         problems.append(
             f"--global-batch is {global_batch_size}, and {shared} come to multiples of {one_pass}; nearest: {near}"
@@ -267,48 +268,48 @@ def cluster_problems(cluster: Cluster, pins: Pins, global_batch_size: int | None
     return problems
 
 
-def pin_problems(cluster: Cluster, pins: Pins, gpu: Gpu | None) -> list[str]:
-    """Whether any strategy has all that is pinned: the rules are those of Strategy itself."""
+def constraint_problems(cluster: Cluster, fixed: Constraints, gpu: Gpu | None) -> list[str]:
+    """Whether any strategy has all that is fixed: the rules are those of Strategy itself."""
     problems = []
-    if gpu is not None and pins.precision is not None:
-        problems += [f"--precision: {problem}" for problem in precision_problems(gpu, pins.precision)]
-    if pins.full and pins.lora_rank is not None:
+    if gpu is not None and fixed.precision is not None:
+        problems += [f"--precision: {problem}" for problem in precision_problems(gpu, fixed.precision)]
+    if fixed.full and fixed.lora_rank is not None:
         problems.append(
-            f"--full trains all weights, and --lora {pins.lora_rank} adapters beside frozen ones; leave one of them out"
+            f"--full is full fine-tuning, and --lora {fixed.lora_rank} trains adapters; leave one of them out"
         )
-    if pins.ema == "none" and pins.ema_widths is not None:
-        problems.append("--ema-widths are of averages, and --ema none keeps none; leave one of them out")
-    bases: tuple[str | None, ...] = (None,) if pins.lora_rank is None else get_args(LoraBase)
-    refusals = [_refusals(cluster, pins, gpu, base) for base in bases]
+    if fixed.ema == "none" and fixed.ema_widths is not None:
+        problems.append("--ema-widths are of EMAs, and --ema none keeps none; leave one of them out")
+    bases: tuple[str | None, ...] = (None,) if fixed.lora_rank is None else get_args(LoraBase)
+    refusals = [_refusals(cluster, fixed, gpu, base) for base in bases]
     if all(refusals):
         why = "; or: ".join(min(each, key=len) for each in refusals)
-        pinned = pins.model_dump(include={"engine", "optimizer", "precision", "lora_rank"}, exclude_none=True)
-        named = ", ".join(f"{option(_ASKED.get(name, name))} {value}" for name, value in pinned.items())
+        given = fixed.model_dump(include={"engine", "optimizer", "precision", "lora_rank"}, exclude_none=True)
+        named = ", ".join(f"{option(_ASKED.get(name, name))} {value}" for name, value in given.items())
         problems.append(f"{named}: no strategy has this: {why}")
     return problems
 
 
-def _refusals(cluster: Cluster, pins: Pins, gpu: Gpu | None, base: str | None) -> list[str]:
-    """Why each strategy with these pins is refused, adapters over a `base`; none where one is not."""
-    # One process is taken for the engine single on several cards: cluster_problems says what is wrong there.
-    engines = (pins.engine,) if pins.engine else get_args(EngineChoice)[cluster.gpus > 1 :]
+def _refusals(cluster: Cluster, fixed: Constraints, gpu: Gpu | None, base: str | None) -> list[str]:
+    """Why each strategy with these constraints is refused, adapters over a `base`; none where one is not."""
+    # One process is taken for the engine single on several GPUs: cluster_problems says what is wrong there.
+    engines = (fixed.engine,) if fixed.engine else get_args(EngineChoice)[cluster.gpus > 1 :]
     smallest_first = reversed(get_args(Precision))
     computed = [each for each in smallest_first if gpu is None or not precision_problems(gpu, each)]
-    precisions = [pins.precision] if pins.precision else computed
+    precisions = [fixed.precision] if fixed.precision else computed
     refusals = []
     for engine, precision in itertools.product(engines, precisions):
         try:
             Strategy(
                 **PRESETS[engine],
                 world_size=1 if engine == "single" else min(cluster.gpus, MOST_GPUS),
-                micro_batch_size=pins.micro_batch_size or 1,
+                micro_batch_size=fixed.micro_batch_size or 1,
                 precision=precision,
-                optimizer=OptimizerSpec(name=pins.optimizer or "adamw"),
+                optimizer=OptimizerSpec(name=fixed.optimizer or "adamw"),
                 ema=None
-                if pins.ema == "none"
-                else EmaSpec(device="cpu" if pins.ema == "cpu" else "gpu", widths=pins.ema_widths),
-                lora=None if base is None else LoraSpec.model_validate({"rank": pins.lora_rank, "base": base}),
-                features=pins.features,
+                if fixed.ema == "none"
+                else EmaSpec(device="cpu" if fixed.ema == "cpu" else "gpu", widths=fixed.ema_widths),
+                lora=None if base is None else LoraSpec.model_validate({"rank": fixed.lora_rank, "base": base}),
+                features=fixed.features,
             )
         except ValidationError as error:
             refusals.append("; ".join(detail["msg"].removeprefix("Value error, ") for detail in error.errors()))
@@ -332,13 +333,13 @@ def fitting_shape(
     return shapes.get(size), list(dict.fromkeys(problems))
 
 
-def model_fits(model: CatalogModel, pins: Pins, shape: BatchShape | None) -> list[str]:
-    """Whether the model can be planned, has as many blocks, and encoders that are known where they are wanted."""
-    problems, blocks, pinned = model_problems(model), model.block_count, pins.checkpointed_blocks
-    if isinstance(pinned, int) and blocks and pinned > blocks:
+def model_fits(model: CatalogModel, fixed: Constraints, shape: BatchShape | None) -> list[str]:
+    """Whether the model can be planned, has as many blocks, and encoders that are known where they are needed."""
+    problems, blocks, most = model_problems(model), fixed.checkpointed_blocks, model.block_count
+    if isinstance(blocks, int) and most and blocks > most:
         problems.append(
-            f"--checkpointed-blocks is {pinned}, and {model.name} has {blocks} blocks; {blocks} and all are the most"
+            f"--checkpointed-blocks is {blocks}, and {model.name} has {most} blocks; {most} and all are the most"
         )
-    if pins.features == "online" and shape is not None:
+    if fixed.features == "online" and shape is not None:
         _attempt(problems, "--features online", lambda: online_encoders(model, shape))
     return problems

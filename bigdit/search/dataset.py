@@ -1,4 +1,4 @@
-"""How many samples a part of a feature store has."""
+"""What a data set takes: its latent and embedding cache, the time of extraction, the memory of its encoders."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from bigdit.memory.process import cuda_context
 from bigdit.profile.attempt import PICTURES, TEXTS, Attempt, StepRequest, precision_problems, request_for, weights_of
 from bigdit.profile.cards import Cards
 from bigdit.profile.pool import WorkerError
-from bigdit.search.plan import DatasetNeed
-from bigdit.search.question import Question
+from bigdit.search.plan import DatasetNeed, Question
 from bigdit.speed.seconds import Cluster, Interval
 from bigdit.speed.step import step_time
 from bigdit.speed.work import NOTHING, Work, load_of
@@ -30,23 +29,23 @@ from bigdit.strategy import BatchShape, Precision, Strategy
 from bigdit.units import gib
 
 STORED_BYTES = 2
-"""Latents of a VAE (the mode of its distribution, no deviation beside it) and hidden states are stored in bf16, as
-encoders/codecs.py and extract/worker.py say."""
+"""Latents of a VAE (the mode of its distribution, without its deviation) and hidden states are stored in bf16, as
+encoders/vae.py and extract/worker.py say."""
 
-ROW_BYTES = 64
-"""A row and one caption in the tables of a part, four int64 each, as in store/part.py."""
-STREAMED_BYTES, STREAM_BYTES = 8, 24
-"""More of a caption that has streams, and of each of them: an int64, and three."""
+ROW_BYTES = 72
+"""A row and one caption in the tables of a part: four int64 and five, as in store/part.py."""
+STREAM_BYTES = 24
+"""Each further text of a caption: three int64."""
 FRAMED_BYTES = 8
 """More of a row whose first frame is kept: an int64."""
 LABELLED_ROW_BYTES = 40
-"""A row and its class, an int64, of pictures without captions."""
+"""A row and its class, an int64, of images without captions."""
 
 CAPTION_TOKENS = Interval(low=49, high=168)
 """Mean length of a caption. Low: what a LLaVA writes in two or three sentences, 49.4 tokens over 1.3 billion images
 (Recap-DataComp-1B, arXiv:2406.08478); alternative texts of the web are shorter, 19 tokens in LAION's
 high-resolution set. High: detailed captions as T5 reads them. frutiemax/vintage-artworks-60k-captioned-pixart holds
-59 726 samples in 91 791 685 497 bytes, fp16 states of a caption beside latents of 4 × 64 × 64 and 4 × 128 × 128:
+59 726 samples in 91 791 685 497 bytes, fp16 states of a caption, and latents of 4 × 64 × 64 and 4 × 128 × 128:
 which leaves 167.6 × 4096 states for each.
 """
 
@@ -57,7 +56,7 @@ DISK_BYTES = 3_840_000_000_000
 """A disk for training data in a server. Source: NVIDIA DGX A100 640GB and DGX H100 user guides: 8 × 3.84 TB NVMe."""
 
 ENCODED_AT_ONCE = 16
-"""Pictures in one pass of the encoders, as in extract/worker.py; of videos, one."""
+"""Images in one pass of the encoders, as in extract/worker.py; of videos, one."""
 
 
 Encoding = Mapping[int, Attempt]
@@ -99,7 +98,7 @@ def dataset_need(question: Question, batch: BatchShape, encoding: Encoding) -> D
     sample = latents + (LABELLED_ROW_BYTES if batch.text is None else ROW_BYTES)
     first = _first_frame_bytes(question.model, batch)
     sample += first + FRAMED_BYTES if first else 0
-    sample += STREAMED_BYTES + STREAM_BYTES * (len(texts) - 1) if len(texts) > 1 else 0
+    sample += STREAM_BYTES * max(len(texts) - 1, 0)
     store = (text + Interval(low=sample, high=sample)) * images
     most = max(encoding, default=0)
     extraction = _image_seconds(question, most, encoding[most]) * (images / question.cluster.gpus) if most else None
@@ -180,23 +179,23 @@ def _first_frame_bytes(model: CatalogModel, batch: BatchShape) -> int:
 
 def _first_frame_note(nbytes: int) -> str:
     return (
-        f"the first frame of each video takes {written(nbytes)} beside it; a second pass of the VAE, as long as that "
+        f"the first frame of each video takes {written(nbytes)} more; a second pass of the VAE, as long as that "
         "over the video, and the image encoder's are not in the time of extraction"
     )
 
 
 def _text_notes(texts: Sequence[_Text], padded: int, stored: Interval, images: int, sample: str) -> list[str]:
-    said = (
+    note = (
         f"padded to {' and '.join(map(str, texts))} in bf16, the text of each {sample} takes {written(padded)}, and "
         f"that of all {written(padded * images)}"
     )
     cut = [each for each in texts if not each.kept]
     if not cut:
-        return [f"{said}; it is stored so, since the model reads padding as well"]
+        return [f"{note}; it is stored so, since the model reads padding as well"]
     but = "".join(f" but that of {each}" for each in texts if each.kept)
     low, high = (round(max(each)) for each in zip(*((text.tokens.low, text.tokens.high) for text in cut), strict=True))
     return [
-        f"{said}; it is stored without padding{but}: {written(stored.low)} to {written(stored.high)} each, with "
+        f"{note}; it is stored without padding{but}: {written(stored.low)} to {written(stored.high)} each, with "
         f"captions of {low} tokens (two or three sentences) to {high} (detailed ones) on the mean"
     ]
 
@@ -207,8 +206,8 @@ def _part_notes(sample_bytes: float) -> list[str]:
         return []
     held, less = (PARTS_HELD * each * sample_bytes for each in (PART_SIZE, size))
     return [
-        f"a worker of `bigdit extract` holds up to {PARTS_HELD} parts on the host: {written(held)} with data.part_size "
-        f"{PART_SIZE}, {written(less)} with {size}"
+        f"a worker of `bigdit extract` holds up to {PARTS_HELD} parts in CPU memory: {written(held)} with "
+        f"data.part_size {PART_SIZE}, {written(less)} with {size}"
     ]
 
 
@@ -235,19 +234,19 @@ def _extraction_notes(model: CatalogModel, batch: BatchShape, *, known: bool) ->
 
 
 def _room_notes(need: EncodersNeed, question: Question) -> list[str]:
-    """What is to be known of encoders that have no room on the card together."""
+    """What is to be known of encoders that do not fit the GPU together."""
     way = need.way(question.gpu)
     if way == "together":
         return []
     if way == "in turns":
         return [
-            f"text encoders and VAE have no room on the {question.gpu.title} together: a worker of `bigdit extract` "
-            f"has them take turns, and {gib(need.waiting)} of weights wait on the host"
+            f"text encoders and VAE do not fit the {question.gpu.title} together: a worker of `bigdit extract` "
+            f"has them take turns, and {gib(need.waiting)} of weights wait in CPU memory"
         ]
     name, nbytes = need.larger
     return [
         f"extraction does not fit the {question.gpu.title}: with a sample at a time {gib(nbytes)} of "
-        f"{gib(room(question.gpu))} are wanted for the {name}; a larger GPU, or encoders.device: cpu, encodes"
+        f"{gib(room(question.gpu))} are needed for the {name}; a larger GPU, or encoders.device: cpu, encodes"
     ]
 
 
@@ -262,12 +261,11 @@ def written(nbytes: float) -> str:
 Way = Literal["together", "in turns"]
 
 KEPT_FREE = 0.1
-"""Of the card: for the pieces between allocations."""
+"""Of the GPU: for the pieces between allocations."""
 
 
 class Side(NamedTuple):
-    """Encoders of pictures, or of texts: bytes of their weights, with what one sample takes beside them, and each
-    further one."""
+    """Encoders of images, or of texts: bytes of their weights, of what one sample takes, and each further one."""
 
     weights: float
     first: float
@@ -279,21 +277,21 @@ class Side(NamedTuple):
 
 
 class EncodersNeed(NamedTuple):
-    """Both sides. `frames` of a sample's picture: 1, or those of a video."""
+    """Both sides. `frames` of a sample: 1, or those of a video."""
 
-    pictures: Side
+    images: Side
     texts: Side
     frames: int = 1
 
     def taken(self, way: Way, size: int) -> float:
         """Bytes with encoders.batch_size of so many frames, and captions, at once."""
-        pictures, texts = self.pictures.taken(-(-size // self.frames)), self.texts.taken(size)
+        images, texts = self.images.taken(-(-size // self.frames)), self.texts.taken(size)
         if way == "in turns":
-            return max(pictures, texts)
-        return max(pictures + self.texts.weights, texts + self.pictures.weights)
+            return max(images, texts)
+        return max(images + self.texts.weights, texts + self.images.weights)
 
     def way(self, gpu: Gpu, processes: int = 1) -> Way | None:
-        """How each of `processes` on a card encodes one sample at a time; None: it has no room."""
+        """How each of `processes` on a GPU encodes one sample at a time; None: it has no room."""
         if self.taken("in turns", 1) > room(gpu, processes):
             return None
         alone = not self.texts.weights
@@ -301,18 +299,18 @@ class EncodersNeed(NamedTuple):
 
     @property
     def waiting(self) -> float:
-        """Bytes of weights that wait on the host, at the most, where they take turns."""
-        return max(self.pictures.weights, self.texts.weights)
+        """Bytes of weights that wait in CPU memory, at most, where they take turns."""
+        return max(self.images.weights, self.texts.weights)
 
     @property
     def larger(self) -> tuple[str, float]:
         """The side that takes more with one sample, by name, and its bytes."""
-        sides = {"text encoders": self.texts.taken(1), "VAE": self.pictures.taken(1)}
+        sides = {"text encoders": self.texts.taken(1), "VAE": self.images.taken(1)}
         return max(sides.items(), key=lambda side: side[1])
 
 
 def room(gpu: Gpu, processes: int = 1, kept_free: float = 0.0) -> float:
-    """Bytes that each of `processes` on a card has for tensors."""
+    """Bytes that each of `processes` on a GPU has for tensors."""
     context = cuda_context(gpu.compute_capability, gpu.multiprocessors)
     return gpu.usable_bytes * (1 - kept_free) / processes - context.high_bytes
 
@@ -332,14 +330,14 @@ def encoders_need(encoding: Encoding, text_bytes: int | None = None, frames: int
 
 
 MOST = 256
-"""Beyond that an encoder gains nothing more: its matrix products fill any card."""
+"""Beyond that an encoder gains nothing more: its matrix products fill any GPU."""
 
 _PROBED = 8
-"""Samples at once that are tried beside one: what they take grows evenly with their number."""
+"""Samples at once that are tried besides one: what they take grows evenly with their number."""
 
 
 class EncodeBatch(NamedTuple):
-    """`size` for encoders.batch_size, and how encoders are on the card with it: None where not even 1 has room."""
+    """`size` for encoders.batch_size, and how encoders are on the GPU with it: None where not even 1 has room."""
 
     size: int
     way: Way | None
@@ -355,10 +353,10 @@ def with_batch_size(run: RunConfig, workers: int) -> RunConfig:
     if run.encoders.batch_size != "auto" or run.encoders.device == "cpu":
         return run
     try:
-        cards = found_gpus()
+        gpus = found_gpus()
     except UserError:
         return run
-    least, processes = min(cards, key=lambda card: card.usable_bytes), -(-workers // len(cards))
+    least, processes = min(gpus, key=lambda gpu: gpu.usable_bytes), -(-workers // len(gpus))
     try:
         found = encode_batch(run, least, processes)
     except (UserError, WorkerError) as error:
@@ -367,12 +365,12 @@ def with_batch_size(run: RunConfig, workers: int) -> RunConfig:
     if found is None:
         log.notice("encoders.batch_size stays at its default: the catalogue does not have these encoders")
         return run
-    log.notice(f"encoders.batch_size: {found.size}, {_said(found, run, least, workers, processes)}")
+    log.notice(f"encoders.batch_size: {found.size}, {_fit(found, run, least, workers, processes)}")
     return run.model_copy(update={"encoders": run.encoders.model_copy(update={"batch_size": found.size})})
 
 
 def encode_batch(run: RunConfig, gpu: Gpu, processes: int = 1) -> EncodeBatch | None:
-    """The largest power of two of pictures, or of frames, and of captions, that each of `processes` has room for on
+    """The largest power of two of images, or of frames, and of captions, that each of `processes` has room for on
     `gpu`, in the run's largest bucket; at most MOST.
 
     None where the catalogue does not have the model of the run, or its encoders. Raises UserError where there is no
@@ -382,8 +380,8 @@ def encode_batch(run: RunConfig, gpu: Gpu, processes: int = 1) -> EncodeBatch | 
     if not requests:
         return None
     text = run.encoders.text
-    with Cards(gpu, 1) as cards:
-        encoding = {samples: cards.attempt(request) for samples, request in requests.items()}
+    with Cards(gpu, 1) as gpus:
+        encoding = {samples: gpus.attempt(request) for samples, request in requests.items()}
     need = encoders_need(encoding, None if text is None else text_bytes(text), frames_of(_largest(run)))
     way = need.way(gpu, processes)
     within = room(gpu, processes, KEPT_FREE)
@@ -392,8 +390,8 @@ def encode_batch(run: RunConfig, gpu: Gpu, processes: int = 1) -> EncodeBatch | 
     return EncodeBatch(fitting, way, need)
 
 
-def _said(found: EncodeBatch, run: RunConfig, gpu: Gpu, workers: int, processes: int) -> str:
-    """How many fit, and how; or what has no room, and what takes less. Of all `workers` each card has `processes`."""
+def _fit(found: EncodeBatch, run: RunConfig, gpu: Gpu, workers: int, processes: int) -> str:
+    """How many fit, and how; or what has no room, and what takes less. Of all `workers` each GPU has `processes`."""
     fits = f"which fits the {gpu.title} (emulated)"
     if found.way == "together":
         return fits
@@ -412,11 +410,11 @@ def _waiting(need: EncodersNeed, run: RunConfig, workers: int, host: int) -> str
     nbytes = need.waiting * workers
     weights = f"{gib(nbytes)} of weights{'' if workers == 1 else f' of {workers} workers'}"
     if nbytes <= host:
-        return f"{weights} wait on the host"
+        return f"{weights} wait in CPU memory"
     text = run.encoders.text
     half = "encoders.text.dtype: bf16 takes half" if text is not None and text.dtype == "fp32" else "swap may hold them"
     return (
-        f"{weights} have to wait on the host, which has {gib(host)}, so that extraction may be killed; "
+        f"{weights} have to wait in CPU memory, which is {gib(host)}, so that extraction may be killed; "
         f"{'fewer data.workers take less' if workers > 1 else half}"
     )
 

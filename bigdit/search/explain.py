@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from bigdit.catalog import gpus
 from bigdit.errors import UserError
-from bigdit.profile.attempt import UNLIMITED, Attempt
+from bigdit.profile.attempt import Attempt
 from bigdit.profile.cards import Cards
 from bigdit.profile.pool import WorkerError
-from bigdit.search.candidates import Candidate, Option, Planner, fitting, preferred, process, safe_bytes, verdict_of
 from bigdit.search.dataset import encoding_requests
-from bigdit.search.explore import hopeful
-from bigdit.search.plan import Choice, Step, Verdict
-from bigdit.search.question import Pins, Question
-from bigdit.search.rows import as_ran, step_on
-from bigdit.search.solve import Confirmed, explored, run
-from bigdit.search.space import OPTIMIZER_TITLES, proposals
+from bigdit.search.plan import OPTIMIZER_TITLES, Constraints, Estimate, Question, Step, process, safe_bytes, verdict_of
+from bigdit.search.planner import Planner, stepped
+from bigdit.search.solve import explore_group
+from bigdit.search.space import proposals
 from bigdit.strategy import BITSANDBYTES, EmaSpec, OptimizerSpec, Precision, Strategy
 from bigdit.units import gib
 
@@ -26,8 +22,7 @@ WORTH_SAYING = 0.005
 """Of the bytes before: smaller effects are called nothing."""
 
 
-@dataclass(frozen=True)
-class Bar:
+class Bar(NamedTuple):
     """Allocated bytes by phase, and what torch reserved."""
 
     peaks: Mapping[str, int]
@@ -39,29 +34,23 @@ class Bar:
         return max(self.peaks, key=lambda phase: self.peaks[phase])
 
 
-def waterfall(planner: Planner, chosen: Confirmed) -> tuple[tuple[Step, ...], tuple[str, ...]]:
+def waterfall(planner: Planner, chosen: Estimate) -> tuple[tuple[Step, ...], tuple[str, ...]]:
     """The bars from the naive setting to `chosen`, without those that could not be run, and a line for each such."""
-    question, steps = planner.question, changes(planner.question, chosen.candidate)
-    attempts = planner.cards.attempts([(planner.request(each.strategy), UNLIMITED) for each in steps[:-1]])
-    shown: list[Step] = []
-    notices, before = [], None
-    for change, attempt in zip(steps[:-1], attempts, strict=True):
+    shown, notices, before = list[Step](), list[str](), None
+    *ways, last = changes(planner.question, chosen, planner.options[chosen.option].count)
+    for change, attempt in zip(ways, planner.unlimited(each.strategy for each in ways), strict=True):
         if not isinstance(attempt, Attempt) or not attempt.ran:
-            why = attempt.out_of_memory if isinstance(attempt, Attempt) else attempt
-            notices.append(f"not shown on the way to the recommended setting: {change.title}: {why}".splitlines()[0])
+            problem = attempt.out_of_memory if isinstance(attempt, Attempt) else attempt
+            notices.append(f"not shown on the way to the recommended one: {change.title}: {problem}".splitlines()[0])
             continue
         bar = Bar(attempt.peaks, attempt.peak_reserved_bytes)
-        taken = process(bar.reserved_bytes, planner.non_torch(change.strategy), planner.band)
-        verdict = verdict_of(taken, question.gpu.usable_bytes)
-        shown.append(_step(change, before, bar, taken.high_bytes, verdict))
+        taken = process(bar.reserved_bytes, planner.non_torch(change.strategy), planner.margin)
+        verdict, why = verdict_of(taken, planner.question.gpu.usable_bytes), effect(change, before, bar)
+        shown.append(Step(change=change.title, process_bytes=taken.high_bytes, verdict=verdict, saved_by=why))
         before = bar
-    last = Bar(chosen.ran.phases, chosen.ran.reserved_bytes)
-    shown.append(_step(steps[-1], before, last, chosen.taken.high_bytes, chosen.verdict))
+    why, high = effect(last, before, Bar(chosen.phases, chosen.peak_reserved_bytes)), chosen.process.high_bytes
+    shown.append(Step(change=last.title, process_bytes=high, verdict=chosen.verdict, saved_by=why))
     return tuple(shown), tuple(notices)
-
-
-def _step(change: Change, before: Bar | None, bar: Bar, process_bytes: int, verdict: Verdict) -> Step:
-    return Step(change=change.title, process_bytes=process_bytes, verdict=verdict, saved_by=effect(change, before, bar))
 
 
 def effect(change: Change, before: Bar | None, bar: Bar) -> str:
@@ -70,10 +59,10 @@ def effect(change: Change, before: Bar | None, bar: Bar) -> str:
         return f"peak phase: {bar.phase}"
     less = before.reserved_bytes - bar.reserved_bytes
     least = before.reserved_bytes * WORTH_SAYING
-    said = f"{gib(abs(less))} {'less' if less > 0 else 'more'}" if abs(less) >= least else "nothing at the peak"
+    amount = f"{gib(abs(less))} {'less' if less > 0 else 'more'}" if abs(less) >= least else "nothing at the peak"
     drops = {phase: before.peaks[phase] - peak for phase, peak in bar.peaks.items() if phase in before.peaks}
     most = max(drops, key=lambda phase: drops[phase])
-    parts = [f"{change.why}: {said}"]
+    parts = [f"{change.why}: {amount}"]
     if most != bar.phase and drops[most] > max(less, 0) + least:
         parts.append(f"{gib(drops[most])} less in the {most}, which is not the peak")
     if bar.phase != before.phase:
@@ -98,12 +87,12 @@ class Change(NamedTuple):
 
 def naive(question: Question, target: Strategy) -> Strategy:
     """What is copied: the engine of `target` with AdamW in fp32 by torch's loop over lists of tensors, encoders and
-    moving average on the card, nothing recomputed or offloaded, DeepSpeed's own buckets.
+    EMA on the GPU, nothing recomputed or offloaded, DeepSpeed's own buckets.
 
-    Its micro-batch is the pinned one, or a card's whole share of the global batch, or one.
+    Its micro-batch is the fixed one, or a GPU's whole share of the global batch, or one.
     """
     share = (question.global_batch_size or 0) // target.world_size
-    size = question.pins.micro_batch_size or share or 1
+    size = question.constraints.micro_batch_size or share or 1
     precision: Precision = "fp32" if target.lora is None else target.precision
     strategy = target.model_copy(
         update={
@@ -122,75 +111,65 @@ def naive(question: Question, target: Strategy) -> Strategy:
     return strategy.settled(micro_batch_size=size, grad_accum_steps=1, checkpointed_blocks=0)
 
 
-def changes(question: Question, chosen: Candidate) -> list[Change]:
-    """The naive setting and every change that leads from it to `chosen`; the last strategy is that of `chosen`."""
+def changes(question: Question, chosen: Estimate, count: int) -> list[Change]:
+    """The naive setting and every change that leads from it to `chosen`, of a model of `count` blocks; the last
+    strategy is that of `chosen`."""
     target = chosen.strategy
     start = naive(question, target)
     found = [Change(_naive_title(start), "", start)]
-    for title, why, update in _updates(start, target):
+    for title, why, update in _updates(target):
         before = found[-1].strategy
         after = before.model_copy(update=update).sized(start.step_size)
         if after != before:
             found.append(Change(title, why, after))
-    return [*found, *_sizes(start.micro_batch_size, chosen)]
+    return [*found, *_sizes(start.micro_batch_size, chosen, count)]
 
 
-def _updates(start: Strategy, target: Strategy) -> list[tuple[str, str, dict[str, Any]]]:
+def _updates(target: Strategy) -> list[tuple[str, str, dict[str, Any]]]:
     """Changes in their order, with those that change nothing here among them."""
     masters: Precision = "bf16" if target.precision == "bf16_sr" else target.precision
     theirs = (target.ds_config or {}).get("zero_optimization", {})
     bucket = theirs.get(BUCKETS[0], DEEPSPEED_BUCKET)
-    on_host = "weights and optimizer" if target.cpu_offload or OFFLOADS[1] in theirs else "optimizer"
+    offloaded = "weights and optimizer" if target.cpu_offload or OFFLOADS[1] in theirs else "optimizer"
     state = OPTIMIZER_TITLES[target.optimizer.name]
     lossy = f"{state}, bf16 without masters" if target.precision == "bf16_sr" else state
-    average = "no moving average" if target.ema is None else "moving average on the host"
+    ema = "no EMA" if target.ema is None else "EMA in CPU memory"
+    dtype = masters if masters in ("fp32", "tf32") else f"{masters} with fp32 masters"
+
+    def own(*keys: str) -> dict[str, Any]:
+        return {key: getattr(target, key) for key in keys}
+
     return [
-        ("features cached", "VAE and text encoders leave the card", {"features": target.features}),
+        ("features cached", "VAE and text encoders leave the GPU", own("features")),
         (
             f"encoded {target.encode_chunk} at a time",
             "the VAE's activations are those of so many samples",
-            {"encode_chunk": target.encode_chunk},
+            own("encode_chunk"),
         ),
         (
             f"DeepSpeed's buckets of {bucket / 1e6:.0f} M elements",
             f"instead of {DEEPSPEED_BUCKET / 1e6:.0f} M, its own",
             {"ds_config": _document(target)},
         ),
-        (
-            masters if masters in ("fp32", "tf32") else f"{masters} with fp32 masters",
-            "weights, gradients and activations of 2 B instead of 4, and masters of 4 beside them",
-            {"precision": masters},
-        ),
-        (
-            f"{on_host} on the host",
-            "the card keeps what it computes with",
-            {"cpu_offload": target.cpu_offload, "ds_config": target.ds_config},
-        ),
-        (
-            "fused optimizer",
-            "no temporary of the size of what is stepped",
-            {"optimizer": OptimizerSpec()},
-        ),
-        (average, "its fp32 copy of the weights leaves the card", {"ema": target.ema}),
-        (lossy, "less state beside each weight", {"optimizer": target.optimizer, "precision": target.precision}),
-        (
-            "optimizer in the backward pass",
-            "each gradient is gone once it is there",
-            {"optimizer_in_backward": target.optimizer_in_backward},
-        ),
+        (dtype, "weights, gradients and activations of 2 B instead of 4, plus masters of 4 B", {"precision": masters}),
+        (f"{offloaded} in CPU memory", "the GPU keeps what it computes with", own("cpu_offload", "ds_config")),
+        ("fused optimizer", "no temporary of the size of what is stepped", {"optimizer": OptimizerSpec()}),
+        (ema, "its fp32 copy of the weights leaves the GPU", own("ema")),
+        (lossy, "less state for each weight", own("optimizer", "precision")),
+        ("optimizer in the backward pass", "each gradient is freed once it is used", own("optimizer_in_backward")),
     ]
 
 
-def _sizes(first: int, chosen: Candidate) -> list[Change]:
+def _sizes(first: int, chosen: Estimate, count: int) -> list[Change]:
     """Recomputation, with what is swapped of it, and the micro-batch; what takes less comes last where the other takes
     more, but for swapped blocks, without which the predicted option is none."""
-    count, last, accum = chosen.option.arrangement.count, chosen.micro_batch_size, chosen.grad_accum_steps
+    last, accum = chosen.micro_batch_size, chosen.strategy.grad_accum_steps
     kept = ", but for matrix products and attention" if chosen.strategy.checkpointing == "selective" else ""
     recomputed = (f"{chosen.blocks} of {count} blocks recomputed{kept}", "their activations are not kept")
     swapped = chosen.strategy.blocks_to_swap
     if swapped:
         recomputed = (
-            f"{chosen.blocks} of {count} blocks recomputed, weights of {swapped} on the host",
+            f"{chosen.blocks} of {count} blocks recomputed, weights of {swapped} in CPU memory",
             "neither their activations nor these weights are kept",
         )
     why = "fewer activations at once" if last < first else "what was saved goes into activations of more samples"
@@ -203,14 +182,14 @@ def _sizes(first: int, chosen: Candidate) -> list[Change]:
     )
     steps = [*([resized] if last != first else []), *([recomputed] if chosen.blocks else [])]
     strategies = [between, chosen.strategy][2 - len(steps) :]
-    return [Change(*said, each) for said, each in zip(steps if grows else steps[::-1], strategies, strict=True)]
+    return [Change(*why, each) for why, each in zip(steps if grows else steps[::-1], strategies, strict=True)]
 
 
 def _naive_title(strategy: Strategy) -> str:
     precision = "bf16" if strategy.precision == "bf16_sr" else strategy.precision
-    encoders = "encoders and average" if strategy.features == "online" else "average"
+    encoders = "encoders and EMA" if strategy.features == "online" else "EMA"
     buckets = ", DeepSpeed's own buckets" if strategy.ds_config else ""
-    return f"as copied: {precision}, AdamW, {encoders} on the card{buckets}, micro-batch {strategy.micro_batch_size}"
+    return f"as copied: {precision}, AdamW, {encoders} on the GPU{buckets}, micro-batch {strategy.micro_batch_size}"
 
 
 def _document(target: Strategy, *, own_buckets: bool = False) -> dict[str, Any] | None:
@@ -223,7 +202,7 @@ def _document(target: Strategy, *, own_buckets: bool = False) -> dict[str, Any] 
     return target.ds_config | {"zero_optimization": zero}
 
 
-MORE_CARDS = (2, 4, 8)
+MORE_GPUS = (2, 4, 8)
 """As many times the GPUs that were asked for."""
 
 ADAPTER_RANK = 16
@@ -232,106 +211,99 @@ MOST_RUN = 6
 """Of each way out: each that does not fit moves the prediction of the next."""
 
 
-def fixes(planner: Planner, nearest: Choice, ran: Confirmed) -> tuple[Choice, ...]:
-    """What fits, one for each way out: without the pins, more GPUs, adapters, more host memory, a larger GPU. `nearest`
-    is what comes nearest of what was asked for, as it `ran`. All of them run."""
+def fixes(planner: Planner, nearest: Estimate) -> tuple[Estimate, ...]:
+    """What fits, one for each way out: without what was fixed, more GPUs, adapters, more CPU memory, a larger GPU.
+    `nearest` is what comes nearest of what was asked for, recorded. All of them run."""
     question = planner.question
 
-    def first(ways: Iterable[tuple[str, Question]]) -> list[Choice]:
+    def first(ways: Iterable[tuple[str, Question]]) -> list[Estimate]:
         for why, other in ways:
-            best = _best(replace(planner, question=other))
+            best = _best(planner.about(other))
             if best is not None:
                 return [best.model_copy(update={"reason": why})]
         return []
 
-    ways = (_unpinned(question), _more_cards(question), _adapters(question))
-    grown = [*_more_host(question, nearest), *_larger_gpu(planner, nearest, ran)]
-    return (*(choice for way in ways for choice in first(way)), *grown)
+    ways = (_unconstrained(question), _more_gpus(question), _adapters(question))
+    grown = [*_more_host(question, nearest), *_larger_gpu(planner, nearest)]
+    return (*(found for way in ways for found in first(way)), *grown)
 
 
-def _unpinned(question: Question) -> Iterator[tuple[str, Question]]:
-    pins = question.pins
-    if pins.features == "online":
-        cached = pins.model_copy(update={"features": "cached"})
-        yield "encode once, and train from cached features", question.model_copy(update={"pins": cached})
+def _unconstrained(question: Question) -> Iterator[tuple[str, Question]]:
+    fixed = question.constraints
+    if fixed.features == "online":
+        cached = fixed.model_copy(update={"features": "cached"})
+        yield "encode once, and train from cached features", question.model_copy(update={"constraints": cached})
     stays = ("features", "ema", "ema_widths", "lora_rank", "full")
-    free = Pins(**{key: getattr(pins, key) for key in stays})
-    if pins != free:
-        yield "without what was fixed", question.model_copy(update={"pins": free})
+    free = Constraints(**{key: getattr(fixed, key) for key in stays})
+    if fixed != free:
+        yield "without what was fixed", question.model_copy(update={"constraints": free})
 
 
-def _more_cards(question: Question) -> Iterator[tuple[str, Question]]:
-    """FSDP2 with AdamW, or the optimizer that is pinned, on the fewest GPUs."""
-    pins = question.pins.model_copy(update={"engine": "fsdp2", "optimizer": question.pins.optimizer or "adamw"})
-    if pins.optimizer in BITSANDBYTES:
-        pins = pins.model_copy(update={"optimizer": "adamw_8bit_ao"})
-    for times in MORE_CARDS:
+def _more_gpus(question: Question) -> Iterator[tuple[str, Question]]:
+    """FSDP2 with AdamW, or the optimizer that is fixed, on the fewest GPUs."""
+    optimizer = question.constraints.optimizer or "adamw"
+    optimizer = "adamw_8bit_ao" if optimizer in BITSANDBYTES else optimizer
+    fixed = question.constraints.model_copy(update={"engine": "fsdp2", "optimizer": optimizer})
+    for times in MORE_GPUS:
         count = question.cluster.gpus * times
         cluster = question.cluster.model_copy(update={"gpus": count})
         if count <= cluster.gpus_per_node or count % cluster.gpus_per_node == 0:
-            more = question.over(cluster).model_copy(update={"pins": pins})
+            more = question.over(cluster).model_copy(update={"constraints": fixed})
             yield f"{count} GPUs instead of {question.cluster.gpus}", more
 
 
 def _adapters(question: Question) -> Iterator[tuple[str, Question]]:
-    if question.pins.lora_rank is None and not question.pins.full:
-        pins = Pins(features=question.pins.features, lora_rank=ADAPTER_RANK)
-        yield "LoRA over frozen weights: another training", question.model_copy(update={"pins": pins})
+    if question.constraints.lora_rank is None and not question.constraints.full:
+        fixed = Constraints(features=question.constraints.features, lora_rank=ADAPTER_RANK)
+        yield "LoRA over frozen weights: another training", question.model_copy(update={"constraints": fixed})
 
 
-def _best(planner: Planner) -> Choice | None:
+def _best(planner: Planner) -> Estimate | None:
     """The preferred one that fits, a last resort where nothing else does."""
     proposed, _ = proposals(planner.question)
-    options: list[Option] = []
     for resort in sorted({each.last_resort for each in proposed}):
         group = [each for each in proposed if each.last_resort == resort]
-        explored(planner, group, hopeful(planner, group).engines, options)
+        explore_group(planner, group, planner.hopeful(group)[0])
         for _ in range(MOST_RUN):
-            order = preferred(each for option in options for each in fitting(planner, option))
-            (ran,) = run(planner, order[:1]) if order else (None,)
+            options = planner.options.values()
+            order = planner.preferred(each for option in options for each in planner.fitting(option))
+            (ran,) = planner.run(order[:1]) if order else (None,)
             if ran is None:
                 break
             if ran.verdict == "FITS":
-                return as_ran(planner, ran)
+                return ran
     return None
 
 
-def _more_host(question: Question, nearest: Choice) -> list[Choice]:
-    """`nearest` as it stands, where it is the host alone that has too little."""
+def _more_host(question: Question, nearest: Estimate) -> list[Estimate]:
+    """`nearest` as it stands, where it is CPU memory alone that is too small."""
     if nearest.headroom_bytes < 0 or not question.short_of_host(nearest.host_bytes):
         return []
     return [nearest.model_copy(update={"verdict": "FITS", "reason": _host(question, nearest)})]
 
 
-def _host(question: Question, nearest: Choice) -> str:
-    return f"{gib(nearest.host_bytes)} of host RAM a machine, instead of {gib(question.host_memory_bytes)}"
+def _host(question: Question, nearest: Estimate) -> str:
+    return f"{gib(nearest.host_bytes)} of CPU memory per machine, instead of {gib(question.host_memory_bytes)}"
 
 
-def _larger_gpu(planner: Planner, nearest: Choice, ran: Confirmed) -> list[Choice]:
+def _larger_gpu(planner: Planner, nearest: Estimate) -> list[Estimate]:
     """The smallest GPU of the catalogue on which `nearest` runs as it stands, in a machine of as much memory as that
     takes."""
-    question, needed = planner.question, nearest.process.high_bytes
+    question, needed, strategy = planner.question, nearest.process.high_bytes, nearest.strategy
     if needed <= question.gpu.usable_bytes:
         return []
-    larger = [
-        gpu
-        for gpu in (each.reserving() for each in gpus.gpus())
-        if gpu.usable_bytes >= needed and gpu.tflops.computes(nearest.strategy.precision)
-    ]
+    every = (each.reserving() for each in gpus.gpus())
+    larger = [each for each in every if each.usable_bytes >= needed and each.tflops.computes(strategy.precision)]
     for gpu in sorted(larger, key=lambda each: each.usable_bytes)[:2]:
-        other = replace(planner, question=question.model_copy(update={"gpu": gpu}))
-        room = safe_bytes(gpu, other.non_torch(nearest.strategy), planner.band)
+        other = planner.about(question.model_copy(update={"gpu": gpu}))
+        room = safe_bytes(gpu, other.non_torch(strategy), planner.margin)
         try:
-            with Cards(gpu, 1) as cards:
-                attempt = cards.attempt(other.request(nearest.strategy), room, to_end=False)
+            with Cards(gpu, 1) as emulated:
+                attempt = emulated.attempt(other.request(strategy), room, to_end=False)
         except (UserError, WorkerError):
             continue
         if not attempt.fits:
             continue
-        step, samples = (
-            step_on(planner, ran, gpu),
-            nearest.strategy.micro_batch_size * nearest.strategy.grad_accum_steps,
-        )
         short = question.short_of_host(nearest.host_bytes)
         update = {
             "title": f"{nearest.title}, on {gpu.title}",
@@ -339,10 +311,8 @@ def _larger_gpu(planner: Planner, nearest: Choice, ran: Confirmed) -> list[Choic
             "phases": attempt.peaks,
             "peak_allocated_bytes": attempt.peak_allocated_bytes,
             "peak_reserved_bytes": attempt.peak_reserved_bytes,
-            "step": step,
-            "samples_per_second_per_card": step.seconds.per(samples),
             "headroom_bytes": gpu.usable_bytes - needed,
             "reason": f"a larger GPU, and {_host(question, nearest)}" if short else "a larger GPU",
         }
-        return [nearest.model_copy(update=update)]
+        return [nearest.model_copy(update=update | stepped(strategy, planner.recorded_step(nearest, gpu)))]
     return []

@@ -1,4 +1,4 @@
-"""From a run's YAML to the questions that plans of its stages answer: what it says is pinned, all else is asked."""
+"""From a run's YAML to the questions that plans of its stages answer: what it says is fixed, all else is asked."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from bigdit.config import RunConfig
 from bigdit.config.check import online_problems
 from bigdit.config.data import IdentityCodec, frames_of
 from bigdit.config.load import PRESETS, parse_run, read_run
-from bigdit.config.plan_file import COMPILED
 from bigdit.config.stages import of_each, read_stages, with_set
 from bigdit.documents import at, differences, written
 from bigdit.encoders.host_bytes import host_weights
 from bigdit.errors import UserError
 from bigdit.search.ask import question_for
-from bigdit.search.question import Question
+from bigdit.search.plan import Question
 from bigdit.search.request import OPTIONS, option
 from bigdit.strategy import LoraSpec, Strategy
 
 # Keys of a strategy that a plan takes from the run, and constants that no plan depends on.
 _TAKEN = (
     *("engine", "world_size", "micro_batch_size", "grad_accum_steps", "precision", "checkpointed_blocks", "features"),
-    *("ema", "lora.rank", "lora.alpha", "cpu_offload", "ds_config", "compile_blocks", "gradient_clipping"),
+    *("ema", "lora.rank", "lora.alpha", "cpu_offload", "ds_config", "gradient_clipping"),
     *("optimizer.name", "optimizer.lr", "optimizer.betas", "optimizer.beta3", "optimizer.eps"),
     *("optimizer.weight_decay", "optimizer.decayed", "encode_chunk", "read_ahead_steps"),
 )
@@ -37,7 +36,7 @@ Document = dict[str, Any]
 def questions_of(path: Path, overrides: Sequence[str], asked: Mapping[str, Any]) -> list[Question]:
     """A question for each stage of the run that `path` describes; of one without stages, one. `asked`: what the YAML
     does not say, as `question_for` takes it. Raises UserError with all problems."""
-    documents, said = read_stages(path, overrides)
+    documents, stages = read_stages(path, overrides)
 
     def one(number: int) -> Question:
         try:
@@ -49,23 +48,23 @@ def questions_of(path: Path, overrides: Sequence[str], asked: Mapping[str, Any])
         return of_each(range(len(documents)), one)
     except UserError as error:
         raise UserError(
-            *(with_set(f"{path}: {problem}", path, overrides, said) for problem in error.problems)
+            *(with_set(f"{path}: {problem}", path, overrides, stages) for problem in error.problems)
         ) from None
 
 
-def unpinned(path: Path, overrides: Sequence[str]) -> list[str]:
+def overruled(path: Path, overrides: Sequence[str]) -> list[str]:
     """What a run says of memory or speed that its plan chooses by itself, as lines: one a key, whichever stage says
     it."""
     documents, _ = read_stages(path, overrides)
-    lines, compiled = [], False
+    lines, notices = [], set()
     for document in documents:
         strategy = parse_run(_for_plan(document)).strategy
-        compiled = compiled or strategy.compile_blocks
+        notices.add(strategy.plan_notice)
         usual = Strategy(lora=strategy.lora and LoraSpec(rank=strategy.lora.rank))
-        for key, found, _ in differences(strategy.model_dump(mode="json"), usual.model_dump(mode="json")):
+        for key, found, _ in differences(strategy.as_planned.model_dump(mode="json"), usual.model_dump(mode="json")):
             if found is not None and not any(f"{key}.".startswith(f"{taken}.") for taken in _TAKEN):
-                lines.append(f"strategy.{key} is {written(found)}, which plans do not pin: this one chooses by itself")
-    lines = sorted(set(lines)) + ([COMPILED] if compiled else [])
+                lines.append(f"strategy.{key} is {written(found)}, which plans do not fix: this one chooses by itself")
+    lines = [*sorted(set(lines)), *filter(None, notices)]
     return [f"{path}: {line}" for line in lines]
 
 
@@ -87,7 +86,7 @@ def _question(document: dict[str, Any], asked: Mapping[str, Any]) -> Question:
     if problems := online_problems(run):
         raise UserError(*problems)
 
-    def said(key: str, value: Any) -> Any:
+    def given(key: str, value: Any) -> Any:
         return None if at(document, key.split(".")) is None else value
 
     strategy, gpus = run.strategy, at(document, ["strategy", "world_size"])
@@ -102,11 +101,11 @@ def _question(document: dict[str, Any], asked: Mapping[str, Any]) -> Question:
         buckets="none",
         frames=frames_of(largest) if len(largest) == 3 else None,
         global_batch=batch,
-        engine=said("strategy.engine", _engine(strategy)),
-        optimizer=said("strategy.optimizer.name", strategy.optimizer.name),
-        precision=said("strategy.precision", strategy.precision),
-        checkpointed_blocks=said("strategy.checkpointed_blocks", strategy.checkpointed_blocks),
-        micro_batch=said("strategy.micro_batch_size", strategy.micro_batch_size),
+        engine=given("strategy.engine", _engine(strategy)),
+        optimizer=given("strategy.optimizer.name", strategy.optimizer.name),
+        precision=given("strategy.precision", strategy.precision),
+        checkpointed_blocks=given("strategy.checkpointed_blocks", strategy.checkpointed_blocks),
+        micro_batch=given("strategy.micro_batch_size", strategy.micro_batch_size),
         ema=None if strategy.ema is None else strategy.ema.device,
         ema_widths=None if strategy.ema is None else strategy.ema.widths,
         lora=None if strategy.lora is None else strategy.lora.rank,
@@ -115,14 +114,14 @@ def _question(document: dict[str, Any], asked: Mapping[str, Any]) -> Question:
         **{**asked, "gpus": gpus},
     )
     held_out = 0 if run.validation is None else run.validation.samples
-    seen: dict[str, Any] = {"held_out": held_out, "samples": run.samples and host_weights(run.encoders)}
+    update: dict[str, Any] = {"held_out": held_out, "samples": run.samples and host_weights(run.encoders)}
     if question.images is not None and question.images <= held_out:
         raise UserError(f"validation.samples is {held_out}, and --images {question.images} leaves none to train on")
     if run.train.epochs is not None:
-        seen["epochs"] = run.train.epochs
+        update["epochs"] = run.train.epochs
     elif question.images is not None and batch is not None:
-        seen["epochs"] = run.train.known_steps * batch / (question.images - held_out)
-    return question.model_copy(update=seen)
+        update["epochs"] = run.train.known_steps * batch / (question.images - held_out)
+    return question.model_copy(update=update)
 
 
 def _model(run: RunConfig) -> str:
@@ -172,7 +171,7 @@ def carried(document: Any, planned: Strategy) -> Strategy:
     kept = planned.optimizer.model_dump(include={"name", "implementation"})
     update: dict[str, Any] = {
         "optimizer": own.optimizer.model_copy(update=kept),
-        "compile_blocks": own.compile_blocks,
+        **own.not_planned,
         "gradient_clipping": planned.gradient_clipping and own.gradient_clipping,
     }
     if planned.ema is not None and own.ema is not None and own.ema.count == planned.ema.count:
@@ -210,13 +209,13 @@ def _without_null(value: Any) -> Any:
 
 
 def instead(field: str, value: Any) -> str:
-    """What is said of an option that was given beside `--config`, with the way there is."""
+    """The error of an option that goes with a model and not with `--config`, with the key that takes its place."""
     if field == "model":
         return f"--model {value} and --config each say what is planned; leave one of them out"
-    return f"{option(field)} goes with --model; with --config it is --set {_said(field, value)}"
+    return f"{option(field)} goes with --model; with --config it is --set {_setting(field, value)}"
 
 
-def _said(field: str, value: Any) -> str:
+def _setting(field: str, value: Any) -> str:
     if field == "engine":
         name, _, offload = value.partition("-")
         if name.startswith("zero"):

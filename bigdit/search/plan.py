@@ -1,118 +1,209 @@
-"""A plan: the answer to a question, with all that was found on the way. Values only; search/making.py makes it."""
+"""What is asked, and the answer to it: values only. search/answer.py makes plans."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+from bigdit.catalog import CatalogModel, Gpu
+from bigdit.config.load import MOST_MICRO_BATCH, MOST_RANK
 from bigdit.config.plan_file import Asked, Expected, LargestMicroBatch, PlanFile, RecordedLedger, text_digest
 from bigdit.encoders.host_bytes import HostWeights
-from bigdit.memory import Category, Ledger, Timeline, host_memory
+from bigdit.memory import Ledger, Timeline, host_memory
 from bigdit.memory.process import ByteRange
-from bigdit.search.question import Question
+from bigdit.numbers import Count, Natural, Positive, Side, Switch
 from bigdit.speed.seconds import Cluster, Interval, StepTime
-from bigdit.strategy import BatchShape, StepSize, Strategy, Strict
-from bigdit.units import MIB, gib
+from bigdit.strategy import BatchShape, OptimizerName, Precision, StepSize, Strategy, Strict, Widths
+from bigdit.units import GIB, MIB, gib
+
+EngineChoice = Literal[
+    "single",
+    "zero0",
+    "zero1",
+    "zero2",
+    "zero3",
+    "zero2-offload",
+    "zero3-offload",
+    "zero3-offload-all",
+    "fsdp2",
+    "fsdp2-offload",
+]
+"""Engines by the names of config/load.py's presets."""
+
+
+class Constraints(Strict):
+    """What the user has fixed; None leaves it to the search. `full`: full fine-tuning, so that no LoRA is proposed."""
+
+    engine: EngineChoice | None = None
+    optimizer: OptimizerName | None = None
+    precision: Precision | None = None
+    checkpointed_blocks: Natural | Literal["all"] | None = None
+    micro_batch_size: Annotated[Count, Field(le=MOST_MICRO_BATCH)] | None = None
+    ema: Literal["none", "auto", "gpu", "cpu"] = "none"
+    ema_widths: Widths | None = None
+    lora_rank: Annotated[Count, Field(le=MOST_RANK)] | None = None
+    features: Literal["cached", "online"] = "cached"
+    full: Switch = False
+
+
+class Question(Strict):
+    """A PlanRequest with all of it found and checked.
+
+    `host_memory_bytes` are those of one machine. If they are only assumed (`host_assumed`), they decide no verdict: the
+    search prefers what they hold. `resolution` is (height, width) in pixels, `frames` of a video;
+    `buckets` are further sizes whose largest micro-batch is asked for. `images` of the data set are encoded. All but
+    `held_out` are trained on, `epochs` times. `samples`: what the run loads into CPU memory to generate validation
+    images, None where it generates none.
+    `price` is of one GPU-hour, in the user's currency. `receipts`: a folder of measured runs, which calibrate plans of
+    the same GPU. `explain`: show the way from the setting that people copy to the recommended one.
+    `from_scratch`: training starts from random weights.
+    """
+
+    model: CatalogModel
+    gpu: Gpu
+    cluster: Cluster = Cluster()
+    host_memory_bytes: Count = 64 * GIB
+    host_assumed: Switch = False
+    resolution: tuple[Side, Side]
+    frames: Count | None = None
+    buckets: tuple[tuple[Side, Side], ...] = ()
+    global_batch_size: Count | None = None
+    images: Count | None = None
+    held_out: Natural = 0
+    samples: HostWeights | None = None
+    epochs: Positive = 1.0
+    price: Positive | None = None
+    receipts: Path | None = None
+    constraints: Constraints = Constraints()
+    from_scratch: Switch = False
+    explain: Switch = False
+
+    def over(self, cluster: Cluster) -> Question:
+        """The same on other GPUs: a machine that nobody described has more memory where it has more of them."""
+        host = self.gpu.host_bytes * cluster.processes_per_node if self.host_assumed else self.host_memory_bytes
+        return self.model_copy(update={"cluster": cluster, "global_batch_size": None, "host_memory_bytes": host})
+
+    def short_of_host(self, nbytes: int) -> bool:
+        """Whether a machine that is known has less memory than that."""
+        return nbytes > self.host_memory_bytes and not self.host_assumed
+
+
+OPTIMIZER_TITLES: dict[OptimizerName, str] = {
+    "adamw": "AdamW",
+    "adamw_8bit": "8-bit AdamW",
+    "paged_adamw_8bit": "paged 8-bit AdamW",
+    "lion_8bit": "8-bit Lion",
+    "adamw_8bit_ao": "8-bit AdamW (torchao)",
+    "adamw_4bit_ao": "4-bit AdamW (torchao)",
+    "adafactor": "Adafactor",
+    "came": "CAME",
+    "came_8bit": "8-bit CAME",
+}
+
+
+def lossy_by(strategy: Strategy) -> list[str]:
+    """What of a strategy changes the numbers of AdamW with fp32 masters, in a few words each."""
+    found, name = [], strategy.optimizer.name
+    if strategy.lora is not None and strategy.lora.base != "bf16":
+        found.append(f"quantised base ({strategy.lora.base})")
+    if "adamw" not in name:
+        found.append(f"{OPTIMIZER_TITLES[name]} instead of AdamW")
+    elif name != "adamw":
+        found.append(f"{'4' if '4bit' in name else '8'}-bit optimizer state")
+    if strategy.precision == "bf16_sr":
+        found.append("no fp32 master weights")
+    return found
+
 
 Verdict = Literal["FITS", "TIGHT", "DOES NOT FIT"]
 
 
-class Choice(Strict):
-    """One strategy, what it takes of the card and how fast it goes.
-
-    `title` says what sets it apart in a few words; `reason` why it is listed. Two steps ran so on an emulated GPU:
-    `phases` are the most bytes that torch allocated in each, `peak_reserved_bytes` what it reserved with expandable
-    segments. `process` adds the safety margin and what is not torch's; `headroom_bytes` is what the GPU has left at the
-    high end of `process`. `host_bytes` are what the processes
-    of a machine take of its memory, while they save. `lossless`: the numbers are those of AdamW with fp32 masters.
-    """
-
-    title: str
-    strategy: Strategy
-    phases: dict[str, NonNegativeInt]
-    peak_allocated_bytes: NonNegativeInt
-    peak_reserved_bytes: NonNegativeInt
-    process: ByteRange
-    verdict: Verdict
-    headroom_bytes: int
-    host_bytes: NonNegativeInt
-    step: StepTime
-    samples_per_second_per_card: Interval
-    lossless: bool
-    reason: str
-
-
-class Rejected(Strict):
-    """An obvious choice that was not taken, and why."""
-
-    choice: str
-    reason: str
-
-
-class Curve(Strict):
-    """Peak of the process (high end, bytes) against the micro-batch size, as steps ran on an emulated GPU."""
-
-    label: str
-    micro_batch_sizes: tuple[PositiveInt, ...]
-    process_bytes: tuple[NonNegativeInt, ...]
-
-
-class Point(Strict):
-    """A micro-batch size with a number of recomputed blocks, as two steps ran on an emulated GPU.
-
-    `at_peak` is what was allocated where the peak `phase` is highest, by category; empty where the steps were not
-    recorded. `peak_reserved_bytes`, `process`, `host_bytes` and `verdict` are as in Choice.
-    """
-
-    micro_batch_size: PositiveInt
-    checkpointed_blocks: NonNegativeInt
-    phase: str
-    at_peak: dict[Category, NonNegativeInt]
-    peak_allocated_bytes: NonNegativeInt
-    peak_reserved_bytes: NonNegativeInt
-    process: ByteRange
-    host_bytes: NonNegativeInt
-    verdict: Verdict
-    samples_per_second_per_card: Interval
-
-
-class Room(Strict):
-    """A card on which all that a process takes is the same, and what it may take there."""
-
-    card: str
-    usable_bytes: PositiveInt
-
-
-class Setting(Strict):
-    """What the search looked at in one engine, optimizer, precision and average: `strategy`, but for its sizes, at a
-    grid of them, micro-batch sizes one after another. `beside`: what of each process is not torch's; `rooms`: the
-    question's card, then others of the catalogue."""
-
-    title: str
-    strategy: Strategy
-    non_torch: ByteRange
-    rooms: tuple[Room, ...]
-    points: tuple[Point, ...]
-
-
-def alike(one: Strategy, other: Strategy) -> bool:
-    """Whether two strategies differ in the sizes of their steps alone."""
-    return one.checkpointing == other.checkpointing and one.sized(other.step_size) == other
-
-
-class Band(Strict):
-    """How much more than predicted torch may reserve on a real card, as a share of it, and where that comes from."""
+class Margin(Strict):
+    """How much more than an emulated GPU torch may reserve on a real one, as a share, and where that comes from."""
 
     share: float = Field(ge=0, lt=1)
     source: str
 
 
+class Estimate(Strict):
+    """Two steps of a strategy on one GPU: what they take of it, and how fast they go.
+
+    `source`: "predicted" from attempts at other sizes; "ran" on an emulated GPU; "recorded", where they ran under the
+    recorder too. `option` names engine, optimizer, precision and EMA; `title` the sizes too; `reason` is why it is
+    listed. `phases` are the most bytes that torch allocated in each, `peak_reserved_bytes` what it reserved with
+    expandable segments. `process` adds the safety margin and `non_torch`; `headroom_bytes` is what the GPU has left at
+    the high end of that. `host_bytes` are what the processes of a machine take of its memory, while they save.
+    `lossless`: the numbers are those of AdamW with fp32 masters.
+    """
+
+    option: str
+    title: str
+    strategy: Strategy
+    source: Literal["predicted", "ran", "recorded"]
+    phases: dict[str, NonNegativeInt]
+    peak_allocated_bytes: NonNegativeInt
+    peak_reserved_bytes: NonNegativeInt
+    non_torch: ByteRange
+    process: ByteRange
+    verdict: Verdict
+    headroom_bytes: int
+    host_bytes: NonNegativeInt
+    step: StepTime
+    samples_per_second_per_gpu: Interval
+    lossless: bool
+    reason: str = ""
+
+    @property
+    def micro_batch_size(self) -> int:
+        return self.strategy.micro_batch_size
+
+    @property
+    def blocks(self) -> int:
+        """How many are recomputed."""
+        return int(self.strategy.checkpointed_blocks)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"micro_batch_size": self.micro_batch_size, "checkpointed_blocks": self.blocks}
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.phases, key=lambda phase: self.phases[phase])
+
+
+def process(reserved_bytes: int, non_torch: ByteRange, margin: Margin) -> ByteRange:
+    """What the process takes of the GPU: what torch reserves, at most the margin more, and the rest."""
+    more = math.ceil(reserved_bytes * margin.share)
+    return ByteRange(low_bytes=reserved_bytes, high_bytes=reserved_bytes + more) + non_torch
+
+
+def safe_bytes(gpu: Gpu, non_torch: ByteRange, margin: Margin) -> int:
+    """The most that torch may reserve on the GPU for a step to FIT."""
+    return max(int((gpu.usable_bytes - non_torch.high_bytes) / (1 + margin.share)), 1)
+
+
+def verdict_of(taken: ByteRange, usable_bytes: int) -> Verdict:
+    """FITS: the GPU has the most that a process takes. TIGHT: it has the least."""
+    if taken.high_bytes <= usable_bytes:
+        return "FITS"
+    return "TIGHT" if taken.low_bytes <= usable_bytes else "DOES NOT FIT"
+
+
+class Rejected(Strict):
+    """An obvious choice that was rejected, and why."""
+
+    choice: str
+    reason: str
+
+
 class DatasetNeed(Strict):
     """The feature store of `images` samples. Bytes a sample; its texts as they are stored (low to high) and padded.
 
-    `extraction_seconds` is over all cards of the cluster, None where the encoders are not known.
+    `extraction_seconds` is over all GPUs of the cluster, None where the encoders are not known.
     """
 
     images: PositiveInt
@@ -124,6 +215,9 @@ class DatasetNeed(Strict):
     notes: tuple[str, ...]
 
 
+HOUR = 3600.0
+
+
 class Run(Strict):
     """The whole training: optimizer steps, and seconds, GPU-hours and money as intervals."""
 
@@ -132,6 +226,26 @@ class Run(Strict):
     gpu_hours: Interval
     money: Interval | None
     samples_per_second: Interval
+
+    @classmethod
+    def of(
+        cls, images: int, epochs: float, global_batch_size: int, step: StepTime, gpus: int, price: float | None
+    ) -> Run:
+        """`images` trained on `epochs` times in steps of `global_batch_size`, the last one full too.
+
+        `price` is of one GPU-hour. What the GPUs cost while nothing is trained (reading the first data, checkpoints,
+        validation, a queue) is not in it.
+        """
+        steps = max(1, math.ceil(images * epochs / global_batch_size))
+        seconds = step.seconds * steps
+        gpu_hours = seconds * (gpus / HOUR)
+        return cls(
+            steps=steps,
+            seconds=seconds,
+            gpu_hours=gpu_hours,
+            money=None if price is None else gpu_hours * price,
+            samples_per_second=step.seconds.per(global_batch_size),
+        )
 
 
 class Step(Strict):
@@ -147,11 +261,10 @@ class Step(Strict):
 
 
 class HostNeed(Strict):
-    """`process_bytes` are tensors of one process at the most (the model as it is loaded; then offloaded state, pinned
-    buffers, batches read ahead), and `steps_bytes` those of its steps, of which `page_locked_bytes` are locked;
-    `checkpoint_bytes` beside the latter are the copy that it saves its state from;
-    `samples_bytes` are weights that the main process draws pictures on the way with; `node_bytes` is the sum over the
-    processes of the machine that has it, with the libraries'."""
+    """CPU memory, in bytes. `process_bytes` are tensors of one process at most: the model as it is loaded; then
+    offloaded state, pinned buffers, batches read ahead. `steps_bytes` are those of its steps, of which
+    `page_locked_bytes` are locked. A save copies `checkpoint_bytes` more. `samples_bytes` are weights that the main
+    process generates validation images with. `node_bytes`: the processes of its machine together, with libraries."""
 
     process_bytes: NonNegativeInt
     steps_bytes: NonNegativeInt
@@ -165,32 +278,32 @@ class HostNeed(Strict):
 class Plan(Strict):
     """The answer. `chosen` is the recommended strategy, or the one nearest to fitting where `verdict` is DOES NOT FIT.
 
-    `ledger` and `packed_timeline` (see memory.Timeline) are of the chosen strategy's recorded steps; `non_torch` is
-    what its process takes of the GPU beside torch;
+    `ledger` and `packed_timeline` (see memory.Timeline) are of the chosen strategy's recorded steps;
     `smaller` are sizes of its step that take less, for training that runs out of memory after all;
-    `emulated`: the build of torch that ran on emulated GPUs.
+    `curves` has the bytes of its process by the micro-batch size, a curve for each number of recomputed blocks.
+    `front` is the Pareto front of memory against speed; `ran` is all that ran of explored options, at sizes of the
+    global batch; `same_kernels` are usable bytes of GPUs that run the same kernels, by title, the question's first.
     `buckets` are none where the machine is short of memory, since it is so with any micro-batch;
-    `fixes` are what would fit, where nothing asked for does; `front` is the Pareto front of memory against speed;
-    `settings` are what else may be asked of the page.
+    `fixes` are what would fit, where nothing asked for does. `emulated`: the torch build that ran on emulated GPUs.
     """
 
     question: Question
     params: PositiveInt
     batch: BatchShape
     verdict: Verdict
-    band: Band
-    chosen: Choice
+    margin: Margin
+    chosen: Estimate
     ledger: Ledger
-    non_torch: ByteRange
     packed_timeline: str = Field(repr=False)
     host: HostNeed
-    front: tuple[Choice, ...]
+    front: tuple[Estimate, ...]
     rejected: tuple[Rejected, ...]
     buckets: tuple[LargestMicroBatch, ...]
-    curves: tuple[Curve, ...]
-    settings: tuple[Setting, ...]
+    curves: dict[str, dict[PositiveInt, NonNegativeInt]]
+    ran: tuple[Estimate, ...]
+    same_kernels: dict[str, PositiveInt]
     smaller: tuple[StepSize, ...]
-    fixes: tuple[Choice, ...]
+    fixes: tuple[Estimate, ...]
     dataset: DatasetNeed | None
     run: Run | None
     waterfall: tuple[Step, ...]
@@ -202,17 +315,17 @@ class Plan(Strict):
     seconds: PositiveFloat
 
     def __repr__(self) -> str:
-        """One line, for debuggers and notebooks: the question, the verdict, and what is wanted of what there is."""
+        """One line, for debuggers and notebooks: the question, the verdict, and what is needed of what there is."""
         question, chosen = self.question, self.chosen
-        cards = f"{question.cluster.gpus} × {question.gpu.name}" if question.cluster.gpus > 1 else question.gpu.name
-        wants = f"{gib(chosen.process.high_bytes)} of {gib(question.gpu.usable_bytes)}"
-        return f"<Plan {question.model.name} on {cards}: {self.verdict}, {chosen.title}, {wants}>"
+        gpus = f"{question.cluster.gpus} × {question.gpu.name}" if question.cluster.gpus > 1 else question.gpu.name
+        needs = f"{gib(chosen.process.high_bytes)} of {gib(question.gpu.usable_bytes)}"
+        return f"<Plan {question.model.name} on {gpus}: {self.verdict}, {chosen.title}, {needs}>"
 
     __str__ = __repr__
 
     @property
     def fits(self) -> bool:
-        """Whether the chosen strategy fits, with or without the band."""
+        """Whether the chosen strategy fits, with or without the margin."""
         return self.verdict != "DOES NOT FIT"
 
     def noted(self, notices: Sequence[str]) -> Plan:
@@ -221,12 +334,12 @@ class Plan(Strict):
 
     @property
     def short_of_host(self) -> bool:
-        """Whether a machine that is known has too little memory beside its cards."""
+        """Whether a machine that is known has too little CPU memory."""
         return self.question.short_of_host(self.chosen.host_bytes)
 
 
 LIBRARIES_BYTES = 3100 * MIB
-"""What Python, torch and the other libraries take in a process that trains on a card, beside its tensors.
+"""What Python, torch and the other libraries take in a process that trains on a GPU, without its tensors.
 
 Without CUDA, 494 MiB: resident set after the imports of a training process on Linux x86-64 (Python 3.11,
 torch 2.13.0+cpu, DeepSpeed 0.19.8, diffusers 0.42.1, transformers 5.23, bitsandbytes 0.50.2), of which 110 MiB are
@@ -240,11 +353,11 @@ builds.
 def host_need(
     host_timeline: Timeline, checkpoint_bytes: int, cluster: Cluster, samples: HostWeights | None = None
 ) -> HostNeed:
-    """What a machine of `cluster` needs for processes that each did as recorded, save so many bytes, and draw
+    """What a machine of `cluster` needs: each process did as recorded and saves so many bytes, the main one generates
     `samples`.
 
-    In `host_timeline` are the start, when each process holds the whole model (and the encoders, with features
-    online) before it moves to the card, and two steps. The page cache of a feature store's files is not counted:
+    `host_timeline` has the start, when each process holds the whole model (and the encoders, with features
+    online) before it moves to the GPU, and two steps. The page cache of a feature store's files is not counted:
     the system takes what is free for it.
     """
     host = host_memory(host_timeline)
@@ -260,23 +373,23 @@ def host_need(
 
 
 def node_bytes(process_bytes: int, cluster: Cluster, samples: HostWeights | None = None) -> int:
-    """What the processes of the first machine take that each have tensors of so many bytes; the main one is there."""
-    drawn = 0 if samples is None else samples.known_bytes
-    return cluster.processes_per_node * (process_bytes + LIBRARIES_BYTES) + drawn
+    """What the processes of the first machine take, which the main one is on; each has tensors of so many bytes."""
+    generating = 0 if samples is None else samples.known_bytes
+    return cluster.processes_per_node * (process_bytes + LIBRARIES_BYTES) + generating
 
 
 def uncounted(samples: HostWeights | None) -> tuple[str, ...]:
-    """A line where it is not known what pictures on the way take."""
+    """A line where it is not known what generating validation images takes."""
     if samples is None or samples.unknown is None:
         return ()
-    return (f"samples: what the {samples.unknown} takes of the host is not known, and not counted: no weights there",)
+    return (f"samples: the CPU memory of the {samples.unknown} is not known, and not counted: no weights there",)
 
 
 def record(plan: Plan, run: str | None = None) -> PlanFile:
-    """What training by `plan` needs beside its strategy, and what its receipt is to be compared with; `run`: the text
+    """What training by `plan` needs besides its strategy, and what its receipt is to be compared with; `run`: the text
     of the run.yaml beside it."""
     question, chosen = plan.question, plan.chosen
-    rate = chosen.samples_per_second_per_card
+    rate = chosen.samples_per_second_per_gpu
     return PlanFile(
         model=question.model.spec,
         batch=plan.batch,

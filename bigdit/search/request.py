@@ -52,7 +52,7 @@ class PlanRequest:
         many=True,
     )
     buckets: Asked | list[Asked] | Literal["none", "aspect"] | None = _option(
-        "Further sizes whose largest micro-batch is wanted, or none; of images the usual "
+        "Further sizes to find the largest micro-batch of, or none; of images the usual "
         "aspect ratios, if left out (aspect).",
         "PIXELS",
         instead="data.buckets=[[HEIGHT,WIDTH],…]",
@@ -83,9 +83,9 @@ class PlanRequest:
         "Fix how many blocks are recomputed: a number, or all.", "K", key="strategy.checkpointed_blocks"
     )
     micro_batch: int | None = _option("Fix the samples of a GPU in one pass.", "N", key="strategy.micro_batch_size")
-    ema: str | None = _option("Keep a moving average: auto, gpu or cpu; none if left out.", "PLACE", key="strategy.ema")
+    ema: str | None = _option("Keep an EMA: auto, gpu or cpu; none if left out.", "PLACE", key="strategy.ema")
     ema_widths: str | list[float] | None = _option(
-        "Keep averages by power functions of these widths: 0.05,0.1.", "W,W", key="strategy.ema.widths"
+        "Keep EMAs by power functions of these widths: 0.05,0.1.", "W,W", key="strategy.ema.widths"
     )
     lora: int | None = _option("Train adapters of this rank.", "RANK", key="strategy.lora.rank")
     features: str | None = _option("cached (if left out), or online: encode while training.", "WHEN")

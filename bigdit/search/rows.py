@@ -1,34 +1,17 @@
-"""Candidates as they are shown: as they ran, how fast they go, and why they are listed."""
+"""What is shown of what ran: alternatives and why they are listed, curves, what-if points, smaller sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
-from bigdit.catalog import Gpu
 from bigdit.catalog.gpus import gpus
 from bigdit.config.plan_file import LargestMicroBatch
-from bigdit.memory import Category
-from bigdit.profile.attempt import UNLIMITED, Attempt
-from bigdit.search.candidates import (
-    SAME_SPEED,
-    Candidate,
-    Option,
-    Planner,
-    candidate,
-    fitting,
-    host_bytes,
-    largest_micro_batch,
-    micro_batch_sizes,
-    process,
-)
-from bigdit.search.plan import Choice, Curve, Point, Room, Setting, alike
-from bigdit.search.solve import Confirmed, Ran, run
-from bigdit.search.space import lossy_by
-from bigdit.speed.seconds import Interval, StepTime, launches_of
-from bigdit.speed.step import step_time
-from bigdit.speed.work import work_of
-from bigdit.strategy import StepSize
+from bigdit.profile.attempt import Attempt
+from bigdit.search.option import Option
+from bigdit.search.plan import Estimate, lossy_by
+from bigdit.search.planner import SAME_SPEED, Planner, rate
+from bigdit.speed.seconds import Interval
+from bigdit.strategy import StepSize, Strategy
 from bigdit.units import gib
 
 MOST_ROWS = 6
@@ -38,135 +21,80 @@ NONE = 0.005
 """A share that would be printed as 0 %."""
 
 
-def as_ran(planner: Planner, ran: Ran, recorded: Confirmed | None = None) -> Choice:
-    """The choice with the bytes that it took, and seconds from what was counted of its launches. Where it was recorded,
-    its work and host memory are the record's."""
-    question, found, strategy = planner.question, ran.candidate, ran.candidate.strategy
-    if recorded is None:
-        work = found.option.arrangement.work(found.micro_batch_size, found.blocks)
-        calibration = planner.evidence.calibration(strategy)
-        step = step_time(work, strategy, question.gpu, question.cluster, calibration, ran.launches)
-    else:
-        step = step_on(planner, recorded, question.gpu)
-    taken = process(ran.reserved_bytes, planner.non_torch(strategy), planner.band)
-    return Choice(
-        title=title(found),
-        strategy=strategy,
-        phases=ran.phases,
-        peak_allocated_bytes=max(ran.phases.values()),
-        peak_reserved_bytes=ran.reserved_bytes,
-        process=taken,
-        verdict=(recorded or ran).verdict,
-        headroom_bytes=question.gpu.usable_bytes - taken.high_bytes,
-        host_bytes=recorded.host.node_bytes if recorded else found.host_bytes(question),
-        step=step,
-        samples_per_second_per_card=step.seconds.per(found.micro_batch_size * found.grad_accum_steps),
-        lossless=found.lossless,
-        reason="",
-    )
-
-
-def step_on(planner: Planner, found: Confirmed, gpu: Gpu) -> StepTime:
-    """The step of the same kernels on these GPUs, or others, of which no receipt tells."""
-    strategy = found.candidate.strategy
-    calibration = planner.evidence.calibration(strategy) if gpu == planner.question.gpu else None
-    work = work_of(found.answer.timeline, strategy)
-    return step_time(work, strategy, gpu, planner.question.cluster, calibration, found.ran.launches)
-
-
-def title(found: Candidate) -> str:
-    """`ZeRO-2 on 8, AdamW, micro-batch 6, 4 of 20 blocks recomputed`."""
-    count = found.option.arrangement.count
-    blocks = {0: "nothing recomputed", count: "all blocks recomputed"}.get(
-        found.blocks, f"{found.blocks} of {count} blocks recomputed"
-    )
-    return f"{found.option.proposal.title}, micro-batch {found.micro_batch_size}, {blocks}"
-
-
-def front(planner: Planner, options: Sequence[Option], known: Choice) -> tuple[Choice, ...]:
-    """The Pareto front of memory against speed, beside the recommended choice, which is `known`: first of what keeps an
+def front(planner: Planner, known: Estimate) -> tuple[Estimate, ...]:
+    """The Pareto front of memory against speed, with the recommended estimate, which is `known`: first of what keeps an
     optimizer's numbers as that does, then of the others where none of those is as good; MOST_ROWS at most; and the
     fastest that the recommended one was chosen from, and of each base of adapters that has no row yet.
 
     All of them run, and those that do not fit then are left out.
     """
-    spread = {title(each): each for option in options for each in _spread(planner, option)}
-    every = [each for name, each in spread.items() if name != known.title]
+    spread = {each.title: each for option in planner.options.values() for each in _spread(planner, option)}
+    every = [each for title, each in spread.items() if title != known.title]
     alike = [each for each in every if each.lossless == known.lossless]
     own = _frontier(alike)
     others = [each for each in _frontier(every) if each.lossless != known.lossless]
     room = MOST_ROWS - 1
     shown = _thinned(own, max(room - len(others), room - room // 2))
     shown += _thinned(others, room - len(shown))
-    if alike and (fastest := _fastest_first(alike)[0]) not in shown and fastest.rate.middle > _rate(known):
+    if alike and (fastest := _fastest_first(alike)[0]) not in shown and rate(fastest) > rate(known):
         shown.append(fastest)
-    bases = {_base(each) for each in shown} | {None if known.strategy.lora is None else known.strategy.lora.base}
+    bases = {_base(each.strategy) for each in (*shown, known)}
     # nf4 takes less than int8 and is as fast, so that no front has an int8 base, whose error is a tenth.
-    fastest_of = {_base(each): each for each in reversed(_fastest_first(every))}
+    fastest_of = {_base(each.strategy): each for each in reversed(_fastest_first(every))}
     shown += [each for base, each in fastest_of.items() if base not in bases]
-    ran = [each for each in run(planner, _fastest_first(shown)) if each is not None and each.verdict != "DOES NOT FIT"]
-    rows = [known, *(as_ran(planner, each) for each in ran)]
-    rows.sort(key=lambda choice: (choice.lossless != known.lossless, -_rate(choice)))
-    return tuple(
-        choice.model_copy(update={"reason": recommended(choice, rows) if choice is known else _reason(choice, known)})
-        for choice in rows
-    )
+    ran = [each for each in planner.run(_fastest_first(shown)) if each is not None and each.verdict != "DOES NOT FIT"]
+    rows = sorted([known, *ran], key=lambda row: (row.lossless != known.lossless, -rate(row)))
+    reasons = [recommended(row, rows) if row is known else _reason(row, known) for row in rows]
+    return tuple(row.model_copy(update={"reason": why}) for row, why in zip(rows, reasons, strict=True))
 
 
-def _rate(choice: Choice) -> float:
-    return choice.samples_per_second_per_card.middle
-
-
-def _frontier(candidates: Sequence[Candidate]) -> list[Candidate]:
+def _frontier(estimates: Sequence[Estimate]) -> list[Estimate]:
     """Those of which no other one takes less and is as fast; what takes least first."""
-    best: list[Candidate] = []
-    for each in sorted(candidates, key=lambda each: (each.reserved_bytes, -each.rate.middle)):
-        if not best or each.rate.middle > best[-1].rate.middle:
+    best: list[Estimate] = []
+    for each in sorted(estimates, key=lambda each: (each.peak_reserved_bytes, -rate(each))):
+        if not best or rate(each) > rate(best[-1]):
             best.append(each)
     return best
 
 
-def _base(found: Candidate) -> str | None:
-    lora = found.option.proposal.strategy.lora
-    return None if lora is None else lora.base
+def _base(strategy: Strategy) -> str | None:
+    return None if strategy.lora is None else strategy.lora.base
 
 
-def _fastest_first(candidates: Sequence[Candidate]) -> list[Candidate]:
-    return sorted(candidates, key=lambda each: -each.rate.middle)
+def _fastest_first(estimates: Sequence[Estimate]) -> list[Estimate]:
+    return sorted(estimates, key=lambda each: -rate(each))
 
 
-def _spread(planner: Planner, option: Option) -> list[Candidate]:
+def _spread(planner: Planner, option: Option) -> list[Estimate]:
     """The option with none to all blocks recomputed in quarters, at micro-batches up to the largest; and the fastest of
     those that the recommended one was chosen from, which has as few recomputed as fit."""
-    question, capacity = planner.question, planner.capacity(option.proposal.strategy)
-    count, pinned = option.arrangement.count, question.pins.checkpointed_blocks
-    steps = option.quarters if pinned is None else [count if pinned == "all" else pinned]
-    sizes = list(micro_batch_sizes(question, option.proposal.strategy))
+    question, capacity = planner.question, planner.capacity(option.strategy)
+    fixed = question.constraints.checkpointed_blocks
+    steps = option.quarters if fixed is None else [option.count if fixed == "all" else fixed]
+    sizes = list(planner.micro_batch_sizes(option.strategy))
     found = []
     for blocks in steps:
-        most = largest_micro_batch(option, blocks, capacity)
+        most = option.largest(blocks, capacity)
         small = [size for size in sizes if size <= most]
         ran = option.ran(blocks)  # these cost nothing more
         chosen = {*small[:1], *small[-1:], *(size for size in small if size in ran)}
-        on_host = [
-            size for size in sorted(chosen) if host_bytes(question, option, size, blocks) <= question.host_memory_bytes
-        ]
-        found += [candidate(planner, option, size, blocks) for size in on_host]
-    fastest = max(fitting(planner, option), key=lambda each: each.rate.middle, default=None)
+        estimates = [planner.estimate(option, size, blocks) for size in sorted(chosen)]
+        found += [each for each in estimates if each.host_bytes <= question.host_memory_bytes]
+    fastest = max(planner.fitting(option), key=rate, default=None)
     return found if fastest is None else [*found, fastest]
 
 
-def _thinned(rows: Sequence[Candidate], most: int) -> list[Candidate]:
+def _thinned(rows: Sequence[Estimate], most: int) -> list[Estimate]:
     """At most so many of the rows, the first and the last among them."""
     if len(rows) <= most:
         return list(rows)
     return [rows[round(at * (len(rows) - 1) / max(most - 1, 1))] for at in range(most)]
 
 
-def faster_or_slower(rate: Interval, other: Interval) -> str:
+def faster_or_slower(mine: Interval, other: Interval) -> str:
     """How much faster it is, by the middles; or how much slower where the intervals say so most, which is what tells
     strategies apart."""
-    middle, worst = rate.middle / other.middle - 1, min(rate.low / other.low, rate.high / other.high) - 1
+    middle, worst = mine.middle / other.middle - 1, min(mine.low / other.low, mine.high / other.high) - 1
     if middle >= NONE:
         return f"{middle:.0%} faster"
     if worst > -NONE:
@@ -174,157 +102,115 @@ def faster_or_slower(rate: Interval, other: Interval) -> str:
     return f"{'up to ' if middle - worst >= NONE else ''}{-worst:.0%} slower"
 
 
-def recommended(choice: Choice, rows: Sequence[Choice]) -> str:
-    """Why `choice` is the recommended one among `rows`."""
-    if choice.verdict == "DOES NOT FIT":
+def recommended(chosen: Estimate, rows: Sequence[Estimate]) -> str:
+    """Why `chosen` is the recommended one among `rows`."""
+    if chosen.verdict == "DOES NOT FIT":
         return "what takes least of what was asked for"
-    if choice.verdict == "TIGHT":
+    if chosen.verdict == "TIGHT":
         return "nothing of what was asked for is sure to fit, and of what may this is preferred"
     fits = [each for each in rows if each.verdict == "FITS"]
-    swaps = bool(choice.strategy.blocks_to_swap)
-    numbers = [each for each in fits if each.lossless == choice.lossless]
+    swaps = bool(chosen.strategy.blocks_to_swap)
+    numbers = [each for each in fits if each.lossless == chosen.lossless]
     alike = [each for each in numbers if bool(each.strategy.blocks_to_swap) == swaps]
-    fastest, of_numbers, of_all = (max([choice, *among], key=_rate) for among in (alike, numbers, fits))
-    among = "" if of_all in (of_numbers, choice) else " lossless one"
-    among += " that fits" + ("" if of_numbers in (fastest, choice) or swaps else " with all weights on the GPU")
-    if fastest is choice:
+    fastest, of_numbers, of_all = (max([chosen, *among], key=rate) for among in (alike, numbers, fits))
+    among = "" if of_all in (of_numbers, chosen) else " lossless one"
+    among += " that fits" + ("" if of_numbers in (fastest, chosen) or swaps else " with all weights on the GPU")
+    if fastest is chosen:
         return f"recommended: the fastest{among}"
     return f"recommended: as fast as any{among}, to {SAME_SPEED:.0%}, and of those the one that takes least"
 
 
-def _reason(choice: Choice, recommended: Choice) -> str:
-    less = recommended.process.high_bytes - choice.process.high_bytes
-    parts = [faster_or_slower(choice.samples_per_second_per_card, recommended.samples_per_second_per_card)]
+def _reason(row: Estimate, chosen: Estimate) -> str:
+    less = chosen.process.high_bytes - row.process.high_bytes
+    parts = [faster_or_slower(row.samples_per_second_per_gpu, chosen.samples_per_second_per_gpu)]
     parts.append(f"{gib(abs(less))} {'less' if less >= 0 else 'more'}")
-    if recommended.lossless:
-        parts += lossy_by(choice.strategy)
-    if choice.verdict != "FITS":
-        parts.append(choice.verdict.lower())
+    if chosen.lossless:
+        parts += lossy_by(row.strategy)
+    if row.verdict != "FITS":
+        parts.append(row.verdict.lower())
     return "; ".join(parts)
 
 
-def settings(
-    planner: Planner, options: Sequence[Option], best: Confirmed, rows: Sequence[Choice], runs: Runs
-) -> tuple[Setting, ...]:
-    """The options of which any size ran: `rows`, and the `runs` of the best one, which alone has categories."""
-    known = {row.title: row for row in [*_choices(planner, best.candidate, runs), *rows]}
-    found = []
-    for option in options:
-        title, strategy = option.proposal.title, option.proposal.strategy
-        points = [_point(planner, best, row) for row in known.values() if alike(strategy, row.strategy)]
-        points.sort(key=lambda point: (point.micro_batch_size, point.checkpointed_blocks))
-        if points:
-            around, ran = planner.non_torch(strategy), tuple(points)
-            found.append(Setting(title=title, strategy=strategy, non_torch=around, rooms=rooms(planner), points=ran))
-    return tuple(found)
+def runs(planner: Planner, chosen: Estimate, limit: LargestMicroBatch) -> list[Estimate]:
+    """The sizes up to the `limit` that ran, with no block, the chosen number of them and all recomputed: two of each at
+    least, where so many fit. They go on beyond a global batch."""
+    option, predicted = planner.options[chosen.option], []
+    largest = {chosen.blocks: limit.recommended, 0: limit.none, option.count: limit.full}
+    for blocks, most in largest.items():
+        sizes = [size for size in option.ran(blocks) if size <= (most or 0)]
+        for size in sorted({*sizes, 1} if len(sizes) == 1 else sizes):
+            accumulated = max(planner.accumulation(size, chosen.strategy.world_size), 1)
+            predicted.append(planner.estimate(option, size, blocks, accumulated))
+    # All with as many micro-batches as the chosen one: those of its limits, which are cached.
+    asked = [chosen.strategy.model_copy(update=each.sizes) for each in predicted]
+    pairs = zip(predicted, asked, planner.unlimited(asked), strict=True)
+    return [planner.ran(each, attempt, of) for each, of, attempt in pairs if isinstance(attempt, Attempt)]
 
 
-def _choices(planner: Planner, chosen: Candidate, runs: Runs) -> list[Choice]:
-    allowed = {*micro_batch_sizes(planner.question, chosen.strategy)}  # runs go on beyond a global batch
-    micro_batches = planner.request(chosen.strategy).strategy.grad_accum_steps  # of all that ran
-    found = []
-    for (blocks, size), attempt in runs.items():
-        if size in allowed:
-            place = candidate(planner, chosen.option, size, blocks)
-            launches = launches_of(attempt.launched, micro_batches)
-            found.append(as_ran(planner, Ran(place, "FITS", attempt.peak_reserved_bytes, attempt.peaks, launches)))
+def curves(planner: Planner, chosen: Estimate, ran: Sequence[Estimate]) -> dict[str, dict[int, int]]:
+    """One curve for each number of recomputed blocks: none, the recommended, all."""
+    count = planner.options[chosen.option].count
+    labels = {chosen.blocks: f"{chosen.blocks} of {count} blocks", 0: "nothing recomputed"}
+    found: dict[str, dict[int, int]] = {}
+    for blocks, label in sorted((labels | {count: "all blocks recomputed"}).items()):
+        for each in ran:
+            if each.blocks == blocks:
+                found.setdefault(label, {})[each.micro_batch_size] = each.process.high_bytes
     return found
 
 
-def _point(planner: Planner, best: Confirmed, row: Choice) -> Point:
-    recorded = row.strategy == best.candidate.strategy
-    at_peak: dict[Category, int] = best.answer.ledger.at_peak if recorded else {}
-    short = planner.question.short_of_host(row.host_bytes)
-    return Point(
-        micro_batch_size=row.strategy.micro_batch_size,
-        checkpointed_blocks=int(row.strategy.checkpointed_blocks),
-        phase=max(row.phases, key=lambda phase: row.phases[phase]),
-        at_peak=at_peak,
-        peak_allocated_bytes=row.peak_allocated_bytes,
-        peak_reserved_bytes=row.peak_reserved_bytes,
-        process=row.process,
-        host_bytes=row.host_bytes,
-        verdict="DOES NOT FIT" if short else row.verdict,
-        samples_per_second_per_card=row.samples_per_second_per_card,
-    )
+def every(
+    planner: Planner, chosen: Estimate, rows: Sequence[Estimate], ran: Sequence[Estimate]
+) -> tuple[Estimate, ...]:
+    """All that ran, option by option: `rows`, and what `ran` of the chosen one, at sizes of the global batch alone."""
+    allowed = {*planner.micro_batch_sizes(chosen.strategy)}
+    short = {"verdict": "DOES NOT FIT"}
+    found = {
+        each.title: each.model_copy(update=short if planner.question.short_of_host(each.host_bytes) else {})
+        for each in ran
+        if each.micro_batch_size in allowed
+    }
+    found |= {row.title: row for row in rows}
+    order = {title: at for at, title in enumerate(planner.options)}
+    return tuple(sorted(found.values(), key=lambda each: (order[each.option], each.micro_batch_size, each.blocks)))
 
 
-def rooms(planner: Planner) -> tuple[Room, ...]:
-    """The question's GPU, and those that run the same kernels with the same workspace, beside a context as large."""
+def same_kernels(planner: Planner) -> dict[str, int]:
+    """Usable bytes of the question's GPU, and of those that run the same kernels with the same workspace, and have a
+    context as large."""
     own = planner.question.gpu
-    alike = (
-        gpu.reserving()
-        for gpu in gpus()
-        if (gpu.compute_capability, gpu.multiprocessors) == (own.compute_capability, own.multiprocessors)
-        and gpu.name != own.name
-    )
-    return tuple(Room(card=gpu.title, usable_bytes=gpu.usable_bytes) for gpu in (own, *alike))
-
-
-Runs = Mapping[tuple[int, int], Attempt]
-"""Attempts by the number of recomputed blocks and the micro-batch size."""
-
-
-def runs(planner: Planner, chosen: Candidate, limit: LargestMicroBatch) -> Runs:
-    """The sizes up to the `limit` that ran, with no block, the chosen number of them and all recomputed: two of each at
-    least, where so many fit."""
-    largest = {chosen.blocks: limit.recommended, 0: limit.none, chosen.option.arrangement.count: limit.full}
-    places: list[tuple[int, int]] = []
-    for blocks, most in largest.items():
-        sizes = [size for size in chosen.option.ran(blocks) if size <= (most or 0)]
-        places += [(blocks, size) for size in sorted({*sizes, 1} if len(sizes) == 1 else sizes)]
-    strategies = [replace(chosen, blocks=blocks, micro_batch_size=size).strategy for blocks, size in places]
-    attempts = planner.cards.attempts([(planner.request(each), UNLIMITED) for each in strategies])
-    return {place: each for place, each in zip(places, attempts, strict=True) if isinstance(each, Attempt)}
-
-
-def curves(planner: Planner, chosen: Candidate, ran: Runs) -> tuple[Curve, ...]:
-    """One curve for each number of recomputed blocks: none, the recommended, all."""
-    count, around = chosen.option.arrangement.count, planner.non_torch(chosen.strategy)
-    labels = {chosen.blocks: f"{chosen.blocks} of {count} blocks", 0: "nothing recomputed"}
-    found = []
-    for blocks, label in sorted((labels | {count: "all blocks recomputed"}).items()):
-        reserved = {size: each.peak_reserved_bytes for (of, size), each in ran.items() if of == blocks}
-        taken = tuple(process(each, around, planner.band).high_bytes for each in reserved.values())
-        if reserved:
-            found.append(Curve(label=label, micro_batch_sizes=tuple(reserved), process_bytes=taken))
-    return tuple(found)
+    kind = own.compute_capability, own.multiprocessors
+    others = (each.reserving() for each in gpus() if (each.compute_capability, each.multiprocessors) == kind)
+    return {each.title: each.usable_bytes for each in (own, *(each for each in others if each.name != own.name))}
 
 
 LESS = 0.05
 """The share of the GPU that each frees, at least: what is tried costs a start each."""
 
 
-def smaller(planner: Planner, chosen: Candidate) -> tuple[StepSize, ...]:
+def smaller(planner: Planner, chosen: Estimate) -> tuple[StepSize, ...]:
     """Sizes of the chosen strategy's step with the same global batch, each with LESS of the GPU than the one before:
     the fastest that there is."""
     found: list[StepSize] = []
-    capacity = chosen.reserved_bytes
+    capacity = planner.options[chosen.option].reserved(chosen.micro_batch_size, chosen.blocks)
     while True:
         capacity -= LESS * planner.question.gpu.usable_bytes
         fastest = _fastest(planner, chosen, capacity)
         if fastest is None:
             return tuple(found)
         found.append(fastest.strategy.step_size)
-        capacity = fastest.reserved_bytes
+        capacity = fastest.peak_reserved_bytes
 
 
-def _fastest(planner: Planner, chosen: Candidate, capacity_bytes: float) -> Candidate | None:
+def _fastest(planner: Planner, chosen: Estimate, capacity_bytes: float) -> Estimate | None:
     """The fastest of the same samples a step and at least as many recomputed blocks that fits."""
-    option, samples = chosen.option, chosen.micro_batch_size * chosen.grad_accum_steps
-    question, found = planner.question, []
+    option, found = planner.options[chosen.option], []
+    samples = chosen.micro_batch_size * chosen.strategy.grad_accum_steps
     for size in range(1, chosen.micro_batch_size + 1):
         accumulated = samples // size
-        if samples % size or (accumulated > 1 and option.proposal.strategy.optimizer_in_backward):
+        if samples % size or (accumulated > 1 and option.strategy.optimizer_in_backward):
             continue
         blocks = option.fewest_blocks(size, capacity_bytes)
-        if blocks is None:
-            continue
-        blocks = max(blocks, chosen.blocks)
-        settled = option.proposal.strategy.settled(
-            micro_batch_size=size, grad_accum_steps=accumulated, checkpointed_blocks=blocks
-        )
-        work = option.arrangement.work(size, blocks)
-        step = step_time(work, settled, question.gpu, question.cluster, planner.evidence.calibration(settled))
-        found.append(Candidate(option, size, accumulated, blocks, step))
-    return max(found, key=lambda each: each.rate.middle, default=None)
+        if blocks is not None:
+            found.append(planner.estimate(option, size, max(blocks, chosen.blocks), accumulated))
+    return max(found, key=rate, default=None)

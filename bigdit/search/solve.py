@@ -5,162 +5,133 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
 
 from bigdit.errors import UserError
-from bigdit.memory.process import ByteRange
-from bigdit.profile.attempt import UNLIMITED, Attempt, Profile
-from bigdit.search.candidates import (
-    SAME_SPEED,
-    Candidate,
-    Option,
-    Place,
-    Planner,
-    candidate,
-    fitting,
-    largest_micro_batch,
-    micro_batch_sizes,
-    preferred,
-    process,
-)
-from bigdit.search.explore import explore, hopeful, selective, swapped
-from bigdit.search.plan import HostNeed, Rejected, Verdict, host_need
-from bigdit.search.space import Proposal, proposals
-from bigdit.speed.seconds import Launches, launches_of
+from bigdit.search.option import Option
+from bigdit.search.plan import Estimate, Rejected, Verdict
+from bigdit.search.planner import SAME_SPEED, Planner, rate
+from bigdit.search.space import proposals
 from bigdit.units import GIB, LARGEST
 
-
-@dataclass
-class Found:
-    """What the search has come to: options in which something fits, and the best as it ran. The `planner`'s question is
-    as it was asked, but for assumed host memory, which is as much as the best one needs."""
-
-    planner: Planner
-    options: list[Option]
-    rejected: list[Rejected]
-    best: Confirmed
+Ahead = Callable[[Estimate], object]
 
 
-def search(planner: Planner, ahead: Callable[[Candidate], object]) -> Found:
-    """Strategies without a last resort; where no lossless one of them fits, lossless resorts too, and where none does,
-    lossy ones; else the one that needs the least host memory, of a machine with as much where that is assumed; else
-    what comes nearest. `ahead` has what is asked of the best one run, while it is recorded."""
-    proposed, rejected = proposals(planner.question)
-    options: list[Option] = []
-    short_of_host: list[Proposal] = []
+def search(planner: Planner, ahead: Ahead) -> Estimate:
+    """The best estimate, recorded, of strategies without a last resort; where no lossless one of them fits, of lossless
+    resorts too, and where none does, of lossy ones; else the one that needs the least CPU memory, of a machine with as
+    much where that is assumed; else what comes nearest.
+
+    The planner has all options in which something fits, and what was rejected. Its question is then as it was asked,
+    but for assumed CPU memory, which is as much as the best one needs. `ahead` has what is asked of the best one run,
+    while that is recorded.
+    """
+    proposed, left_out = proposals(planner.question)
+    planner.options, planner.rejected, short_of_host = {}, [*left_out], list[Option]()
     for resort in sorted({each.last_resort for each in proposed}):
         group = [each for each in proposed if each.last_resort == resort]
-        hopes = hopeful(planner, group)
-        short_of_host += hopes.short_of_host
-        failed = explored(planner, group, hopes.engines, options)
-        if planner.question.model.params is None and failed and not options:  # a user's own model takes no step at all
+        engines, short = planner.hopeful(group)
+        short_of_host += short
+        failed = explore_group(planner, group, engines)
+        if planner.question.model.params is None and failed and not planner.options:  # a user's model takes no step
             name = planner.question.model.name
             raise UserError(*dict.fromkeys(f"{name}: {each.reason.removeprefix('model.kwargs.')}" for each in failed))
-        rejected += [*hopes.rejected, *failed]
+        planner.rejected += failed
         lossless_later = any(each.lossless for each in proposed if each.last_resort > resort)
-        wanted = [each for each in _ranked(planner, options) if each.lossless or not lossless_later]
-        options += _selective(planner, wanted[:1], options)
-        best = best_that_runs(planner, partial(_ranked, planner, options), ahead, lossless_later=lossless_later)
+        wanted = [each for each in _ranked(planner) if each.lossless or not lossless_later]
+        _selective(planner, wanted[:1])
+        best = best_that_runs(planner, ahead, lossless_later=lossless_later)
         if best is not None and best.verdict != "DOES NOT FIT":
-            rejected += _later(proposed, resort) if best.candidate.lossless else []
-            rejected += _adapters(planner) if resort else []
-            return Found(planner, options, rejected, best)
-    nearest, failed = explore(planner, short_of_host)  # a machine with more memory is an answer
-    options += nearest
-    if not options:  # state alone is too much everywhere: by how much is still an answer
-        options, failed = explore(planner, [each for each in proposed if each.base is None][-1:])
-        if not options:
+            planner.rejected += _later(proposed, resort) if best.lossless else []
+            planner.rejected += _adapters(planner) if resort else []
+            return best
+    planner.explore(short_of_host)  # a machine with more memory is an answer
+    if not planner.options:  # state alone is too much everywhere: by how much is still an answer
+        failed = planner.explore([each for each in proposed if each.base is None][-1:])
+        if not planner.options:
             raise UserError(*(f"{each.choice}: {each.reason}" for each in failed))
-    least = _least_host(planner, options)
+    least = _least_host(planner)
     if least is not None and planner.question.host_assumed:
-        needed = math.ceil(least.host_bytes(planner.question) / GIB) * GIB
-        more = planner.question.model_copy(update={"host_memory_bytes": needed})
-        return search(replace(planner, question=more), ahead)
-    return Found(planner, options, rejected, _nearest(planner, least or _smallest(planner, options)))
+        needed = math.ceil(least.host_bytes / GIB) * GIB
+        planner.question = planner.question.model_copy(update={"host_memory_bytes": needed})
+        return search(planner, ahead)
+    return _nearest(planner, least or _smallest(planner))
 
 
-def _nearest(planner: Planner, least: Candidate) -> Confirmed:
+def _nearest(planner: Planner, least: Estimate) -> Estimate:
     """What comes nearest to fitting. Raises UserError where it cannot be run."""
-    (ran,) = run(planner, [least])
+    (ran,) = planner.run([least])
     if ran is None:
-        planner.cards.attempt(planner.request(least.strategy))  # raises why
-        raise UserError(f"{least.option.proposal.title}: two steps could not be run")
-    return confirm(planner, ran)
+        planner.gpus.attempt(planner.request(least.strategy))  # raises why
+        raise UserError(f"{least.option}: two steps could not be run")
+    return planner.record(ran)
 
 
-def explored(
-    planner: Planner, group: Sequence[Proposal], engines: Sequence[Proposal], options: list[Option]
-) -> list[Rejected]:
+def explore_group(planner: Planner, group: Sequence[Option], engines: Sequence[Option]) -> list[Rejected]:
     """Add options: the group's `engines`, other optimizers, masters and EMAs of the best of them (of all where nothing
     fits yet), and swapped blocks. Returns what could not be run."""
     variants = [each for each in group if each.base in engines and not each.strategy.blocks_to_swap]
     if planner.question.cluster.gpus == 1:  # one engine as a rule: all side by side
         engines, variants = [*engines, *variants], []
-    found, rejected = explore(planner, engines)
+    rejected = planner.explore(engines)
+    found = [planner.options[each.title] for each in engines if each.title in planner.options]
     ranked = _ranked(planner, found)
-    bases = {option.proposal.title for option in ([ranked[0].option] if ranked else found)}
-    more, failed = explore(planner, [each for each in variants if each.base and each.base.title in bases], found)
-    options += [*found, *more]
-    waiting, failed_last = swapped(planner, group, options)
-    options += waiting
-    return [*rejected, *failed, *failed_last]
+    bases = {ranked[0].option} if ranked else {each.title for each in found}
+    rejected += planner.explore([each for each in variants if each.base and each.base.title in bases])
+    return [*rejected, *planner.swapped(group)]
 
 
-def _selective(planner: Planner, best: Sequence[Candidate], options: Sequence[Option]) -> list[Option]:
+def _selective(planner: Planner, best: Sequence[Estimate]) -> None:
     """Selective checkpointing of what shares the activations of the best one, where that recomputes blocks, or a larger
     micro-batch would be faster if recomputing cost nothing."""
-    looked_at = any(each.proposal.strategy.checkpointing == "selective" for each in options)
-    if not best or best[0].option.proposal.last_resort or looked_at:
-        return []
-    option = best[0].option
-    most = largest_micro_batch(option, option.arrangement.count, planner.capacity(option.proposal.strategy))
-    sizes = [size for size in micro_batch_sizes(planner.question, option.proposal.strategy) if size <= most]
-    bound = max((candidate(planner, option, size, 0).rate.middle for size in sizes), default=0.0)
-    hopeless = bound <= best[0].rate.middle * (1 + SAME_SPEED) or planner.question.pins.checkpointed_blocks == 0
+    looked_at = any(each.strategy.checkpointing == "selective" for each in planner.options.values())
+    if not best or looked_at or planner.options[best[0].option].last_resort:
+        return
+    option = planner.options[best[0].option]
+    most = option.largest(option.count, planner.capacity(option.strategy))
+    sizes = [size for size in planner.micro_batch_sizes(option.strategy) if size <= most]
+    bound = max((rate(planner.estimate(option, size, 0)) for size in sizes), default=0.0)
+    fixed = planner.question.constraints.checkpointed_blocks
+    hopeless = bound <= rate(best[0]) * (1 + SAME_SPEED) or fixed == 0
     if hopeless and not best[0].blocks:
-        return []
-    base = option.proposal.base or option.proposal
-    alike = [each for each in options if (each.proposal.base or each.proposal) is base]
-    return selective(planner, [each for each in alike if not each.least_blocks])
+        return
+    base = option.base or option
+    alike = [each for each in planner.options.values() if (each.base or each) is base]
+    planner.selective([each for each in alike if not each.strategy.blocks_to_swap])
 
 
-def _ranked(planner: Planner, options: Sequence[Option]) -> list[Candidate]:
-    """The best candidate of each option in which something fits, the best of all first; after them the second ones."""
-    order = preferred(each for option in options for each in fitting(planner, option))
-    best: dict[str, Candidate] = {}
-    second: dict[str, Candidate] = {}
-    for each in order:
-        title = each.option.proposal.title
-        (second if title in best else best).setdefault(title, each)
+def _ranked(planner: Planner, options: Sequence[Option] | None = None) -> list[Estimate]:
+    """The best estimate of each option in which something fits, the best of all first; after them the second ones."""
+    every = planner.options.values() if options is None else options
+    best: dict[str, Estimate] = {}
+    second: dict[str, Estimate] = {}
+    for each in planner.preferred(each for option in every for each in planner.fitting(option)):
+        (second if each.option in best else best).setdefault(each.option, each)
     return [*best.values(), *second.values()]
 
 
-def _least_host(planner: Planner, options: Sequence[Option]) -> Candidate | None:
-    """Of what fits the GPUs, the one that needs the least host memory; None where a machine has that much."""
-    question = planner.question
-    anywhere = replace(planner, question=question.model_copy(update={"host_memory_bytes": LARGEST}))
-    smallest = (next(fitting(anywhere, option), None) for option in options)
-    least = min(filter(None, smallest), key=lambda each: each.host_bytes(question), default=None)
-    return None if least is None or least.host_bytes(question) <= question.host_memory_bytes else least
+def _least_host(planner: Planner) -> Estimate | None:
+    """Of what fits the GPUs, the one that needs the least CPU memory; None where a machine has that much."""
+    anywhere = planner.about(planner.question.model_copy(update={"host_memory_bytes": LARGEST}))
+    smallest = (next(anywhere.fitting(option), None) for option in planner.options.values())
+    least = min(filter(None, smallest), key=lambda each: each.host_bytes, default=None)
+    return None if least is None or least.host_bytes <= planner.question.host_memory_bytes else least
 
 
-def _smallest(planner: Planner, options: Sequence[Option]) -> Candidate:
+def _smallest(planner: Planner) -> Estimate:
     """The option that takes least at the smallest micro-batch, with all that may be recomputed."""
-    pins = planner.question.pins
-    size = pins.micro_batch_size or 1
+    fixed = planner.question.constraints
+    size = fixed.micro_batch_size or 1
 
     def blocks(option: Option) -> int:
-        count = option.arrangement.count
-        return count if pins.checkpointed_blocks in (None, "all") else int(pins.checkpointed_blocks or 0)
+        return option.count if fixed.checkpointed_blocks in (None, "all") else int(fixed.checkpointed_blocks or 0)
 
-    least = min(options, key=lambda option: option.reserved(size, blocks(option)))
-    return candidate(planner, least, size, blocks(least))
+    least = min(planner.options.values(), key=lambda option: option.reserved(size, blocks(option)))
+    return planner.estimate(least, size, blocks(least))
 
 
-def _later(proposed: Sequence[Proposal], resort: int) -> list[Rejected]:
+def _later(proposed: Sequence[Option], resort: int) -> list[Rejected]:
     """What comes after the `resort` in which something lossless fits."""
-    copies = "every step would wait for copies over PCIe and the host's cores, and something fits without that"
+    copies = "every step would wait for copies over PCIe and for CPU cores, and something fits without that"
     if resort:
         copies = "every step would copy all weights over PCIe, and something fits that copies fewer"
     reasons = {True: copies, False: "it is lossy, and something lossless fits; --optimizer and --lora ask for it"}
@@ -172,132 +143,63 @@ def _later(proposed: Sequence[Proposal], resort: int) -> list[Rejected]:
 
 def _adapters(planner: Planner) -> list[Rejected]:
     """Named where full fine-tuning fits by a last resort alone."""
-    if planner.question.pins.lora_rank is not None or planner.question.pins.full:
+    if planner.question.constraints.lora_rank is not None or planner.question.constraints.full:
         return []
     reason = "frozen weights have no gradients and no state, and adapters are another training; --lora 16 asks for them"
     return [Rejected(choice="LoRA", reason=reason)]
 
 
 MOST_RUN = 10
-"""Candidates that are run at most, on the way to the best."""
+"""Estimates that are run at most, on the way to the best."""
 
 
-@dataclass(frozen=True)
-class Ran:
-    """How a candidate ran. `reserved_bytes` is what torch reserved of the GPU. `phases`: allocated bytes at the
-    most."""
+def best_that_runs(planner: Planner, ahead: Ahead, *, lossless_later: bool) -> Estimate | None:
+    """The best that runs, which alone is recorded: for what it takes of CPU memory, and by category.
 
-    candidate: Candidate
-    verdict: Verdict
-    reserved_bytes: int
-    phases: dict[str, int]
-    launches: Launches | None
-
-
-@dataclass(frozen=True)
-class Confirmed:
-    """A candidate that ran, and was recorded: `taken` is what one process takes of the GPU, `host` what those of a
-    machine take of its memory. `verdict` is that of both."""
-
-    ran: Ran
-    answer: Profile
-    taken: ByteRange
-    host: HostNeed
-    verdict: Verdict
-
-    @property
-    def candidate(self) -> Candidate:
-        return self.ran.candidate
-
-
-def confirm(planner: Planner, ran: Ran) -> Confirmed:
-    """Record what ran. Raises UserError and WorkerError where it cannot be recorded."""
-    question, found = planner.question, ran.candidate
-    answer = planner.cards.profile(planner.request(found.strategy))
-    host = host_need(answer.host_timeline, answer.checkpoint_bytes, question.cluster, question.samples)
-    short = question.short_of_host(host.node_bytes)
-    taken = process(ran.reserved_bytes, planner.non_torch(found.strategy), planner.band)
-    return Confirmed(ran, answer, taken, host, "DOES NOT FIT" if short else ran.verdict)
-
-
-def run(planner: Planner, candidates: Sequence[Candidate]) -> list[Ran | None]:
-    """As each ran on a GPU without a limit: FITS where torch reserved no more than it has for sure, TIGHT where no more
-    than it may have, or where it came through within that by looking for room. None where an attempt failed.
-
-    Options' predictions are moved by what was found.
-    """
-    question = planner.question
-    requests = [planner.request(each.strategy) for each in candidates]
-    wide = planner.cards.attempts([(request, UNLIMITED) for request in requests])
-    found: list[Ran | None] = []
-    for each, request, attempt in zip(candidates, requests, wide, strict=True):
-        if not isinstance(attempt, Attempt) or not attempt.ran:
-            found.append(None)
-            continue
-        wanted = reserved = attempt.peak_reserved_bytes
-        most = question.gpu.usable_bytes - planner.non_torch(each.strategy).low_bytes
-        said: Verdict = "FITS" if wanted <= planner.capacity(each.strategy) else "TIGHT"
-        if wanted > most:
-            (last,) = planner.cards.attempts([(request, max(most, 1))])
-            came_through = isinstance(last, Attempt) and last.ran
-            said = "TIGHT" if came_through else "DOES NOT FIT"
-            reserved = last.peak_reserved_bytes if isinstance(last, Attempt) and came_through else wanted
-        each.option.correct(each.micro_batch_size, each.blocks, wanted)
-        launches = launches_of(attempt.launched, request.strategy.grad_accum_steps)
-        found.append(Ran(each, said, reserved, attempt.peaks, launches))
-    return found
-
-
-def best_that_runs(
-    planner: Planner,
-    ranked: Callable[[], list[Candidate]],
-    ahead: Callable[[Candidate], object],
-    *,
-    lossless_later: bool,
-) -> Confirmed | None:
-    """The best that runs, which alone is recorded: for what it takes of the host, and by category.
-
-    `ranked` orders candidates by predictions, which each run moves; where nothing fits, the best of what is TIGHT. None
+    The order is by predictions, which each run moves; where nothing fits, the best of what is TIGHT. None
     that is lossy runs where others are `lossless_later`. `ahead` has what will be asked of the best run beside its
     record.
     """
-    ran: dict[Place, Ran | None] = {}
-    refused: set[Place] = set()
+    ran: dict[str, Estimate | None] = {}
+    refused: set[str] = set()
 
-    def held(verdict: Verdict) -> Ran | None:
-        found = {at: each for at, each in ran.items() if each and each.verdict == verdict and at not in refused}
-        return next((found[each.place] for each in preferred(each.candidate for each in found.values())), None)
+    def held(verdict: Verdict) -> Estimate | None:
+        """The best of those with this verdict, by predictions: the others' launches were not counted either."""
+        found = [each for at, each in ran.items() if each and each.verdict == verdict and at not in refused]
+        again = [planner.estimate(planner.options[each.option], each.micro_batch_size, each.blocks) for each in found]
+        return next((ran[each.title] for each in planner.preferred(again)), None)
 
     while True:
-        order = [each for each in ranked() if each.place not in refused and (each.lossless or not lossless_later)]
-        if order and order[0].place not in ran and len(ran) < MOST_RUN:
-            asked = _pair(planner, order)[: planner.cards.count]
-            ran |= zip((each.place for each in asked), run(planner, asked), strict=True)
+        order = [each for each in _ranked(planner) if each.title not in refused]
+        order = [each for each in order if each.lossless or not lossless_later]
+        if order and order[0].title not in ran and len(ran) < MOST_RUN:
+            asked = _pair(planner, order)[: planner.gpus.count]
+            ran |= zip((each.title for each in asked), planner.run(asked), strict=True)
             continue
         best = held("FITS")
         if best is None:
             break
         with ThreadPoolExecutor(1) as aside:
-            asked_next = aside.submit(ahead, best.candidate)
-            confirmed = confirm(planner, best)
+            asked_next = aside.submit(ahead, best)
+            recorded = planner.record(best)
             asked_next.result()
-        if confirmed.verdict == "FITS":
-            return confirmed
-        refused.add(best.candidate.place)
+        if recorded.verdict == "FITS":
+            return recorded
+        refused.add(best.title)
     tight = held("TIGHT")
-    return None if tight is None else confirm(planner, tight)
+    return None if tight is None else planner.record(tight)
 
 
-def _pair(planner: Planner, new: Sequence[Candidate]) -> list[Candidate]:
+def _pair(planner: Planner, new: Sequence[Estimate]) -> list[Estimate]:
     """The two best; or the best and itself with one more block recomputed, where it is a second attempt with as few as
     are thought to fit: such a one is often short of a few MiB, as the allocator's pieces fit."""
     best = new[0]
-    option, size = best.option, best.micro_batch_size
-    tried = any(title == option.proposal.title for title, _, _ in option.corrections)
-    pinned = planner.question.pins.checkpointed_blocks is not None
+    option, size = planner.options[best.option], best.micro_batch_size
+    tried = any(title == option.title for title, _, _ in option.corrections)
+    fixed = planner.question.constraints.checkpointed_blocks is not None
     second = [each for each in new[1:] if each.strategy != best.strategy][:1]
-    if not tried or pinned or best.blocks in (0, option.arrangement.count):
+    if not tried or fixed or best.blocks in (0, option.count):
         return [best, *second]
-    if option.reserved(size, best.blocks - 1) <= planner.capacity(option.proposal.strategy):
+    if option.reserved(size, best.blocks - 1) <= planner.capacity(option.strategy):
         return [best, *second]
-    return [best, candidate(planner, option, size, best.blocks + 1)]
+    return [best, planner.estimate(option, size, best.blocks + 1)]

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
 from bigdit.config.load import parse_strategy
 from bigdit.errors import UserError
 from bigdit.profile.attempt import precision_problems
-from bigdit.search.plan import Rejected
-from bigdit.search.question import Pins, Question
-from bigdit.strategy import FACTORED, LoraBase, OptimizerName, Precision, Strategy
+from bigdit.search.option import Option
+from bigdit.search.plan import OPTIMIZER_TITLES, Constraints, Question, Rejected
+from bigdit.strategy import FACTORED, LoraBase, Precision, Strategy
 from bigdit.units import gib
 
 ENGINE_TITLES = {
@@ -29,18 +28,6 @@ ENGINE_TITLES = {
     "fsdp2": "FSDP2",
     "fsdp2-offload": "FSDP2, weights and optimizer in CPU memory",
 }
-OPTIMIZER_TITLES: dict[OptimizerName, str] = {
-    "adamw": "AdamW",
-    "adamw_8bit": "8-bit AdamW",
-    "paged_adamw_8bit": "paged 8-bit AdamW",
-    "lion_8bit": "8-bit Lion",
-    "adamw_8bit_ao": "8-bit AdamW (torchao)",
-    "adamw_4bit_ao": "4-bit AdamW (torchao)",
-    "adafactor": "Adafactor",
-    "came": "CAME",
-    "came_8bit": "8-bit CAME",
-}
-
 BUCKETS = (5_000_000, 50_000_000)
 """Elements of DeepSpeed's buckets, at least and at most: one block's parameters between these. Its own 5e8 cost up to
 1.9 GiB, and below some MB a collective lasts as long as its latency."""
@@ -55,85 +42,44 @@ ONLINE_ENCODE_CHUNK = 1
 a micro-batch at once, these set the peak, whatever else is saved. One such image fills a GPU's cores."""
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """An engine with an optimizer, at a micro-batch of one and nothing checkpointed.
-
-    `base` is the proposal whose activations and gradients it has, with another state; None for one of its own kind.
-    `last_resort`: it pays with much time for little memory, and is looked at where nothing lossless fits: 1; with all
-    weights in CPU memory where swapped blocks do not fit: 2. Where nothing else does, lossy ones are: without copies
-    over PCIe, 3, and with them, 4. Where blocks are swapped (`strategy.blocks_to_swap`), `base` is the same without,
-    and any number of them up to that is proposed.
-    """
-
-    title: str
-    strategy: Strategy
-    base: Proposal | None = None
-    last_resort: Literal[0, 1, 2, 3, 4] = 0
-
-    @property
-    def waits(self) -> bool:
-        """Whether steps wait for copies over PCIe."""
-        return bool(self.last_resort in (1, 2, 4) or self.strategy.blocks_to_swap)
-
-    @property
-    def lossless(self) -> bool:
-        """Whether the numbers are those of AdamW with fp32 masters."""
-        return not lossy_by(self.strategy)
-
-
-def lossy_by(strategy: Strategy) -> list[str]:
-    """What of a strategy changes the numbers of AdamW with fp32 masters, in a few words each."""
-    found, name = [], strategy.optimizer.name
-    if strategy.lora is not None and strategy.lora.base != "bf16":
-        found.append(f"quantised base ({strategy.lora.base})")
-    if "adamw" not in name:
-        found.append(f"{OPTIMIZER_TITLES[name]} instead of AdamW")
-    elif name != "adamw":
-        found.append(f"{'4' if '4bit' in name else '8'}-bit optimizer state")
-    if strategy.precision == "bf16_sr":
-        found.append("no fp32 master weights")
-    return found
-
-
-def proposals(question: Question) -> tuple[list[Proposal], list[Rejected]]:
+def proposals(question: Question) -> tuple[list[Option], list[Rejected]]:
     """What the search looks at, bases before what varies them, and what it leaves out."""
-    found: list[Proposal] = []
+    found: list[Option] = []
     left_out = _left_out(question)
     for engine in _engines(question):
         least = COPIES.get(engine, 0) * _weights(question)
-        if least > question.gpu.usable_bytes and question.pins.engine is None:
+        if least > question.gpu.usable_bytes and question.constraints.engine is None:
             what = "weights and gradients" if COPIES[engine] > 1 else "the weights"
             reason = f"{what} alone take {gib(least)} of the GPU's {gib(question.gpu.usable_bytes)}"
             whole = ", all weights on the GPU" if engine == "single" else ""
             left_out.append(Rejected(choice=f"{_engine_title(question, engine)}{whole}", reason=reason))
             continue
-        base: Proposal | None = None
+        base: Option | None = None
         for settings in _settings(question, engine):
             strategy = _strategy(question, engine, settings)
             if strategy is None:
                 continue
             title = f"{_engine_title(question, engine)}, {_setting_title(question, settings)}"
-            offload = "offload" in engine and question.pins.engine is None
-            swaps = question.pins.lora_rank is not None and question.cluster.gpus == 1
-            proposal = Proposal(title, strategy, base, 0 if not offload else 2 if swaps else 1)
-            if base is not None and question.cluster.gpus > 1 and base.lossless and not proposal.lossless:
-                proposal = Proposal(title, strategy, None, 4 if offload else 3)  # shards leave little to spare
-            found.append(proposal)
-            base = base or proposal
+            offload = "offload" in engine and question.constraints.engine is None
+            swaps = question.constraints.lora_rank is not None and question.cluster.gpus == 1
+            option = Option(title, strategy, base, 0 if not offload else 2 if swaps else 1)
+            if base is not None and question.cluster.gpus > 1 and base.lossless and not option.lossless:
+                option = Option(title, strategy, None, 4 if offload else 3)  # shards leave little to spare
+            found.append(option)
+            base = base or option
     return [*found, *_swapped(question, found)], left_out
 
 
 def precision_of(question: Question) -> Precision:
-    """What is pinned, or bf16 with fp32 masters; fp16 where the GPU computes no bf16."""
-    return question.pins.precision or ("fp16" if precision_problems(question.gpu, "bf16") else "bf16")
+    """What is fixed, or bf16 with fp32 masters; fp16 where the GPU computes no bf16."""
+    return question.constraints.precision or ("fp16" if precision_problems(question.gpu, "bf16") else "bf16")
 
 
 def _engines(question: Question) -> tuple[str, ...]:
     """Presets, and `hsdp` for FSDP2 with a copy of the model in each machine."""
-    if question.pins.engine is not None:
-        return (question.pins.engine,)
-    offloaded = ("fsdp2-offload",) if question.pins.lora_rank is not None else ("zero2-offload", "fsdp2-offload")
+    if question.constraints.engine is not None:
+        return (question.constraints.engine,)
+    offloaded = ("fsdp2-offload",) if question.constraints.lora_rank is not None else ("zero2-offload", "fsdp2-offload")
     if question.cluster.gpus == 1:
         return "single", *offloaded
     hsdp = ("hsdp",) if question.cluster.nodes > 1 else ()
@@ -142,7 +88,7 @@ def _engines(question: Question) -> tuple[str, ...]:
 
 def _weights(question: Question) -> int:
     """Bytes of the whole model's weights; 0 where they are not known, or frozen in another form."""
-    if question.pins.lora_rank is not None or question.model.params is None:
+    if question.constraints.lora_rank is not None or question.model.params is None:
         return 0
     return question.model.params * (4 if precision_of(question) in ("fp32", "tf32") else 2)
 
@@ -150,19 +96,19 @@ def _weights(question: Question) -> int:
 def _accumulates(question: Question) -> bool:
     """Whether a GPU's share of the global batch may come in several micro-batches."""
     share = (question.global_batch_size or 0) // question.cluster.gpus
-    return share > (question.pins.micro_batch_size or 1)
+    return share > (question.constraints.micro_batch_size or 1)
 
 
 def _settings(question: Question, engine: str) -> list[dict[str, Any]]:
-    """Optimizer, precision, average and adapters: the lossless ones first."""
-    pins, precision = question.pins, precision_of(question)
-    bases: list[Any] = [None] if pins.lora_rank is None else list(get_args(LoraBase))
-    if pins.optimizer is not None:
-        pairs: list[tuple[str, str]] = [(pins.optimizer, precision)]
-    elif "offload" in engine or pins.lora_rank is not None:
+    """Optimizer, precision, EMA and adapters: the lossless ones first."""
+    fixed, precision = question.constraints, precision_of(question)
+    bases: list[Any] = [None] if fixed.lora_rank is None else list(get_args(LoraBase))
+    if fixed.optimizer is not None:
+        pairs: list[tuple[str, str]] = [(fixed.optimizer, precision)]
+    elif "offload" in engine or fixed.lora_rank is not None:
         pairs = [("adamw", precision)]
     else:
-        without_masters = precision == "bf16" and pins.precision is None
+        without_masters = precision == "bf16" and fixed.precision is None
         pairs = [("adamw", precision), ("adamw_8bit_ao" if engine in ("fsdp2", "hsdp") else "adamw_8bit", precision)]
         if engine == "single":
             pairs.append(("came", precision))
@@ -170,62 +116,57 @@ def _settings(question: Question, engine: str) -> list[dict[str, Any]]:
         elif engine in ("fsdp2", "hsdp"):  # of a shard of the state, the least that there is of it
             pairs.append(("came", "bf16_sr" if without_masters else precision))
     return [
-        {"optimizer.name": optimizer, "precision": kind, "lora.base": base, **average}
+        {"optimizer.name": optimizer, "precision": kind, "lora.base": base, **ema}
         for optimizer, kind in pairs
         for base in bases
-        for average in _averages(pins)
+        for ema in _emas(fixed)
     ]
 
 
-def _averages(pins: Pins) -> list[dict[str, Any]]:
+def _emas(fixed: Constraints) -> list[dict[str, Any]]:
     places: dict[str, list[str | None]] = {"none": [None], "auto": ["gpu", "cpu"]}
-    widths = None if pins.ema_widths is None else list(pins.ema_widths)
-    return [{"ema.device": place, "ema.widths": widths} for place in places.get(pins.ema, [pins.ema])]
+    widths = None if fixed.ema_widths is None else list(fixed.ema_widths)
+    return [{"ema.device": place, "ema.widths": widths} for place in places.get(fixed.ema, [fixed.ema])]
 
 
-def _swapped(question: Question, found: Sequence[Proposal]) -> list[Proposal]:
+def _swapped(question: Question, found: Sequence[Option]) -> list[Option]:
     """Block swap on a single GPU, of as many first blocks as may be in CPU memory. With LoRA it is of those `found`.
 
-    Without, it is of all weights, which are then stepped in the backward pass, and come without swapped blocks too.
-    Strategy's own rules say which."""
-    pins, most = question.pins, question.model.block_count
-    if question.cluster.gpus > 1 or pins.engine not in (None, "single"):
+    Full fine-tuning then steps weights in the backward pass, and comes without swapped blocks too. Strategy's own rules
+    say which."""
+    fixed, most = question.constraints, question.model.block_count
+    if question.cluster.gpus > 1 or fixed.engine not in (None, "single"):
         return []
-    if isinstance(pins.checkpointed_blocks, int):
-        most = min(most, pins.checkpointed_blocks)
-    swapped = [] if pins.lora_rank is not None else _in_backward(question)
-    bases = swapped[:] if pins.lora_rank is None else [each for each in found if each.strategy.engine == "single"]
+    if isinstance(fixed.checkpointed_blocks, int):
+        most = min(most, fixed.checkpointed_blocks)
+    swapped = [] if fixed.lora_rank is not None else _in_backward(question)
+    bases = swapped[:] if fixed.lora_rank is None else [each for each in found if each.strategy.engine == "single"]
     for base in bases if most else []:
         with suppress(ValidationError):
             values = base.strategy.model_dump() | {"checkpointed_blocks": "all", "blocks_to_swap": most}
             strategy = Strategy.model_validate(values)
             title = f"{base.title}, weights of blocks in CPU memory"
-            swapped.append(Proposal(title, strategy, base, 4 if pins.lora_rank is None else 1))
+            swapped.append(Option(title, strategy, base, 4 if fixed.lora_rank is None else 1))
     return swapped
 
 
-def _in_backward(question: Question) -> list[Proposal]:
-    """All weights without masters, each stepped where its gradient appears, by the optimizer with the least state. It
-    takes a step's samples at once. Whoever fixed the optimizer alone has fixed its numbers, which have masters."""
-    pins = question.pins
-    if pins.optimizer is not None and pins.precision is None:
+def _in_backward(question: Question) -> list[Option]:
+    """Full fine-tuning without masters, by the optimizer with the least state: it steps each weight where its gradient
+    appears, and takes a step's samples at once. Whoever fixed the optimizer alone fixed its numbers, with masters."""
+    fixed = question.constraints
+    if fixed.optimizer is not None and fixed.precision is None:
         return []
-    one_pass = pins.micro_batch_size is None or question.global_batch_size in (None, pins.micro_batch_size)
-    if not one_pass or pins.precision not in (None, "bf16_sr") or precision_of(question) == "fp16":
+    one_pass = fixed.micro_batch_size is None or question.global_batch_size in (None, fixed.micro_batch_size)
+    if not one_pass or fixed.precision not in (None, "bf16_sr") or precision_of(question) == "fp16":
         return []
     found = []
-    for average in _averages(pins):
-        settings = {
-            "optimizer.name": pins.optimizer or "adafactor",
-            "precision": "bf16_sr",
-            "lora.base": None,
-            **average,
-        }
+    for ema in _emas(fixed):
+        settings = {"optimizer.name": fixed.optimizer or "adafactor", "precision": "bf16_sr", "lora.base": None, **ema}
         alone = {"optimizer_in_backward": "true", "gradient_clipping": "null"}
         strategy = _strategy(question, "single", settings | alone)
         if strategy is not None:
             title = f"{_engine_title(question, 'single')}, {_setting_title(question, settings)}"
-            found.append(Proposal(f"{title}, stepped in the backward pass", strategy, None, 3))
+            found.append(Option(f"{title}, stepped in the backward pass", strategy, None, 3))
     return found
 
 
@@ -234,16 +175,16 @@ def _strategy(question: Question, engine: str, settings: dict[str, Any]) -> Stra
     world_size = 1 if engine == "single" else question.cluster.gpus
     texts = ["fsdp2" if engine == "hsdp" else engine, f"world_size={world_size}"]
     texts += [f"{key}={value}" for key, value in settings.items() if value is not None]
-    texts += [f"features={question.pins.features}"]
-    if question.pins.features == "online":
+    texts += [f"features={question.constraints.features}"]
+    if question.constraints.features == "online":
         texts.append(f"encode_chunk={ONLINE_ENCODE_CHUNK}")
     if engine == "hsdp":
         texts.append(f"dp_replicate={question.cluster.nodes}")
-    if question.pins.lora_rank is not None:
-        texts.append(f"lora.rank={question.pins.lora_rank}")
+    if question.constraints.lora_rank is not None:
+        texts.append(f"lora.rank={question.constraints.lora_rank}")
     if engine.startswith("zero") and question.model.params is not None:
         block = question.model.params // max(question.model.block_count, 1)
-        # Whole millions, for people; DeepSpeed wants an even number.
+        # Whole millions, for people; DeepSpeed needs an even number.
         size = min(max(round(block, -6), BUCKETS[0]), BUCKETS[1])
         texts += [f"ds_config.zero_optimization.{kind}_bucket_size={size}" for kind in ("reduce", "allgather")]
     try:
@@ -265,7 +206,7 @@ def _setting_title(question: Question, settings: dict[str, Any]) -> str:
     if settings["precision"] == "bf16_sr":
         parts.append("bf16 without masters")
     if settings["lora.base"] is not None:
-        parts.append(f"LoRA {question.pins.lora_rank} over {settings['lora.base']}")
+        parts.append(f"LoRA {question.constraints.lora_rank} over {settings['lora.base']}")
     if settings["ema.device"] is not None:
         widths = settings["ema.widths"]
         many = "EMA" if widths is None else f"{len(widths)} EMAs"
@@ -275,15 +216,15 @@ def _setting_title(question: Question, settings: dict[str, Any]) -> str:
 
 def _left_out(question: Question) -> list[Rejected]:
     """The obvious choices that the search does not look at."""
-    pins, one_gpu = question.pins, question.cluster.gpus == 1
+    fixed, one_gpu = question.constraints, question.cluster.gpus == 1
     reasons: dict[str, str] = {}
-    if pins.engine is None and one_gpu:
+    if fixed.engine is None and one_gpu:
         reasons["ZeRO-1, ZeRO-2, ZeRO-3 and FSDP2 on one GPU, without CPU offload"] = (
             "they shard over GPUs, and on one GPU shard nothing: their buffers and flat copies come on top"
         )
-    if pins.engine is None and pins.lora_rank is not None:
+    if fixed.engine is None and fixed.lora_rank is not None:
         reasons["ZeRO-2, optimizer in CPU memory"] = "the optimizer state of adapters is too small to gain anything"
-    if pins.engine is None and not one_gpu:
+    if fixed.engine is None and not one_gpu:
         reasons["ZeRO-3"] = "FSDP2 shards the same and gathers one block at a time; --engine zero3 asks for it"
         if _accumulates(question):
             reasons["ZeRO-2"] = (
@@ -294,16 +235,16 @@ def _left_out(question: Question) -> list[Rejected]:
         reasons["ZeRO-0, plain data parallelism"] = (
             "it communicates as much as ZeRO-1 and ZeRO-2 do, and keeps the whole optimizer state on every GPU"
         )
-    if pins.optimizer is None and not one_gpu:
+    if fixed.optimizer is None and not one_gpu:
         named = " and ".join(OPTIMIZER_TITLES[name] for name in FACTORED[1:2])
         reasons[f"{named} under ZeRO"] = (
             "ZeRO hands the optimizer flat partitions, which cannot be factored: it takes as much as AdamW there"
         )
-    if pins.precision is None and precision_of(question) == "bf16":
+    if fixed.precision is None and precision_of(question) == "bf16":
         reasons["fp16"] = "the bytes of bf16, and losses must be scaled; --precision fp16 asks for it"
-    if pins.precision is None and precision_of(question) == "fp16":
+    if fixed.precision is None and precision_of(question) == "fp16":
         reasons["bf16"] = f"{question.gpu.title} does not compute it; fp16 with loss scaling takes the same bytes"
-    if pins.features == "cached":
+    if fixed.features == "cached":
         reasons["encoders online"] = (
             "VAE and text encoder would stay on the GPU and run in every step; `bigdit extract` runs them once; "
             "--features online asks for it"

@@ -1,5 +1,5 @@
-"""Where pictures and captions come from: folders, CSV and Parquet tables, WebDataset tars, `datasets` folders.
+"""Images and captions from folders, CSV and Parquet tables, WebDataset tars and `datasets` folders.
 
-`open.open_source(data)` opens what `data.images` lists; nothing is extracted or unpickled, and memory stays small
-at tens of millions of pictures. What a picture is and how it fails is `protocol.py`, which needs no library to read.
+`open.open_source(data)` opens the sources of `data.images`. It extracts and unpickles nothing. Memory stays small with
+tens of millions of images. `protocol.py` has the interface; it imports no library for reading.
 """

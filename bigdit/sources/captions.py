@@ -1,11 +1,11 @@
-"""What describes a picture: a text, JSON of texts with weights, or its class; in a table, in a tar or beside it."""
+"""Captions and labels of images: text, JSON of texts with weights, or a class."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,15 @@ from bigdit.units import how_many
 
 
 def text_captions(data: bytes, name: str) -> tuple[Caption, ...]:
-    """The whole of a `.txt` file as one caption. Raises Unusable where it is empty or not UTF-8."""
+    """The text of a `.txt` file as one caption. Raises Unusable if it is empty or not UTF-8."""
     return weighted([_decoded(data, name)], [1.0], name)
 
 
 def json_captions(data: bytes, name: str) -> tuple[Caption, ...] | None:
-    """The captions of a `.json` file; None for an object that has none, such as metadata of other programs.
+    """The captions of a `.json` file. None for an object without captions, such as metadata of other programs.
 
-    Forms: "text"; ["text", …]; {"caption": "text"}; {"captions": ["text", …], "weights": [number, …]}, weights 1
-    where they are missing; other keys are ignored. Raises Unusable for what is not of these forms.
+    Forms: "text"; ["text", …]; {"caption": "text"}; {"captions": ["text", …], "weights": [number, …]}. Missing weights
+    are 1, and other keys are ignored. Raises Unusable for any other form.
     """
     try:
         value: Any = json.loads(_decoded(data, name))
@@ -44,9 +44,9 @@ def json_captions(data: bytes, name: str) -> tuple[Caption, ...] | None:
 
 
 def weighted(texts: Sequence[Any], weights: Sequence[Any], name: str) -> tuple[Caption, ...]:
-    """Captions of texts and their weights, without those that are null, empty, or of weight 0.
+    """Captions from texts and their weights, without texts that are null, empty, or of weight 0.
 
-    Raises Unusable where none is left, lengths differ, or values are not texts and weights.
+    Raises Unusable if none is left, if the lengths differ, and for values that are not texts and weights.
     """
     if len(texts) != len(weights):
         raise Unusable(f"caption {name} has {how_many(len(texts), 'text')} and {how_many(len(weights), 'weight')}")
@@ -75,7 +75,7 @@ def _decoded(data: bytes, name: str) -> str:
 
 
 def _sound(text: str, name: str) -> str:
-    """The text, if it can be written again: JSON can escape halves of characters."""
+    """The text. Raises Unusable if it cannot be encoded: JSON can escape half a character."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -84,24 +84,24 @@ def _sound(text: str, name: str) -> str:
 
 
 FOLDER = "folder"
-"""What `label` is where the first folder of a picture's path is its class."""
+"""The `label` of a source where the first folder of an image's path is its class."""
 
 Label = str | int
 """The name of a class, or its number."""
 
 
 def folder_label(name: str) -> str:
-    """The first folder of a relative path. Raises Unusable where the picture lies in none, or in one of no text."""
+    """The first folder of a relative path. Raises Unusable if there is none, or its name is not printable."""
     first, below, _ = name.partition("/")
     if not below:
-        raise Unusable("picture in no folder, whose name would be its class")
-    if not first.isprintable():  # nor is what is no UTF-8
-        raise Unusable("picture in a folder whose name is no text")
+        raise Unusable("image outside a class folder; put it into a folder with the name of its class")
+    if not first.isprintable():  # bytes that are not UTF-8 are not printable either
+        raise Unusable("image in a folder whose name is not printable text")
     return first
 
 
 def json_label(data: bytes, key: str, name: str) -> Label:
-    """What `key` of the JSON file `name` holds. Raises Unusable where that is no label."""
+    """The label under `key` in the JSON file `name`. Raises Unusable if there is none."""
     try:
         value: Any = json.loads(data)
     except (ValueError, RecursionError):
@@ -110,41 +110,47 @@ def json_label(data: bytes, key: str, name: str) -> Label:
 
 
 def label_of(value: Any, where: str) -> Label:
-    """A cell or a value of JSON as a label. Raises Unusable, which names `where`, for what is none."""
+    """A cell or a JSON value as a label. Raises Unusable, which names `where`, for other values."""
     if isinstance(value, str) and value.strip():
         return value.strip()
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    raise Unusable(f"label {where} is {str(value)[:20]!r}, and the name or the number of a class was expected")
+    raise Unusable(f"label {where} is {str(value)[:20]!r}; expected the name or the number of a class")
+
+
+def read_captions(stem: str, read: Callable[[str], bytes | None]) -> tuple[Caption, ...]:
+    """The captions in STEM.json, or else in STEM.txt. Raises Unusable if there are none.
+
+    `read` returns the bytes of a file by its name, None if it is missing.
+    """
+    data = read(f"{stem}.json")
+    if data is not None and (captions := json_captions(data, f"{stem}.json")) is not None:
+        return captions
+    if (data := read(f"{stem}.txt")) is None:
+        raise Unusable(f"caption {stem}.txt is missing")
+    return text_captions(data, f"{stem}.txt")
 
 
 def captions_beside(root: Path, stem: Path, follow_links: bool) -> tuple[Caption, ...]:
-    """Of the `.json` where it has captions, else of the `.txt`. Raises Unusable where there are none."""
-    captions = None
-    path = Path(f"{stem}.json")
-    with contextlib.suppress(FileNotFoundError):
-        captions = json_captions(_read(root, path, follow_links), path.name)
-    if captions is not None:
-        return captions
-    path = Path(f"{stem}.txt")
-    try:
-        return text_captions(_read(root, path, follow_links), path.name)
-    except FileNotFoundError:
-        raise Unusable(f"caption {path.name} is missing") from None
+    """The captions of an image file without its suffix, `stem`. Raises as `read_captions`."""
+
+    def read(name: str) -> bytes | None:
+        path = stem.with_name(name)
+        with contextlib.suppress(FileNotFoundError):
+            check_link(root, path, follow_links)
+            return read_file(path, CAPTION_BYTES)
+        return None
+
+    return read_captions(stem.name, read)
 
 
 def check_link(root: Path, path: Path, follow_links: bool) -> None:
-    """Raise Unusable for a link that leads out of `root`, unless links are followed."""
+    """Raise Unusable for a link out of `root`, unless links are followed."""
     if not follow_links and leads_out(root, path):
-        raise Unusable(f"{path.name} is a link out of its folder, and is read with the source's follow_links alone")
+        raise Unusable(f"{path.name} is a link out of its folder; set follow_links of the source to read it")
 
 
-def _read(root: Path, path: Path, follow_links: bool) -> bytes:
-    check_link(root, path, follow_links)
-    return read_file(path, CAPTION_BYTES)
-
-
-def tell_passed_over(key: str, root: Path, passed_over: Counter[str]) -> None:
-    """Say in a line what of the folder, named by `key`, is neither a picture nor a caption, where anything is."""
-    if kinds := ", ".join(how_many(count, kind) for kind, count in passed_over.most_common(5) if count):
-        log.notice(f"{key}: {root} also holds what is not read: {kinds}")
+def log_ignored(key: str, root: Path, ignored: Counter[str]) -> None:
+    """Log the kinds of files in a folder that are neither images nor captions."""
+    if kinds := ", ".join(how_many(count, kind) for kind, count in ignored.most_common(5) if count):
+        log.notice(f"{key}: other files in {root} are ignored: {kinds}")

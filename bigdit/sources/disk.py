@@ -1,4 +1,4 @@
-"""Bytes of files and of ranges of them; what is the disk's fault stops the run, and is never taken for bad data."""
+"""Reads files and ranges of files. A fault of the disk stops the run: it must not look like bad data."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from bigdit.sources.protocol import Unusable
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer as Buffer
 
-PICTURE_BYTES = 2**30  # a picture within Pillow's limit of pixels takes less, unless it was made to fill the memory
+IMAGE_BYTES = 2**30  # images within Pillow's limit of pixels are smaller, unless made to fill the memory
 CAPTION_BYTES = 2**20
-PIECES, PIECE_BYTES = 16, 2**16  # of a video that are digested
-IMPOSSIBLE = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)  # of paths that name no file
+PIECES, PIECE_BYTES = 16, 2**16  # the parts of a video that are digested
+IMPOSSIBLE = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO)  # the path names no file
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """All of a file. Raises FileNotFoundError; Unusable for what is no file or larger than `limit` bytes;
-    UserError where it cannot be read."""
+    """The bytes of a file. Raises FileNotFoundError; Unusable for a path that is no file, or more than `limit` bytes;
+    UserError if it cannot be read."""
     with opened_file(path) as file:
         check_size(path.name, os.fstat(file.fileno()).st_size, limit)
         return file.read()
 
 
 def read_range(path: Path, offset: int, size: int) -> bytes:
-    """Bytes [offset, offset + size) of a file. Raises UserError where it ends before them or cannot be read."""
+    """Bytes [offset, offset + size) of a file. Raises UserError if it is shorter or cannot be read."""
     try:
         with opened_file(path) as file:
             file.seek(offset)
@@ -47,8 +47,10 @@ def read_range(path: Path, offset: int, size: int) -> bytes:
 
 
 def sampled_digest(path: Path, offset: int = 0, size: int | None = None) -> int:
-    """xxh3-64 of a file, or of a range of it: of sixteen pieces of 64 KiB, spread evenly, where there are more, as of a
-    video; of nothing where it is missing, which decoding says. Raises as `read_file`."""
+    """xxh3-64 of a file, or of a range of it. Of more than 1 MiB, sixteen pieces of 64 KiB are digested.
+
+    A missing file gives the digest of nothing, since decoding reports it. Raises as `read_file`.
+    """
     digest = xxhash.xxh3_64()
     with contextlib.suppress(FileNotFoundError), opened_file(path) as file:
         length = os.fstat(file.fileno()).st_size - offset if size is None else size
@@ -61,13 +63,12 @@ def sampled_digest(path: Path, offset: int = 0, size: int | None = None) -> int:
 
 
 def _cut(path: Path, end: int) -> UserError:
-    return UserError(f"data.images: {path} ends before byte {end}, and did not when it was listed")
+    return UserError(f"data.images: {path} ends before byte {end}; it was longer when it was listed")
 
 
 @contextlib.contextmanager
 def opened_range(path: Path, offset: int, size: int) -> Iterator[BinaryIO]:
-    """Bytes [offset, offset + size) of a file as a file of their own, read piece by piece. Raises UserError where it
-    cannot be read."""
+    """Bytes [offset, offset + size) of a file as a file object. Raises UserError if it cannot be read."""
     try:
         with opened_file(path) as file, io.BufferedReader(_Range(file.fileno(), offset, size)) as part:
             if os.fstat(file.fileno()).st_size < offset + size:
@@ -78,7 +79,7 @@ def opened_range(path: Path, offset: int, size: int) -> Iterator[BinaryIO]:
 
 
 class _Range(io.RawIOBase):
-    """A range of an open file, which stays open."""
+    """A range of an open file. Closing it leaves the file open."""
 
     def __init__(self, descriptor: int, offset: int, size: int) -> None:
         self._descriptor, self._offset, self._size, self._place = descriptor, offset, size, 0
@@ -105,17 +106,17 @@ class _Range(io.RawIOBase):
 def check_size(name: str, size: int, limit: int) -> None:
     """Raise Unusable for more than `limit` bytes."""
     if size > limit:
-        raise Unusable(f"{name} has {size} bytes; {limit} are the most that is read")
+        raise Unusable(f"{name} has {size} bytes; the limit is {limit}")
 
 
 def unreadable(path: Path, error: OSError) -> UserError:
-    """The error of a file that was there, or should be."""
-    return UserError(f"data.images: {path} cannot be read: {error.strerror or error}; run again to go on")
+    """The error for a listed file that cannot be read."""
+    return UserError(f"data.images: {path} cannot be read: {error.strerror or error}; run again to resume")
 
 
 @contextlib.contextmanager
 def opened_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to be read piece by piece. Raises as `read_file`."""
+    """A file, opened without a buffer. Raises as `read_file`."""
     try:
         with open(open_descriptor(path), "rb", buffering=0) as file:
             yield file  # type: ignore[misc]  # unbuffered: FileIO

@@ -1,9 +1,8 @@
-"""Rows of Parquet or Arrow files, one file after another; pictures within them are read one by one.
+"""Rows of Parquet or Arrow files. Images within them are read one by one.
 
-A Parquet file is read forward: a few batches of rows are held, and one page of each column, which pyarrow decodes as a
-whole: at most 1024 rows as its writer cuts them, and a row group where that has fewer. An Arrow stream file, as
-`datasets` saves them, is mapped into memory: rows cost what is touched of them. A mapped file that is cut while it is
-read ends the process with SIGBUS; the same command then goes on.
+A Parquet file is read forward. Memory holds a few batches of rows and one page of each column (at most 1024 rows),
+since pyarrow decodes whole pages. An Arrow stream file, as `datasets` saves it, is mapped into memory. If a mapped
+file is cut while it is read, the process ends with SIGBUS; the same command then resumes.
 """
 
 from __future__ import annotations
@@ -25,18 +24,20 @@ import xxhash
 from bigdit.errors import UserError
 from bigdit.files import lfs_pointer, open_file
 from bigdit.sources.protocol import Entry, Unusable
-from bigdit.sources.rows import Cells, FilePicture, Row
+from bigdit.sources.tables import Cells, ImageFile, Row
 
-STREAM_BYTES = 2**20  # read at a time of each column, instead of all of it that a row group holds
+STREAM_BYTES = 2**20  # read at a time of each column, instead of its whole row group
 OPEN = 4  # cursors that a process keeps
 
 
 def describe_parquet(path: Path) -> tuple[int, pa.Schema, str]:
-    """Rows, schema, and the digest of the footer, which holds sizes and offsets of all columns, and as a rule their
-    least and greatest values. Raises OSError or ArrowException for what is no Parquet file."""
+    """Rows, schema, and the digest of the footer. It has sizes and offsets of all columns, and mostly their ranges.
+
+    Raises OSError or ArrowException for other files.
+    """
     with open_file(path) as file, pq.ParquetFile(file) as parquet:
         if parquet.metadata.num_rows < 0:
-            raise pa.ArrowInvalid("its footer counts less than no rows")
+            raise pa.ArrowInvalid("its footer has a negative number of rows")
         size = file.seek(0, 2)
         file.seek(size - 8)
         footer = int.from_bytes(file.read(4), "little")
@@ -45,20 +46,20 @@ def describe_parquet(path: Path) -> tuple[int, pa.Schema, str]:
 
 
 def read_parquet(path: Path, start: int, end: int, columns: Sequence[str], batch_rows: int) -> pa.Table:
-    """Columns of the rows [start, end). Quick where calls go forward: a process goes on where it was in a file."""
+    """Columns of the rows [start, end). Fast for calls that go forward in a file, since its cursor is kept."""
     key = (path, path.stat().st_mtime_ns, tuple(columns), batch_rows)
     with _lock:
         cursor = _cursors.pop(key, None)
         if cursor is None or not cursor.reaches(start):
             cursor = _Cursor(path, columns, batch_rows, start)
-        _cursors[key] = cursor  # the last used is the last to go
+        _cursors[key] = cursor  # the least recently used goes first
         while len(_cursors) > OPEN:
             del _cursors[next(iter(_cursors))]
         return cursor.rows(start, end)
 
 
 class _Cursor:
-    """Batches from the row group of `start` on; the latest two stay, for readers that are a little behind."""
+    """Batches from the row group of `start` on. The latest two stay, for readers a little behind."""
 
     def __init__(self, path: Path, columns: Sequence[str], batch_rows: int, start: int) -> None:
         file = pq.ParquetFile(path, buffer_size=STREAM_BYTES, pre_buffer=False)
@@ -72,7 +73,7 @@ class _Cursor:
         self._kept: deque[tuple[int, pa.RecordBatch]] = deque(maxlen=2)
 
     def reaches(self, start: int) -> bool:
-        """Whether going on is how to come to `start`: it is not behind, nor beyond another row group's begin."""
+        """Whether reading on leads to `start`: it is not behind, and no later row group begins before it."""
         first = self._kept[0][0] if self._kept else self._end
         groups = bisect.bisect_right(self._group_ends, start) - bisect.bisect_right(self._group_ends, self._end)
         return first <= start and groups <= 0
@@ -83,7 +84,7 @@ class _Cursor:
         while self._end < end:
             batch = next(self._batches, None)
             if batch is None:
-                raise pa.ArrowInvalid(f"it ends at row {self._end}, and its footer counts more")
+                raise pa.ArrowInvalid(f"it ends at row {self._end}, before its footer's count")
             self._kept.append((self._end, batch))
             found.append(_part(self._end, batch, start, end))
             self._end += batch.num_rows
@@ -100,23 +101,23 @@ _lock = threading.Lock()
 _cursors: dict[tuple[Path, int, tuple[str, ...], int], _Cursor] = {}
 
 
-# Of uncompressed files nothing is copied; what decoding allocates is compressed buffers, which could be of any size.
+# Nothing is copied of uncompressed files. Compressed buffers would be decoded into memory of any size.
 COPIED_BYTES = 2**20
 # Source: https://arrow.apache.org/docs/format/Columnar.html#ipc-streaming-format, the end-of-stream marker
 END = b"\xff\xff\xff\xff\0\0\0\0"
 
-# It must outlive all that is allocated from it.
+# The pool must outlive everything that is allocated from it.
 _POOL = pa.proxy_memory_pool(pa.default_memory_pool())
 
 
 def describe_arrow(path: Path) -> tuple[int, pa.Schema, str]:
-    """Rows, schema, and the digest of the sizes of batches and file. Raises OSError or ArrowException for what is no
-    Arrow stream."""
+    """Rows, schema, and the digest of the sizes of batches and file. Raises OSError or ArrowException for other
+    files."""
     size = path.stat().st_size
     with open_file(path) as file:
         file.seek(max(size - len(END), 0))
         if file.read() != END:
-            raise pa.ArrowInvalid("the end of its stream is missing: it was cut, or is still written")
+            raise pa.ArrowInvalid("the end of its stream is missing: it was cut, or is still being written")
     table = _map(path)
     sizes = [batch.num_rows for batch in table.to_batches()]
     return table.num_rows, table.schema, xxhash.xxh3_128_hexdigest(f"{size} {sizes}".encode())
@@ -125,7 +126,7 @@ def describe_arrow(path: Path) -> tuple[int, pa.Schema, str]:
 def read_arrow(path: Path, start: int, end: int, columns: Sequence[str], batch_rows: int) -> pa.Table:
     """Columns of the rows [start, end)."""
     rows = _mapped(path, path.stat().st_mtime_ns).select(list(columns)).slice(start, end - start)
-    rows.validate(full=True)  # offsets stay within their buffers, whoever wrote them
+    rows.validate(full=True)  # damaged offsets may point outside the buffers
     return rows
 
 
@@ -139,13 +140,13 @@ def _map(path: Path) -> pa.Table:
     with pa.ipc.open_stream(pa.memory_map(str(path)), memory_pool=_POOL) as reader:
         for batch in reader:
             if _POOL.bytes_allocated() > COPIED_BYTES:
-                raise pa.ArrowInvalid("compressed Arrow files are not read; save_to_disk writes them plain")
+                raise pa.ArrowInvalid("compressed Arrow files are not supported; save_to_disk writes them uncompressed")
             batches.append(batch)
         return pa.Table.from_batches(batches, reader.schema)
 
 
 def cells_of(schema: pa.Schema) -> dict[str, Cells]:
-    """Each column's kind of cells."""
+    """The kind of cells of each column."""
     return {field.name: _cells(field.type) for field in schema}
 
 
@@ -159,12 +160,12 @@ def _cells(kind: pa.DataType) -> Cells:
     if _is_number(kind) or (_is_list(kind) and _is_number(kind.value_type)):
         return "numbers"
     if _is_bytes(kind) or is_image_struct(kind):
-        return "picture"
+        return "image"
     return "other"
 
 
 def is_image_struct(kind: pa.DataType) -> bool:
-    """Hugging Face's Image: the file's bytes, or null and its path."""
+    """Whether a type is Hugging Face's Image: the file's bytes, or null and a path."""
     return pa.types.is_struct(kind) and any(field.name == "bytes" and _is_bytes(field.type) for field in kind)
 
 
@@ -186,12 +187,12 @@ def _is_number(kind: pa.DataType) -> bool:
 
 Format = Literal["parquet", "arrow"]
 
-TEXT_ROWS, PICTURE_ROWS = 1024, 16  # decoded at a time
+TEXT_ROWS, IMAGE_ROWS = 1024, 16  # rows that are decoded at a time
 
 
 @dataclass(frozen=True)
-class CellPicture:
-    """A picture within a table: a cell of bytes, or of bytes and path, one of them null."""
+class ImageCell:
+    """An image within a table: a cell of bytes, or of bytes and a path, one of them null."""
 
     format: Format
     path: Path
@@ -199,26 +200,26 @@ class CellPicture:
     column: str
 
     def read(self) -> bytes:
-        """Raises Unusable where the cell is empty; otherwise as FilePicture."""
-        rows = _read(self.format, self.path, self.row, self.row + 1, [self.column], PICTURE_ROWS)
+        """Raises Unusable if the cell is empty; otherwise as ImageFile."""
+        rows = _read(self.format, self.path, self.row, self.row + 1, [self.column], IMAGE_ROWS)
         try:
             cell: Any = rows.column(0)[0].as_py()
         except UnicodeDecodeError:
             raise Unusable(f"column {self.column} has a path that is not UTF-8") from None
         if isinstance(cell, dict):
             if cell["bytes"] is None and cell.get("path"):
-                return FilePicture(self.path.parent / cell["path"]).read()
+                return ImageFile(self.path.parent / cell["path"]).read()
             cell = cell["bytes"]
         if not cell:
-            raise Unusable(f"column {self.column} holds no picture")
+            raise Unusable(f"column {self.column} holds no image")
         return bytes(cell)
 
 
 class FileRows:
-    """Rows of all files, whose columns must agree. `digest` is that of names and of what describes their contents."""
+    """Rows of all files, whose columns must agree. `digest` is of the files' names and descriptions."""
 
     def __init__(self, paths: Sequence[Path], file_format: Format, where: str, key: str) -> None:
-        """Read the files' footers or headers. Raises UserError where a file is damaged or its columns differ."""
+        """Read the files' footers or headers. Raises UserError if a file is damaged or its columns differ."""
         self.where = where
         self._paths, self._format = list(paths), file_format
         self.columns: Mapping[str, Cells] = {}
@@ -230,7 +231,7 @@ class FileRows:
                 count, schema, contents = _DESCRIBE[file_format](path)
                 columns = cells_of(schema)
             except (OSError, ValueError, pa.ArrowException) as error:  # ValueError: names that are not UTF-8
-                why = lfs_pointer(path) or f"{path} is not read as {file_format}: {_line(error)}"
+                why = lfs_pointer(path) or f"{path} cannot be read as {file_format}: {_line(error)}"
                 raise UserError(f"{key}: {why}") from None
             if counts and columns != self.columns:
                 differ = sorted(dict(columns.items() ^ self.columns.items()))
@@ -259,7 +260,7 @@ class FileRows:
         return iter(self._entries)
 
     def name(self, row: int) -> str:
-        """`train-00000-of-00002.parquet row 17`; the first row of a file is row 0."""
+        """`train-00000-of-00002.parquet row 17`. The first row of a file is row 0."""
         path, row, _ = self._at(row, row)
         return f"{path.name} row {row}"
 
@@ -274,11 +275,11 @@ class FileRows:
         return self._paths[number], row - first, min(end, self._ends[number]) - first
 
     def _rows(self, path: Path, start: int, end: int, columns: Sequence[str]) -> Iterator[Row]:
-        pictures = [column for column in columns if self.columns[column] == "picture"]
-        texts = [column for column in columns if column not in pictures]
+        images = [column for column in columns if self.columns[column] == "image"]
+        texts = [column for column in columns if column not in images]
         for number, row in enumerate(_pylist(_read(self._format, path, start, end, texts, TEXT_ROWS)), start):
             if not isinstance(row, Unusable):
-                row.update({column: CellPicture(self._format, path, number, column) for column in pictures})
+                row.update({column: ImageCell(self._format, path, number, column) for column in images})
             yield row
 
 
@@ -287,13 +288,13 @@ def _read(file_format: Format, path: Path, start: int, end: int, columns: Sequen
         return _READ[file_format](path, start, end, columns, batch_rows)
     except (OSError, ValueError, pa.ArrowException) as error:  # ValueError: texts of errors that are not UTF-8
         raise UserError(
-            f"data.images: rows {start} to {end - 1} of {path} cannot be read: {_line(error)}; run again to go on, or "
+            f"data.images: rows {start} to {end - 1} of {path} cannot be read: {_line(error)}; run again to resume, or "
             f"replace the file"
         ) from None
 
 
 def _pylist(table: pa.Table) -> Iterator[Any]:
-    """Rows as dicts; those that hold text that is no UTF-8, which Parquet does not check, as Unusable."""
+    """Rows as dicts. Rows with text that is not UTF-8 are Unusable: Parquet does not check it."""
     try:
         yield from table.to_pylist()
     except UnicodeDecodeError:

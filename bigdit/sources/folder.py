@@ -1,4 +1,4 @@
-"""Folders: of pictures or videos, or of folders of numbered pictures, each of which is a video."""
+"""Folders of images and videos, and folders of frame folders: numbered images that make one video."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from PIL import Image
 
 from bigdit.config.data import MAX_PIXELS
 from bigdit.errors import UserError
-from bigdit.sources.captions import captions_beside, check_link, folder_label, tell_passed_over
-from bigdit.sources.disk import IMPOSSIBLE, PICTURE_BYTES, read_file, sampled_digest, unreadable
-from bigdit.sources.picture import SUFFIXES, decode
-from bigdit.sources.protocol import Contents, Entry, Readable, Unusable
+from bigdit.sources.captions import captions_beside, check_link, folder_label, log_ignored
+from bigdit.sources.disk import IMAGE_BYTES, IMPOSSIBLE, read_file, sampled_digest, unreadable
+from bigdit.sources.image import SUFFIXES, decode
+from bigdit.sources.protocol import Contents, Entry, Item, Unusable
 from bigdit.sources.videos import SUFFIXES as VIDEOS
 from bigdit.sources.videos import Clip, contents_of, is_video, resampled, video_frames
 
@@ -31,7 +31,7 @@ BLOCK = 1024
 
 
 class Names:
-    """File names in their order: 2 bytes each where they are numbered, 21 where they are 32 random characters."""
+    """File names in order, compressed: 2 bytes for a numbered name, 21 for 32 random characters."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._blocks: list[bytes] = []
@@ -53,14 +53,17 @@ class Names:
             yield from map(os.fsdecode, names[max(start - first, 0) : end - first])
 
 
-_BETWEEN = "//"  # the parts of an entry as it is kept: no relative path holds it
+_BETWEEN = "//"  # separates the parts of a stored entry; no relative path has it
 _MISSING = -1, -1
 
 
 @dataclass(frozen=True)
-class FolderItem(Readable):
-    """The picture `name` below `root`; `follow_links`: also where it or its captions are links that lead out;
-    `labelled`: the folder that it lies in is its class, and captions are not read; `clip`: what of videos is taken."""
+class FolderItem(Item):
+    """The image or video `name` below `root`.
+
+    `follow_links`: it and its captions may be links out of `root`. `labelled`: its folder is its class, and captions
+    are not read. `clip`: the part of a video to read.
+    """
 
     index: int
     root: Path
@@ -70,38 +73,38 @@ class FolderItem(Readable):
     clip: Clip | None = None
 
     @property
-    def picture(self) -> Path:
+    def path(self) -> Path:
         """The file."""
         return self.root / self.name
 
     def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
         """As Item.read."""
         label = folder_label(self.name) if self.labelled else None
-        captions = () if self.labelled else captions_beside(self.root, self.picture.with_suffix(""), self.follow_links)
-        check_link(self.root, self.picture, self.follow_links)
-        if self.clip is not None and is_video(self.picture):
+        captions = () if self.labelled else captions_beside(self.root, self.path.with_suffix(""), self.follow_links)
+        check_link(self.root, self.path, self.follow_links)
+        if self.clip is not None and is_video(self.path):
             frames = partial(self._frames, self.clip, max_pixels)
-            return Contents(frames, partial(sampled_digest, self.picture), captions, label)
-        with self._vanished_told():
-            data = read_file(self.picture, PICTURE_BYTES)
+            return Contents(frames, partial(sampled_digest, self.path), captions, label)
+        with self._error_if_gone():
+            data = read_file(self.path, IMAGE_BYTES)
         return contents_of(data, self.clip, max_pixels, captions, label)
 
     def _frames(self, clip: Clip, max_pixels: int) -> Iterator[Image.Image]:
-        with self._vanished_told():
-            yield from video_frames(self.picture, clip, max_pixels)
+        with self._error_if_gone():
+            yield from video_frames(self.path, clip, max_pixels)
 
     @contextlib.contextmanager
-    def _vanished_told(self) -> Iterator[None]:
+    def _error_if_gone(self) -> Iterator[None]:
         try:
             yield
         except FileNotFoundError as error:
-            if self.picture.is_symlink():
-                raise Unusable(f"{self.picture.name} is a link to nothing") from None
-            raise unreadable(self.picture, error) from None
+            if self.path.is_symlink():
+                raise Unusable(f"{self.path.name} is a link to nothing") from None
+            raise unreadable(self.path, error) from None
 
 
 class ImageFolder:
-    """All pictures below `root`, in the order of their relative paths; folders that are links are not entered."""
+    """All images below `root`, in the order of their relative paths. Linked folders are ignored."""
 
     def __init__(
         self,
@@ -112,35 +115,35 @@ class ImageFolder:
         labelled: bool = False,
         clip: Clip | None = None,
     ) -> None:
-        """List the folder, videos too where a `clip` of them is taken. Raises UserError, which names `key`, where it is
-        missing or holds no pictures."""
+        """List the folder; with a `clip`, videos too. Raises UserError, which names `key`, if it is missing or
+        empty."""
         self.root = root
         self._follow_links = follow_links
         self._labelled = labelled
         self._clip = clip
         suffixes = SUFFIXES if clip is None else (*SUFFIXES, *VIDEOS)
         self.class_names: set[str] = set()
-        digest = xxhash.xxh3_128(b"links are followed\n" if follow_links else b"")
-        passed_over: Counter[str] = Counter()
+        digest = xxhash.xxh3_128(b"follow_links\n" if follow_links else b"")
+        ignored: Counter[str] = Counter()
         try:
-            self._names = Names(self._classified(_digested(root, digest, suffixes, passed_over)))
+            self._names = Names(self._classified(_digested(root, digest, suffixes, ignored)))
         except NotADirectoryError:
             raise UserError(f"{key}: {root} is not a folder") from None
         except FileNotFoundError as error:
-            missing = "does not exist" if error.filename == str(root) else f"changes: {error.filename} has vanished"
+            missing = "does not exist" if error.filename == str(root) else f"changes: {error.filename} is gone"
             raise UserError(f"{key}: the folder {root} {missing}") from None
         except OSError as error:
             raise UserError(f"{key}: {error.filename} cannot be listed: {error.strerror}") from None
         if not len(self._names):
-            raise UserError(f"{key}: {root} holds no pictures{' or videos' if clip else ''} ({', '.join(suffixes)})")
-        tell_passed_over(key, root, passed_over)
+            raise UserError(f"{key}: {root} holds no images{' or videos' if clip else ''} ({', '.join(suffixes)})")
+        log_ignored(key, root, ignored)
         self.identity = {"kind": "folder", "count": len(self._names), "digest": digest.hexdigest()}
 
     def __len__(self) -> int:
         return len(self._names)
 
     def items(self, start: int, end: int) -> list[FolderItem]:
-        """Pictures [start, end) of the order."""
+        """Images [start, end) of the order."""
         names = enumerate((_entry(text).name for text in self._names.range(start, end)), start)
         how = (self._follow_links, self._labelled, self._clip)
         return [FolderItem(index, self.root, name, *how) for index, name in names]
@@ -150,63 +153,59 @@ class ImageFolder:
         return map(_entry, self._names.range(0, len(self._names)))
 
     def _classified(self, entries: Iterator[str]) -> Iterator[str]:
-        """The entries, the first folders of whose names are classes where pictures have labels."""
+        """The entries; on the way, the names of classes are collected."""
         for entry in entries:
             if self._labelled:
-                with contextlib.suppress(Unusable):  # which its picture says when it is loaded
+                with contextlib.suppress(Unusable):  # the image raises it when it is loaded
                     self.class_names.add(folder_label(_entry(entry).name))
             yield entry
 
 
-def _digested(
-    root: Path, digest: xxhash.xxh3_128, suffixes: Collection[str], passed_over: Counter[str]
-) -> Iterator[str]:
-    """Entries of pictures, sorted; names and sizes of pictures and captions go into the digest: a caption that was
-    edited changes the features as much as a picture."""
-    for name, found in _pictures(root, "", suffixes, passed_over):
+def _digested(root: Path, digest: xxhash.xxh3_128, suffixes: Collection[str], ignored: Counter[str]) -> Iterator[str]:
+    """Sorted entries of images. Names and sizes of images and captions are digested: both change the features."""
+    for name, found in _images(root, "", suffixes, ignored):
         sizes, times = zip(*found, strict=True)
         digest.update(os.fsencode(f"{name}\0{sizes}\n"))
         yield _BETWEEN.join([name, str(sizes[0]), " ".join(map(str, sizes[1:])), " ".join(map(str, times))])
 
 
 def _entry(text: str) -> Entry:
-    name, picture, captions, times = text.split(_BETWEEN)
-    return Entry(name, 1, picture, captions, times)
+    name, image, captions, times = text.split(_BETWEEN)
+    return Entry(name, 1, image, captions, times)
 
 
-def _pictures(
-    root: Path, folder: str, suffixes: Collection[str], passed_over: Counter[str]
+def _images(
+    root: Path, folder: str, suffixes: Collection[str], ignored: Counter[str]
 ) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """Relative paths of pictures below `folder`, sorted, with bytes and times of picture, `.json` and `.txt`, -1 for
-    what is missing; what is neither is counted in `passed_over`.
+    """Sorted relative paths of images below `folder`, with bytes and times of image, `.json` and `.txt`.
 
-    A folder is sorted as if its name ended in a slash, which gives the order of whole paths: one folder of each
-    level is held at a time, never the whole tree.
+    Both are -1 for a missing file. Other files are counted in `ignored`. A folder is sorted as if its name ended in a
+    slash, which is the order of whole paths. So memory holds one folder of each level, never the whole tree.
     """
-    descriptor = os.open(root / folder, os.O_RDONLY)  # paths from here are short: the kernel walks nothing twice
+    descriptor = os.open(root / folder, os.O_RDONLY)  # paths from here are short, so the kernel walks less
     try:
-        entries = _entries(descriptor, passed_over)
+        entries = _entries(descriptor, ignored)
         for name in sorted(entries):
             stem, suffix = os.path.splitext(name)
             if name.endswith("/"):
-                yield from _pictures(root, folder + name, suffixes, passed_over)
+                yield from _images(root, folder + name, suffixes, ignored)
             elif suffix.lower() in suffixes:
-                # A listing tells what is missing; asking for it would be a round trip on a network file system.
+                # The listing shows what is missing. A stat would be a round trip on a network file system.
                 files = (name, f"{stem}.json", f"{stem}.txt")
                 yield folder + name, [_seen(file, descriptor) if file in entries else _MISSING for file in files]
             elif suffix not in (".json", ".txt"):
-                passed_over[f"{suffix or 'other'} file"[:20]] += 1
+                ignored[f"{suffix or 'other'} file"[:20]] += 1
     finally:
         os.close(descriptor)
 
 
-def _entries(descriptor: int, passed_over: Counter[str]) -> set[str]:
-    """Names in a folder, those of folders with a slash."""
+def _entries(descriptor: int, ignored: Counter[str]) -> set[str]:
+    """Names in a folder. Those of folders end in a slash."""
     entries = set()
     with os.scandir(descriptor) as scanned:
         for entry in scanned:
             if entry.is_symlink() and _is_folder(entry):
-                passed_over["linked folder"] += 1
+                ignored["linked folder"] += 1
             else:
                 entries.add(f"{entry.name}/" if entry.is_dir(follow_symlinks=False) else entry.name)
     return entries
@@ -216,26 +215,25 @@ def _is_folder(link: os.DirEntry) -> bool:
     try:
         return link.is_dir()
     except OSError as error:
-        if error.errno in IMPOSSIBLE:  # a link in a circle: loading it will tell
+        if error.errno in IMPOSSIBLE:  # a link in a circle; loading it raises
             return False
         raise
 
 
-def _seen(name: str, descriptor: int) -> tuple[int, int]:
-    """Bytes of a file, and the nanosecond when it was changed last."""
+def _seen(name: str | Path, descriptor: int | None = None) -> tuple[int, int]:
+    """Bytes of a file, and the time of its last change in nanoseconds."""
     try:
         status = os.stat(name, dir_fd=descriptor)
         return status.st_size, status.st_mtime_ns
     except OSError as error:
         if error.errno in (errno.ENOENT, *IMPOSSIBLE):
-            return _MISSING  # a link to nothing, or in a circle: loading it will tell
+            return _MISSING  # missing, a link to nothing, or in a circle; loading it raises
         raise
 
 
 @dataclass(frozen=True)
-class FrameFolder(Readable):
-    """The pictures of the folder `name` below `root`, in the order of their numbers, `step` seconds apart; the others
-    as of FolderItem."""
+class FrameFolder(Item):
+    """A video: the images of the folder `name` below `root`, in the order of their numbers, `step` seconds apart."""
 
     index: int
     root: Path
@@ -251,48 +249,47 @@ class FrameFolder(Readable):
 
     def _digest(self) -> int:
         digest = xxhash.xxh3_64()
-        with contextlib.suppress(Unusable):  # which decoding says
+        with contextlib.suppress(Unusable):  # decoding raises it
             for data in self._taken():
                 digest.update(data)
         return digest.intdigest()
 
     def _taken(self) -> Iterator[bytes]:
-        """The bytes of the frames that are taken."""
+        """The bytes of each frame of the clip."""
         folder = self.root / self.name
         try:
             names = frames_within(os.listdir(folder))
             timed = ((number * self.step, self.step, name) for number, name in enumerate(names))
             for name in resampled(timed, self.clip):
                 check_link(self.root, folder / name, self.follow_links)
-                yield read_file(folder / name, PICTURE_BYTES)
+                yield read_file(folder / name, IMAGE_BYTES)
         except FileNotFoundError as error:
             raise unreadable(folder, error) from None
 
 
 class FrameFolders:
-    """All folders below `root` that hold pictures, `frame_rate` of which are a second; links are not entered."""
+    """All folders of images below `root`, with `frame_rate` images a second. Linked folders are ignored."""
 
     class_names: Collection[str] = ()
 
     def __init__(self, root: Path, key: str, *, frame_rate: float, clip: Clip, follow_links: bool) -> None:
-        """List them. Raises UserError, which names `key`, where there are none or they cannot be listed."""
+        """List the folders. Raises UserError, which names `key`, if there are none or they cannot be listed."""
         self.root, self._clip = root, clip
         self._step = Clip(frame_rate, 1).step
         self._follow_links = follow_links
         digest = xxhash.xxh3_128(f"frames {self._step} apart, links {follow_links}\n".encode())
-        passed_over: Counter[str] = Counter()
+        ignored: Counter[str] = Counter()
         try:
-            self._entries = list(_digested_frames(root, digest, passed_over))
-            self._names = Names(entry.name for entry in self._entries)
+            self._entries = list(_digested_frames(root, digest, ignored))
         except OSError as error:
             raise UserError(f"{key}: {error.filename} cannot be listed: {error.strerror}") from None
-        if not len(self._names):
-            raise UserError(f"{key}: {root} holds no folders of pictures, which frame_rate is of; leave frame_rate out")
-        tell_passed_over(key, root, passed_over)
-        self.identity = {"kind": "folder", "count": len(self._names), "digest": digest.hexdigest()}
+        if not self._entries:
+            raise UserError(f"{key}: {root} holds no folders of images, as frame_rate needs; leave frame_rate out")
+        log_ignored(key, root, ignored)
+        self.identity = {"kind": "folder", "count": len(self), "digest": digest.hexdigest()}
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._entries)
 
     def entries(self) -> Iterator[Entry]:
         """As Source.entries."""
@@ -300,13 +297,13 @@ class FrameFolders:
 
     def items(self, start: int, end: int) -> list[FrameFolder]:
         """Videos [start, end) of the order."""
-        names = enumerate(self._names.range(start, end), start)
         how = (self._step, self._clip, self._follow_links)
-        return [FrameFolder(index, self.root, name, *how) for index, name in names]
+        entries = enumerate(self._entries[start:end], start)
+        return [FrameFolder(index, self.root, entry.name, *how) for index, entry in entries]
 
 
 def frames_within(names: list[str]) -> list[str]:
-    """The pictures among the names of a folder, by their last numbers: `2.png` before `10.png`."""
+    """The images among file names, sorted by their last numbers: `2.png` before `10.png`."""
 
     def number(name: str) -> tuple[int, str]:
         found = re.findall(r"\d+", os.path.splitext(name)[0])
@@ -315,20 +312,22 @@ def frames_within(names: list[str]) -> list[str]:
     return sorted((name for name in names if os.path.splitext(name)[1].lower() in SUFFIXES), key=number)
 
 
-def _digested_frames(root: Path, digest: xxhash.xxh3_128, passed_over: Counter[str]) -> Iterator[Entry]:
-    """Entries of folders with pictures; with the names and sizes of these, and sizes of captions, digested. What
-    else is there is counted in `passed_over`, pictures in no folder too."""
-    for folder in _below(root, passed_over):
+def _digested_frames(root: Path, digest: xxhash.xxh3_128, ignored: Counter[str]) -> Iterator[Entry]:
+    """Entries of folders with images. Names and sizes of images, and sizes of captions, are digested.
+
+    Other files, and images outside a folder, are counted in `ignored`.
+    """
+    for folder in _below(root, ignored):
         names = os.listdir(folder)
         frames = frames_within(names)
         taken = frames if folder != root else []
         for name in set(names) - set(taken):
             if (suffix := os.path.splitext(name)[1]) not in (".json", ".txt") and (folder / name).is_file():
-                passed_over[f"{suffix or 'other'} file"[:20]] += 1
+                ignored[f"{suffix or 'other'} file"[:20]] += 1
         if taken:
             name = os.path.relpath(folder, root)
             files = [*(folder / frame for frame in frames), Path(f"{folder}.json"), Path(f"{folder}.txt")]
-            sizes, times = zip(*map(_seen_file, files), strict=True)
+            sizes, times = zip(*map(_seen, files), strict=True)
             lines = [f"{os.path.relpath(each, root)}\0{size}\n" for each, size in zip(files, sizes, strict=True)]
             digest.update(os.fsencode("".join(lines)))
             frames_digest, when = (_digest_of(each) for each in ("".join(lines[:-2]), str(times)))
@@ -339,20 +338,11 @@ def _digest_of(text: str) -> str:
     return xxhash.xxh3_64_hexdigest(os.fsencode(text))
 
 
-def _below(folder: Path, passed_over: Counter[str]) -> Iterator[Path]:
-    """A folder and those within, sorted; linked folders are counted in `passed_over`."""
+def _below(folder: Path, ignored: Counter[str]) -> Iterator[Path]:
+    """A folder and all below it, sorted. Linked folders are counted in `ignored`."""
     yield folder
     with os.scandir(folder) as entries:
         found = list(entries)
-    passed_over["linked folder"] += sum(entry.is_symlink() and os.path.isdir(entry) for entry in found)
+    ignored["linked folder"] += sum(entry.is_symlink() and os.path.isdir(entry) for entry in found)
     for name in sorted(entry.name for entry in found if entry.is_dir(follow_symlinks=False)):
-        yield from _below(folder / name, passed_over)
-
-
-def _seen_file(file: Path) -> tuple[int, int]:
-    """Bytes of a file, and the nanosecond when it was changed last."""
-    try:
-        status = file.stat()
-        return status.st_size, status.st_mtime_ns
-    except OSError:
-        return -1, -1  # missing, or a link to nothing: loading it will tell
+        yield from _below(folder / name, ignored)

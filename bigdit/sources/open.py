@@ -1,4 +1,4 @@
-"""What `data.images` describes: the files and kinds its paths mean, each opened as its kind, all one after another."""
+"""Opens the sources of `data.images`: finds the kind and the files of each path, and puts all sources into one list."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ from bigdit.config.data import MAX_PIXELS, DataConfig, SourceConfig, SourceKind,
 from bigdit.documents import read_json
 from bigdit.errors import UserError, nearest
 from bigdit.sources.captions import FOLDER
-from bigdit.sources.csv_rows import CsvRows
 from bigdit.sources.file_rows import FileRows
 from bigdit.sources.folder import FrameFolders, ImageFolder
-from bigdit.sources.picture import SUFFIXES
-from bigdit.sources.protocol import Contents, Entry, Item, Readable, Sample, Source
-from bigdit.sources.rows import TableSource
+from bigdit.sources.image import SUFFIXES
+from bigdit.sources.protocol import Contents, Entry, Item, Source
+from bigdit.sources.tables import CsvRows, TableSource
 from bigdit.sources.videos import Clip, Clips
 from bigdit.sources.webdataset import WebDataset
 
-INDEX = "index"  # the folder within data.features where what is costly to list is kept
+INDEX = "index"  # the folder within data.features for listings and indices of sources
 
 
 @dataclass(frozen=True)
-class ListedItem(Readable):
+class ListedItem(Item):
     """An item of one source of the list, under its index in the whole list."""
 
     index: int
@@ -40,18 +39,15 @@ class ListedItem(Readable):
     max_pixels: int = MAX_PIXELS
 
     def read(self, max_pixels: int | None = None) -> Contents:
-        """As Item.read, of as many pixels as the run allows where nothing else is asked."""
+        """As Item.read. The default of `max_pixels` is the run's."""
         return self.item.read(max_pixels or self.max_pixels)
-
-    def load(self, max_pixels: int | None = None) -> Sample:
-        """Likewise."""
-        return self.read(max_pixels).sample()
 
 
 class SourceList:
-    """Sources one after another. What is appended to the list leaves the indices before it as they were.
+    """Sources one after another. A source that is appended leaves earlier indices as they were.
 
-    `class_names`: of the classes 0, 1, … of its pictures, where they have names."""
+    `class_names`: the names of classes 0, 1, …, if they have names.
+    """
 
     def __init__(
         self, sources: Sequence[Source], titles: Sequence[str], class_names: Sequence[str] | None, max_pixels: int
@@ -75,11 +71,11 @@ class SourceList:
         return self._ends[-1]
 
     def entries(self) -> Iterator[Entry]:
-        """Those of all sources."""
+        """The entries of all sources."""
         return itertools.chain.from_iterable(source.entries() for source in self.sources)
 
     def items(self, start: int, end: int) -> list[ListedItem]:
-        """Items [start, end) of the whole list; names start with their source where there are several."""
+        """Items [start, end) of the whole list. With several sources, names begin with the source."""
         found: list[ListedItem] = []
         for number in range(bisect.bisect_right(self._ends, start), len(self.sources)):
             first = self._ends[number - 1] if number else 0
@@ -92,9 +88,9 @@ class SourceList:
 
 
 def open_source(data: DataConfig) -> SourceList:
-    """List what `data.images` names, without reading pictures.
+    """List the sources of `data.images`, without reading images.
 
-    Raises UserError with all problems, each naming its source: what is missing, empty, damaged or hostile.
+    Raises UserError with all problems of all sources: missing, empty, damaged or hostile files.
     """
     sources: list[Source] = []
     problems: list[str] = []
@@ -109,14 +105,16 @@ def open_source(data: DataConfig) -> SourceList:
 
 
 def check_sources(data: DataConfig, *, listed: bool) -> list[str]:
-    """What of `data.images` is not there, and so was not looked at. Raises UserError where a source is asked for what
-    its kind does not have, or, where all are there and to be `listed`, as open_source does; tars are not, since that
-    writes an index."""
+    """The sources of `data.images` that do not exist here; they are not checked.
+
+    Raises UserError for settings that a source's kind does not have. If all exist and should be `listed`, raises as
+    open_source does; but tars are not listed, since that writes an index.
+    """
     kinds, missing, problems = set[SourceKind](), list[str](), list[str]()
     for number, config in enumerate(data.images):
         key, there = _key(data, number), config.path.exists() or is_pattern(config.path)
         missing += [] if there else [f"{key}: {config.path}"]
-        if there or config.kind is not None:  # or its kind is not known
+        if there or config.kind is not None:  # else its kind is unknown
             try:
                 kinds.add(_checked_kind(config, data, key))
             except UserError as error:
@@ -142,9 +140,9 @@ def _checked_kind(config: SourceConfig, data: DataConfig, key: str) -> SourceKin
     kind = kind_of(config, key)
     _refuse_columns(config, kind, key)
     if config.frame_rate is not None and data.fps is None:
-        raise UserError(f"{key}.frame_rate is of videos, and data.buckets has no frames; leave it out")
+        raise UserError(f"{key}.frame_rate is for videos, and data.buckets has no frames; leave it out")
     if config.clips > 1 and data.fps is None:
-        raise UserError(f"{key}.clips is of videos, and data.buckets has no frames; leave it out")
+        raise UserError(f"{key}.clips is for videos, and data.buckets has no frames; leave it out")
     return kind
 
 
@@ -154,15 +152,15 @@ def _open(config: SourceConfig, data: DataConfig, key: str, clip: Clip | None) -
         links, rate = config.follow_links, config.frame_rate
         if rate is None:
             return ImageFolder(config.path, key, follow_links=links, labelled=config.label is not None, clip=clip)
-        assert clip is not None  # or its rate was refused
+        assert clip is not None  # without frames, frame_rate is rejected
         return FrameFolders(config.path, key, frame_rate=rate, clip=clip, follow_links=links)
     if kind == "csv":
         return TableSource(kind, CsvRows(config.path, key), config, key, clip)
     if kind == "webdataset":
         if data.features is None:
             raise UserError(
-                f"{key}: {config.path} holds tars, whose index is kept in data.features, and strategy.features is "
-                "online; set it to cached, and `bigdit extract` encodes into data.features once"
+                f"{key}: {config.path} holds tars. Their index needs data.features, and strategy.features is online; "
+                "set it to cached, and run `bigdit extract`"
             )
         tars = files_of(config, ".tar", key)
         return WebDataset(tars, data.features / INDEX, data.workers, key, config.label, clip)
@@ -174,42 +172,40 @@ def _open(config: SourceConfig, data: DataConfig, key: str, clip: Clip | None) -
 
 
 def _refuse_columns(config: SourceConfig, kind: SourceKind, key: str) -> None:
-    """What the config could not see: whether the kind that the path shows has the columns and splits it names."""
+    """Raise UserError for columns and splits that the kind of the path does not have."""
     if kind in ("folder", "webdataset") and (config.image or config.captions):
         raise UserError(f"{key}: {config.path} is of kind {kind}, which has no columns; leave out image and captions")
     if kind == "folder" and config.label not in (None, FOLDER):
         raise UserError(
-            f"{key}.label: {config.path} is of kind folder, which has no columns; set it to {FOLDER}: the first folder "
-            f"of a picture's path is its class then"
+            f"{key}.label: {config.path} is of kind folder, which has no columns; set it to {FOLDER}, and the first "
+            f"folder of an image's path is its class"
         )
     if kind in ("folder", "webdataset", "csv") and config.split:
         raise UserError(f"{key}.split: {config.path} is of kind {kind}, which has no splits; leave it out")
     for name in ("follow_links", "frame_rate"):
         if kind != "folder" and getattr(config, name):
-            raise UserError(
-                f"{key}.{name}: {config.path} is of kind {kind}; it is for folders of pictures; leave it out"
-            )
+            raise UserError(f"{key}.{name}: {config.path} is of kind {kind}; it is for folders of images; leave it out")
 
 
-FILES_MOST = 1_000_000  # that a pattern may name
+FILES_MOST = 1_000_000  # of a pattern
 
 KINDS: dict[str, SourceKind] = {
     ".csv": "csv",
     ".tsv": "csv",
     ".parquet": "parquet",
     ".tar": "webdataset",
-    ".gz": "webdataset",  # which refuses it, and says why
+    ".gz": "webdataset",  # which rejects it, and says why
     ".tgz": "webdataset",
 }
 STATE, SPLITS = "state.json", "dataset_dict.json"  # of a folder that `datasets` saved
-# Names as `push_to_hub` writes them: train-00000-of-00002.parquet, with a hash behind the count in older ones.
+# Names as `push_to_hub` writes them: train-00000-of-00002.parquet. Older ones have a hash after the count.
 _HUB_NAME = re.compile(r"(?P<split>.+?)-\d{5}-of-\d{5}(-\w+)?\.parquet")
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 
 
 def kind_of(config: SourceConfig, key: str) -> SourceKind:
-    """The kind that is asked for, or that the path shows. Raises UserError where it shows several."""
+    """The configured kind, or the kind of the path's files. Raises UserError if there are several."""
     if config.kind is not None:
         return config.kind
     suffix = config.path.suffix.lower()
@@ -228,13 +224,15 @@ def kind_of(config: SourceConfig, key: str) -> SourceKind:
 
 
 def is_pattern(path: Path) -> bool:
-    """Whether a path names files by a pattern, and is none itself."""
+    """Whether a path is a pattern of file names."""
     return glob.has_magic(str(path)) or _BRACES.search(str(path)) is not None
 
 
 def files_of(config: SourceConfig, suffix: str, key: str) -> list[Path]:
-    """Files that `config.path` names: itself, those of a pattern, or those of its suffix below a folder; of the
-    asked split. Raises UserError where there are none, or splits to choose from."""
+    """The files of `config.path`: the file, a pattern's files, or a folder's files with `suffix`; of the chosen split.
+
+    Raises UserError if there are none, or if a split must be chosen.
+    """
     path = config.path
     if path.is_dir():
         below = path.glob(f"**/*{suffix}") if suffix == ".parquet" else path.glob(f"*{suffix}")
@@ -252,8 +250,10 @@ def files_of(config: SourceConfig, suffix: str, key: str) -> list[Path]:
 
 
 def saved_files(config: SourceConfig, key: str) -> list[Path]:
-    """The Arrow files of a folder that `datasets` saved, of the asked split. Raises UserError where there are
-    splits to choose from, or the folder is not whole."""
+    """The Arrow files of a folder that `datasets` saved, of the chosen split.
+
+    Raises UserError if a split must be chosen, or files are missing.
+    """
     folder = config.path
     if (folder / SPLITS).is_file():
         listed = _json(folder / SPLITS, key).get("splits")
@@ -274,11 +274,11 @@ def saved_files(config: SourceConfig, key: str) -> list[Path]:
 
 
 def _kinds_within(folder: Path) -> set[SourceKind]:
-    """What the top of a folder shows; nothing for a folder of folders."""
+    """The kinds of files at the top of a folder; none for a folder of folders."""
     try:
         names = set(os.listdir(folder))
     except OSError:
-        return set()  # opening it as a folder will tell
+        return set()  # opening it as a folder raises
     if names & {STATE, SPLITS}:
         return {"datasets"}
     suffixes = {os.path.splitext(name)[1].lower() for name in names}
@@ -290,7 +290,7 @@ def _kinds_within(folder: Path) -> set[SourceKind]:
 
 def _expanded(pattern: str, key: str) -> Iterator[str]:
     """The pattern for each alternative of its braces: `{000..099}`, `{a,b}`."""
-    pieces = _BRACES.split(pattern)  # texts and, between them, the contents of braces
+    pieces = _BRACES.split(pattern)  # alternately text and the contents of braces
     choices: list[Sequence[str]] = []
     count = 1
     for number, piece in enumerate(pieces):
@@ -301,7 +301,7 @@ def _expanded(pattern: str, key: str) -> Iterator[str]:
         elif number % 2:
             count *= piece.count(",") + 1
         if not 0 < count <= FILES_MOST:
-            raise UserError(f"{key}: {pattern} names {count} files; 1 to {FILES_MOST} can be read")
+            raise UserError(f"{key}: {pattern} names {count} files; the limits are 1 and {FILES_MOST}")
         if numbers:
             choices.append([str(at).zfill(len(numbers[1])) for at in range(first, last + 1)])
         else:
@@ -310,7 +310,7 @@ def _expanded(pattern: str, key: str) -> Iterator[str]:
 
 
 def _of_split(files: list[Path], split: str | None, key: str) -> list[Path]:
-    """The files of one split, by the names that the hub gives them; all, where names show none."""
+    """The files of one split, by their names on the hub; all files if the names have no split."""
     named = {file: match["split"] for file in files if (match := _HUB_NAME.fullmatch(file.name))}
     splits = sorted(set(named.values()))
     if not splits and split is None:
@@ -335,5 +335,5 @@ def _json(path: Path, key: str) -> dict[str, Any]:
     except (OSError, ValueError):
         raise UserError(f"{key}: {path} is missing or damaged; save the data set again") from None
     if not isinstance(value, dict):
-        raise UserError(f"{key}: {path} is no JSON object; save the data set again")
+        raise UserError(f"{key}: {path} is not a JSON object; save the data set again")
     return value

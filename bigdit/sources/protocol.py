@@ -1,4 +1,4 @@
-"""What a source of pictures and captions or labels is to others: a count, an identity, items that load themselves."""
+"""The interface of a source of images with captions or labels: a count, an identity, and items that load themselves."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from bigdit.config.data import MAX_PIXELS
 
 
 class Unusable(Exception):
-    """A picture or a caption that cannot be trained on: it is skipped, and its reason reported."""
+    """An image or a caption that cannot be used. It is skipped, and the reason is reported."""
 
 
 @dataclass(frozen=True)
 class Caption:
-    """One description of a picture; one of several is drawn with a probability in proportion to its `weight` > 0."""
+    """One caption of an image. Of several, one is chosen with probability proportional to its `weight` > 0."""
 
     text: str
     weight: float = 1.0
@@ -28,8 +28,10 @@ class Caption:
 
 @dataclass(frozen=True)
 class Sample:
-    """A decoded picture, upright, opaque, of mode RGB or L, or the frames of a video, which are decoded as they are
-    taken; and its captions, at least one; or of a source with labels none, and the name or the number of its class."""
+    """A decoded image (upright, opaque, mode RGB or L) or the frames of a video, which are decoded lazily.
+
+    It has at least one caption, or a label: the name or the number of its class.
+    """
 
     image: Image.Image | Iterator[Image.Image]
     captions: tuple[Caption, ...] = ()
@@ -38,7 +40,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Contents:
-    """What was read of an item: how its picture is decoded, and the digest of the bytes that are; captions or label."""
+    """An item after its files were read: functions that decode and digest its image; its captions or label."""
 
     decode: Callable[[], Image.Image | Iterator[Image.Image]]
     digest: Callable[[], int]
@@ -46,81 +48,72 @@ class Contents:
     label: str | int | None = None
 
     def sample(self) -> Sample:
-        """Decoded. Raises Unusable for a damaged picture."""
+        """Decode the image. Raises Unusable for a damaged one."""
         return Sample(self.decode(), self.captions, self.label)
 
     def digests(self) -> tuple[int, int]:
-        """xxh3-64 of the picture as it lies on the disk, and of its captions or its label."""
-        said = [[each.text, each.weight] for each in self.captions] or self.label
-        return self.digest(), xxhash.xxh3_64_intdigest(json.dumps(said).encode())
-
-
-class Readable(ABC):
-    """An item by what it reads."""
-
-    @abstractmethod
-    def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
-        """As Item.read."""
-
-    def load(self, max_pixels: int = MAX_PIXELS) -> Sample:
-        """As Item.load."""
-        return self.read(max_pixels).sample()
+        """xxh3-64 of the image's file, and of its captions or label."""
+        text = [[each.text, each.weight] for each in self.captions] or self.label
+        return self.digest(), xxhash.xxh3_64_intdigest(json.dumps(text).encode())
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A file of a source, or a picture with its captions: how many items it has, what tells those of a `picture` and of
-    `captions` without reading them, such as sizes; and when they were changed last."""
+    """A file of a source, or an image with its captions, and the `count` of its items.
+
+    `image` and `captions` describe the contents without reading them, by sizes for example. `times`: last changes.
+    """
 
     name: str
     count: int
-    picture: str
+    image: str
     captions: str
     times: str
 
 
-class Item(Protocol):
-    """One picture of a source: its `index` there, its `name` for people. Items can be sent to other processes:
-    they hold paths and offsets, and no open files."""
+class Item(ABC):
+    """One image of a source: its `index` there, and its `name` for people.
 
-    @property
-    def index(self) -> int: ...
+    Items can be sent to other processes: they hold paths and offsets, and no open files.
+    """
 
-    @property
-    def name(self) -> str: ...
+    index: int
+    name: str
 
+    @abstractmethod
     def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
-        """Read all but videos. Raises as `load`."""
-        ...
+        """Read everything but videos. An image or a frame has at most `max_pixels`. Raises as `load`."""
 
-    def load(self, max_pixels: int = MAX_PIXELS) -> Sample:
-        """Read and decode; frames of a video may raise as well. A picture or a frame has at most `max_pixels`.
+    def load(self) -> Sample:
+        """Read and decode. Frames of a video may raise later.
 
-        Raises Unusable for a damaged picture and for captions or labels that are missing, empty or malformed; UserError
-        where files cannot be read at all, since then the disk and not the data is at fault.
+        Raises Unusable for a damaged image, and for captions or labels that are missing, empty or malformed. Raises
+        UserError if a file cannot be read at all: then the disk is at fault, and not the data.
         """
-        ...
+        return self.read().sample()
 
 
 class Source(Protocol):
-    """Pictures in a fixed order. `class_names`: of the classes that it knows by itself."""
+    """Images in a fixed order. `class_names`: the names of classes that the source itself has."""
 
     @property
     def class_names(self) -> Collection[str]: ...
 
     @property
     def identity(self) -> dict[str, Any]:
-        """`kind`, `count` and `digest`: equal where the items and their order are; free of paths and times, so
-        that a copied source stays the same one. What `open_source` returns has `sources` as well, the identity
-        of each source of the list in its order."""
+        """`kind`, `count` and `digest`, which are equal if the items and their order are.
+
+        They hold no paths and times, so a copied source has the same identity. The source of `open_source` also has
+        `sources`: the identity of each source in the list.
+        """
         ...
 
     def __len__(self) -> int: ...
 
     def entries(self) -> Iterator[Entry]:
-        """What it consists of, in its order; without `times` it tells what `identity` does."""
+        """The entries, in order. Without `times` they hold what `identity` digests."""
         ...
 
     def items(self, start: int, end: int) -> Sequence[Item]:
-        """Items [start, end) of the order; pictures are not touched before their `load`."""
+        """Items [start, end). No image is read before `load`."""
         ...

@@ -1,4 +1,4 @@
-"""Videos: files, by PyAV, and animations; which of their frames are taken, and how many clips."""
+"""Frames of videos (by PyAV) and of animated images, at the frame rate of a clip; several clips of a video."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from bigdit.config.data import MAX_PIXELS
 from bigdit.errors import UserError
 from bigdit.files import IS_LFS_POINTER, is_lfs_pointer
 from bigdit.sources.disk import opened_file
-from bigdit.sources.picture import check_pixels, decode, flat, opened
-from bigdit.sources.protocol import Caption, Contents, Entry, Item, Readable, Source, Unusable
+from bigdit.sources.image import check_pixels, decode, flat, opened
+from bigdit.sources.protocol import Caption, Contents, Entry, Item, Source, Unusable
 
 T = TypeVar("T")
 
 Timed = tuple[Fraction, Fraction, T]
-"""A frame: the second at which it begins to be shown, and for how long it is where no other follows."""
+"""A frame: the second at which it is first shown, its seconds if no frame follows, and the frame itself."""
 
 INSTANT = Fraction(0)
 
 
 @dataclass(frozen=True)
 class Clip:
-    """A part of a video: at most `frames` frames, `fps` of them a second, after the first `start`."""
+    """A part of a video: at most `frames` frames at `fps` frames a second, after the first `start` frames."""
 
     fps: float
     frames: int
@@ -40,7 +40,7 @@ class Clip:
 
     @property
     def step(self) -> Fraction:
-        """Seconds from one frame to the next; rates of broadcasts, such as 23.976, are n × 1000/1001."""
+        """Seconds from one frame to the next. Broadcast rates, such as 23.976, are n × 1000/1001."""
         broadcast = Fraction(round(self.fps) * 1000, 1001)
         near = abs(self.fps - broadcast) < 5e-4
         return 1 / (broadcast if near else Fraction(self.fps).limit_denominator(1000))
@@ -49,11 +49,10 @@ class Clip:
 def resampled(
     timed: Iterable[Timed[T]], clip: Clip, tick: Fraction = INSTANT, began: Fraction | None = None
 ) -> Iterator[T]:
-    """The frame that is shown at each step of the clip, counted from the first one, as long as there is one.
+    """The frame that is shown at each step of the clip, until the video ends.
 
-    `tick`: what times are rounded to, so that a frame may be shown half of it earlier than it says. `began`: when the
-    first one was shown, where `timed` begins with a later one. One frame beyond the last that is taken is asked for,
-    and no more.
+    `tick`: the unit of the times; a frame may be shown half of it early. `began`: the time of the first frame, if
+    `timed` begins with a later one. At most one frame after the clip is read.
     """
     number, end = clip.start, clip.start + clip.frames
     shown: Timed[T] | None = None
@@ -74,12 +73,11 @@ def resampled(
 
 _FORMATS = ("GIF", "WEBP", "PNG", "AVIF")  # the pages of a TIFF are no frames
 _UNTIMED_MS = 100
-"""Of a frame that says 0: browsers show it so long. Source: https://bugzilla.mozilla.org/show_bug.cgi?id=139677"""
+"""Milliseconds of a frame whose duration is 0. Source: https://bugzilla.mozilla.org/show_bug.cgi?id=139677"""
 
 
 def moving_or_still(data: bytes, clip: Clip | None, max_pixels: int) -> Image.Image | Iterator[Image.Image]:
-    """The clip's frames of an animated file; the picture of another, or where no clip is taken. Raises Unusable, as
-    `decode`."""
+    """The clip's frames of an animated file. Of other files, and without a clip, the image. Raises as `decode`."""
     if clip is None:
         return decode(data, max_pixels)
     with opened(data, max_pixels) as image:
@@ -90,7 +88,7 @@ def moving_or_still(data: bytes, clip: Clip | None, max_pixels: int) -> Image.Im
 def contents_of(
     data: bytes, clip: Clip | None, max_pixels: int, captions: tuple[Caption, ...], label: str | int | None
 ) -> Contents:
-    """Those of a picture's bytes, which may be animated where a `clip` of videos is taken."""
+    """The contents of an image file. With a `clip`, the image may be animated."""
     shown = functools.partial(moving_or_still, data, clip, max_pixels)
     return Contents(shown, functools.partial(xxhash.xxh3_64_intdigest, data), captions, label)
 
@@ -100,7 +98,7 @@ def _timed_pages(data: bytes, max_pixels: int) -> Iterator[Timed[Image.Image]]:
     with opened(data, max_pixels) as image:
         for number in range(image.n_frames):  # type: ignore[attr-defined]
             image.seek(number)
-            check_pixels(image.width, image.height, max_pixels)  # a GIF's frames may go beyond its own size
+            check_pixels(image.width, image.height, max_pixels)  # a frame may be larger than the GIF itself
             image.load()
             shown = Fraction(image.info.get("duration") or _UNTIMED_MS).limit_denominator(1000) / 1000
             yield time, shown, flat(image)
@@ -108,29 +106,32 @@ def _timed_pages(data: bytes, max_pixels: int) -> Iterator[Timed[Image.Image]]:
 
 
 SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi")
-# FFmpeg's other demuxers, some of which open further files and addresses, are never tried.
+# FFmpeg's other demuxers are never tried: some open further files and addresses.
 _OPTIONS = {"format_whitelist": "mov,matroska,avi", "protocol_whitelist": ""}
 _ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
 _BEFORE_S = 1
-"""So much before a clip is sought: indices name the times at which frames are decoded, which are shown later. Of the
-first half of it frames may be damaged, since they are made of others before them."""
+"""Seconds before a clip that are decoded too. An index has times of decoding, and frames are shown later. Frames of the
+first half may be damaged, since they depend on earlier ones."""
 
 
 def is_video(path: Path) -> bool:
-    """Whether a file is one, by its suffix."""
+    """Whether the suffix is that of a video."""
     return path.suffix.lower() in SUFFIXES
 
 
 def video_frames(path: Path, clip: Clip, max_pixels: int = MAX_PIXELS) -> Iterator[Image.Image]:
-    """The clip's frames in RGB, upright, of square pixels, over white. Raises FileNotFoundError; Unusable, with the
-    reason, for a file that is no video, damaged or too large; UserError where it cannot be read, or PyAV is missing."""
+    """The clip's frames in RGB, upright, with square pixels, over white.
+
+    Raises FileNotFoundError; Unusable, with the reason, for a file that is no video, damaged or too large; UserError if
+    the file cannot be read, or PyAV is missing.
+    """
     _pyav(path.name)
     with opened_file(path) as file:
         yield from decoded_frames(file, path.name, clip, max_pixels)
 
 
 def decoded_frames(file: BinaryIO, name: str, clip: Clip, max_pixels: int) -> Iterator[Image.Image]:
-    """The clip's frames of an open file, as `video_frames`; `name` is for errors."""
+    """The clip's frames from an open file, as `video_frames` has them. `name` is for errors."""
     av = _pyav(name)
     if is_lfs_pointer(file.read(100)):
         raise Unusable(f"video {IS_LFS_POINTER}")
@@ -149,7 +150,7 @@ def _frames(container: Any, clip: Clip, max_pixels: int) -> Iterator[Image.Image
         raise Unusable("file without a video stream")
     stream = container.streams.video[0]
     if stream.codec_context is None:
-        raise Unusable("damaged video: its codec is not known")
+        raise Unusable("damaged video: unknown codec")
     aspect = stream.sample_aspect_ratio or Fraction(1)
     check_pixels(*_shown_size(stream, aspect), max_pixels)
     stream.codec_context.thread_count = 1  # extraction's processes are the parallelism
@@ -158,14 +159,14 @@ def _frames(container: Any, clip: Clip, max_pixels: int) -> Iterator[Image.Image
         timed, began = _near(container, stream, clip, timed)
     for frame in resampled(timed, clip, stream.time_base, began):
         size = _shown_size(frame, aspect)
-        check_pixels(*size, max_pixels)  # which may change within a stream
+        check_pixels(*size, max_pixels)  # the size may change within a stream
         yield _shown(frame, size)
 
 
 def _decoded(container: Any, stream: Any) -> Iterator[Any]:
-    """Frames from where the container is, with their transparency. Raises Unusable where that cannot be decoded."""
+    """The next frames, with their transparency. Raises Unusable if it cannot be decoded."""
     context = stream.codec_context
-    # Matroska keeps it beside the frames, where most decoders ignore it, and says so by an element or a tag.
+    # Matroska stores transparency apart, and marks it by an element or a tag. Most decoders ignore it.
     if "1" in (stream.metadata.get(name) for name in ("alpha_mode", "ALPHA_MODE")):
         context = _alpha_decoder(context.name)
     for packet in container.demux(stream):
@@ -173,11 +174,11 @@ def _decoded(container: Any, stream: Any) -> Iterator[Any]:
 
 
 def _alpha_decoder(codec: str) -> Any:
-    from av import CodecContext  # _pyav has told where it is missing
+    from av import CodecContext  # _pyav has checked that it is installed
 
     try:
         decoder = CodecContext.create(_ALPHA_DECODERS[codec], "r")
-    except (KeyError, ValueError):  # another codec, or an FFmpeg that was built without libvpx
+    except (KeyError, ValueError):  # another codec, or an FFmpeg without libvpx
         raise Unusable(
             f"video with transparency in {codec}, which PyAV cannot decode here; save it over white, or as ProRes 4444"
         ) from None
@@ -188,7 +189,7 @@ def _alpha_decoder(codec: str) -> Any:
 def _near(
     container: Any, stream: Any, clip: Clip, timed: Iterator[Timed[Any]]
 ) -> tuple[Iterator[Timed[Any]], Fraction | None]:
-    """Frames from one on that is shown before the clip, and when the first of all in `timed` is; None without any."""
+    """Frames from shortly before the clip on, and the time of the first frame of the video; None without frames."""
     first = next(timed, None)
     if first is None:
         return timed, None
@@ -196,18 +197,20 @@ def _near(
     wanted = began + clip.start * clip.step
     if wanted - _BEFORE_S <= began:
         return chain([first], timed), began
-    for target in (wanted - _BEFORE_S, began):  # where an index leads too far, all is decoded
+    for target in (wanted - _BEFORE_S, began):  # if the index leads too far, everything is decoded
         container.seek(math.floor(target / stream.time_base), stream=stream)
         timed = _timed(_decoded(container, stream), wanted - Fraction(_BEFORE_S, 2))
         reached = next(timed, None)
         if reached is not None and reached[0] <= wanted:
             return chain([reached], timed), began
-    raise Unusable(f"damaged video: what is {float(wanted - began):.2f} s after its start is not found")
+    raise Unusable(f"damaged video: no frame {float(wanted - began):.2f} s after its start")
 
 
 def _timed(frames: Iterator[Any], sound_from: Fraction | None = None) -> Iterator[Timed[Any]]:
-    """Frames with their times; the last one is shown as long as it says, or else as the one before it. Those before
-    `sound_from` may be damaged, and are left out then."""
+    """Frames with their times. The last one has its own duration, or that of the one before it.
+
+    Damaged frames before `sound_from` are left out.
+    """
     last, gap = None, Fraction(0)
     for frame in frames:
         if frame.is_corrupt and frame.pts is not None and sound_from and frame.pts * frame.time_base < sound_from:
@@ -222,13 +225,12 @@ def _timed(frames: Iterator[Any], sound_from: Fraction | None = None) -> Iterato
 
 
 def _shown_size(coded: Any, aspect: Fraction) -> tuple[int, int]:
-    """Width and height of a stream or a frame in square pixels, none of which are lost; `aspect` is that of coded ones,
-    width over height."""
+    """Width and height in square pixels, without losing any. `aspect`: width over height of a coded pixel."""
     return round(coded.width * max(aspect, 1)), round(coded.height / min(aspect, 1))
 
 
 def _shown(frame: Any, size: tuple[int, int]) -> Image.Image:
-    """A frame as players show it: in its size, over white, by the rotation that phones write beside it."""
+    """A frame as players show it: in its size, over white, with the rotation that phones store."""
     if frame.format.has_palette or any(component.is_alpha for component in frame.format.components):
         image = flat(Image.fromarray(frame.to_ndarray(format="rgba")))
     else:
@@ -242,15 +244,13 @@ def _pyav(name: str) -> Any:
     try:
         import av
     except ImportError:
-        raise UserError(
-            f"data.images: {name} is a video, and PyAV is missing; pip install 'bigdit[video]' brings it"
-        ) from None
+        raise UserError(f"data.images: {name} is a video, and PyAV is missing; pip install 'bigdit[video]'") from None
     return av
 
 
 @dataclass(frozen=True)
-class ClipItem(Readable):
-    """Clip `number` of an item, which has been told where it begins."""
+class ClipItem(Item):
+    """Clip `number` of a video. `item` reads this clip."""
 
     index: int
     name: str
@@ -264,13 +264,15 @@ class ClipItem(Readable):
 
     def _clip(self, found: Image.Image | Iterator[Image.Image]) -> Iterator[Image.Image]:
         if isinstance(found, Image.Image):
-            raise Unusable("a picture, which has one clip")
+            raise Unusable("an image has one clip only")
         return _at_least_one(found)
 
 
 class Clips:
-    """So many clips of each item of a source, those of one beside each other. How many a video has is known when it is
-    decoded: loading one that it has not raises Unusable."""
+    """`count` clips of each item of a source, one after another.
+
+    The length of a video is known when it is decoded, so loading a clip beyond its end raises Unusable.
+    """
 
     def __init__(self, source: Source, count: int, clip: Clip) -> None:
         self._source, self._count, self._clip = source, count, clip
@@ -295,7 +297,7 @@ class Clips:
     def _item(self, index: int, item: Item) -> ClipItem:
         number = index % self._count
         clip = dataclasses.replace(self._clip, start=number * self._clip.frames)
-        begun = dataclasses.replace(cast(Any, item), clip=clip)  # the items of all kinds have one
+        begun = dataclasses.replace(cast(Any, item), clip=clip)  # items of all kinds have a clip
         return ClipItem(index, f"{item.name} from {float(clip.start * clip.step):g} s", begun, number)
 
 

@@ -1,8 +1,8 @@
-"""WebDataset tars: samples read at their offsets, by an index that is made once.
+"""WebDataset tars: samples are read at their offsets, by an index that is written once.
 
-Its members are found by their headers alone: nothing is extracted, and what no data set needs is refused. Python's
-tarfile reads the headers; it is given no more bytes than honest headers take, and what it lets pass (the end that is
-missing, a damaged header in the middle, data behind the end) is checked here.
+Nothing is extracted. Python's tarfile reads the headers of the members, within a limit of bytes. What it lets pass is
+checked here: a missing end, a damaged header in the middle, data after the end. Links, devices and the like are
+rejected.
 """
 
 from __future__ import annotations
@@ -29,30 +29,32 @@ from bigdit.config.data import MAX_PIXELS
 from bigdit.die_with_parent import end_with_parent
 from bigdit.errors import UserError
 from bigdit.files import IS_LFS_POINTER, is_lfs_pointer, open_file, replacing, write_text
-from bigdit.sources.captions import Label, json_captions, json_label, text_captions
-from bigdit.sources.disk import CAPTION_BYTES, PICTURE_BYTES, check_size, opened_range, read_range, sampled_digest
+from bigdit.sources.captions import Label, json_label, read_captions
+from bigdit.sources.disk import CAPTION_BYTES, IMAGE_BYTES, check_size, opened_range, read_range, sampled_digest
 from bigdit.sources.file_rows import read_parquet
-from bigdit.sources.picture import SUFFIXES
-from bigdit.sources.protocol import Caption, Contents, Entry, Readable, Unusable
+from bigdit.sources.image import SUFFIXES
+from bigdit.sources.protocol import Caption, Contents, Entry, Item, Unusable
 from bigdit.sources.videos import SUFFIXES as VIDEOS
 from bigdit.sources.videos import Clip, contents_of, decoded_frames
 
-ROWS = 1024  # of an index, decoded at a time
-TARS_A_WORKER = 8  # a process takes seconds to start, and a tar of ten thousand members half of one
+ROWS = 1024  # rows of an index that are decoded at a time
+TARS_A_WORKER = 8  # a process starts in seconds; a tar of ten thousand members takes half a second
 
 Span = tuple[int, int] | None  # offset and size of a member
 
 
 @dataclass(frozen=True)
-class TarItem(Readable):
-    """A sample of a tar: where its picture or its video and its captions are; `label`: the key of its `.json` that
-    holds its class, and then captions are not read; `clip`: what of videos is taken."""
+class TarItem(Item):
+    """A sample of a tar: the places of its image, video and captions.
+
+    `label`: the key of its class in `.json`; captions are then not read. `clip`: the part of a video to read.
+    """
 
     index: int
     name: str
     tar: Path
     problem: str | None
-    picture: Span
+    image: Span
     json: Span
     txt: Span
     label: str | None = None
@@ -60,16 +62,16 @@ class TarItem(Readable):
     clip: Clip | None = None
 
     def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
-        """As Item.read; where videos are taken, of a sample that has both its video."""
-        if self.problem is not None or (self.picture is None and (self.video is None or self.clip is None)):
-            raise Unusable(self.problem or ("sample of a video, without a picture" if self.video else "empty sample"))
+        """As Item.read. With a `clip`, a sample with both image and video gives the video."""
+        if self.problem is not None or (self.image is None and (self.video is None or self.clip is None)):
+            raise Unusable(self.problem or ("sample of a video, without an image" if self.video else "empty sample"))
         label = None if self.label is None else self._label(self.label)
         captions = self._captions() if self.label is None else ()
         if self.clip is not None and self.video is not None:
             digest = partial(sampled_digest, self.tar, *self.video)
             return Contents(partial(self._frames, self.video, self.clip, max_pixels), digest, captions, label)
-        assert self.picture is not None
-        data = self._read(self.picture, "picture", PICTURE_BYTES)
+        assert self.image is not None
+        data = self._read(self.image, "image", IMAGE_BYTES)
         return contents_of(data, self.clip, max_pixels, captions, label)
 
     def _frames(self, video: tuple[int, int], clip: Clip, max_pixels: int) -> Iterator[Image.Image]:
@@ -83,16 +85,11 @@ class TarItem(Readable):
         return json_label(self._read(self.json, name, CAPTION_BYTES), key, name)
 
     def _captions(self) -> tuple[Caption, ...]:
-        """Of the `.json` where it has captions, else of the `.txt`."""
-        stem = self.name.rpartition("/")[2]
-        found = None
-        if self.json is not None:
-            found = json_captions(self._read(self.json, f"{stem}.json", CAPTION_BYTES), f"{stem}.json")
-        if found is not None:
-            return found
-        if self.txt is None:
-            raise Unusable(f"caption {stem}.txt is missing")
-        return text_captions(self._read(self.txt, f"{stem}.txt", CAPTION_BYTES), f"{stem}.txt")
+        def read(name: str) -> bytes | None:
+            span = self.json if name.endswith(".json") else self.txt
+            return None if span is None else self._read(span, name, CAPTION_BYTES)
+
+        return read_captions(self.name.rpartition("/")[2], read)
 
     def _read(self, span: tuple[int, int], name: str, limit: int) -> bytes:
         check_size(name, span[1], limit)
@@ -100,30 +97,31 @@ class TarItem(Readable):
 
 
 class WebDataset:
-    """The samples of tars, in the order of the tars given; indices are kept in the folder `kept`."""
+    """The samples of tars, in the given order. Indices lie in the folder `cache`."""
 
     class_names: Collection[str] = ()
 
     def __init__(
         self,
         tars: Sequence[Path],
-        kept: Path,
+        cache: Path,
         workers: int,
         key: str,
         label: str | None = None,
         clip: Clip | None = None,
     ) -> None:
-        """Index what is not indexed yet, in `workers` processes; of videos the `clip` is taken, where there is one.
-        Raises UserError, which names `key`, for tars that are refused, all of them at once, and where there are no
-        samples."""
+        """Index new tars in `workers` processes. `clip`: the part of videos to read.
+
+        Raises UserError, which names `key`, with all tars that are rejected, and if there are no samples.
+        """
         self._tars, self._label, self._clip = list(tars), label, clip
         try:
-            self._indices = [index_path(tar, kept) for tar in self._tars]
+            self._indices = [index_path(tar, cache) for tar in self._tars]
         except OSError as error:
             raise UserError(f"{key}: {error.filename} cannot be read: {error.strerror}") from None
         missing = [pair for pair in zip(self._tars, self._indices, strict=True) if not is_whole(pair[1])]
         problems = [
-            f"{key}: {problem}; make it anew, or leave it out" for problem in _index(missing, workers) if problem
+            f"{key}: {problem}; write it again, or leave it out" for problem in _index(missing, workers) if problem
         ]
         if problems:
             raise UserError(*problems)
@@ -168,12 +166,12 @@ def _item(index: int, tar: Path, row: dict, label: str | None, clip: Clip | None
         return None if row[f"{role}_offset"] is None else (row[f"{role}_offset"], row[f"{role}_size"])
 
     name = f"{tar.name}/{row['name']}"
-    picture, json, txt, video = map(span, ("picture", "json", "txt", "video"))
-    return TarItem(index, name, tar, row["problem"], picture, json, txt, label, video, clip)
+    image, json, txt, video = map(span, ("image", "json", "txt", "video"))
+    return TarItem(index, name, tar, row["problem"], image, json, txt, label, video, clip)
 
 
 def _index(missing: Sequence[tuple[Path, Path]], workers: int) -> Iterator[str | None]:
-    """Index tars behind a progress bar; for each, why it is refused, or None."""
+    """Index tars behind a progress bar. Yields for each why it is rejected, or None."""
     if not missing:
         return
     with log.progress("index", total=len(missing), unit="tars") as advance:
@@ -185,7 +183,7 @@ def _index(missing: Sequence[tuple[Path, Path]], workers: int) -> Iterator[str |
 def _mapped(
     function: Callable[[tuple[Path, Path]], str | None], pairs: Sequence[tuple[Path, Path]], workers: int
 ) -> Iterator[str | None]:
-    """In processes, since headers are read by Python; workers of a pool may have none of their own."""
+    """In processes, since Python reads the headers. Workers of a pool cannot start processes."""
     workers = 1 if multiprocessing.current_process().daemon else min(workers, len(pairs) // TARS_A_WORKER)
     if workers <= 1:
         yield from map(function, pairs)
@@ -203,9 +201,9 @@ def _index_one(pair: tuple[Path, Path]) -> str | None:
     return None
 
 
-VERSION = 2
+VERSION = 3
 SAMPLES = 4096  # written at a time
-ROLES = ("picture", "video", "json", "txt")
+ROLES = ("image", "video", "json", "txt")
 SCHEMA = pa.schema(
     [("name", pa.string()), ("problem", pa.string())]
     + [(f"{role}_{what}", pa.int64()) for role in ROLES for what in ("offset", "size")]
@@ -213,14 +211,14 @@ SCHEMA = pa.schema(
 
 
 def index_path(tar: Path, folder: Path) -> Path:
-    """Where the index of a tar is kept; another one when the tar changes its place, size or time."""
+    """The file of a tar's index. Its name changes with the place, size and time of the tar."""
     status = tar.stat()
     key = os.fsencode(f"{VERSION} {tar.absolute()} {status.st_size} {status.st_mtime_ns}")
     return folder / f"{tar.stem}-{xxhash.xxh3_64_hexdigest(key)}.parquet"
 
 
 def write_index(tar: Path, index: Path) -> None:
-    """Index a tar. Raises Refused as `members`; UserError where the index cannot be written."""
+    """Index a tar. Raises Refused as `members`, and UserError if the index cannot be written."""
     digest = xxhash.xxh3_128()
     samples = _samples(_digested(members(tar), digest))
     with replacing(index) as temporary, pq.ParquetWriter(temporary, SCHEMA, compression="zstd") as writer:
@@ -231,7 +229,7 @@ def write_index(tar: Path, index: Path) -> None:
 
 
 def is_whole(index: Path) -> bool:
-    """Whether an index is there, and is as it was written."""
+    """Whether an index is there and undamaged."""
     try:
         return _digest_path(index).read_bytes() == _digest_of(index).encode()
     except OSError:
@@ -239,7 +237,7 @@ def is_whole(index: Path) -> bool:
 
 
 def read_digest(index: Path) -> tuple[int, str]:
-    """Samples of an indexed tar, and the digest of its members' names, offsets and sizes."""
+    """The number of samples of an indexed tar, and the digest of its members' names, offsets and sizes."""
     metadata = pq.read_metadata(index)
     return metadata.num_rows, (metadata.metadata or {})[b"members"].decode()
 
@@ -260,8 +258,8 @@ def _digested(found: Iterator[Member], digest: xxhash.xxh3_128) -> Iterator[Memb
 
 
 def _samples(found: Iterator[Member]) -> Iterator[dict[str, str | int | None]]:
-    """Neighbours that share a name up to its first dot are one sample, as WebDataset has it. Members without such a
-    name, or hidden ones, belong to none."""
+    """Neighbours with the same name up to the first dot are one sample, as in WebDataset. Members without a dot, and
+    hidden ones, are ignored."""
     for key, group in itertools.groupby(found, lambda member: _split(member.name)[0]):
         if key is not None:
             yield _sample(key, list(group))
@@ -277,13 +275,13 @@ def _split(name: str) -> tuple[str | None, str]:
 def _sample(key: str, group: list[Member]) -> dict[str, str | int | None]:
     row: dict[str, str | int | None] = {"name": key, "problem": None}
     suffixes = [_split(member.name)[1] for member in group]
-    pictures = [suffix for suffix in suffixes if f".{suffix}" in SUFFIXES]
+    images = [suffix for suffix in suffixes if f".{suffix}" in SUFFIXES]
     videos = [suffix for suffix in suffixes if f".{suffix}" in VIDEOS]
-    for kind, found, least in (("pictures", pictures, 0 if videos else 1), ("videos", videos, 0)):
+    for kind, found, least in (("images", images, 0 if videos else 1), ("videos", videos, 0)):
         if not least <= len(found) <= 1:
             row["problem"] = f"sample of {len(found)} {kind} among {', '.join(suffixes)[:200]}, not of one"
     for member, suffix in zip(group, suffixes, strict=True):
-        role = "picture" if suffix in pictures else "video" if suffix in videos else suffix
+        role = "image" if suffix in images else "video" if suffix in videos else suffix
         if role in ROLES:
             row[f"{role}_offset"], row[f"{role}_size"] = member.offset, member.size
     return row
@@ -291,17 +289,17 @@ def _sample(key: str, group: list[Member]) -> dict[str, str | int | None]:
 
 TAR_BLOCK = tarfile.BLOCKSIZE
 HEADER_BYTES = 2**16  # the headers of one member, extended ones with long names and attributes included
-TAIL_BYTES = 2**20  # zeros behind the end: tools fill up to a record, of 10 KiB as a rule
+TAIL_BYTES = 2**20  # zeros after the end: tools fill up a record, mostly of 10 KiB
 COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 
 
 class Refused(Exception):
-    """Why a tar is not read."""
+    """Why a tar is rejected."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A regular file within a tar: its name, and where its bytes are."""
+    """A regular file within a tar: its name, and the place of its bytes."""
 
     name: str
     offset: int
@@ -309,8 +307,11 @@ class Member:
 
 
 def members(path: Path) -> Iterator[Member]:
-    """All regular files of the tar, in order; folders are passed over. Raises Refused, with the reason, for names
-    that are absolute or climb, links, devices, sparse files, and for cut, damaged, compressed and unreadable tars."""
+    """All regular files of the tar, in order.
+
+    Raises Refused, with the reason: for names that lead out of the tar, links, devices and sparse files; for cut,
+    damaged, compressed and unreadable tars.
+    """
     try:
         yield from _members(path)
     except OSError as error:
@@ -321,7 +322,7 @@ def _members(path: Path) -> Iterator[Member]:
     with open_file(path) as file:
         headers = _Headers(file.fileno())
         if headers.pread(0, 6).startswith(COMPRESSED):
-            raise Refused("is compressed, and members cannot be read at their offsets; decompress it")
+            raise Refused("is compressed, so members cannot be read at offsets; decompress it")
         if is_lfs_pointer(headers.pread(0, TAR_BLOCK)):
             raise Refused(IS_LFS_POINTER)
         if not headers.size:
@@ -329,7 +330,7 @@ def _members(path: Path) -> Iterator[Member]:
         try:
             archive = tarfile.open(fileobj=headers, mode="r:")  # type: ignore[call-overload]  # noqa: SIM115
             while (member := archive.next()) is not None:
-                archive.members.clear()  # it would keep them all
+                archive.members.clear()  # tarfile keeps them all
                 headers.renew()
                 if not member.isdir():
                     yield _checked(member, headers.size)
@@ -339,7 +340,7 @@ def _members(path: Path) -> Iterator[Member]:
 
 
 class _Headers:
-    """The tar as a file object that reads headers, of so many bytes a member at most."""
+    """The tar as a file object for headers. A member's headers have at most HEADER_BYTES."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -379,18 +380,18 @@ def _checked(member: tarfile.TarInfo, size: int) -> Member:
     if member.issparse():
         raise Refused(f"has the member {shown}, a sparse file")
     if not member.isreg():
-        raise Refused(f"has the member {shown}, which is a device or of no known type")
+        raise Refused(f"has the member {shown}, a device or an unknown type")
     if member.size < 0 or member.offset_data + member.size > size:
         raise Refused(f"is cut: {shown} of {member.size} bytes goes beyond its end")
     return Member(name.removeprefix("./"), member.offset_data, member.size)
 
 
 def _check_end(headers: _Headers, end: int) -> None:
-    """tarfile stops at whatever is no header."""
+    """Check what follows the last member: tarfile stops at anything that is no header."""
     tail = headers.size - end
     if tail < TAR_BLOCK:
         raise Refused("is cut: the mark of its end is missing")
     if any(headers.pread(end, TAR_BLOCK)):
         raise Refused(f"has a damaged header at byte {end}")
     if tail > TAIL_BYTES or any(headers.pread(end, tail)):
-        raise Refused(f"goes on behind the mark of its end at byte {end}; tars are not joined by cat")
+        raise Refused(f"has data after the mark of its end at byte {end}; tars cannot be joined by cat")

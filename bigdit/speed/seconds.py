@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from bigdit.numbers import Count, Positive
 from bigdit.profile.attempt import Launched
@@ -34,17 +34,16 @@ class Cluster(Strict):
         return min(self.gpus, self.gpus_per_node)
 
 
-class Interval(Strict):
-    """A range from `low` to `high`, both possible."""
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A range from `low` to `high`, both possible. A search makes tens of thousands of them."""
 
     low: NonNegativeFloat
     high: NonNegativeFloat
 
-    @model_validator(mode="after")
-    def _low_is_low(self) -> Interval:
-        if self.low > self.high:
+    def __post_init__(self) -> None:
+        if not 0 <= self.low <= self.high:
             raise ValueError(f"{self.low} to {self.high} is no interval")
-        return self
 
     def __add__(self, other: Interval) -> Interval:
         return Interval(low=self.low + other.low, high=self.high + other.high)
@@ -135,7 +134,7 @@ def bound(waits: Interval, seconds: Interval) -> Literal["yes", "possible", "no"
     return "yes" if all(ends) else "possible" if any(ends) else "no"
 
 
-class Calibration(Strict):
+class StepRatio(Strict):
     """`count` measured steps of one GPU took `ratio` (their median) times the middle of the prediction.
 
     `spread`: the largest distance from the median, as a logarithm. `source`: the same as text.

@@ -10,11 +10,11 @@ from bigdit.speed.seconds import (
     LAUNCHED_SECONDS,
     NO_TIME,
     PARTS,
-    Calibration,
     Cluster,
     Handed,
     Interval,
     Launches,
+    StepRatio,
     StepTime,
     bound,
 )
@@ -27,7 +27,7 @@ def step_time(
     strategy: Strategy,
     gpu: Gpu,
     cluster: Cluster,
-    calibration: Calibration | None = None,
+    calibration: StepRatio | None = None,
     launches: Launches | None = None,
 ) -> StepTime:
     """Seconds of a step that does `work` on each `gpu` of `cluster`.

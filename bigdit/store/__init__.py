@@ -1,6 +1,6 @@
-"""Features as they lie on disk: parts under digests, an index and a schema, read by offset, here or from afar.
+"""The latent and embedding cache: parts with digests, an index and a schema, read at offsets here or by URL.
 
-How they are made is `extract` with `encoders`; in which order they are read is `loader`.
+`extract` and `encoders` write it. `loader` decides the order in which it is read.
 """
 
 from bigdit.store.store import FeatureStore

@@ -1,13 +1,11 @@
-"""Files of a store: on this machine, open for reads at offsets, or in S3, GCS, Azure or another folder by URL.
+"""Files of a store, for reads at offsets: on this machine, or in S3, GCS, Azure or a folder by URL.
 
-`pread` copies them from the page cache into the batch in one system call that other threads run beside. `mmap` maps the
-file: it saves a call a read, which is seen where rows are small and the file is cached, and reads more than it was
-asked for where it is not; a file that is cut or a network that fails while it is mapped kills the process (SIGBUS),
-where pread gives an error.
+`pread` copies from the page cache into the batch in one system call, while other threads run. `mmap` saves this call,
+which matters for small rows of cached files. For files that are not cached it reads too much. If a mapped file is cut,
+or its network fails, the process is killed (SIGBUS); pread raises an error instead.
 
-Of what is afar, ranges are kept in a bounded folder of this machine: blocks that are read, or will be soon, are fetched
-side by side into sparse copies of the parts; the copies that were not read for the longest are let go of when they are
-too many. Credentials are the environment's, as obstore reads it.
+Remote files are cached in a bounded folder. Blocks that are read, or will be soon, are fetched in parallel into sparse
+copies of the parts. The least recently read copies are dropped. obstore reads credentials from the environment.
 """
 
 from __future__ import annotations
@@ -39,19 +37,20 @@ ReaderName = Literal["pread", "mmap"]
 
 
 class File(Protocol):
-    """A file that is open for reads at offsets; it closes when nothing refers to it. Threads may share it."""
+    """An open file for reads at offsets. It closes when nothing refers to it. Threads may share it."""
 
     def read_into(self, memory: memoryview, offset: int) -> None:
-        """Fill `memory` with the bytes from `offset` on. Raises UserError where there are fewer, or none to be had."""
+        """Fill `memory` with the bytes from `offset` on. Raises UserError if there are fewer, or they are
+        unreadable."""
         ...
 
     def advise(self, offset: int, nbytes: int) -> None:
-        """These bytes will be read soon."""
+        """Prefetch these bytes."""
         ...
 
 
 class PreadFile:
-    """Reads by system calls; the kernel is told that offsets are random, or it would read ahead in vain."""
+    """Reads by system calls. The kernel is told that offsets are random, so it does not read ahead."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -70,12 +69,12 @@ class PreadFile:
             memory, offset = memory[count:], offset + count
 
     def advise(self, offset: int, nbytes: int) -> None:
-        if nbytes:  # none would be all that follow
+        if nbytes:  # 0 means all bytes that follow
             os.posix_fadvise(self._descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
 
 class MappedFile:
-    """Copies from the file's pages in memory."""
+    """Copies from the file's mapped pages."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -91,11 +90,11 @@ class MappedFile:
         rows = self._bytes[offset : offset + len(memory)]
         if len(rows) < len(memory):
             raise damaged(self._path, f"ends at byte {len(self._bytes)}, before its data does")
-        np.copyto(np.frombuffer(memory, np.uint8), rows)  # other threads run meanwhile
+        np.copyto(np.frombuffer(memory, np.uint8), rows)  # this releases the GIL
 
     def advise(self, offset: int, nbytes: int) -> None:
         start = offset - offset % mmap.PAGESIZE
-        with contextlib.suppress(ValueError):  # beyond the end of a file that was cut
+        with contextlib.suppress(ValueError):  # beyond the end of a cut file
             self._map.madvise(mmap.MADV_WILLNEED, start, offset + nbytes - start)
 
 
@@ -113,7 +112,7 @@ class LocalParts:
         return str(self.root)
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each file, whatever else lies there."""
+        """Bytes of each file in the folder."""
         found = {}
         for entry in os.scandir(self.root):
             with contextlib.suppress(OSError):  # a link that leads to itself
@@ -122,19 +121,19 @@ class LocalParts:
         return found
 
     def fetch(self, names: Iterable[str]) -> None:
-        """Bring files to `root`, where they are."""
+        """Nothing: the files are at `root`."""
 
     def header(self, name: str) -> Header:
         """The header of a part."""
         return read_header(self.root / name)
 
     def open(self, name: str) -> File:
-        """A part, open for reads."""
+        """An open part."""
         return READERS[self._reader](self.root / name)
 
 
 def read_column(header: Header, name: str) -> torch.Tensor:
-    """A whole tensor of a small file, not verified. Raises UserError where it is missing or cannot be read."""
+    """A whole tensor of a small file, without verification. Raises UserError if it is missing or unreadable."""
     if name not in header.columns:
         raise damaged(header.path, f"has a damaged header: {name} is missing")
     column = header.columns[name]
@@ -151,13 +150,13 @@ def _open(path: Path) -> int:
 
 
 BLOCK = 1 << 20
-"""Bytes that are fetched at once at least: a request costs tens of milliseconds, as long as a megabyte or more does."""
+"""The fewest bytes of a request. Its latency is tens of milliseconds, like the transfer of a megabyte."""
 
-_FETCHERS = 16  # requests side by side: what hides their latency
+_FETCHERS = 16  # parallel requests, to hide their latency
 
 
 def url_of(root: Path) -> str | None:
-    """The URL that a path was written as, since a Path folds its slashes; None of a path on this machine."""
+    """The URL that a path was written as, since Path merges its slashes; None for a path on this machine."""
     found = re.fullmatch(r"(s3|gs|az|file):(/+)(.+)", str(root))
     if found is None:
         return None
@@ -165,14 +164,14 @@ def url_of(root: Path) -> str | None:
 
 
 def open_remote(root: Path, cache_bytes: int) -> RemoteParts | None:
-    """The parts at a URL; None where `root` is a path on this machine. Raises UserError where it cannot be opened."""
+    """The parts at a URL; None if `root` is a path on this machine. Raises UserError if it cannot be opened."""
     url = url_of(root)
     if url is None:
         return None
     try:
         from obstore.store import from_url  # an optional library
     except ImportError:
-        raise UserError(f"data.features: {url} needs obstore; `pip install 'bigdit[remote]'` brings it") from None
+        raise UserError(f"data.features: {url} needs obstore; pip install 'bigdit[remote]'") from None
     try:
         return RemoteParts(url, from_url(url), cache_bytes)
     except Exception as error:  # obstore's errors have no common public class
@@ -180,7 +179,7 @@ def open_remote(root: Path, cache_bytes: int) -> RemoteParts | None:
 
 
 class RemoteParts:
-    """Files of a store in an object store of obstore, by name; `root`: where small ones are once they are fetched."""
+    """Files of a store in an object store of obstore, by name. `root`: the folder of fetched files."""
 
     def __init__(self, url: str, store: Any, cache_bytes: int) -> None:
         self.url = url
@@ -198,12 +197,12 @@ class RemoteParts:
         return self.url
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each file. Raises UserError where they cannot be listed, or one does not fit into the cache."""
+        """Bytes of each file. Raises UserError if they cannot be listed, or one does not fit into the cache."""
         import obstore
 
         try:
             for page in obstore.list(self.store):
-                # In folders of it lie what workers have in hand, and other things that are none of the store's files.
+                # Folders hold leases of workers and other files that are no parts.
                 self._sizes.update({entry["path"]: entry["size"] for entry in page if "/" not in entry["path"]})
         except Exception as error:
             raise _unreadable(self.url, error) from None
@@ -211,12 +210,12 @@ class RemoteParts:
         if self._limit < 2 * largest:
             raise UserError(
                 f"data.remote_cache is {gib(self._limit)}, and the largest part of {self.url} has {gib(largest)}; set "
-                f"it to {gib(64 * largest)}, a window of the order, and not below {gib(2 * largest)}"
+                f"it to {gib(64 * largest)} (64 parts), at least to {gib(2 * largest)}"
             )
         return self._sizes
 
     def fetch(self, names: Iterable[str]) -> None:
-        """Bring small files to `root`, those that there are. Raises UserError where one cannot be read."""
+        """Copy small files to `root`, if they exist. Raises UserError if one cannot be read."""
         import obstore
 
         for name in names:
@@ -231,14 +230,14 @@ class RemoteParts:
         return header_by(Path(f"{self.url}/{name}"), lambda at, count: self.get(name, at, count), self._sizes[name])
 
     def open(self, name: str) -> File:
-        """A part, of which nothing is fetched yet, or what is in the cache of it."""
+        """A part. Its blocks are fetched when they are read."""
         with self._lock:
             if name not in self._files:
                 self._files[name] = RemoteFile(self, name, self._sizes[name])
             return self._files[name]
 
     def get(self, name: str, offset: int, nbytes: int) -> bytes:
-        """Bytes of a file, fewer at its end. Raises UserError where they cannot be had."""
+        """Bytes of a file, fewer at its end. Raises UserError if they cannot be read."""
         import obstore
 
         end = min(offset + nbytes, self._sizes[name])
@@ -248,7 +247,7 @@ class RemoteParts:
             raise _unreadable(f"{self.url}/{name}", error) from None
 
     def make_room(self, file: RemoteFile, nbytes: int) -> None:
-        """Count `nbytes` more of `file` as held, and let go of the files that were not read for the longest."""
+        """Count `nbytes` more of `file`, and drop the least recently read files."""
         with self._lock:
             self._files.move_to_end(file.name)
             self._held += nbytes
@@ -256,18 +255,18 @@ class RemoteParts:
         for each in oldest:
             if self._held <= self._limit:
                 break
-            freed = each.let_go()
+            freed = each.drop()
             with self._lock:
                 self._held -= freed
 
     @property
     def held_bytes(self) -> int:
-        """Of parts, in the cache now."""
+        """Bytes of parts in the cache."""
         return self._held
 
 
 class RemoteFile:
-    """A part as far as it was fetched: a sparse file of blocks."""
+    """A part: a sparse file of the blocks that were fetched."""
 
     def __init__(self, parts: RemoteParts, name: str, size: int) -> None:
         self.name = name
@@ -275,7 +274,7 @@ class RemoteFile:
         self._size = size
         self._descriptor = os.open(parts.root / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         weakref.finalize(self, os.close, self._descriptor)
-        self._blocks: dict[int, Future[None]] = {}  # fetched, or on the way
+        self._blocks: dict[int, Future[None]] = {}  # fetched, or being fetched
         self._lock = threading.Lock()
 
     def advise(self, offset: int, nbytes: int) -> None:
@@ -288,13 +287,13 @@ class RemoteFile:
             blocks = self._fetch(offset, len(memory))
             for block in blocks.values():
                 block.result()
-            with self._lock:  # nobody lets go of the blocks while they are copied
+            with self._lock:  # no block is dropped while it is copied
                 if all(self._blocks.get(number) is block for number, block in blocks.items()):
                     os.preadv(self._descriptor, [memory], offset)
                     return
 
-    def let_go(self) -> int:
-        """Free the disk of all blocks that are here; how many bytes. None while any is on its way."""
+    def drop(self) -> int:
+        """Delete all blocks; returns their bytes. Deletes none while one is being fetched."""
         with self._lock:
             if not all(block.done() for block in self._blocks.values()):
                 return 0
@@ -307,7 +306,7 @@ class RemoteFile:
         return min(BLOCK, self._size - block * BLOCK)
 
     def _fetch(self, offset: int, nbytes: int) -> dict[int, Future[None]]:
-        """The blocks of a range, those that were missing on their way, one request for each run of them."""
+        """The blocks of a range. Each run of missing blocks is one request."""
         wanted = range(offset // BLOCK, -(-(offset + nbytes) // BLOCK))
         with self._lock:
             runs: list[list[int]] = []

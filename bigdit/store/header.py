@@ -1,6 +1,6 @@
-"""The header of a safetensors file: where each tensor lies, read and checked without reading any data.
+"""Reads and checks the header of a safetensors file: the place of each tensor, without its data.
 
-Nothing in it is trusted: sizes are held against the file's, offsets must tile it, and what a part lacks is said.
+Nothing in it is trusted: sizes must match the file's, offsets must tile it, and a part must have all its tensors.
 Source: https://github.com/huggingface/safetensors, section Format.
 """
 
@@ -20,31 +20,19 @@ from pydantic import TypeAdapter
 
 from bigdit.errors import UserError, shown
 from bigdit.files import open_file
-from bigdit.store.part import (
-    FIRST_FRAME,
-    FORMAT,
-    FRAME_COLUMNS,
-    FRAMED,
-    LABELLED,
-    STREAMED,
-    Shape,
-    Skipped,
-    parse_shape,
-    part_range,
-    range_text,
-)
+from bigdit.store.part import FIRST_FRAME, FRAME_COLUMNS, Shape, Skipped, parse_shape, part_range, range_text
 from bigdit.store.schema import EXTRACT
 from bigdit.store.tensors import DTYPES
 from bigdit.store.text import TEXT, Cut, column_name
 
 LONGEST_HEADER = 16 << 20
-"""Bytes: a part of 256 samples has about 2 kB. A damaged length must not ask for more memory than there is."""
+"""Bytes. A part of 256 samples has about 2 kB. A damaged length must not take all memory."""
 
 FIRST_READ = 64 << 10
-"""Bytes that are read at once to open a part: header and tables of 256 samples with five captions each."""
+"""Bytes of the first read of a part: header and tables of 256 samples with five captions each."""
 
 Wanted = dict[str, tuple[tuple[torch.dtype, ...], tuple[int | None, ...]]]
-"""Columns by name: the dtypes that each may have, and its shape, with None where any size does."""
+"""Columns by name: the dtypes that each may have, and its shape. None stands for any size."""
 
 _CUT = TypeAdapter(Cut)
 _MOST_ELEMENTS = 1 << 48
@@ -55,7 +43,7 @@ _SHAPED = re.compile(r"(latent|row|label|frame|first_frame|image_embeds)/[1-9]\d
 
 @dataclass(frozen=True)
 class Column:
-    """A tensor in a file: its data begins at byte `offset`."""
+    """A tensor in a file. Its data begins at byte `offset`."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -74,7 +62,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Header:
-    """Columns and metadata of the file at `path`; `start`: its first bytes, the header's and some of the data's."""
+    """Columns and metadata of the file at `path`. `start`: its first bytes, the header's and some of the data's."""
 
     path: Path
     columns: dict[str, Column]
@@ -83,39 +71,39 @@ class Header:
     start: bytes
 
     def shapes(self) -> dict[Shape, int]:
-        """Shapes C×H×W of a part's latents, and the samples of each."""
+        """The shapes C×H×W of a part's latents, and the number of samples of each."""
         names = (name for name in self.columns if name.startswith("latent/"))
         return {_shape_of(name): self.columns[name].shape[0] for name in names}
 
     def sequences(self) -> list[str]:
-        """What texts a part has of each caption: TEXT, where there are captions, and its streams."""
+        """The names of the sequences of each caption: TEXT, if there are captions, and the streams."""
         streams = sorted(name.partition("/")[2] for name in self.columns if name.startswith("stream/"))
         return [TEXT, *streams] if "text" in self.columns else streams
 
     def skipped(self) -> list[Skipped]:
-        """What the part's range left out."""
+        """The skipped images of the part's range."""
         try:
             rows = json.loads(self.metadata["skipped"])
             return [Skipped(int(index), _on_a_line(name), _on_a_line(why)) for index, name, why in rows]
         except (KeyError, ValueError, TypeError, OverflowError, RecursionError):
-            raise damaged(self.path, "has a damaged list of what was skipped") from None
+            raise damaged(self.path, "has a damaged list of skipped images") from None
 
     def cuts(self) -> list[Cut]:
-        """The captions of the part that tokenizers cut."""
+        """The captions that tokenizers cut."""
         try:
             cuts = [_CUT.validate_python(each) for each in json.loads(self.metadata["cut"])]
             return [replace(cut, samples=[_on_a_line(name) for name in cut.samples]) for cut in cuts]
         except (KeyError, ValueError, TypeError, RecursionError):
-            raise damaged(self.path, "has a damaged list of captions that were cut") from None
+            raise damaged(self.path, "has a damaged list of cut captions") from None
 
 
 def damaged(path: Path, what: str) -> UserError:
-    """The error of a file of the store that must be made again."""
+    """The error for a damaged file of the store."""
     return UserError(f"data.features: {path} {what}; delete it, then {EXTRACT} makes it again")
 
 
 def read_header(path: Path) -> Header:
-    """Read the header of any safetensors file. Raises UserError where it cannot be, or does not describe the file."""
+    """Read the header of any safetensors file. Raises UserError if it cannot be read, or does not describe the file."""
     try:
         with open_file(path) as file:
             descriptor = file.fileno()
@@ -126,11 +114,11 @@ def read_header(path: Path) -> Header:
 
 
 def header_by(path: Path, read: Callable[[int, int], bytes], size: int) -> Header:
-    """The header of a file of `size` bytes, given as `read(offset, bytes)`, which `path` names in errors."""
+    """The header of a file of `size` bytes, which `read(offset, bytes)` reads. `path` is for errors."""
     start = read(0, FIRST_READ)
     length = int.from_bytes(start[:8], "little")
     if length > LONGEST_HEADER:
-        raise damaged(path, f"has a damaged header: {length} bytes long, and at most {LONGEST_HEADER} are read")
+        raise damaged(path, f"has a damaged header: {length} bytes long; the limit is {LONGEST_HEADER}")
     if size < 8 + length:
         raise damaged(path, f"is truncated: at least {8 + length} bytes were expected, {size} were found")
     while len(start) < 8 + length:
@@ -160,17 +148,14 @@ def _parsed(path: Path, start: bytes, size: int) -> Header:
 
 
 def check_part(header: Header, identity: str | None = None) -> None:
-    """Raise UserError where a file has not the `identity` of its place in the store (None: any), or lacks a column."""
+    """Raise UserError if a file has another `identity` than its place in the store (None: any), or lacks a column."""
     path, columns, metadata = header.path, header.columns, header.metadata
-    if (found_format := metadata.get("format", "1")) not in (FORMAT, LABELLED, STREAMED, FRAMED):
-        raise damaged(path, f"is of format {found_format}, and {FORMAT} to {FRAMED} was expected")
     if identity is not None and metadata.get("store") != identity:
-        raise damaged(path, "is of another store: it is of other pictures, encoders or buckets")
+        raise damaged(path, "belongs to another store: its images, encoders or buckets differ")
     found_range, named = metadata.get("range"), range_text(path.name)
     if found_range != named:
-        raise damaged(path, f"is another part: it holds the pictures {str(found_range)[:40]}, and not {named}")
-    wanted = _wanted_texts(header, found_format) | _wanted_latents(header, found_format)
-    for name, (dtypes, dims) in wanted.items():
+        raise damaged(path, f"is another part: it holds the images {str(found_range)[:40]}, not {named}")
+    for name, (dtypes, dims) in (_wanted_texts(header) | _wanted_latents(header)).items():
         found = columns.get(name)
         if found is None:
             raise damaged(path, f"has a damaged header: {name} is missing")
@@ -181,23 +166,21 @@ def check_part(header: Header, identity: str | None = None) -> None:
             raise damaged(path, f"has a damaged header: {name} is {found.dtype} {list(found.shape)}")
 
 
-def _wanted_texts(header: Header, found_format: str) -> Wanted:
-    """Digests, captions and the texts of a part of that format."""
+def _wanted_texts(header: Header) -> Wanted:
+    """The columns of digests, captions and texts."""
     path, columns = header.path, header.columns
-    wide = "caption" in columns and columns["caption"].shape[1:] == (5,)
-    streamed = found_format == STREAMED or (found_format == FRAMED and wide)
-    captions = columns["caption"].shape[0] if "caption" in columns else None
+    captions = columns["caption"].shape[0] if "caption" in columns and columns["caption"].shape else None
     start, end = part_range(path.name) or (0, 0)
     wanted: Wanted = {
         "digests": ((torch.int64,), (3,)),
         "content": ((torch.int64,), (end - start, 2)),
-        "caption": ((torch.int64,), (None, 5 if streamed else 4)),
+        "caption": ((torch.int64,), (None, 5)),
         "captions": ((torch.uint8,), (None,)),
     }
     for name in {*header.sequences(), *([TEXT] if captions else [])}:
         if name != TEXT:
-            if not streamed or not _STREAM.fullmatch(f"stream/{name}"):
-                raise damaged(path, f"has a damaged header: {f'stream/{name}'[:80]!r} is no stream of a part")
+            if not _STREAM.fullmatch(f"stream/{name}"):
+                raise damaged(path, f"has a damaged header: {f'stream/{name}'[:80]!r} is no name of a stream")
             wanted[f"stream/{name}"] = ((torch.int64,), (captions, 3))
         text = column_name("text", name)
         wanted[text] = ((torch.bfloat16, torch.float8_e4m3fn), (None, None))
@@ -208,13 +191,13 @@ def _wanted_texts(header: Header, found_format: str) -> Wanted:
     return wanted
 
 
-def _wanted_latents(header: Header, found_format: str) -> Wanted:
-    """Latents of each shape that a part of that format names, their rows, labels and first frames."""
+def _wanted_latents(header: Header) -> Wanted:
+    """The columns of each shape: latents, rows, and, if any shape has them, labels and first frames."""
     path, columns = header.path, header.columns
-    framed = found_format == FRAMED
+    frames = tuple(f"{each}/" for each in ("frame", *FRAME_COLUMNS))
+    labelled, framed = (any(name.startswith(kind) for name in columns) for kind in ("label/", frames))
     wanted: Wanted = {}
-    shaped = ("latent/", "row/", "label/", *(f"{each}/" for each in ("frame", *FRAME_COLUMNS)))
-    for name in [name for name in columns if name.startswith(shaped)]:
+    for name in [name for name in columns if name.startswith(("latent/", "row/", "label/", *frames))]:
         if not _SHAPED.fullmatch(name):
             raise damaged(path, f"has a damaged header: {name[:80]!r} names no shape")
         shape = _shape_of(name)
@@ -223,7 +206,7 @@ def _wanted_latents(header: Header, found_format: str) -> Wanted:
         deviation = (2,) if latent in columns and len(columns[latent].shape) == len(shape) + 2 else ()
         wanted[latent] = ((torch.bfloat16, torch.float32), (None, *deviation, *shape))
         wanted[row] = ((torch.int64,), (count, 4))
-        if found_format == LABELLED:
+        if labelled:
             wanted[label] = ((torch.int64,), (count,))
         if framed:
             sides = name.partition("/")[2]
@@ -235,7 +218,7 @@ def _wanted_latents(header: Header, found_format: str) -> Wanted:
 
 
 def _on_a_line(text: object) -> str:
-    """A name or a reason as reports have it, which are UTF-8, and file names any bytes."""
+    """A name or a reason on one line of UTF-8: file names may have any bytes."""
     return shown(str(text)).replace("\n", "\\n")
 
 
@@ -246,7 +229,7 @@ def _shape_of(name: str) -> Shape:
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name stands twice")
+        raise ValueError("a name occurs twice")
     return found
 
 
@@ -266,7 +249,7 @@ def _column(entry: Mapping[str, Any], data_start: int) -> Column:
 
 
 def _tiled(columns: Any, start: int) -> int:
-    """The end of columns that follow one another from `start` on, without a hole and without overlap."""
+    """The end of columns that follow one another from `start` on, without holes or overlaps."""
     for column in sorted(columns, key=lambda column: (column.offset, column.nbytes)):
         if column.offset != start:
             raise ValueError("offsets overlap or leave a hole")

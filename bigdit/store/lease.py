@@ -1,23 +1,28 @@
-"""What workers have in hand: each has a folder in the store, whose name tells whether its process still lives.
+"""Leases of workers. Each worker has a folder in the store, whose name tells whether its process still lives.
 
-`workers/NAME/part-…` marks a range that a worker is at, beside the file it writes, which is renamed to its place in
-the store when it is whole. What a dead worker left is removed when it is known to be dead: its process is gone from
-this machine, as the kernel knows it. No clock is asked, so none can err. Of other machines nothing is known.
+`workers/NAME/part-…` marks a range that a worker encodes. It is also the file that it writes, and renames to its place
+when it is complete. The files of a dead worker are removed once the kernel of this machine says that its process is
+gone. No clock is involved. The processes of other machines are unknown.
+
+`pull` picks the next range, without a server or a lock. Two workers may encode the same range: both write the whole
+part under one name, and on a CPU the same bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from bigdit.errors import UserError
+from bigdit.store.part import part_name, part_path
 
 FOLDER = "workers"
 
@@ -26,8 +31,11 @@ Fate = Literal["alive", "dead", "unknown"]
 
 @dataclass(frozen=True)
 class WorkerName:
-    """A process, among all of all machines: `boot` and `space` say where its `pid` counts, `started` (clock ticks since
-    boot) which of those that had this pid it is; `token` is random."""
+    """The name of a process, unique among all machines.
+
+    `boot` and `space` (the pid namespace) tell where `pid` counts. `started`, in clock ticks since boot, distinguishes
+    processes that had the same pid. `token` is random.
+    """
 
     host: str
     boot: str
@@ -47,28 +55,28 @@ class WorkerName:
 
     @classmethod
     def parse(cls, name: str) -> WorkerName | None:
-        """The process that a folder is named after; None where it is not so named."""
+        """The process in a folder's name; None for other names."""
         words = name.rsplit("_", 5)
         if len(words) != 6 or not (words[3].isdecimal() and words[4].isdecimal()):
             return None
         return cls(words[0], words[1], words[2], int(words[3]), int(words[4]), words[5])
 
     def fate(self) -> Fate:
-        """Unknown where the process is not one of this machine, since it was started, and of this pid namespace."""
+        """Whether the process lives; unknown for other machines, an earlier boot, and other pid namespaces."""
         if (self.host, self.boot, self.space) != _place():
             return "unknown"
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
             return "dead"
-        except PermissionError:  # another user's, which /proc may hide
+        except PermissionError:  # another user's process, which /proc may hide
             return "alive"
         return "alive" if _started(self.pid) == self.started else "dead"
 
 
 @dataclass(frozen=True)
 class Lease:
-    """A worker's folder: its process' name and fate, the marks of the ranges it is at, the bytes of its files."""
+    """A worker's folder: its process's name and fate, the marks of its ranges, the bytes of its files."""
 
     folder: Path
     worker: WorkerName
@@ -79,7 +87,7 @@ class Lease:
 
 @contextlib.contextmanager
 def own_folder(root: Path) -> Iterator[Path]:
-    """A folder of this process alone in the store at `root`, removed at the end. Raises UserError where it cannot."""
+    """A folder of this process in the store at `root`, which is removed at the end. Raises UserError on failure."""
     folder = root / FOLDER / str(WorkerName.here())
     try:
         folder.mkdir(parents=True)
@@ -96,7 +104,7 @@ def all_leases(root: Path) -> list[Lease]:
     found = []
     for name, worker in _workers(root):
         files = {}
-        with contextlib.suppress(FileNotFoundError):  # its worker ends just now
+        with contextlib.suppress(FileNotFoundError):  # its worker has just ended
             for entry in os.scandir(root / FOLDER / name):
                 with contextlib.suppress(FileNotFoundError):
                     files[entry.name] = entry.stat().st_size
@@ -106,7 +114,7 @@ def all_leases(root: Path) -> list[Lease]:
 
 
 def all_marks(root: Path) -> set[str]:
-    """File names of the parts that workers, living or dead, are at."""
+    """File names of the parts that workers have leased, living or dead."""
     marks: set[str] = set()
     for name, _ in _workers(root):
         with contextlib.suppress(FileNotFoundError):
@@ -115,7 +123,7 @@ def all_marks(root: Path) -> set[str]:
 
 
 def remove_left(root: Path, *, other_machines: bool = False) -> list[Lease]:
-    """Remove what workers that are known to be dead left, and, if asked, what those of other machines did."""
+    """Remove the folders of dead workers, and with `other_machines` those of other machines."""
     fates = ("dead", "unknown") if other_machines else ("dead",)
     left = [lease for lease in all_leases(root) if lease.fate in fates]
     for lease in left:
@@ -135,14 +143,14 @@ def _workers(root: Path) -> Iterator[tuple[str, WorkerName]]:
 
 
 def _place() -> tuple[str, str, str]:
-    """This machine, this boot of it, and the namespace in which pids are counted."""
+    """This machine, its boot, and the pid namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")[:12]
     space = os.readlink("/proc/self/ns/pid").strip("pid:[]")
     return socket.gethostname(), boot, space
 
 
 def _started(pid: int) -> int | None:
-    """When a process was started, in clock ticks since boot; None of one that has ended, or cannot be seen.
+    """When a process was started, in clock ticks since boot; None if it has ended, or cannot be seen.
 
     Source: proc_pid_stat(5), fields 3 and 22; the name in field 2 may hold spaces and parentheses.
     """
@@ -151,3 +159,34 @@ def _started(pid: int) -> int | None:
     except OSError:
         return None
     return None if fields[0] in "ZX" else int(fields[19])
+
+
+def missing(root: Path, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The ranges whose part is not in the store, by one listing of its folder."""
+    try:
+        done = set(os.listdir(root))
+    except FileNotFoundError:
+        return list(ranges)
+    return [each for each in ranges if part_name(*each) not in done]
+
+
+def pull(root: Path, ranges: Sequence[tuple[int, int]], generator: random.Random) -> Iterator[tuple[int, int]]:
+    """The missing ranges, one after another; the store is looked at before each.
+
+    They begin at a random place, and at another one whenever the next range is done or leased. So independent
+    extractions seldom collide. Leased ranges come last, since their workers may have died.
+    """
+    left, held = missing(root, ranges), []
+    while left:
+        at = generator.randrange(len(left))
+        while at < len(left):
+            each = left.pop(at)
+            path = part_path(root, *each)
+            if path.exists():
+                break
+            if path.name in all_marks(root):
+                held.append(each)
+                break
+            yield each
+    generator.shuffle(held)
+    yield from (each for each in held if not part_path(root, *each).exists())

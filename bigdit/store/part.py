@@ -1,30 +1,25 @@
 """One part of a store: the features of one range of the source, in one safetensors file.
 
-A part's name is its record of completion. In the order of the file, with shapes as in `latent/4x64x64`:
+A part that has its name is complete. Its tensors in order, with shapes as in `latent/4x64x64`:
 
     digests      int64 [3]: xxh3 of the header, of the tables below, and of `captions`
-    content      int64 [range, 2]: xxh3 of each picture and of its captions or label, as the source had them; 0 of those
-                 that could not be read
-    caption      int64 [m, 4]: text start, text length, weight (the bits of an fp32), xxh3 of (states, scale, pooled)
+    content      int64 [range, 2]: xxh3 of each image, and of its captions or label, in the source; 0 if unreadable
+    caption      int64 [m, 5]: text start, text length, weight (the bits of an fp32), xxh3 of all sequences (states,
+                 scale) and pooled, states that the mask shows
     row/SHAPE    int64 [n, 4]: source index, first caption, captions, xxh3 of the latents, seeded with the index
-    label/SHAPE  int64 [n]: the class, where pictures have classes, and then no captions
-    frame/SHAPE  int64 [n]: xxh3 of the two of the row that are called so below, seeded with the index
+    label/SHAPE  int64 [n]: the class, if images have classes instead of captions
+    stream/NAME  int64 [m, 3]: start, length, states that the mask shows, of a further text encoder's sequence
+    frame/SHAPE  int64 [n]: xxh3 of the row's first_frame and image_embeds, seeded with the index
     latent/SHAPE [n, C, H, W] or [n, C, F, H, W], bf16 (fp32 of the identity codec); [n, 2, …] of mean and deviation
-    first_frame/SHAPE   bf16 [n, C, F, H, W]: latents of the first frame, followed by zeros, of models that begin so
-    image_embeds/SHAPE  bf16 [n, tokens, dim]: what an image encoder sees in it, where they are fed that
-    text         [tokens, dim] bf16, or float8_e4m3fn with `text_scale` fp32 [tokens]; a caption's text stands once
-    pooled       bf16 [m, p], where the encoders give a vector
+    first_frame/SHAPE   bf16 [n, C, F, H, W]: latents of the first frame, followed by zeros, for image-to-video models
+    image_embeds/SHAPE  bf16 [n, tokens, dim]: embeddings of the first frame by an image encoder, for some of them
+    text, text/NAME     [tokens, dim] bf16, or float8_e4m3fn with `text_scale…` fp32 [tokens]; each caption once
+    pooled       bf16 [m, p], if the encoders give a vector
     captions     uint8: JSON of source index to [[text, weight], …]
 
-Of captions that several encoders read, or whose mask does not show all states, `caption` is [m, 5], the fifth how many
-it shows, the digest is of the streams too, and for each of these there are
-
-    stream/NAME  int64 [m, 3]: start, length, how many states the mask shows
-    text/NAME    as `text`, with `text_scale/NAME`
-
-Tables (`content`, `caption`, `stream/…`, `row/…`, `label/…`, `frame/…`) come first: one small read opens a part. Every
-byte is under a digest. The metadata names the format, the range, the identity of encoders, buckets and pictures, what
-was skipped, and which captions were cut. The range is the name's, or the part lies in the place of another.
+Tables (`content`, `caption`, `row/…`, `label/…`, `stream/…`, `frame/…`) come first, so one small read opens a part.
+Digests cover every byte. The metadata has the range, the identity of encoders, buckets and images, the skipped images,
+and the cut captions. The range must be that of the file's name.
 """
 
 from __future__ import annotations
@@ -43,27 +38,19 @@ import numpy as np
 import torch
 
 from bigdit.store.tensors import Pieces, bytes_of, chained_digest, commit, header_bytes, row_digest
-from bigdit.store.text import Caption, Cut, Text, caption_columns, is_streamed
+from bigdit.store.text import Caption, Cut, Text, caption_columns
 
-FORMAT = "3"
-LABELLED = "4"
-"""The format of parts with labels: what reads the one before knows no such tables."""
-STREAMED = "5"
-"""That of parts with streams, or with masks of their own."""
-
-FRAMED = "6"
-"""That of parts with first frames."""
 FIRST_FRAME = "first_frame"
 FRAME_COLUMNS = (FIRST_FRAME, "image_embeds")
-"""What is kept of first frames, in the order of their digest."""
+"""The columns of first frames, in the order of their digest."""
 
 Shape = tuple[int, int, int] | tuple[int, int, int, int]
-"""Of a sample's latents: C×H×W, or C×F×H×W of videos."""
+"""The shape of a sample's latents: C×H×W, or C×F×H×W of videos."""
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A picture of the source that has no features, and why."""
+    """An image of the source without features, and why."""
 
     index: int
     name: str
@@ -72,11 +59,12 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Encoded:
-    """The features of one range: latents [n, *shape], or [n, 2, *shape] of mean and deviation, and source indices of
-    each shape; each index' captions; the text of each distinct caption; where pictures have classes, each index'; of
-    models that begin with a picture, what is kept of first frames by shape and name of FRAME_COLUMNS, [n, …]; the
-    captions that tokenizers cut; and `contents`, the digests of the picture and of the captions or the label of each
-    index that could be read."""
+    """The features of one range.
+
+    By shape: latents [n, *shape], or [n, 2, *shape] of mean and deviation; source indices; first frames by the names of
+    FRAME_COLUMNS, [n, …]. By index: captions; labels, if images have classes; `contents`, the digests of the image and
+    of its captions or label. `texts` has the text of each distinct caption; `cuts` the captions that tokenizers cut.
+    """
 
     latents: Mapping[Shape, torch.Tensor]
     indices: Mapping[Shape, list[int]]
@@ -95,42 +83,42 @@ def part_path(root: Path, start: int, end: int) -> Path:
 
 
 def part_name(start: int, end: int) -> str:
-    """The name of that file."""
+    """The file name of a range."""
     return f"part-{start:012d}-{end:012d}.safetensors"
 
 
 def part_range(name: str) -> tuple[int, int] | None:
-    """The source range [start, end) of a file's name; None where it is not that of a part."""
+    """The source range [start, end) of a file's name; None if it is not a part's name."""
     found = re.fullmatch(r"part-(\d{12})-(\d{12})\.safetensors", name)
     return None if found is None else (int(found[1]), int(found[2]))
 
 
 def range_text(name: str) -> str:
-    """The range of a file's name as its metadata has it, `256-512`; `0-0` where the name is not that of a part."""
+    """The range of a file's name as in the metadata, `256-512`; `0-0` if it is not a part's name."""
     start, end = part_range(name) or (0, 0)
     return f"{start}-{end}"
 
 
 def parse_shape(name: str) -> Shape:
-    """The shape that `shape_name` wrote. Raises ValueError where it wrote none of this kind."""
+    """The inverse of `shape_name`. Raises ValueError for other texts."""
     sides = tuple(int(side) for side in name.split("x"))
     if len(sides) not in (3, 4):
-        raise ValueError(f"{name} is no shape of latents")
+        raise ValueError(f"{name} is not a shape of latents")
     return cast(Shape, sides)
 
 
 def shape_name(shape: Shape) -> str:
-    """C×H×W as it stands in tensor names and reports: `4x64x64`."""
+    """C×H×W as in tensor names and reports: `4x64x64`."""
     return "x".join(str(side) for side in shape)
 
 
 def write_part(
-    path: Path, encoded: Encoded, scratch: Path | None = None, *, identity: str, eight_bits: bool = False
+    path: Path, encoded: Encoded, workspace: Path | None = None, *, identity: str, eight_bits: bool = False
 ) -> None:
-    """Write and commit a part, by way of `scratch` as in files.replacing; the same features give the same bytes.
+    """Write and commit a part, through `workspace` as in files.replacing. The same features give the same bytes.
 
-    `identity`: its `schema.part_identity`; with `eight_bits` the texts' states are stored in 8 bits.
-    Raises UserError where the disk is full or cannot be written.
+    `identity`: its `schema.part_identity`. With `eight_bits`, states of texts are stored in 8 bits.
+    Raises UserError if the disk is full or cannot be written.
     """
     tensors: dict[str, Pieces] = {"digests": Pieces.of(torch.zeros(3, dtype=torch.int64))}
     contents = [encoded.contents.get(index, (0, 0)) for index in range(*(part_range(path.name) or (0, 0)))]
@@ -163,24 +151,15 @@ def write_part(
     )
     tensors["captions"] = Pieces.of(torch.from_numpy(np.frombuffer(captions.encode(), np.uint8).copy()))
     skipped = json.dumps([[item.index, item.name, item.reason] for item in encoded.skipped])
-    metadata = {"format": _format(encoded), "range": range_text(path.name), "store": identity, "skipped": skipped}
-    metadata["cut"] = json.dumps([asdict(cut) for cut in encoded.cuts])
+    cut = json.dumps([asdict(cut) for cut in encoded.cuts])
+    metadata = {"range": range_text(path.name), "store": identity, "skipped": skipped, "cut": cut}
     header = header_bytes(tensors, metadata)
     tensors["digests"].pieces[0].copy_(torch.tensor(_digests(header, tensors)))
-    commit(path, header, tensors, scratch)
-
-
-def _format(encoded: Encoded) -> str:
-    """The oldest format that has all of it: parts are the same to the byte as those before a later one was made."""
-    if encoded.frames is not None:
-        return FRAMED
-    if encoded.labels is not None:
-        return LABELLED
-    return STREAMED if is_streamed(encoded.texts) else FORMAT
+    commit(path, header, tensors, workspace)
 
 
 def _digests(header: bytes, tensors: Mapping[str, Pieces]) -> list[int]:
-    """Of the header, the tables and the captions."""
+    """The digests of the header, the tables and the captions."""
     kinds = ("row/", "label/", "stream/", "frame/")
     tables = ["content", "caption", *(name for kind in kinds for name in sorted(tensors) if name.startswith(kind))]
     return [
@@ -191,15 +170,14 @@ def _digests(header: bytes, tensors: Mapping[str, Pieces]) -> list[int]:
 
 
 WAITING_PARTS = 2
-"""Parts in memory besides the one that is encoded: one that is being written, and one that the disk is late for."""
+"""Parts in memory besides the one that is encoded: one that is being written, and one that waits for the disk."""
 
 
 class PartWriter:
-    """Commits parts in the order in which they are given; the `with` block ends well only when all are on disk.
+    """Commits parts in order, in a thread. The `with` block ends without error only when all are on disk.
 
-    `write` returns at once, unless WAITING_PARTS wait already. An error of the disk comes out of the next `write` or
-    of the block's end, and what was given after it is not written. On any other error of the block, what waits is
-    written all the same: it is whole.
+    `write` returns at once, unless WAITING_PARTS wait already. The next `write` or the end of the block raises an error
+    of the disk, and later parts are not written. After any other error in the block, waiting parts are still written.
     """
 
     def __init__(self, *, eight_bits: bool = False) -> None:
@@ -213,28 +191,30 @@ class PartWriter:
         path: Path,
         encoded: Encoded,
         identity: str,
-        scratch: Path | None = None,
+        workspace: Path | None = None,
         committed: Callable[[], None] = lambda: None,
     ) -> None:
-        """Write a part of this `part_identity`, by way of `scratch` as in files.replacing; `committed` is called, in
-        the writer's thread, when it is on disk. Raises UserError where an earlier one could not be written."""
-        self._take_up(WAITING_PARTS - 1)
-        self._waiting.append(self._thread.submit(self._commit, path, encoded, identity, scratch, committed))
+        """Write a part with this `part_identity`, through `workspace` as in files.replacing.
+
+        The writer's thread calls `committed` when the part is on disk. Raises UserError if an earlier part failed.
+        """
+        self._wait(WAITING_PARTS - 1)
+        self._waiting.append(self._thread.submit(self._commit, path, encoded, identity, workspace, committed))
 
     def _commit(
-        self, path: Path, encoded: Encoded, identity: str, scratch: Path | None, committed: Callable[[], None]
+        self, path: Path, encoded: Encoded, identity: str, workspace: Path | None, committed: Callable[[], None]
     ) -> None:
         if self._failed:
             return
         try:
-            write_part(path, encoded, scratch, identity=identity, eight_bits=self._eight_bits)
+            write_part(path, encoded, workspace, identity=identity, eight_bits=self._eight_bits)
             committed()
         except BaseException:
             self._failed = True
             raise
 
-    def _take_up(self, most: int) -> None:
-        """Wait until `most` parts wait, and raise what went wrong with one."""
+    def _wait(self, most: int) -> None:
+        """Block until at most `most` parts wait. Raises the error of a part."""
         while self._waiting and (len(self._waiting) > most or self._waiting[0].done()):
             self._waiting.popleft().result()
 
@@ -246,4 +226,4 @@ class PartWriter:
     ) -> None:
         self._thread.shutdown()
         if kind is None:
-            self._take_up(0)
+            self._wait(0)

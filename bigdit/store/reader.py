@@ -1,4 +1,4 @@
-"""A part that is open: its tables in memory, its rows read at their offsets into the memory of batches."""
+"""An open part: its tables are in memory, and its rows are read at their offsets into the memory of batches."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ import torch
 from bigdit.errors import UserError
 from bigdit.store.files import READERS, File, ReaderName
 from bigdit.store.header import Column, Header, check_part, damaged, read_header
-from bigdit.store.part import FRAME_COLUMNS, FRAMED, LABELLED, Shape, part_range, shape_name
+from bigdit.store.part import FRAME_COLUMNS, Shape, part_range, shape_name
 from bigdit.store.tensors import bytes_of, chained_digest, row_digest
 from bigdit.store.text import TEXT, Text, chosen, column_name, dequantise
 
 
 @dataclass(frozen=True)
 class _Sequence:
-    """A sequence of every caption: where its states lie, and the scales of those in 8 bits; `places`: int64 [m, 3] of
-    first state, states, and how many the mask shows."""
+    """A sequence of every caption: the columns of its states and their scales in 8 bits.
+
+    `places`: int64 [m, 3] of first state, states, and states that the mask shows.
+    """
 
     states: Column
     scale: Column | None
@@ -29,23 +31,21 @@ class _Sequence:
 
 
 class Part:
-    """An open part. `content`: uint64 [range, 2], `rows`: int64 [n, 4] of each shape, `captions`: int64 [m, 4 or 5], as
-    in part.py; `weights`: [m]; `labels`: int64 [n] of each shape where pictures have classes, else of none; `frames`:
-    the digests [n] of what is kept of first frames, of each shape where it is. Sequences of a caption go by their
-    names: TEXT, and those of `streams`."""
+    """An open part, with the tables of part.py.
+
+    `content`: uint64 [range, 2]. By shape: `rows`, int64 [n, 4]; `labels`, int64 [n], if images have classes; `frames`,
+    digests [n] of first frames, if it has any. `captions`: int64 [m, 5]; `weights`: [m]. A caption's sequences are TEXT
+    and `streams`.
+    """
 
     def __init__(self, header: Header, file: File, identity: str | None = None) -> None:
-        """Read and check the tables of a file with this header. Raises UserError where they are damaged."""
+        """Read and check the tables of a file with this header. Raises UserError if they are damaged."""
         check_part(header, identity)
         self.header = header
         self._file = file
         self._latents = {shape: header.columns[f"latent/{shape_name(shape)}"] for shape in header.shapes()}
-        self.rows = {shape: self._table(header.columns[f"row/{shape_name(shape)}"]) for shape in self._latents}
-        labelled = self._latents if header.metadata["format"] == LABELLED else ()
-        self.labels = {shape: self._table(header.columns[f"label/{shape_name(shape)}"]) for shape in labelled}
-        framed = self._latents if header.metadata["format"] == FRAMED else ()
-        self.frames = {shape: self._table(header.columns[f"frame/{shape_name(shape)}"]) for shape in framed}
-        self._framed = {shape: self._frame_columns(shape) for shape in framed}
+        self.rows, self.labels, self.frames = (self._tables(kind) for kind in ("row", "label", "frame"))
+        self._framed = {shape: self._frame_columns(shape) for shape in self.frames}
         self.content = self._table(header.columns["content"]).view(np.uint64)
         self.captions = self._table(header.columns["caption"])
         self.weights = self.captions[:, 2].astype(np.uint32).view(np.float32)
@@ -56,12 +56,12 @@ class Part:
 
     @classmethod
     def open(cls, path: Path, reader: ReaderName = "pread", identity: str | None = None) -> Part:
-        """Open the part at `path`, of this `identity`. Raises UserError where it is damaged or another store's."""
+        """Open the part at `path`, with this `identity`. Raises UserError if it is damaged or another store's."""
         return cls(read_header(path), READERS[reader](path), identity)
 
     @property
     def latents_dtype(self) -> torch.dtype:
-        """Of all latents as stored."""
+        """The dtype of all latents."""
         return next(iter(self._latents.values())).dtype
 
     @property
@@ -74,7 +74,7 @@ class Part:
         return len(self._latents[shape].shape) == len(shape) + 2
 
     def choose_caption(self, shape: Shape, row: int, draw: float) -> int:
-        """The number of one of a row's captions, by their weights and a number in [0, 1)."""
+        """The number of one of a row's captions, chosen by their weights and a random number in [0, 1)."""
         _, first, count, _ = self.rows[shape][row].tolist()
         return int(first) if count == 1 else int(first) + chosen(self.weights[first : first + count], draw)
 
@@ -85,7 +85,7 @@ class Part:
 
     @property
     def streams(self) -> list[str]:
-        """The names of what captions have beside the text itself."""
+        """The names of the sequences beside the text itself."""
         return [name for name in self._sequences if name != TEXT]
 
     def states_span(self, caption: int, name: str = TEXT) -> tuple[int, int]:
@@ -98,19 +98,19 @@ class Part:
         return int(self._sequences[name].places[caption, 1])
 
     def shown(self, caption: int, name: str = TEXT) -> int:
-        """How many of them the mask shows."""
+        """The number of these states that the mask shows."""
         return int(self._sequences[name].places[caption, 2])
 
     def check_fits(self, caption: int, shapes: Mapping[str, tuple[int, int]]) -> None:
-        """Raise UserError where the states of a caption's sequences do not fit into their [max_tokens, dim]."""
+        """Raise UserError if the states of a caption's sequences do not fit into their [max_tokens, dim]."""
         for name, shape in shapes.items():
             found = self.tokens(caption, name), self._sequences[name].states.shape[1]
             if found[0] > shape[0] or found[1] != shape[1]:
                 what = "a caption" if name == TEXT else f"a caption's {name}"
-                raise self._damaged(f"has {what} of {found[0]} × {found[1]}, and at most {shape[0]} × {shape[1]} fits")
+                raise self._damaged(f"has {what} of {found[0]} × {found[1]}; the limit is {shape[0]} × {shape[1]}")
 
     def advise(self, shape: Shape, row: int, caption: int | None) -> None:
-        """This row will be read soon, with this caption."""
+        """Tell the file that this row will be read soon, with this caption."""
         self._file.advise(*self.latents_span(shape, row))
         for column in self._framed.get(shape, {}).values():
             self._file.advise(column.offset + row * column.row_bytes, column.row_bytes)
@@ -119,7 +119,7 @@ class Part:
                 self._file.advise(*self.states_span(caption, name))
 
     def read_latents(self, shape: Shape, row: int, memory: memoryview) -> int:
-        """Fill `memory` with a row's latents as stored; its source index. Raises UserError where they are damaged."""
+        """Fill `memory` with a row's latents as stored; returns its source index. Raises UserError if damaged."""
         self._file.read_into(memory, self.latents_span(shape, row)[0])
         index, _, _, digest = self.rows[shape][row].tolist()
         if row_digest(index, memory) != digest:
@@ -133,11 +133,11 @@ class Part:
         return self.read_latents(shape, row, bytes_of(latents)), latents
 
     def frame_shapes(self, shape: Shape) -> dict[str, tuple[int, ...]]:
-        """What is kept of the first frames of rows of this shape: the shape of each, by name."""
+        """The shapes of the first-frame columns for latents of this shape, by name."""
         return {name: column.shape[1:] for name, column in self._framed.get(shape, {}).items()}
 
     def read_frame(self, shape: Shape, row: int, memories: Mapping[str, memoryview]) -> None:
-        """Fill the memory of each name of `frame_shapes` with a row's. Raises UserError where they are damaged."""
+        """Fill the memory of each name of `frame_shapes` with a row's values. Raises UserError if damaged."""
         for name, column in self._framed[shape].items():
             self._file.read_into(memories[name], column.offset + row * column.row_bytes)
         found = chained_digest([memories[name] for name in self._framed[shape]], int(self.rows[shape][row, 0]))
@@ -147,7 +147,7 @@ class Part:
             )
 
     def text(self, caption: int) -> Text:
-        """A caption's states [len, dim] and vector [p] in bf16. Raises UserError where they are damaged."""
+        """A caption's states [len, dim] and vector [p] in bf16. Raises UserError if they are damaged."""
         states = {
             name: torch.empty((self.tokens(caption, name), each.states.shape[1]), dtype=torch.bfloat16)
             for name, each in self._sequences.items()
@@ -157,8 +157,10 @@ class Part:
         return replace(texts.pop(TEXT), pooled=pooled, streams=texts)
 
     def read_text(self, caption: int, memories: Mapping[str, memoryview]) -> torch.Tensor | None:
-        """Fill the memory of each sequence with the caption's states [len, dim] in bf16; its pooled vector [p], where
-        there is one. Raises UserError where they are damaged."""
+        """Fill the memory of each sequence with the caption's states [len, dim] in bf16; returns its pooled vector [p].
+
+        Raises UserError if they are damaged.
+        """
         pooled = None if self._pooled is None else self._read(self._pooled, caption, 1)[0]
         read, packed = [], []
         for name, sequence in self._sequences.items():
@@ -180,7 +182,7 @@ class Part:
         return pooled
 
     def damages(self) -> Iterator[str]:
-        """Read all of the part; what is wrong with it, a line each."""
+        """Read all of the part. Yields a message for each damage."""
         header = self.header
         captions = self._read(header.columns["captions"], 0, header.columns["captions"].shape[0])
         if chained_digest([bytes_of(captions)]) != self._digests[2]:
@@ -206,14 +208,11 @@ class Part:
 
     def _sequence(self, name: str) -> _Sequence:
         columns = self.header.columns
-        if name != TEXT:
-            places = self._table(columns[f"stream/{name}"])
-        else:  # all states are shown, where the table has no column for it
-            places = self.captions[:, [0, 1, 4 if self.captions.shape[1] > 4 else 1]]
+        places = self.captions[:, [0, 1, 4]] if name == TEXT else self._table(columns[f"stream/{name}"])
         return _Sequence(columns[column_name("text", name)], columns.get(column_name("text_scale", name)), places)
 
     def _extent(self, caption: int, name: str) -> tuple[int, int]:
-        """The first state of a caption's sequence, and how many there are."""
+        """The first state of a caption's sequence, and the number of states."""
         start, length, _ = self._sequences[name].places[caption].tolist()
         return start, length
 
@@ -229,8 +228,14 @@ class Part:
         self._file.read_into(bytes_of(rows), column.offset + first * column.row_bytes)
         return rows
 
+    def _tables(self, kind: str) -> dict[Shape, npt.NDArray[np.int64]]:
+        """The tables of one kind, by shape; none if the part has none of this kind."""
+        names = {shape: f"{kind}/{shape_name(shape)}" for shape in self._latents}
+        columns = self.header.columns
+        return {shape: self._table(columns[name]) for shape, name in names.items() if name in columns}
+
     def _table(self, column: Column) -> npt.NDArray[np.int64]:
-        """A table, out of the bytes that came with the header where they reach so far."""
+        """A table, from the bytes that were read with the header if they suffice."""
         end = column.offset + column.nbytes
         data = self.header.start[column.offset : end]
         if end > len(self.header.start):
@@ -238,7 +243,7 @@ class Part:
         return np.frombuffer(data, np.int64).reshape(column.shape)
 
     def _check_tables(self) -> None:
-        """Digests of the header and the tables; and bounds, since a digest does not keep malice out."""
+        """Check digests of the header and the tables. Check bounds too, since a hostile file may have right digests."""
         header = self.header
         self._digests = self._table_of(header.columns["digests"])
         tables = [self.content, self.captions]
@@ -247,7 +252,7 @@ class Part:
         tables += [self.frames[shape] for shape in sorted(self.frames, key=shape_name)]
         found = [chained_digest([header.start[: header.nbytes]]), chained_digest(table.tobytes() for table in tables)]
         if found != self._digests[:2]:
-            raise self._damaged("is damaged in its header or tables: their digest differs")
+            raise self._damaged("is damaged in its header or tables: the digest differs")
         sound = np.isfinite(self.weights) & (self.weights > 0)
         for sequence in self._sequences.values():
             tokens, (start, length, shown) = sequence.states.shape[0], sequence.places.T
@@ -256,7 +261,7 @@ class Part:
         if not sound.all():
             raise self._damaged(f"is damaged in caption {int(np.argmin(sound))}: its place is not in the file")
         least, end = part_range(header.path.name) or (0, np.iinfo(np.int64).max)
-        fewest, captions = 0 if self.labels else 1, len(self.captions)  # of a picture; of all
+        fewest, captions = 0 if self.labels else 1, len(self.captions)  # captions of an image; of all images
         for shape, rows in self.rows.items():
             index, first, count = rows[:, 0], rows[:, 1], rows[:, 2]
             sound = (index >= least) & (index < end)
@@ -265,7 +270,7 @@ class Part:
                 sound &= self.labels[shape] >= 0
             if not sound.all():
                 row = int(np.argmin(sound))
-                raise self._damaged(f"is damaged in row {row} of {shape_name(shape)}: it names what the part has not")
+                raise self._damaged(f"is damaged in row {row} of {shape_name(shape)}: its values are out of range")
 
     def _table_of(self, column: Column) -> list[int]:
         values: list[int] = self._read(column, 0, column.shape[0]).tolist()

@@ -1,8 +1,8 @@
-"""The store as training reads it: its index, the text of the empty caption, and rows, read at their offsets.
+"""The store for training: its index, the text of the empty caption, and rows, which are read at their offsets.
 
-The index, how many samples of each shape every part has, is a copy of what the headers say, for starts: a hundred
-thousand headers take minutes on a cold disk. It can be deleted at any time. What it lacks is read, as is a part of
-other bytes, and a part that is opened is held against it.
+The index has the number of samples of each shape in every part. It copies the headers, since a hundred thousand headers
+take minutes on a cold disk. It can be deleted at any time: missing parts, and parts of another size, are read again. An
+opened part is compared with it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from bigdit.store.text import TEXT, Text, column_name
 from bigdit.units import GIB, how_many
 
 INDEX = "index.safetensors"
-_READERS = 8  # headers are read side by side: a network's latency, not the disk's bandwidth, is what they take
+_READERS = 8  # threads for headers: on a network, latency dominates
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Index:
 def load_index(
     root: Path, wanted: npt.NDArray[np.int64], header_of: Callable[[str], Header], schema: StoreSchema
 ) -> Index:
-    """The index of `wanted` parts (start, end, bytes): by the file where it has them, by their headers otherwise.
+    """The index of `wanted` parts (start, end, bytes), from the index file, and for missing parts from their headers.
 
-    Writes the file anew where it lacked any. Raises UserError where a header is damaged or of another store.
+    Rewrites the file if any was missing. Raises UserError if a header is damaged or of another store.
     """
     identity = store_identity(schema)
     saved = read_index(root / INDEX, identity)
@@ -73,13 +73,13 @@ def load_index(
     shapes = tuple(sorted({shape for each in counts for shape, count in each.items() if count}))
     table = np.array([[each.get(shape, 0) for shape in shapes] for each in counts], np.int64)
     index = Index(shapes, wanted, table.reshape(len(parts), len(shapes)))
-    with contextlib.suppress(UserError):  # a store that cannot be written is read all the same
+    with contextlib.suppress(UserError):  # a read-only store can be read
         write_index(root / INDEX, index, identity)
     return index
 
 
 def write_index(path: Path, index: Index, identity: str) -> None:
-    """Commit the index to `path`. Raises UserError where it cannot be written."""
+    """Commit the index to `path`. Raises UserError if it cannot be written."""
     parts, counts = torch.from_numpy(index.parts), torch.from_numpy(index.counts)
     digest = torch.tensor([chained_digest([bytes_of(parts), bytes_of(counts)])])
     shapes = ",".join(shape_name(shape) for shape in index.shapes)
@@ -88,19 +88,19 @@ def write_index(path: Path, index: Index, identity: str) -> None:
 
 
 def listed(index: Index, number: int) -> dict[Shape, int]:
-    """The samples of each shape that the index has for a part."""
+    """The samples of each shape in a part, according to the index."""
     return {shape: int(count) for shape, count in zip(index.shapes, index.counts[number], strict=True) if count}
 
 
 def misfit(path: Path, counts: dict[Shape, int], rows: dict[Shape, int]) -> str | None:
-    """What is wrong where the part at `path` has not the rows of each shape that the index has for it."""
+    """The problem if the part at `path` has other rows than the index says."""
     if counts == {shape: count for shape, count in rows.items() if count}:
         return None
-    return f"data.features: {path} has other rows than {path.parent / INDEX} says; delete that index: it is made again"
+    return f"data.features: {path} has other rows than {path.parent / INDEX} says; delete that index; it is rebuilt"
 
 
 def read_index(path: Path, identity: str) -> Index | None:
-    """The index in a file; None where there is none, or none of this store that is whole."""
+    """The index in a file; None if it is missing, damaged or another store's."""
     if not path.exists():
         return None
     try:
@@ -123,9 +123,9 @@ def read_index(path: Path, identity: str) -> Index | None:
 NULL_TEXT = "null_text.safetensors"
 
 
-def write_null_text(root: Path, encode: Callable[[], Text], identity: str, scratch: Path | None = None) -> None:
-    """Commit the text of the empty caption, in bf16, to the store of this `schema.store_identity`; where it is there
-    already nothing is encoded."""
+def write_null_text(root: Path, encode: Callable[[], Text], identity: str, workspace: Path | None = None) -> None:
+    """Commit the text of the empty caption, in bf16, to the store with this `schema.store_identity`, unless it
+    exists."""
     if not (root / NULL_TEXT).exists():
         stored = encode().to("cpu", torch.bfloat16)
         tensors = {"text": stored.states, "digest": torch.tensor([_digest(stored)])}
@@ -136,11 +136,11 @@ def write_null_text(root: Path, encode: Callable[[], Text], identity: str, scrat
                 tensors[column_name("text", name)] = each.states
             if each.seen is not None:
                 tensors[column_name("seen", name)] = torch.tensor([each.seen])
-        commit_tensors(root / NULL_TEXT, tensors, {"store": identity}, scratch)
+        commit_tensors(root / NULL_TEXT, tensors, {"store": identity}, workspace)
 
 
 def read_null_text(root: Path, identity: str) -> Text:
-    """The text, in bf16. Raises UserError where the file is damaged or of another store."""
+    """The text of the empty caption, in bf16. Raises UserError if the file is damaged or another store's."""
     header = read_header(root / NULL_TEXT)
     streams = [name.partition("/")[2] for name in header.columns if name.startswith("text/")]
     pooled = read_column(header, "pooled") if "pooled" in header.columns else None
@@ -148,7 +148,7 @@ def read_null_text(root: Path, identity: str) -> Text:
     if int(read_column(header, "digest")) != _digest(text):
         raise damaged(header.path, "is damaged: its digest differs")
     if header.metadata.get("store") != identity:
-        raise damaged(header.path, "is of another store: it is of other encoders or buckets")
+        raise damaged(header.path, "belongs to another store: its encoders or buckets differ")
     return text
 
 
@@ -159,7 +159,7 @@ def _sequence(header: Header, name: str) -> Text:
 
 
 def _digest(text: Text) -> int:
-    """Of all values, the streams' names, and how many states the mask shows."""
+    """The digest of all values, the streams' names, and the number of states that the mask shows."""
     parts: list[memoryview | bytes] = [
         bytes_of(each.contiguous()) for each in (text.states, text.pooled) if each is not None
     ]
@@ -172,11 +172,11 @@ def _digest(text: Text) -> int:
 
 
 OPEN_PARTS = 256
-"""Parts that are open at once: of a window of the order and of what is carried over; about 20 kB of tables each."""
+"""Parts that are open at once: a window of the order, and some of the one before it; about 20 kB of tables each."""
 
 
 class BucketRows:
-    """The samples of one bucket in source order: position i is (part, row). Memory grows with parts alone."""
+    """The samples of one bucket in source order: position i is (part, row). Memory grows with parts only."""
 
     def __init__(self, counts: npt.NDArray[np.int64]) -> None:
         self._ends = np.cumsum(counts)
@@ -192,7 +192,7 @@ class BucketRows:
 
 
 class FeatureStore:
-    """Latents and text, or classes, of a source, by bucket (C, H, W) and part; open it with `FeatureStore.open`."""
+    """Latents and text, or classes, by bucket (C, H, W) and part. Open it with `FeatureStore.open`."""
 
     def __init__(self, files: LocalParts | RemoteParts, schema: StoreSchema, index: Index) -> None:
         self.root = files.root
@@ -204,9 +204,9 @@ class FeatureStore:
 
     @classmethod
     def open(cls, root: Path, reader: ReaderName = "pread", cache_bytes: int = 16 * GIB) -> FeatureStore:
-        """Open the store in a folder, or at a URL, of which at most `cache_bytes` are kept on this machine.
+        """Open the store in a folder, or at a URL, with a cache of at most `cache_bytes`.
 
-        Raises UserError where parts are missing, damaged, or all empty.
+        Raises UserError if parts are missing or damaged, or all are empty.
         """
         files = open_remote(root, cache_bytes) or LocalParts(root, reader)
         files.fetch((SCHEMA, INDEX, NULL_TEXT))
@@ -216,7 +216,7 @@ class FeatureStore:
         ranges = schema.ranges()
         sizes = files.sizes()
         parts = np.empty((len(ranges), 3), np.int64)
-        for number, (start, end) in enumerate(ranges):  # a hundred thousand: what a list of them took would be seen
+        for number, (start, end) in enumerate(ranges):  # a list of a hundred thousand takes much memory
             parts[number] = start, end, sizes.get(part_name(start, end), -1)
         missing = [part_name(start, end) for start, end, size in parts[parts[:, 2] < 0].tolist()]
         beside = (NULL_TEXT,) if schema.classes is None else ()
@@ -231,39 +231,39 @@ class FeatureStore:
             )
         if others:
             raise UserError(
-                f"data.features: {files} has {others} parts that are none of the {len(parts)} of its {SCHEMA}: that is "
-                "damaged, or of another time; bring back the one that belongs to the parts"
+                f"data.features: {files} has {others} parts that are not among the {len(parts)} of its {SCHEMA}, which "
+                "is damaged or outdated; restore the one that belongs to the parts"
             )
         index = load_index(files.root, parts, files.header, schema)
         if not index.counts.sum():
-            raise UserError(f"data.features: all pictures of {files} were skipped; report.json there says why")
+            raise UserError(f"data.features: all images of {files} were skipped; report.json there says why")
         return cls(files, schema, index)
 
     @functools.cached_property
     def classes(self) -> Classes | None:
-        """Of pictures that have no captions."""
+        """The classes, if images have no captions."""
         return None if self.schema.classes is None else Classes(self.schema.classes)
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens that a text has, where pictures have captions."""
+        """The most tokens of a text, if images have captions."""
         return int(self.schema.text_encoder["max_tokens"])
 
     @property
     def text_shape(self) -> tuple[int, int] | None:
-        """The most tokens of a text, and the width of their states; None where pictures have classes."""
+        """The most tokens of a text, and the width of their states; None if images have classes."""
         return None if self.classes else (self.max_tokens, self.null_text.states.shape[1])
 
     @property
     def text_shapes(self) -> dict[str, tuple[int, int]]:
-        """The most states, and their width, of the text itself and of each stream; of classes none."""
+        """The most states, and their width, of the text itself and of each stream; empty if images have classes."""
         if self.text_shape is None:
             return {}
         streams = self.schema.streams.items()
         return {TEXT: self.text_shape} | {name: (each["max_tokens"], each["dim"]) for name, each in streams}
 
     def frame_shapes(self, bucket: Shape) -> dict[str, tuple[int, ...]]:
-        """What is kept of first frames beside latents of this shape: the shape of each, by name."""
+        """The shapes of first-frame columns for latents of this shape, by name."""
         found = self.schema.first_frame
         if found is None:
             return {}
@@ -272,7 +272,7 @@ class FeatureStore:
 
     @functools.cached_property
     def null_text(self) -> Text:
-        """The empty caption's, in bf16, for guidance, where pictures have captions."""
+        """The text of the empty caption, in bf16, for guidance, if images have captions."""
         found = read_null_text(self.root, store_identity(self.schema))
         if found.streams.keys() != self.schema.streams.keys():
             raise damaged(self.root / NULL_TEXT, "has other streams than its store")
@@ -280,23 +280,23 @@ class FeatureStore:
 
     @functools.cached_property
     def latents_dtype(self) -> torch.dtype:
-        """Of latents as stored."""
+        """The dtype of stored latents."""
         return self._first.latents_dtype
 
     @functools.cached_property
     def has_deviation(self) -> bool:
-        """Whether latents are stored as mean and standard deviation, to be drawn anew each time."""
+        """Whether latents are stored as mean and standard deviation, and sampled at each read."""
         return any(self._first.has_deviation(shape) for shape in self._first.rows)
 
     @property
     def _first(self) -> Part:
-        """A part that has rows; all are made by the same encoders."""
+        """A part that has rows. All parts have the same encoders."""
         return self.part(int(np.argmax(self.index.counts.any(axis=1))))
 
     def read(self, bucket: Shape, positions: Sequence[int]) -> tuple[torch.Tensor, list[Text], list[int]]:
-        """Latents [B, *bucket] or [B, 2, *bucket] as stored, first captions' texts in bf16 (of classes none), indices.
+        """Latents [B, *bucket] or [B, 2, *bucket] as stored; texts of first captions in bf16, if any; indices.
 
-        Raises UserError, with part and row, where the bytes on the disk are not those that were written.
+        Raises UserError, with part and row, if bytes on disk are damaged.
         """
         places = [self.buckets[bucket][position] for position in positions]
         latents, texts, indices = [], [], []
@@ -310,7 +310,7 @@ class FeatureStore:
         return torch.stack(latents), texts, indices
 
     def name_of(self, bucket: Shape, number: int, row: int) -> str:
-        """A sample as people find it: its number in the source, and the part and the row where the store has it."""
+        """A sample for people: its number in the source, its part and row."""
         part = self.part(number)
         index = int(part.rows[bucket][row, 0])
         return f"sample {index} (row {row} of {shape_name(bucket)} in {part.header.path.name})"
@@ -328,7 +328,7 @@ class FeatureStore:
 
 
 def _mislabelled(part: Part, classes: Classes | None) -> str | None:
-    """What is wrong where labels are missing, or of classes that there are not."""
+    """The problem if labels are missing, or of unknown classes."""
     if bool(part.labels) != (classes is not None) and part.rows:
         return f"has {'' if part.labels else 'no '}labels, unlike its store"
     if classes is not None and any((labels >= classes.count).any() for labels in part.labels.values()):
@@ -337,16 +337,16 @@ def _mislabelled(part: Part, classes: Classes | None) -> str | None:
 
 
 def _misframed(part: Part, wanted: Callable[[Shape], dict[str, tuple[int, ...]]]) -> str | None:
-    """What is wrong where other things are kept of first frames than in its store."""
+    """The problem if the columns of first frames are not those of the store."""
     for shape in part.rows:
         if (found := part.frame_shapes(shape)) != wanted(shape):
-            return f"keeps {found or 'nothing'} of first frames, and its store {wanted(shape) or 'nothing'}"
+            return f"has {found or 'nothing'} of first frames, and its store {wanted(shape) or 'nothing'}"
     return None
 
 
 def _misstreamed(part: Part, schema: StoreSchema) -> str | None:
-    """What is wrong where captions have other streams than those of the store."""
+    """The problem if captions have other streams than the store."""
     if len(part.captions) and set(part.streams) != schema.streams.keys():
         names = [" and ".join(sorted(each)) or "none" for each in (part.streams, schema.streams)]
-        return f"has other streams of text than its store: {names[0]} for {names[1]}"
+        return f"has other streams of text than its store: {names[0]} instead of {names[1]}"
     return None

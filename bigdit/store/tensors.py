@@ -1,7 +1,7 @@
-"""Tensors as bytes: safetensors files that appear whole or not at all, and fingerprints of bytes, weights and sources.
+"""Tensors as bytes: safetensors files that are written whole or not at all, and digests of bytes, weights and configs.
 
-Files are written from the memory where their tensors lie. Source: https://github.com/huggingface/safetensors, section
-Format. Its own `save` copies every tensor, orders metadata at will and makes files that only their owner reads.
+Files are written from the tensors' own memory. Source: https://github.com/huggingface/safetensors, section Format. Its
+own `save` copies every tensor, orders metadata at random, and makes files that only their owner can read.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from bigdit.files import replacing
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor as bytes, not copied: numpy has no bfloat16."""
+    """The memory of a contiguous CPU tensor as bytes, without a copy. numpy has no bfloat16."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def chained_digest(buffers: Iterable[memoryview | bytes], seed: int = 0) -> int:
-    """xxh3-64, as int64, of contiguous bytes one after another: each digest is the seed of the next one's."""
+    """xxh3-64, as int64, of several buffers. Each digest is the seed of the next."""
     digest = seed
     for buffer in buffers:
         digest = xxhash.xxh3_64_intdigest(buffer, digest)
@@ -33,12 +33,12 @@ def chained_digest(buffers: Iterable[memoryview | bytes], seed: int = 0) -> int:
 
 
 def row_digest(index: int, latents: memoryview) -> int:
-    """The digest of a sample's latents, as stored, under its source index."""
+    """The digest of a sample's stored latents, seeded with its source index."""
     return chained_digest((latents,), index)
 
 
 def weights_digest(state: Mapping[str, torch.Tensor]) -> str:
-    """Names, dtypes, shapes and values of a state dict, as hex of xxh3-128."""
+    """xxh3-128, in hex, of names, dtypes, shapes and values of a state dict."""
     digest = xxhash.xxh3_128()
     for name in sorted(state):
         tensor = state[name].detach().cpu().contiguous()
@@ -48,7 +48,7 @@ def weights_digest(state: Mapping[str, torch.Tensor]) -> str:
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
-    """A config's keys and values, as hex of xxh3-128, without what only says who saved it, and how."""
+    """xxh3-128, in hex, of a config's keys and values, without those on how it was saved."""
     meaning = {
         key: value
         for key, value in config.items()
@@ -58,7 +58,7 @@ def config_digest(config: Mapping[str, Any]) -> str:
 
 
 def lines_digest(lines: Iterable[bytes]) -> str:
-    """Lines, as hex of xxh3-128."""
+    """xxh3-128, in hex, of lines."""
     digest = xxhash.xxh3_128()
     for line in lines:
         digest.update(line + b"\n")
@@ -77,7 +77,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Pieces:
-    """A tensor of a file, as contiguous pieces along its first dimension; `width`: the others."""
+    """A tensor of a file, in contiguous pieces along its first dimension. `width`: the other dimensions."""
 
     pieces: Sequence[torch.Tensor]
     width: tuple[int, ...]
@@ -90,16 +90,16 @@ class Pieces:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
+        """The shape of the whole tensor."""
         return (sum(len(piece) for piece in self.pieces), *self.width)
 
     def buffers(self) -> list[memoryview]:
-        """Its bytes."""
+        """The bytes of the pieces."""
         return [bytes_of(piece) for piece in self.pieces]
 
 
 def header_bytes(tensors: Mapping[str, Pieces], metadata: Mapping[str, str]) -> bytes:
-    """What a file of these tensors, in this order, begins with."""
+    """The header of a file with these tensors in this order."""
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, tensor in tensors.items():
@@ -110,20 +110,20 @@ def header_bytes(tensors: Mapping[str, Pieces], metadata: Mapping[str, str]) -> 
     return len(text).to_bytes(8, "little") + text
 
 
-def commit(path: Path, header: bytes, tensors: Mapping[str, Pieces], scratch: Path | None = None) -> None:
-    """Write `header` and the tensors to `path` as a whole, by way of `scratch` as in files.replacing.
+def commit(path: Path, header: bytes, tensors: Mapping[str, Pieces], workspace: Path | None = None) -> None:
+    """Write `header` and the tensors to `path` as a whole, through `workspace` as in files.replacing.
 
-    Raises UserError where the disk is full or cannot be written.
+    Raises UserError if the disk is full or cannot be written.
     """
-    with replacing(path, scratch) as temporary, open(temporary, "wb", buffering=0) as file:
+    with replacing(path, workspace) as temporary, open(temporary, "wb", buffering=0) as file:
         for buffer in (memoryview(header), *(buffer for tensor in tensors.values() for buffer in tensor.buffers())):
-            while buffer:  # a write of more than 2 GiB is cut
+            while buffer:  # one call writes at most 2 GiB
                 buffer = buffer[file.write(buffer) :]
 
 
 def commit_tensors(
-    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], scratch: Path | None = None
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], workspace: Path | None = None
 ) -> None:
-    """Write whole tensors to `path`; the same tensors give the same bytes. Raises UserError as `commit` does."""
+    """Write tensors to `path`. The same tensors give the same bytes. Raises UserError as `commit`."""
     pieces = {name: Pieces.of(tensor.contiguous()) for name, tensor in tensors.items()}
-    commit(path, header_bytes(pieces, metadata), pieces, scratch)
+    commit(path, header_bytes(pieces, metadata), pieces, workspace)

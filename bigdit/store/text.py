@@ -1,9 +1,9 @@
-"""Encoded captions, and how a part keeps them: tables and columns, hidden states in 8 bits where that is asked for.
+"""Encoded captions, and their tables and columns in a part. Hidden states may be stored in 8 bits.
 
-Those are 8-bit floats (e4m3), half the bytes of bf16, with a scale for each token. Source: Micikevicius et al., FP8
-Formats for Deep Learning (arXiv:2209.05433): e4m3 has 3 bits of mantissa and 448 as its largest value. Rounding to the
-nearest errs by at most 2⁻⁴ of a normal value, and by 2⁻¹⁰ of the scale near zero. Measured: 2.6 % of a token's state,
-by its norm, both of T5's states (benchmarks/README.md) and of normal numbers.
+These are 8-bit floats (e4m3), half the bytes of bf16, with a scale for each token. Source: Micikevicius et al., FP8
+Formats for Deep Learning (arXiv:2209.05433): e4m3 has 3 bits of mantissa and 448 as its largest value. The rounding
+error is at most 2⁻⁴ of a normal value, and 2⁻¹⁰ of the scale near zero. Measured: 2.6 % of a token's state, by norm,
+both for T5's states (benchmarks/README.md) and for normal numbers.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from bigdit.store.tensors import Pieces, bytes_of, chained_digest
 from bigdit.units import how_many
 
 TEXT = "text"
-"""What the text itself is called among the sequences of a caption."""
+"""The name of the text itself among the sequences of a caption."""
 
 
 NAMED = 3
-"""Samples that are named of those whose captions were cut."""
+"""Samples with cut captions that are named."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Captions that a tokenizer cut: how many, the tokens of the longest, the most that are kept, the key that says so,
-    None where the encoder does; and the names of the first samples."""
+    """Captions that a tokenizer cut at `limit` tokens; `longest`: the tokens of the longest.
+
+    `key`: the key of run.yaml with the limit, None if the encoder fixes it. `samples`: the names of the first samples.
+    """
 
     tokenizer: str
     captions: int
@@ -42,7 +44,7 @@ class Cut:
 
 
 def summed(cuts: Iterable[Cut]) -> list[Cut]:
-    """The captions that each tokenizer cut at each limit, together."""
+    """One Cut for each tokenizer and limit."""
     found: dict[tuple[str, int, str | None], Cut] = {}
     for cut in cuts:
         place = cut.tokenizer, cut.limit, cut.key
@@ -55,7 +57,7 @@ def summed(cuts: Iterable[Cut]) -> list[Cut]:
 
 
 def cut_line(cut: Cut, captions: int) -> str:
-    """What was cut, of so many `captions` in all, and how more would be kept."""
+    """A message on the cut captions, out of `captions` in all, with the fix."""
     names = f"; the first: {', '.join(cut.samples)}" if cut.samples else ""
     fix = "its encoder takes no more" if cut.key is None else f"raise {cut.key} to keep more"
     of_all = f"{how_many(captions, 'caption')} {'was' if captions == 1 else 'were'}"
@@ -67,12 +69,11 @@ def cut_line(cut: Cut, captions: int) -> str:
 
 @dataclass(frozen=True)
 class Text:
-    """What a caption is to a transformer: `states` [len, dim] of its tokens, in the dtype of their encoder, and the
-    vector `pooled` [pooled_dim] of families that are given one.
+    """An encoded caption: `states` [len, dim] of its tokens, in the encoder's dtype, and for some families a vector
+    `pooled` [pooled_dim].
 
-    `seen`: how many states, from the first on, the mask shows, where it does not show all; the others are kept for a
-    model that reads them all the same. `streams`: the caption as further encoders have it, by name, states alone.
-    `cuts`: by which tokenizers it was cut.
+    `seen`: the number of first states that the mask shows; None if it shows all. Some models read the others too.
+    `streams`: the states of further encoders by name. `cuts`: the tokenizers that cut it.
     """
 
     states: torch.Tensor
@@ -83,12 +84,12 @@ class Text:
 
     @property
     def shown(self) -> int:
-        """How many states the mask shows."""
+        """The number of states that the mask shows."""
         return len(self.states) if self.seen is None else self.seen
 
     @property
     def sequences(self) -> dict[str, Text]:
-        """The text itself as TEXT, and the streams by name, in their order on the disk."""
+        """The text itself as TEXT, and the streams by name, in their order on disk."""
         return {TEXT: self} | dict(sorted(self.streams.items()))
 
     @property
@@ -109,7 +110,7 @@ _LARGEST = torch.finfo(DTYPE).max  # 448
 
 
 def quantise(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """States [len, dim] as e4m3 [len, dim] and fp32 scales [len], such that a token's largest value is e4m3's."""
+    """States [len, dim] as e4m3 [len, dim] and fp32 scales [len]. A token's largest value becomes e4m3's largest."""
     wide = states.float()
     scale = wide.abs().amax(dim=1) / _LARGEST
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))  # a token of zeros
@@ -122,7 +123,7 @@ def dequantise(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = t
 
 
 class Caption(Protocol):
-    """A caption's text, and its weight among those of its picture."""
+    """A caption's text, and its weight among the captions of its image."""
 
     @property
     def text(self) -> str: ...
@@ -132,25 +133,20 @@ class Caption(Protocol):
 
 
 def chosen(weights: npt.NDArray[np.float32], draw: float) -> int:
-    """The number of one of a picture's captions, by their weights and a number in [0, 1)."""
+    """The number of a caption, chosen by the weights and a random number `draw` in [0, 1)."""
     sums = np.cumsum(weights, dtype=np.float64)
     return int(min(np.searchsorted(sums, draw * sums[-1], "right"), len(weights) - 1))
 
 
 def column_name(kind: str, name: str) -> str:
-    """The column, of `kind` text or text_scale, of a sequence; that of the text itself is called as its kind."""
+    """The column of a sequence, of `kind` text or text_scale."""
     return kind if name == TEXT else f"{kind}/{name}"
-
-
-def is_streamed(texts: Mapping[str, Text]) -> bool:
-    """Whether they have what parts had no columns for at first: streams, and states that the mask does not show."""
-    return any(text.streams or text.seen is not None for text in texts.values())
 
 
 def caption_columns(
     captions: Mapping[int, tuple[Caption, ...]], texts: Mapping[str, Text], eight_bits: bool
 ) -> tuple[dict[str, Pieces], dict[str, Pieces], dict[int, int]]:
-    """`caption` and `stream/…`; `text`, `text_scale` and `pooled`, as in part.py; the first caption of each index."""
+    """Tables `caption` and `stream/…`; columns `text…`, `text_scale…` and `pooled`; the first caption of each index."""
     stored = {text: _Stored.of(found, eight_bits) for text, found in texts.items()}
     names = list(next(iter(stored.values())).sequences) if stored else [TEXT]
     chosen: list[Caption] = []
@@ -164,8 +160,7 @@ def caption_columns(
         for each in chosen
         for start, length, shown in (places[TEXT][each.text],)
     ]
-    caption = _table(table, 5)
-    tables = {"caption": Pieces.of(caption if is_streamed(texts) else caption[:, :4].contiguous())}
+    tables = {"caption": Pieces.of(_table(table, 5))}
     tables |= {
         f"stream/{name}": Pieces.of(_table([places[name][each.text] for each in chosen], 3)) for name in names[1:]
     }
@@ -183,7 +178,7 @@ def caption_columns(
 
 
 class _Sequence(NamedTuple):
-    """States and scale as they stand in the file, and how many states the mask shows."""
+    """States and scale as stored, and the number of states that the mask shows."""
 
     states: torch.Tensor
     scale: torch.Tensor | None
@@ -198,8 +193,10 @@ class _Sequence(NamedTuple):
 
 
 class _Stored(NamedTuple):
-    """A caption as it stands in the file: its sequences by name, the text itself first; its vector; the digest of all,
-    in which the vector follows the text itself."""
+    """A caption as stored: its sequences by name, the text itself first; its vector; the digest of all.
+
+    In the digest, the vector follows the text itself.
+    """
 
     sequences: dict[str, _Sequence]
     pooled: torch.Tensor | None
@@ -215,7 +212,7 @@ class _Stored(NamedTuple):
 
 
 def _places(stored: Mapping[str, _Stored], name: str) -> dict[str, tuple[int, int, int]]:
-    """Of each caption where the states of a sequence begin in its column, how many there are, how many are shown."""
+    """By caption: the first state of a sequence in its column, the number of states, and how many the mask shows."""
     sequences = [found.sequences[name] for found in stored.values()]
     starts = itertools.accumulate((len(each.states) for each in sequences), initial=0)
     rows = [(start, len(each.states), each.shown) for start, each in zip(starts, sequences, strict=False)]

@@ -23,6 +23,12 @@ MOST_GPUS = 4096
 
 _GLOBAL = "global_batch_size"
 
+_NOT_PLANNED: dict[str, Any] = {"compile_blocks": False}
+"""Keys that plans leave out, and their values in a plan."""
+
+_FORWARD_ONLY = {"checkpointed_blocks": 0, "offload_activations": False, "compile_blocks": False}
+"""What serves a backward pass, or takes more time than a few forward passes save."""
+
 
 class StepSize(Strict):
     """The keys that trade one process's memory for time at the same global batch; see Strategy."""
@@ -166,6 +172,37 @@ class Strategy(Section):
         if self.ds_config is None:
             return None
         return int(self.ds_config.get("zero_optimization", {}).get("stage", 0))
+
+    @property
+    def as_planned(self) -> Strategy:
+        """The strategy that plans run in its place: with blocks as they are written."""
+        return self.model_copy(update=_NOT_PLANNED)
+
+    @property
+    def not_planned(self) -> dict[str, Any]:
+        """The keys that plans leave out."""
+        return self.model_dump(include=set(_NOT_PLANNED))
+
+    @property
+    def plan_notice(self) -> str | None:
+        """How its memory differs from that of `as_planned`, for people; None where they are the same."""
+        if not self.compile_blocks:
+            return None
+        return (
+            "strategy.compile_blocks is true, and plans run blocks as they are written: compiled ones usually keep "
+            "less memory, and at times more"
+        )
+
+    @property
+    def forward_only(self) -> Strategy:
+        """The same strategy without what only a backward pass needs."""
+        return self.model_copy(update=_FORWARD_ONLY)
+
+    @property
+    def optimizer_in_cpu_memory(self) -> bool:
+        """Whether CPU memory holds masters and optimizer state, and a CPU steps them."""
+        offload = (self.ds_config or {}).get("zero_optimization", {}).get("offload_optimizer") or {}
+        return self.cpu_offload or offload.get("device", "none") != "none"
 
     def with_micro_batch_size(self, micro_batch_size: int) -> Strategy:
         """The same strategy at another micro-batch size."""

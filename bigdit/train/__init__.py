@@ -1,5 +1,4 @@
-"""Training: the step, the loop around it, what is measured and written, and what is done when memory runs out.
+"""Training: the step, the loop around it, what is measured and written, and the fallback where memory runs out.
 
-A run's processes and their ends are in `processes`, what is seen of it in `monitor`; engines, checkpoints and batches
-in their layers.
+`processes` holds a run's processes and how they end, `monitor` its metrics and validation.
 """

@@ -1,11 +1,11 @@
-"""`python -m bigdit.train`, as `bigdit train` starts it, which makes the run's page when it has ended."""
+"""`python -m bigdit.train`: what `bigdit train` starts as each process of a run."""
 
 from bigdit.errors import guard
 from bigdit.train.processes.end import leave
 
 
 def _main() -> int:
-    from bigdit.train.main import main  # here: Ctrl-C while it is imported is said as any other
+    from bigdit.train.main import main  # here, so that Ctrl-C during the import is handled as any other
 
     return main()
 

@@ -1,5 +1,4 @@
-"""What the steps of a stage are fed: features of a store, held against model, encoders and plan, or pictures and the
-encoders that make them in each step."""
+"""The data of a stage's steps: a store, checked against model, encoders and plan; or images, encoded in each step."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from bigdit.loader.order import Order
 from bigdit.loader.raw_store import RawStore
 from bigdit.loader.stages import none_left
 from bigdit.loader.stream import FeatureStream
-from bigdit.sampling.encoded import asked_image
+from bigdit.sampling.conditions import asked_image
 from bigdit.sources.open import check_sources, open_source
 from bigdit.store import FeatureStore
 from bigdit.store.files import url_of
@@ -43,8 +42,8 @@ from bigdit.train.step import Encode, encode
 
 
 def open_stores(stages: Sequence[Prepared], first: int) -> FeatureStore:
-    """The store of stage `first`; those of the stages after it are opened too, to be held against theirs. Raises
-    UserError as `open_store` does."""
+    """The store of stage `first`. Those of later stages are opened too, to check them. Raises UserError as
+    `open_store`."""
 
     def one(number: int) -> FeatureStore:
         each = stages[number]
@@ -53,9 +52,9 @@ def open_stores(stages: Sequence[Prepared], first: int) -> FeatureStore:
     return of_each(range(first, len(stages)), one)[0]
 
 
-def check_those_there(stages: Sequence[Prepared]) -> list[str]:
-    """`open_store` of each stage whose features are on this machine already, and of its pictures what no listing takes;
-    else `open_source`, as extraction or, with features online, each step does. A line for what is not there."""
+def check_data(stages: Sequence[Prepared]) -> list[str]:
+    """Check what this machine has of each stage's data: its store, else its sources. Returns a line for each that is
+    missing."""
 
     def one(number: int) -> list[str]:
         each = stages[number]
@@ -70,15 +69,16 @@ def check_those_there(stages: Sequence[Prepared]) -> list[str]:
         missing = check_sources(data, listed=not stored and not elsewhere)
         if stored or elsewhere or not missing:
             return []
-        return [f"{', '.join(missing)} is not there, and {data.features} holds no features: neither was looked at"]
+        return [f"{', '.join(missing)} is not there, and {data.features} holds no features: neither was checked"]
 
     return list(dict.fromkeys(line for lines in of_each(range(len(stages)), one) for line in lines))
 
 
 def open_store(run: RunConfig, spec: ModelSpec, plan: PlanFile | None) -> FeatureStore:
-    """The store. Raises UserError where its features are not what the model takes, the run says or the plan is for,
-    and where it has none to train on beside those held out, no class that samples.captions names, or samples.images
-    cannot be read."""
+    """The store of a run. Raises UserError where its features do not fit the model, the run or the plan.
+
+    Also where validation leaves nothing to train on, samples.captions names no class, or samples.images cannot be read.
+    """
     store = FeatureStore.open(run.data.store, run.data.reader, run.data.remote_cache)
     tokens = 0 if store.text_shape is None else store.text_shape[0]
     problems = [
@@ -98,7 +98,7 @@ def open_store(run: RunConfig, spec: ModelSpec, plan: PlanFile | None) -> Featur
 
 
 def _unknown_classes(run: RunConfig, store: FeatureStore) -> list[str]:
-    """What of samples.captions names no class of the store's."""
+    """What is wrong with samples.captions that name no class of the store."""
     if run.samples is None or store.schema.classes is None:
         return []
     known, problems = Classes(store.schema.classes), []
@@ -111,7 +111,7 @@ def _unknown_classes(run: RunConfig, store: FeatureStore) -> list[str]:
 
 
 def _unreadable_images(run: RunConfig) -> list[str]:
-    """Which pictures of samples.images cannot be read, and why."""
+    """What is wrong with samples.images that cannot be read."""
     problems: list[str] = []
     for path in run.samples.images if run.samples is not None else ():
         try:
@@ -122,12 +122,12 @@ def _unreadable_images(run: RunConfig) -> list[str]:
 
 
 def _condition_misfits(run: RunConfig, spec: ModelSpec, store: FeatureStore) -> list[str]:
-    """What of the store's text or classes the model does not take, or the run does not say."""
+    """What of the store's text or classes does not fit the model or the run."""
     schema, text = store.schema, run.encoders.text
     if schema.classes is not None:
         return [f"it has {misfit}" for misfit in class_misfits(spec, schema.classes)]
     if text is None:
-        return [f"it has captions, and {spec.class_name} is fed classes"]
+        return [f"it has captions, and {spec.class_name} is conditioned on classes"]
     null, asked = store.null_text, text.tokens_asked
     pooled_dim = None if null.pooled is None else len(null.pooled)
     problems = [f"its text has {misfit}" for misfit in text_misfits(spec, store.text_shapes, pooled_dim)]
@@ -138,14 +138,14 @@ def _condition_misfits(run: RunConfig, spec: ModelSpec, store: FeatureStore) -> 
 
 
 def _frame_misfits(spec: ModelSpec, store: FeatureStore) -> list[str]:
-    """What of the store's first frames the model does not take."""
+    """What of the store's first frames does not fit the model."""
     channels, text = next(iter(store.buckets))[0], store.text_shape
     found = first_frame_misfits(spec, channels, store.schema.first_frame, None if text is None else text[0])
     return [f"it has {misfit}" for misfit in found]
 
 
 def largest_batch_shape(store: FeatureStore | RawStore) -> BatchShape:
-    """Shapes of the largest bucket in a feature store, with text of its max_tokens where it has text."""
+    """Shapes of a store's largest bucket, with text of its max_tokens where it has text."""
     latents = max(store.buckets, key=math.prod)
     wide = store.has_deviation or store.latents_dtype == torch.float32
     return BatchShape(latents=latents, latents_dtype="fp32" if wide else "bf16", text=store.text_shape)
@@ -153,18 +153,18 @@ def largest_batch_shape(store: FeatureStore | RawStore) -> BatchShape:
 
 @dataclass(frozen=True)
 class TrainData:
-    """The samples of a `store` in an `order`; `encoders` where their features are made in each step."""
+    """The samples of a `store` in an `order`. `encoders`: where each step encodes them."""
 
     store: FeatureStore | RawStore
     encoders: RunEncoders | None
     order: Order
 
     def cut_here(self) -> list[str]:
-        """The captions that tokenizers cut in this process, a line each."""
+        """The captions that tokenizers truncated in this process, a line each."""
         return [] if self.encoders is None else [cut_line(cut, self.encoders.captions) for cut in self.encoders.cuts]
 
     def cut(self, peers: Peers) -> list[str]:
-        """Those of all processes, which call it alike."""
+        """Those of all processes, which all call this."""
         if self.encoders is None:
             return []
         found = peers.gather((self.encoders.captions, self.encoders.cuts))
@@ -172,11 +172,11 @@ class TrainData:
         return [cut_line(cut, captions) for cut in summed(cut for _, cuts in found for cut in cuts)]
 
     def encode(self, strategy: Strategy) -> Encode | None:
-        """What makes features of a micro-batch; None where it has some."""
+        """What encodes a micro-batch in the step; None where features come from a store."""
         return None if self.encoders is None else functools.partial(encode, self.encoders, strategy.encode_chunk)
 
     def stream(self, reached: Prepared, strategy: Strategy, world: World, device: torch.device) -> FeatureStream:
-        """This process's micro-batches of the stage that was `reached`."""
+        """This process's micro-batches of the stage `reached`."""
         run = reached.stage.run
         return FeatureStream(
             self.store,
@@ -194,8 +194,10 @@ class TrainData:
 
 
 def open_data(start: Start, device: torch.device) -> tuple[TrainData, list[str]]:
-    """What the stage that was reached is fed, with encoders on the device; and what a person should know of it. Raises
-    UserError where it does not go with the run, the model, the plan or the checkpoint."""
+    """The data of the current stage, with encoders on the device; and notices.
+
+    Raises UserError where it does not fit the run, the model, the plan or the checkpoint.
+    """
     reached = start.reached
     strategy, stage = reached.strategy, reached.stage
     store: FeatureStore | RawStore

@@ -21,36 +21,38 @@ from bigdit.errors import UserError
 from bigdit.loader.order import step_seed
 from bigdit.loader.stages import data_state
 from bigdit.loader.stream import Micro
-from bigdit.models.compiling import compiling_told
-from bigdit.shortage import told
+from bigdit.models.equip import compile_errors
+from bigdit.shortage import memory_errors
 from bigdit.train.data import TrainData, largest_batch_shape, open_data
 from bigdit.train.measure import STEPS as MEASURED_STEPS
 from bigdit.train.monitor.metrics import Metrics
 from bigdit.train.monitor.monitor import Monitor, open_monitor
 from bigdit.train.oom_fallback import Recovery
-from bigdit.train.prepare import Prepared
-from bigdit.train.processes.process import held, process_group
+from bigdit.train.prepare import Prepared, log_lines
+from bigdit.train.processes.process import output_lock, process_group
 from bigdit.train.processes.stop import Stop, Stopped, ending_together
 from bigdit.train.record import RunRecord
 from bigdit.train.resume import Start, start_of
 from bigdit.train.saves import Saves, export_due, export_missed
-from bigdit.train.say import say
-from bigdit.train.state import TrainState, build_state, telling_shapes
+from bigdit.train.state import TrainState, build_state, shape_errors
 from bigdit.train.step import Encode, StepResult, train_step
 
-# On a card, steps are taken again with less: what comes here ran out before the first one, or between two.
+# On a GPU a step that runs out is repeated with less: an error here came before the first one, or between two.
 _LESS = {
-    "cuda": "it was in no step, and a smaller one does not mend it; `bigdit plan` says what fits: an optimizer with "
-    "less state, strategy.lora, offload to the host, more cards",
+    "cuda": "it was in no step, so a smaller step does not help; `bigdit plan` finds what fits: an optimizer with "
+    "less state, strategy.lora, CPU offload, more GPUs",
     "cpu": "a smaller strategy.micro_batch_size takes less, or strategy.checkpointed_blocks all",
 }
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a training ended: its last `checkpoint`, of `step` steps, and whether it `trained`, or had all before; the
-    number of the stage that is `following`, None at the end of all; and the `store` by which several processes agree to
-    start again for it."""
+    """How a training ended: `checkpoint` is the last one, of `step` steps; `trained` is False where all were taken
+    before.
+
+    `following`: the number of the next stage, None at the end of all. `store`: where several processes agree to restart
+    for that stage.
+    """
 
     checkpoint: Path
     step: int
@@ -60,19 +62,19 @@ class Ended:
 
 
 def train(stages: Sequence[Prepared], world: World, stop: Stop) -> Ended:
-    """Train the stage that the output's latest checkpoint belongs to, or the first, to its end.
+    """Train the stage that the output's latest checkpoint belongs to, or the first one, to its end.
 
-    The pieces were checked against each other before; what is found only now (an output in use, a store of other
-    encoders, a checkpoint of another model) raises UserError before the first step. Raises Stopped where `stop` says.
+    The parts were checked against each other before. Raises UserError before the first step for what is found only now:
+    an output in use, a store of other encoders, a checkpoint of another model. Raises Stopped where `stop` says.
     """
     run, needed = stages[0].stage.run, stages[0].strategy.engine != "single"
     on_host = any(each.strategy.cpu_offload for each in stages)
     with (
         process_group(world, needed=needed, on_host=on_host, timeout=run.train.timeout) as device,
         ending_together(world, stop, run.train.timeout),
-        held(run.output, world),
-        told("training", device, _LESS[device.type]),
-        compiling_told(),
+        output_lock(run.output, world),
+        memory_errors("training", device, _LESS[device.type]),
+        compile_errors(),
     ):
         ended = _train(stages, world, stop, device)
         if world.world_size == 1:
@@ -85,11 +87,11 @@ def _train(stages: Sequence[Prepared], world: World, stop: Stop, device: torch.d
     for folder in (output, *(output / each for each in (CHECKPOINTS, AVERAGES, EXPORTS))) if world.is_main else ():
         checkpoint.remove_unfinished(folder)
     start = start_of(stages)
-    say(world, start.notices)
+    log_lines(world, start.notices)
     if start.found is not None and start.done is not None:
         return _nothing_left(start, start.found, start.done, world)
     data, notices = open_data(start, device)
-    say(world, notices, notes=True)
+    log_lines(world, notices, notes=True)
 
     began = time.perf_counter()
     with ExitStack() as stack:
@@ -101,22 +103,24 @@ def _train(stages: Sequence[Prepared], world: World, stop: Stop, device: torch.d
 
 
 def _nothing_left(start: Start, found: checkpoint.Checkpoint, done: str, world: World) -> Ended:
-    """What an interrupted run still owes is written, and a person told that all steps were taken."""
+    """Write what an interrupted run had left out, and log that all steps were taken."""
     run = start.reached.stage.run
-    say(world, [done])
+    log_lines(world, [done])
     if world.is_main:
         export_missed(run, start.ends, found)
     if not (run.output / RECEIPT).exists():
-        say(world, [f"{run.output / RECEIPT} is missing: the run was interrupted before it was written"], notes=True)
+        log_lines(
+            world, [f"{run.output / RECEIPT} is missing: the run was interrupted before it was written"], notes=True
+        )
     return Ended(found.folder, start.step, trained=False)
 
 
 def _steps(start: Start, data: TrainData, state: TrainState, stop: Stop, began: float) -> Path:
-    """Take the steps of the stage that was reached; its last checkpoint. Raises Stopped where `stop` says."""
+    """Take the steps of the current stage; returns its last checkpoint. Raises Stopped where `stop` says."""
     stage, strategy = start.reached.stage, state.strategy
     run, world, device = stage.run, state.peers.world, state.engine.device
     if stage.count > 1:
-        say(world, [f"{stage.name}: steps {stage.start + 1} to {stage.end} of {start.ends[-1]}"])
+        log_lines(world, [f"{stage.name}: steps {stage.start + 1} to {stage.end} of {start.ends[-1]}"])
     stream, encode = data.stream(start.reached, strategy, world, device), data.encode(strategy)
     with ExitStack() as stack:
         monitor = open_monitor(start, data, stream, state, stack)
@@ -124,24 +128,24 @@ def _steps(start: Start, data: TrainData, state: TrainState, stop: Stop, began: 
         record = _record(start, state)
         saves = _saves(start, data, state, monitor.metrics, record, stack)
         stop.begin(start.step)
-        afresh = state.fallback, state.smaller, state.peers
-        recovery = stack.enter_context(Recovery(run, world, device, *afresh, saves, stop))
+        smaller = state.fallback, state.smaller, state.peers
+        recovery = stack.enter_context(Recovery(run, world, device, *smaller, saves, stop))
         _keep(world, record)
         cut: list[str] = []
         for step in range(start.step, stage.end):
             micro_batches = next(steps)
             lr = learning_rate(run, step - stage.start)
-            torch.manual_seed(step_seed(run.train.seed, step))  # bf16_sr rounds by it
-            with telling_shapes(run):
+            torch.manual_seed(step_seed(run.train.seed, step))  # bf16_sr rounds with it
+            with shape_errors(run):
                 result = _step(state, recovery, step, micro_batches, lr, encode)
             done = step + 1
             monitor.add(done, lr, result, micro_batches)
             if not cut and (cut := data.cut_here()):
-                say(world, cut, notes=True)
-            del micro_batches  # or they would live on while the next ones are read
+                log_lines(world, cut, notes=True)
+            del micro_batches  # else they stay allocated while the next ones are read
             if done == start.step + MEASURED_STEPS:
                 _keep(world, record.model_copy(update={"measured": state.meter.measured}))
-                say(world, _against_plan(state))
+                log_lines(world, _against_plan(state))
             signum = stop.asked(done)
             if saves.due(done) or signum:
                 saves.save(done)
@@ -150,7 +154,7 @@ def _steps(start: Start, data: TrainData, state: TrainState, stop: Stop, began: 
             if signum and done < start.ends[-1]:
                 raise Stopped(signum, done, _saved(saves, done))
         last = _saved(saves, stage.end)
-        say(world, data.cut(state.peers), notes=True)
+        log_lines(world, data.cut(state.peers), notes=True)
         if world.is_main:
             monitor.skipped.sum_up(stage.end - start.step, monitor.metrics.path)
             write_receipt(start, data, state, monitor, began)
@@ -160,16 +164,16 @@ def _steps(start: Start, data: TrainData, state: TrainState, stop: Stop, began: 
 def _step(
     state: TrainState, recovery: Recovery, step: int, micro_batches: Sequence[Micro], lr: float, encode: Encode | None
 ) -> StepResult:
-    """The step that follows `step` finished ones."""
+    """The step after `step` finished ones."""
     engine, family, objective = state.engine, state.family, state.objective
     with state.meter.step() as phase, recovery.step(step, phase) as noted:
         return train_step(engine, family, objective, micro_batches, lr=lr, ema=state.ema, phase=noted, encode=encode)
 
 
 def _against_plan(state: TrainState) -> list[str]:
-    """What was measured, beside what was planned, where both are known."""
+    """Measured against planned memory, where both are known."""
     reserved = state.meter.peak_reserved_bytes
-    return [] if state.planned is None or reserved is None else [state.planned.beside(reserved)]
+    return [] if state.planned is None or reserved is None else [state.planned.compared(reserved)]
 
 
 def _record(start: Start, state: TrainState) -> RunRecord:
@@ -198,26 +202,26 @@ def _saves(
         "data": data_state(data.store, data.order, run.train.seed).model_dump(mode="json"),
     }
     keeping = checkpoint.Keeping(run.train.keep_checkpoints, run.train.keep_every)
-    peers = checkpoint.Peers(state.peers.world)  # its thread's own: training speaks with its peers meanwhile
+    peers = checkpoint.Peers(state.peers.world)  # the saving thread's own: training uses the other meanwhile
     export = functools.partial(export_due, run, start.ends)
     saver = stack.enter_context(checkpoint.Saver(run.output, peers, keeping, found=start.found, then=export))
     return Saves(run, state.engine, state.ema, saver, metrics, described, start.step, stage.end)
 
 
 def _saved(saves: Saves, step: int) -> Path:
-    """The checkpoint of all `step` steps, of which some were taken."""
+    """The checkpoint of all `step` steps, of which at least one was taken."""
     last = saves.save_now(step)
     assert last is not None
     return last
 
 
 def _keep(world: World, record: RunRecord) -> None:
-    """For the run's page, for whose sake no run ends."""
+    """Write run.json for the run's page. An error is logged: no run ends for its page."""
     if world.is_main:
         try:
             record.write()
         except UserError as error:
-            log.notice(f"note: {error}; training goes on, and its page will lack it")
+            log.notice(f"note: {error}; training goes on, and the run's page will lack it")
 
 
 def learning_rate(run: RunConfig, step: int) -> float:
@@ -245,12 +249,12 @@ def _one_minus_root(done: float) -> float:
 
 
 def write_receipt(start: Start, data: TrainData, state: TrainState, monitor: Monitor, began: float) -> None:
-    """Write what the stage's steps since its start were and took into the output; `began`: time.perf_counter() then."""
+    """Write what the stage's steps since the start took. `began`: time.perf_counter() at the start."""
     stage, strategy, meter = start.reached.stage, state.strategy, state.meter
     path = stage.run.output / (RECEIPT if stage.end == start.ends[-1] else receipt_of(stage.number))
     steps, seconds = stage.end - start.step, time.perf_counter() - began
     seconds_per_step = monitor.metrics.seconds_per_step
-    planned = None if meter.measured is None else state.planned  # beside nothing
+    planned = None if meter.measured is None else state.planned  # there is nothing to compare with
     written = receipt.Receipt(
         kind="train",
         model=start.reached.spec,

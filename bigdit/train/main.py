@@ -1,4 +1,4 @@
-"""What every launched process runs: read the config, check all of it, then train."""
+"""What every launched process runs: it reads the config, checks it, then trains."""
 
 from __future__ import annotations
 
@@ -15,34 +15,35 @@ from bigdit.config import load_stages
 from bigdit.config.load import set_once
 from bigdit.dist import World, world_from_env
 from bigdit.errors import EXIT_USER, guard, shown
-from bigdit.train.prepare import check_launcher, check_stores, prepare_stages, with_ds_config, with_grace
+from bigdit.train.prepare import check_launcher, check_stores, log_lines, prepare_stages, with_ds_config, with_grace
 from bigdit.train.processes.end import LAUNCHER, end_with_launcher
-from bigdit.train.say import say
 
 EXPANDABLE = "expandable_segments:True"
 
 PATIENCE_S = 10.0
-"""How long a process that has nothing to say of an error waits for the one that has, at most."""
+"""Seconds that a process without a message of its own waits for the one that has it, at most."""
 
 
 Around = Callable[[Path], AbstractContextManager[object]]
-"""What is done around a training, given its output: what comes after it is above this layer."""
+"""What surrounds a training, given its output. The run's page is made in it: `report` is above this layer."""
 
 
 def main(arguments: Sequence[str] | None = None, around: Around = nullcontext) -> int:
-    """The entry of `bigdit.launch` and `python -m bigdit.train`; returns the exit status. The main process trains
-    within `around`."""
+    """The entry of `bigdit.launch` and `python -m bigdit.train`; returns the exit status.
+
+    The main process trains within `around`.
+    """
     parsed = parse(arguments)
     end_with_launcher()
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or a lost peer is told in stack frames too
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch prints stack frames of a lost peer
     status = guard(lambda: _train(parsed.config, _overrides(parsed), around))
     if status == EXIT_USER and os.environ.get("RANK", "0") != "0" and LAUNCHER not in os.environ:
-        time.sleep(PATIENCE_S)  # torchrun ends all as soon as one has failed: the one that says why is let go first
+        time.sleep(PATIENCE_S)  # torchrun ends all when one has failed: the one with the message ends first
     return status
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of launch/train.py; ends the process where they are none."""
+    """The options of launch/train.py. Ends the process where they are wrong."""
     parser = argparse.ArgumentParser(description="Train as the run's config says.")
     parser.add_argument("--config", type=Path, required=True, help="the run's YAML")
     parser.add_argument("--ds-config", type=Path, help="DeepSpeed's JSON; chooses strategy.engine deepspeed")
@@ -58,14 +59,15 @@ def _overrides(parsed: argparse.Namespace) -> list[str]:
 
 
 def _set_allocator(world: World) -> None:
-    """As the plan has it, before torch first allocates; where it is set otherwise that stands, and is said."""
+    """Set torch's allocator as the plan has it, before the first allocation. A user's own setting stays, and is
+    logged."""
     own = next((name for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if name in os.environ), None)
     if own is None:
         os.environ["PYTORCH_ALLOC_CONF"] = EXPANDABLE
     elif EXPANDABLE.lower() not in os.environ[own].lower() and world.is_main:
         log.notice(
-            f"note: {own} is {shown(os.environ[own])}, and the plan is for {EXPANDABLE}, without which torch may "
-            f"reserve more than it says; unset {own}, or add that to it"
+            f"note: {own} is {shown(os.environ[own])}, and the plan is for {EXPANDABLE}: without it torch may "
+            f"reserve more than planned; unset {own}, or add that to it"
         )
 
 
@@ -76,21 +78,21 @@ def _train(config: Path, overrides: Sequence[str], around: Around) -> int:
     check_launcher(prepared)
     check_stores(stages)
     for stage in stages:
-        say(world, stage.plan_notices(revision()), notes=True)
+        log_lines(world, stage.plan_notices(revision()), notes=True)
     if any(stage.plan is not None and stage.plan.expandable_segments for stage in stages):
         _set_allocator(world)
     libraries.prepare()
     with libraries.importing():  # torch and the engines, only when the config is known to be good
         from bigdit.train.loop import train
-        from bigdit.train.processes.restart import start_all_again
+        from bigdit.train.processes.end import restart_all
         from bigdit.train.processes.stop import Stop, Stopped
-        from bigdit.train.resume import counted
+        from bigdit.train.resume import with_steps
         from bigdit.train.state import check_models
 
         check_models(prepared)
 
-    prepared, lines = counted(prepared)
-    say(world, lines)
+    prepared, lines = with_steps(prepared)
+    log_lines(world, lines)
     run = stages[0].run
     stop = Stop(run.train.grace, world)
     try:
@@ -103,9 +105,9 @@ def _train(config: Path, overrides: Sequence[str], around: Around) -> int:
             log.notice(str(stopped))
         return stopped.status
     if ended.trained:
-        say(world, [f"wrote {ended.checkpoint}"])
+        log_lines(world, [f"wrote {ended.checkpoint}"])
     if ended.following is not None:
         done, following = (stages[ended.following - before].name for before in (1, 0))
-        say(world, [f"{done} is done; the processes start again for {following}"])
-        start_all_again(ended.store, world)
+        log_lines(world, [f"{done} is done; the processes start again for {following}"])
+        restart_all(ended.store, world)
     return 0

@@ -1,4 +1,4 @@
-"""How much memory the first steps really took: by torch's own counters on a GPU, by the process's on a CPU."""
+"""How much memory the first steps took: torch's counters on a GPU, the process's own on a CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.profiler import record_function
 
-from bigdit.emulator import on_emulated_card
+from bigdit.emulator import on_emulated_gpu
 from bigdit.train.record import MeasuredMemory, PhaseMemory
 from bigdit.train.step import Phase
 
@@ -21,15 +21,15 @@ STEPS = 2  # optimizer state appears in the first one
 class MemoryMeter:
     """The peak of allocated and reserved bytes from the engine's start through the first two steps, by phase.
 
-    A CPU's allocator counts nothing: there it is the peak of the whole process, libraries and data included.
+    A CPU's allocator counts nothing: there it is the peak of the whole process, with libraries and data.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._steps = 0
-        self._peaks = CardPeaks()
+        self._peaks = GpuPeaks()
         self.measured: MeasuredMemory | None = None
-        self.emulated = self._cuda and on_emulated_card()
+        self.emulated = self._cuda and on_emulated_gpu()
         self.expandable_segments = self._cuda and _expandable_segments()
         self.device_name = torch.cuda.get_device_name(device) if self._cuda else "cpu"
         self.compute_capability = torch.cuda.get_device_capability(device) if self._cuda else None
@@ -72,16 +72,16 @@ class MemoryMeter:
         return None if self.measured is None else self.measured.peak_reserved_bytes
 
     def now(self) -> dict[str, int]:
-        """Bytes: `memory_bytes`, and their peak so far. On a GPU those that torch has allocated since the engine's
-        start; else the host's."""
+        """`memory_bytes` now, and their peak so far: on a GPU what torch has allocated since the engine's start, else
+        the process's."""
         if not self._cuda:
             return host_now()
         highest = max(self._peaks.allocated_bytes, torch.cuda.max_memory_allocated())
         return {"memory_bytes": torch.cuda.memory_allocated(), "peak_memory_bytes": highest}
 
 
-class CardPeaks:
-    """The peaks of phases on a GPU, and those of all. CUDA's counter knows one peak: it is reset at each phase."""
+class GpuPeaks:
+    """The peaks of phases on a GPU, and of all. CUDA has one peak counter, which is reset at each phase."""
 
     def __init__(self) -> None:
         self._phase: str | None = None
@@ -95,13 +95,13 @@ class CardPeaks:
             yield
 
     def begin(self, name: str) -> None:
-        """Without an end: what follows belongs to `name`."""
+        """Begin a phase, which lasts until the next one."""
         self.end()
         self._phase = name
         torch.cuda.reset_peak_memory_stats()
 
     def end(self) -> None:
-        """The last phase is over; from here on the counter goes on."""
+        """End the last phase."""
         if self._phase is not None:
             before = self._found.get(self._phase, (0, 0))
             now = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
@@ -110,7 +110,7 @@ class CardPeaks:
 
     @property
     def found(self) -> list[PhaseMemory]:
-        """The phases that have ended, in the order in which they came first."""
+        """The ended phases, in the order of their first occurrence."""
         return [
             PhaseMemory(phase=phase, allocated_bytes=allocated, reserved_bytes=reserved)
             for phase, (allocated, reserved) in self._found.items()
@@ -118,17 +118,17 @@ class CardPeaks:
 
     @property
     def allocated_bytes(self) -> int:
-        """The highest of the phases that have ended."""
+        """The most of all ended phases."""
         return max((allocated for allocated, _ in self._found.values()), default=0)
 
     @property
     def reserved_bytes(self) -> int:
-        """Likewise."""
+        """The most of all ended phases."""
         return max((reserved for _, reserved in self._found.values()), default=0)
 
 
 def host_now() -> dict[str, int]:
-    """`memory_bytes` that this process holds, which Linux alone tells of as it is now, and their peak so far."""
+    """`memory_bytes` of this process now, which only Linux tells, and their peak so far."""
     unit = 1 if sys.platform == "darwin" else 1024
     peak, pages = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, Path("/proc/self/statm")
     if not pages.exists():
@@ -138,5 +138,5 @@ def host_now() -> dict[str, int]:
 
 
 def _expandable_segments() -> bool:
-    """How torch's allocator is set, by whichever of its variables or calls."""
+    """Whether torch's allocator has expandable segments, whichever variable or call set it."""
     return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])

@@ -1,8 +1,8 @@
-"""A step that ran out of a card's memory: all processes save, start anew with less of it, and take the step again.
+"""A step that ran out of GPU memory: all processes save, restart with less memory, and repeat the step.
 
-What to go on with, less memory for the same samples a step, is kept in a file that says it to every later start.
-Whoever runs out tells the others through the run's store, in a thread of theirs: their main ones may wait for it in a
-collective. No weight has changed then, since every engine asks all processes before it steps.
+The smaller strategy, for the same samples a step, is kept in a file for all later starts. The process that runs out
+tells the others through the run's store. They listen in a thread, because their main thread may wait in a collective.
+No weight has changed by then: every engine asks all processes before it steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from bigdit.dist import World
 from bigdit.errors import EXIT_USER, UserError
 from bigdit.receipt import OutOfMemory
 from bigdit.strategy import StepSize, Strategy, Strict
-from bigdit.train.processes.restart import all_may_start, be_ended_by_signals, start_again
+from bigdit.train.processes.end import all_may_start, be_ended_by_signals, restart
 from bigdit.train.processes.stop import Stop, Stopped
 from bigdit.train.saves import Saves
 from bigdit.train.step import Phase
@@ -39,7 +39,7 @@ FILE = "out_of_memory.json"
 
 
 class OomFallback(Strict):
-    """`asked`: the strategy as config or plan have it; `now`: what the run goes on with after these events."""
+    """`asked`: the strategy of config or plan; `now`: the one in use after these events."""
 
     asked: Strategy
     now: Strategy
@@ -47,7 +47,7 @@ class OomFallback(Strict):
 
 
 def read_oom_fallback(output: Path, asked: Strategy) -> OomFallback:
-    """What the run has come to in this output; a file for another strategy, or a damaged one, is said and left out."""
+    """The fallback in this output. A file of another strategy, or a damaged one, is logged and ignored."""
     path, none = output / FILE, OomFallback(asked=asked, now=asked)
     try:
         found = OomFallback.model_validate_json(read_sealed(path))
@@ -60,18 +60,20 @@ def read_oom_fallback(output: Path, asked: Strategy) -> OomFallback:
     if found.asked != asked:
         log.notice(f"note: {path} is of other settings than this run's, and is not used")
         return none
-    log.notice(f"note: {said(found.now.step_size)}, since a step ran out of memory before ({path})")
+    log.notice(f"note: {_written(found.now.step_size)}, since a step ran out of memory before ({path})")
     return found
 
 
 def write_oom_fallback(output: Path, fallback: OomFallback) -> None:
-    """Let every later start go on so. Raises UserError where it cannot be written."""
+    """Keep the fallback for all later starts. Raises UserError where it cannot be written."""
     write_sealed(output / FILE, fallback.model_dump_json(indent=1) + "\n")
 
 
 def smaller_strategy(strategy: Strategy, planned: Sequence[StepSize], blocks: int) -> Strategy | None:
-    """The strategy with less memory: the size that follows among the plan's, else half the micro-batch, else all of
-    the model's `blocks` recomputed; None where there is nothing left to take."""
+    """The strategy with less memory: the plan's next size, else half the micro-batch, else all `blocks` recomputed.
+
+    None where nothing is left.
+    """
     size = strategy.step_size
     if size in planned[:-1]:
         return strategy.sized(planned[planned.index(size) + 1])
@@ -85,7 +87,7 @@ def smaller_strategy(strategy: Strategy, planned: Sequence[StepSize], blocks: in
     return None if recomputes_all else strategy.sized(whole)
 
 
-def said(size: StepSize) -> str:
+def _written(size: StepSize) -> str:
     """The size by the config's keys."""
     kind = " (selective)" if size.checkpointing == "selective" else ""
     return (
@@ -94,7 +96,7 @@ def said(size: StepSize) -> str:
     )
 
 
-# In these no weight has changed; the optimizer, and the average after it, may have changed some.
+# In these no weight has changed; the optimizer, and the EMA after it, may have changed some.
 INTACT = ("encode", "forward", "backward")
 
 _LOOK_EVERY_S = 0.5
@@ -102,10 +104,10 @@ _KEY = "out of memory"
 
 
 class Recovery:
-    """Surrounds steps; all processes make one alike.
+    """Surrounds steps, and recovers from those that run out of memory; all processes make one alike.
 
-    `fallback`: what the run has come to; `following`: what to go on with next, None where nothing is left to take.
-    `peers` are asked while the main threads are within a step. All must be ready within train.grace.
+    `fallback`: the strategy in use; `following`: the next one, None where nothing is left. `peers` answer while main
+    threads are within a step. All must be ready within train.grace.
     """
 
     def __init__(
@@ -130,11 +132,11 @@ class Recovery:
         self._listener: threading.Thread | None = None
 
     def __enter__(self) -> Recovery:
-        """From here on hear of the others, where there are any; the host's memory is nobody's to share out."""
+        """Listen to the other processes from here on. Only GPU memory is recovered."""
         if self._device.type == "cuda":
             self._began = torch.cuda.Event()
             if self._world.world_size > 1:
-                # A connection of its own: on the main thread's this one would wait while that one does.
+                # Its own connection: on the main thread's, this thread would wait while that one does.
                 own = dist.distributed_c10d._get_default_store().clone()
                 own.set_timeout(timedelta(seconds=self._grace))
                 self._store = dist.PrefixStore("bigdit", own)
@@ -144,12 +146,12 @@ class Recovery:
 
     def __exit__(self, *error: object) -> None:
         self._over.set()
-        if self._listener is not None:  # which may be about to start this process anew
+        if self._listener is not None:  # it may be about to restart this process
             self._listener.join()
 
     @contextmanager
     def step(self, step: int, phase: Phase) -> Iterator[Phase]:
-        """Surround the step that follows `step` finished ones; yields the phases to run it with."""
+        """Surround the step after `step` finished ones; yields the phases to run it with."""
 
         @contextmanager
         def noted(name: str) -> Iterator[object]:
@@ -168,15 +170,15 @@ class Recovery:
             self._recover(error)
 
     def _recover(self, error: RuntimeError) -> NoReturn:
-        """Start anew with less memory. Raises UserError where nothing is left to take."""
+        """Restart with less memory. Raises UserError where nothing is left."""
         if self._following is None:
             raise UserError(
-                f"{_told(self._event(error, self._fallback.now))}, and there is no smaller one: this has "
-                f"{said(self._fallback.now.step_size)}; `bigdit plan` says what fits: an optimizer with less state, "
-                "strategy.lora, offload to the host, more cards"
+                f"{_message(self._event(error, self._fallback.now))}, and there is no smaller one: this has "
+                f"{_written(self._fallback.now.step_size)}; `bigdit plan` finds what fits: an optimizer with less "
+                "state, strategy.lora, CPU offload, more GPUs"
             ) from None
         event = self._event(error, self._following)
-        traceback.clear_frames(error.__traceback__)  # what the step held of the card
+        traceback.clear_frames(error.__traceback__)  # frees what the step held on the GPU
         if self._store is not None:
             event = OutOfMemory.model_validate_json(self._store.compare_set(_KEY, "", event.model_dump_json()))
         self._restart(event)
@@ -213,19 +215,19 @@ class Recovery:
         self._restart(event)
 
     def _restart(self, event: OutOfMemory) -> NoReturn:
-        """Save what is whole, let later starts know, and begin again; in the first thread that comes here."""
+        """Save what is whole, keep the fallback for later starts, and restart: in the first thread that comes here."""
         if not self._restarting.acquire(blocking=False):
             threading.Event().wait()
         limit = threading.Timer(self._grace, self._give_up, [event])
         limit.daemon = True
         limit.start()
-        last = self._save_beside(event)
+        last = self._save_aside(event)
         self._end_where_asked(max(self._peers.gather(self._stop.signum)), last)
         if not all_may_start(self._store, self._world, self._world.is_main and self._kept(event)):
             os._exit(EXIT_USER)
         be_ended_by_signals()  # a signal that is heard from here on would be forgotten
         self._end_where_asked(self._stop.signum, last)
-        start_again()
+        restart()
 
     def _end_where_asked(self, signum: int, last: Path | None) -> None:
         if signum:
@@ -233,10 +235,10 @@ class Recovery:
                 log.notice(str(Stopped(signum, self._saves.step, last)))
             os._exit(128 + signum)
 
-    def _save_beside(self, event: OutOfMemory) -> Path | None:
-        """Save while the main thread may wait for a peer: what it has launched on its stream does not end.
+    def _save_aside(self, event: OutOfMemory) -> Path | None:
+        """Save while the main thread may wait for a peer, and its stream with it.
 
-        The newest checkpoint, None where there is none: it may be an older one, from which steps are taken again.
+        Returns the newest checkpoint, None where there is none. It may be an older one, whose next steps are repeated.
         """
         torch.cuda.set_device(self._device)
         assert self._began is not None
@@ -247,33 +249,33 @@ class Recovery:
                 return self._saves.save_now(event.step if event.saved else self._saves.step)
             except UserError as error:
                 if self._world.is_main:
-                    log.notice(f"note: the last steps are not saved, and are taken again: {error}")
+                    log.notice(f"note: the last steps are not saved, and are repeated: {error}")
                 return self._saves.last
 
     def _kept(self, event: OutOfMemory) -> bool:
-        """Whether later starts know of it. Without that they would run out of memory again, and again."""
+        """Whether later starts know of it. Else they would run out of memory again and again."""
         asked, now = self._fallback.asked, self._following
         assert now is not None
         try:
             write_oom_fallback(self._output, OomFallback(asked=asked, now=now, events=(*self._fallback.events, event)))
         except UserError as error:
-            log.notice(f"error: {_told(event)}, and what to go on with is not kept: {error}")
+            log.notice(f"error: {_message(event)}, and the smaller strategy cannot be kept: {error}")
             return False
-        log.notice(f"note: {_told(event)}; all start again with {said(event.after)}")
+        log.notice(f"note: {_message(event)}; all restart with {_written(event.after)}")
         return True
 
     def _give_up(self, event: OutOfMemory) -> None:
         if self._world.rank == event.rank:
             print(
-                f"error: {_told(event)}, and not all processes were ready to start again within train.grace, "
-                f"{self._grace:g} s: all end; the same command goes on from the last checkpoint",
+                f"error: {_message(event)}, and not all processes were ready to restart within train.grace, "
+                f"{self._grace:g} s: all end; the same command resumes from the last checkpoint",
                 file=sys.stderr,
                 flush=True,
             )
         os._exit(EXIT_USER)
 
 
-def _told(event: OutOfMemory) -> str:
-    short = shortage.said(event.asked_bytes, event.free_bytes, event.total_bytes, event.reserved_bytes)
+def _message(event: OutOfMemory) -> str:
+    short = shortage.message(event.asked_bytes, event.free_bytes, event.total_bytes, event.reserved_bytes)
     where = f"rank {event.rank} ({event.device}) in {event.phase or 'its start'}"
     return f"step {event.step + 1} ran out of memory on {where}: {short}"

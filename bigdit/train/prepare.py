@@ -1,13 +1,14 @@
-"""From a run's config to what the loop needs, with every check that needs no torch."""
+"""From a run's config to what the loop needs. These checks need no torch."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bigdit import log
 from bigdit.catalog.conditions import condition_problems
 from bigdit.catalog.families import block_count, objective_of, training_obstacle
 from bigdit.catalog.resolve import model_spec
@@ -16,17 +17,18 @@ from bigdit.config.accelerate import check_accelerate
 from bigdit.config.load import with_option
 from bigdit.config.plan_file import PlanFile, check_plan
 from bigdit.config.stages import not_shared, of_each
+from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.objective_spec import learned
 from bigdit.strategy import ModelSpec, Strategy, swap_misfit
 
 SCHEMA = "schema.json"
-"""What every store has, as store/schema.py, which imports torch, calls it."""
+"""A file that every store has, also named in store/schema.py, which imports torch."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A stage that was checked, and its model."""
+    """A checked stage, and its model."""
 
     stage: Stage
     spec: ModelSpec
@@ -65,12 +67,12 @@ def prepare_stages(stages: Sequence[Stage]) -> list[Prepared]:
 
 
 def stage_at(stages: Sequence[Prepared], step: int) -> Prepared:
-    """The stage that takes step number `step`; the last one where all are taken."""
+    """The stage that takes step number `step`; the last one where all steps are taken."""
     return next((each for each in stages if step < each.stage.end), stages[-1])
 
 
 def prepare(run: RunConfig, plan: PlanFile | None = None) -> ModelSpec:
-    """The model of `run`, checked with it and with its `plan`. Raises UserError with all problems."""
+    """The model of `run`, checked together with it and with its `plan`. Raises UserError with all problems."""
     spec = model_spec(run.model)
     obstacle = training_obstacle(spec)
     if obstacle is not None:
@@ -84,19 +86,21 @@ def prepare(run: RunConfig, plan: PlanFile | None = None) -> ModelSpec:
 
 
 def check_launcher(prepared: Sequence[Prepared]) -> None:
-    """Raise UserError where the launcher of these processes was asked for other steps than those of the stages."""
+    """Raise UserError where the launcher of these processes was asked for other steps than the stages take."""
     of_each(range(len(prepared)), lambda number: check_accelerate(prepared[number].strategy))
 
 
 def check_stores(stages: Sequence[Stage]) -> None:
-    """`check_store` of each stage. Raises UserError with what is missing of all."""
+    """`check_store` of each stage. Raises UserError with all that is missing."""
     stored = [stage.run for stage in stages if stage.run.data.features is not None]
     of_each(range(len(stored)), lambda number: check_store(stored[number]))
 
 
 def check_store(run: RunConfig) -> None:
-    """Raise UserError where features are online, or data.features is a folder of this machine without a store:
-    FeatureStore.open says so too, seconds later, since it imports torch."""
+    """Raise UserError where features are online, or data.features is a folder of this machine without a store.
+
+    FeatureStore.open checks that too, but imports torch first, which takes seconds.
+    """
     features = run.data.features
     if features is None:
         raise UserError("strategy.features is online, and a store is read; set it to cached")
@@ -110,14 +114,14 @@ def has_store(run: RunConfig) -> bool:
 
 
 def _too_few_blocks(run: RunConfig, spec: ModelSpec) -> list[str]:
-    """What of strategy.blocks_to_swap the model has no blocks for, as far as its arguments say."""
+    """What is wrong where strategy.blocks_to_swap exceeds the model's blocks, as far as its arguments tell."""
     swapped, blocks = run.strategy.blocks_to_swap, block_count(spec)
     misfit = swap_misfit(swapped, blocks) if swapped and blocks is not None else None
     return [] if misfit is None else [misfit]
 
 
 def _missing_trackers(run: RunConfig) -> list[str]:
-    """What of `trackers` is not installed."""
+    """What is wrong where packages of `trackers` are not installed."""
     return [
         f"trackers has {name}, and its package is missing; pip install "
         + ("'bigdit[trackers]'" if name == "tensorboard" else name)
@@ -127,12 +131,18 @@ def _missing_trackers(run: RunConfig) -> list[str]:
 
 
 def with_ds_config(overrides: Sequence[str], ds_config: Path | None) -> list[str]:
-    """`--ds-config FILE` as the overrides that it stands for."""
+    """`--ds-config FILE` as overrides."""
     if ds_config is None:
         return list(overrides)
     return with_option(overrides, "--ds-config", {"strategy.engine": "deepspeed", "strategy.ds_config": ds_config})
 
 
 def with_grace(overrides: Sequence[str], grace: float | None) -> list[str]:
-    """`--grace SECONDS` as the override that it stands for."""
+    """`--grace SECONDS` as an override."""
     return list(overrides) if grace is None else with_option(overrides, "--grace", {"train.grace": grace})
+
+
+def log_lines(world: World, lines: Iterable[str], *, notes: bool = False) -> None:
+    """Log the lines on the main process alone; `notes`: each as a note, which nobody asked for and a person needs."""
+    for line in lines if world.is_main else ():
+        log.notice(f"note: {line}" if notes else line)

@@ -1,10 +1,9 @@
-"""What a run leaves to be read while it trains: the rows of its metrics, and `run.json`, what it is and what its first
-steps took. Nothing here imports torch."""
+"""What a run writes to be read while it trains: rows of metrics, and `run.json` with its settings and the memory of its
+first steps. Nothing here imports torch."""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from bigdit.config import RunConfig
 from bigdit.config.plan_file import PlanFile, unplanned
 from bigdit.config.run import RECORD
 from bigdit.documents import parse_json
-from bigdit.emulator import on_emulated_card
+from bigdit.emulator import on_emulated_gpu
 from bigdit.errors import versions
 from bigdit.files import write_json
 from bigdit.receipt import OutOfMemory
@@ -27,7 +26,7 @@ def _now() -> datetime.datetime:
 
 
 class PhaseMemory(Strict):
-    """The most bytes of one phase over all its occurrences, on a GPU: allocated, and reserved by torch."""
+    """The most bytes of one phase on a GPU, over all its occurrences: allocated, and reserved by torch."""
 
     phase: str
     allocated_bytes: NonNegativeInt
@@ -35,9 +34,11 @@ class PhaseMemory(Strict):
 
 
 class MeasuredMemory(Strict):
-    """What the first `steps` steps took of one process, by what `method` names. On a GPU it is torch's count from the
-    engine's start on, by phase: each lasts until the next one begins. On a CPU it is all that the process takes, and
-    there are no phases."""
+    """What the first `steps` steps took of one process, measured by `method`.
+
+    On a GPU it is torch's count from the engine's start on, by phase; a phase lasts until the next one begins. On a CPU
+    it is the memory of the whole process, without phases.
+    """
 
     method: str
     steps: NonNegativeInt
@@ -47,9 +48,11 @@ class MeasuredMemory(Strict):
 
 
 class RunRecord(Strict):
-    """A run as its last start has it, which went on from step `start`: its settings, the main process's `device` as the
-    driver names it (or `cpu`), what was `planned` of its memory, and `measured` once that is known. Of a run with
-    stages it is that of the `stage` which was reached, and all have `steps`; 0 where an earlier bigdit wrote it."""
+    """A run as of its last start, from step `start` on: its settings, its planned and its measured memory.
+
+    `device`: the main process's, as the driver names it, or `cpu`. `stage`: the current one, of a run with stages.
+    `steps`: of all stages.
+    """
 
     began: datetime.datetime = Field(default_factory=_now)
     start: NonNegativeInt
@@ -71,21 +74,15 @@ class RunRecord(Strict):
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl, as `read_rows`; what is none, such as a line that was cut off, is left out."""
+    """The rows of a metrics.jsonl. Lines that are no row, such as one that was cut off, are left out."""
     return read_rows(path)[0]
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The rows of a metrics.jsonl, and how many of its lines are none. A row's `step` is how many steps are finished
-    with its own: those of earlier bigdits, which began with 0, are counted so too."""
+    """The rows of a metrics.jsonl, and how many of its lines are no row. A row's `step` counts its own step too."""
     lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
     rows = [row for line in lines if (row := _row(line)) is not None]
-    return numbered(rows, 1) if any(row["step"] == 0 for row in rows) else rows, len(lines) - len(rows)
-
-
-def numbered(rows: Iterable[dict[str, Any]], more: int) -> list[dict[str, Any]]:
-    """The rows with `more` added to the number of each step."""
-    return [row | {"step": row["step"] + more} for row in rows]
+    return rows, len(lines) - len(rows)
 
 
 def _row(line: str) -> dict[str, Any] | None:
@@ -97,9 +94,8 @@ def _row(line: str) -> dict[str, Any] | None:
 
 
 class PlannedMemory(Strict):
-    """Bytes of one process as they were planned, for samples of `resolution` (height, width) in pixels: the most that
-    is allocated, by phase and in all, and reserved by torch. `compiled`: blocks are, which were planned as they are
-    written."""
+    """Planned bytes of one process, for samples of `resolution` (height, width) in pixels: the most that is allocated,
+    by phase and in all, and reserved by torch. `compiled`: the run compiles its blocks, which the plan does not."""
 
     resolution: tuple[PositiveInt, PositiveInt]
     phases: dict[str, NonNegativeInt]
@@ -107,24 +103,24 @@ class PlannedMemory(Strict):
     peak_reserved_bytes: PositiveInt
     compiled: bool = False
 
-    def beside(self, reserved_bytes: int) -> str:
-        """A line: what was planned to be reserved, and what was measured."""
+    def compared(self, reserved_bytes: int) -> str:
+        """A line that compares planned with measured reserved memory."""
         height, width = self.resolution
         return (
             f"planned {gib(self.peak_reserved_bytes)} at {height} × {width}, measured {gib(reserved_bytes)} "
             f"({off(self.peak_reserved_bytes, reserved_bytes)}) reserved by torch"
-            + ("; blocks are compiled, and planned as they are written" if self.compiled else "")
+            + ("; blocks are compiled, and were planned as they are written" if self.compiled else "")
         )
 
 
 def off(planned: int, measured: int) -> str:
-    """How much more than planned was measured: `+0.6 %`."""
+    """How much more was measured than planned: `+0.6 %`."""
     return f"{100 * (measured / planned - 1):+.1f} %"
 
 
 def planned_memory(plan: PlanFile | None, strategy: Strategy, device: str) -> PlannedMemory | None:
-    """What was planned for these steps. None where there is no plan, it predicts other steps, or `device` is no `cuda`:
-    a plan's bytes are those of CUDA's kernels."""
+    """What was planned for these steps. None without a plan, for a plan of other steps, and on a CPU: a plan's bytes
+    are those of CUDA's kernels."""
     if plan is None or unplanned(strategy, plan) or device != "cuda":
         return None
     return PlannedMemory(
@@ -132,5 +128,5 @@ def planned_memory(plan: PlanFile | None, strategy: Strategy, device: str) -> Pl
         phases={phase.phase: phase.peak_bytes for phase in plan.ledger.phases},
         peak_allocated_bytes=plan.expected.peak_allocated_bytes,
         peak_reserved_bytes=plan.expected.peak_reserved_bytes,
-        compiled=strategy.compile_blocks and not on_emulated_card(),
+        compiled=strategy.plan_notice is not None and not on_emulated_gpu(),
     )

@@ -1,5 +1,5 @@
-"""What a run goes on from: the latest checkpoint of its output, held against the run before anything is loaded; and its
-length by epochs, where its samples can be counted."""
+"""Where a run resumes: at the latest checkpoint of its output, checked before anything is loaded. Also how many steps
+its epochs are."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from bigdit.train.prepare import Prepared, check_stores, has_store, stage_at
 from bigdit.units import gib, how_many
 
 
-def counted(stages: Sequence[Prepared], *, needed: bool = True) -> tuple[list[Prepared], list[str]]:
-    """Each stage with its train.steps, also where it says train.epochs; and what these come to, a line each.
+def with_steps(stages: Sequence[Prepared], *, needed: bool = True) -> tuple[list[Prepared], list[str]]:
+    """Each stage with train.steps in place of train.epochs, and a line for each that was with_steps.
 
-    Not `needed`, a stage whose features are not there stays as it is, and a line says so. Raises UserError where a
-    store cannot be read, or the steps that were found do not go with what else is said of the schedule.
+    Where not `needed`, a stage without features stays as it is, and a line says so. Raises UserError where a store
+    cannot be read, or the steps do not fit the rest of the schedule.
     """
     lines: list[str] = []
 
     def one(number: int) -> Prepared:
-        found, line = _counted(stages[number], needed)
+        found, line = _with_steps(stages[number], needed)
         lines.extend(line)
         return found
 
@@ -44,46 +44,47 @@ def counted(stages: Sequence[Prepared], *, needed: bool = True) -> tuple[list[Pr
     return [replace(each, stage=stage) for each, stage in zip(found, placed, strict=True)], lines
 
 
-def _counted(prepared: Prepared, needed: bool) -> tuple[Prepared, list[str]]:
+def _with_steps(prepared: Prepared, needed: bool) -> tuple[Prepared, list[str]]:
     stage, run = prepared.stage, prepared.stage.run
     epochs = run.train.epochs
     if epochs is None:
         return prepared, []
-    said = f"{stage.prefix}train.epochs {epochs:g}"
+    asked = f"{stage.prefix}train.epochs {epochs:g}"
     try:
         check_stores([stage])
     except UserError:
         if needed:
             raise
-        return prepared, [f"{said}: how many steps they come to is known when {run.data.features} holds features"]
+        return prepared, [f"{asked}: the number of steps is known once {run.data.features} holds features"]
     samples, batch = samples_of(run), prepared.strategy.global_batch_size
     steps = steps_of(epochs, samples, batch)
     train = run.train.model_copy(update={"steps": steps, "epochs": None})
     run = run.model_copy(update={"train": train})
     check(run, prepared.spec)
-    line = f"{said} of {how_many(samples, 'sample')} in steps of {batch:,}: {how_many(steps, 'step')}"
+    line = f"{asked} of {how_many(samples, 'sample')} in steps of {batch:,}: {how_many(steps, 'step')}"
     return replace(prepared, stage=replace(stage, run=run, length="train.epochs")), [line]
 
 
 def samples_of(run: RunConfig) -> int:
-    """The samples of the run's store that are trained on, or of its sources. Raises UserError where they cannot be
-    read."""
+    """The training samples of the run's store, or of its sources. Raises UserError where they cannot be read."""
     if run.data.features is None:
         return len(open_source(run.data))
     store = FeatureStore.open(run.data.store, run.data.reader, run.data.remote_cache)
     held_out = run.validation.samples if run.validation else 0
-    return max(int(store.index.counts.sum()) - held_out, 1)  # the loader refuses to hold out all
+    return max(int(store.index.counts.sum()) - held_out, 1)  # the loader rejects a validation split of all samples
 
 
 def steps_of(epochs: float, samples: int, global_batch_size: int) -> int:
-    """Steps in which so many samples come `epochs` times, the last one full too."""
-    return math.ceil(Fraction(str(epochs)) * samples / global_batch_size)  # as it was written, not as a float has it
+    """Steps in which so many samples come `epochs` times. The last step is full too."""
+    return math.ceil(Fraction(str(epochs)) * samples / global_batch_size)  # exactly as written, which a float is not
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where training begins: of the run's `stages` in the one that was `reached`, after the checkpoint `found`, None
-    before the first; and what a person should know of it (`notices`)."""
+    """Where training begins: at the checkpoint `found`, None for a fresh run, in the stage `reached` of `stages`.
+
+    `notices`: what a person should know of it.
+    """
 
     stages: Sequence[Prepared]
     found: Checkpoint | None
@@ -92,24 +93,24 @@ class Start:
 
     @property
     def step(self) -> int:
-        """How many steps were taken."""
+        """Finished steps."""
         return 0 if self.found is None else self.found.step
 
     @property
     def ends(self) -> list[int]:
-        """How many steps were taken at the end of each stage."""
+        """Finished steps at the end of each stage."""
         return [each.stage.end for each in self.stages]
 
     @property
     def done(self) -> str | None:
-        """That nothing is left to do, where it is so."""
+        """A message where no steps are left."""
         stage = self.reached.stage
         if self.found is None or self.step < stage.end:
             return None
         return f"{self.found.folder} has its {self.step} steps already; raise {stage.prefix}{stage.length} to go on"
 
     def order(self, store: FeatureStore | RawStore) -> tuple[Order, list[str]]:
-        """As plan_order, of the store of the stage that was reached. Raises UserError as it does."""
+        """As plan_order, for the store of the current stage. Raises UserError as it does."""
         run, first_step = self.reached.stage.run, self.reached.stage.start
         saved, where = (None, run.output) if self.found is None else (self.found.state["data"], self.found.folder)
         held_out = run.validation.samples if run.validation else 0
@@ -117,9 +118,11 @@ class Start:
         return plan_order(store, batch, run.train.seed, saved, self.step, where, held_out, first_step)
 
 
-def foreseen(stages: Sequence[Prepared]) -> list[str]:
-    """What training would say of where it begins, with nothing written; nothing where its steps are not known yet.
-    Raises UserError as it would, but for what only encoders show of pictures with features online."""
+def start_notices(stages: Sequence[Prepared]) -> list[str]:
+    """What training would log about its start, with nothing written; nothing while its steps are unknown.
+
+    Raises UserError as training would, except for what encoders find in images with features online.
+    """
     if any(each.stage.run.train.steps is None for each in stages):
         return []
     start = start_of(stages)
@@ -133,7 +136,7 @@ def foreseen(stages: Sequence[Prepared]) -> list[str]:
 
 
 def _random_weights(first: Prepared) -> list[str]:
-    """A line where the weights are drawn of a model whose weights are published."""
+    """A line where a published model starts from random weights."""
     known = repositories(first.spec.name)
     if first.stage.run.model.init_from is not None or not known:
         return []
@@ -144,14 +147,13 @@ def _random_weights(first: Prepared) -> list[str]:
 
 
 def verdict(stages: Sequence[Prepared]) -> str:
-    """`ok: 240 images, 3 buckets, 60 steps of 4, fits as planned: 21.34 GiB of 23.53 GiB`: a run that was checked, and
-    what is known of it without running it."""
+    """`ok: 240 images, 3 buckets, 60 steps of 4, fits as planned: 21.34 GiB of 23.53 GiB`: a checked run in short."""
     lines = [(f"{each.stage.name}: " if each.stage.count > 1 else "") + ", ".join(_known(each)) for each in stages]
     return "; ".join([f"ok: {lines[0]}", *lines[1:], *_taken(stages)])
 
 
 def _taken(stages: Sequence[Prepared]) -> list[str]:
-    """Where a run that was begun goes on, if its steps are known."""
+    """Where a run with a checkpoint resumes, if its steps are known."""
     start = start_of(stages) if all(each.stage.run.train.steps is not None for each in stages) else None
     if start is None or not start.step:
         return []
@@ -175,7 +177,7 @@ def _known(prepared: Prepared) -> Iterator[str]:
 
 
 def start_of(stages: Sequence[Prepared]) -> Start:
-    """Where training begins. Raises UserError where it cannot go on from the checkpoint that is there."""
+    """Where training begins. Raises UserError where it cannot resume from the checkpoint that is there."""
     found, notices = checkpoint.latest(stages[0].stage.run.output)
     if found is None:
         return Start(stages, None, stages[0], (*notices, *_random_weights(stages[0])))
@@ -185,7 +187,7 @@ def start_of(stages: Sequence[Prepared]) -> Start:
     objective = objective_of(reached.spec, reached.stage.run.objective)
     checkpoint.check_objective(found, objective)
     start = Start(stages, found, reached, tuple(notices))
-    if last is not reached or start.done is not None:  # another stage begins, which is another run; or nothing goes on
+    if last is not reached or start.done is not None:  # a new stage is a new run; or nothing is left
         return start
     run = reached.stage.run.model_copy(update={"objective": objective})
     changed = [f"note: {line}" for line in checkpoint.changed_since(found, run)]

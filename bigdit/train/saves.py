@@ -1,4 +1,4 @@
-"""A run's checkpoints, and snapshots of its averages: when one is due, and what is saved and written with it."""
+"""A run's checkpoints and EMA snapshots: when they are due, and what is saved and exported with them."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ from bigdit.config import RunConfig
 from bigdit.config.run import EXPORTS
 from bigdit.engines import Ema, Engine
 from bigdit.train.monitor.metrics import Metrics
-from bigdit.units import gib
+from bigdit.units import gib, how_many
 
 
-def snapshots_said(run: RunConfig, model: nn.Module) -> list[str]:
-    """What snapshots of the averages will take of the disk, where a run makes some; `model` is as it is trained."""
+def snapshot_notices(run: RunConfig, model: nn.Module) -> list[str]:
+    """How much disk the EMA snapshots of a run take, where it makes some; `model` as it is trained."""
     every, ema = run.train.snapshot_every, run.strategy.ema
     if every is None or ema is None:
         return []
     each = 4 * ema.count * sum(weights.numel() for weights in model.parameters() if weights.requires_grad)
-    line = f"snapshots of {ema.count} averages take {gib(each)} of disk each"
+    line = f"each snapshot of {how_many(ema.count, 'EMA')} takes {gib(each)} of disk"
     if (steps := run.train.steps) is None:
-        return [f"{line}; how many train.epochs {run.train.epochs:g} come to is not known yet"]
+        return [f"{line}; how many train.epochs {run.train.epochs:g} make is not known yet"]
     count = steps // every
-    return [f"{line}, and the {count:,} of train.steps {steps} (train.snapshot_every {every}) {gib(count * each)}"]
+    return [f"{line}, and all {count:,} of train.steps {steps} (train.snapshot_every {every}) take {gib(count * each)}"]
 
 
 def due(run: RunConfig, step: int, end: int) -> bool:
-    """Whether a run, or a stage that ends at step `end`, wants a checkpoint after so many steps."""
+    """Whether a checkpoint is due after `step` steps of a run, or stage, that ends at step `end`."""
     return step % run.train.checkpoint_every == 0 or step == end
 
 
 class Saves:
-    """`step`: how many steps the newest checkpoint has, at first `start`; `described`: what its state.json says; `end`:
-    how many steps there are when training ends, or the run's stage."""
+    """Saves the state of a run. `step`: of the newest checkpoint, at first `start`.
+
+    `described`: what its state.json says; `end`: the last step of the run, or of its stage.
+    """
 
     def __init__(
         self,
@@ -56,23 +58,23 @@ class Saves:
         self._saver, self._metrics, self._described = saver, metrics, described
 
     def due(self, step: int) -> bool:
-        """Whether the config wants a checkpoint after so many steps."""
+        """Whether a checkpoint is due after `step` steps."""
         return due(self._run, step, self._end)
 
     def snapshot_due(self, step: int) -> bool:
-        """Whether the config wants a snapshot of the averages after so many steps."""
+        """Whether an EMA snapshot is due after `step` steps."""
         every = self._run.train.snapshot_every
         return every is not None and step % every == 0
 
     def save(self, step: int) -> None:
-        """Copy the state to the host, and have it written while training goes on; and a snapshot where it is due."""
+        """Copy the state to CPU memory, and write it while training goes on; with a snapshot where one is due."""
         self._metrics.flush()
         described = {**self._described, "metrics": self._metrics.digest}
         self._saver.save(self._engine, self._ema, step, described, snapshot=self.snapshot_due(step))
         self.step = step
 
     def snapshot(self, step: int) -> None:
-        """The same of the averages alone."""
+        """The same of the EMA alone."""
         self._saver.save(self._engine, self._ema, step, self._described, whole=False, snapshot=True)
 
     @property
@@ -81,7 +83,7 @@ class Saves:
         return self._saver.last
 
     def save_now(self, step: int) -> Path | None:
-        """The newest checkpoint, which has all `step` steps; None where there was nothing to save yet."""
+        """The newest checkpoint, once it has all `step` steps; None where there is nothing to save yet."""
         if step > self.step:
             self.save(step)
         self._saver.wait()
@@ -89,19 +91,21 @@ class Saves:
 
 
 def export_due(run: RunConfig, ends: Collection[int], saved: checkpoint.Checkpoint) -> None:
-    """Export a checkpoint that was just saved, where it is due: where train.export_every says so, and at the `ends` of
-    stages. Raises UserError where it cannot be written."""
+    """Export a checkpoint that was just saved, where train.export_every or the end of a stage asks for it.
+
+    Raises UserError where it cannot be written.
+    """
     if is_due(run, ends, saved.step):
         checkpoint.export(saved, run.output / EXPORTS / saved.folder.name)
 
 
 def export_missed(run: RunConfig, ends: Collection[int], found: checkpoint.Checkpoint) -> None:
-    """Export a checkpoint that is due and has no export: the run that saved it was ended before. Raises UserError."""
+    """Export a checkpoint that is due and has no export: its run was interrupted. Raises UserError."""
     folder = run.output / EXPORTS / found.folder.name
     if is_due(run, ends, found.step) and not folder.exists():
         checkpoint.verify(found)
         checkpoint.export(found, folder)
-        log.notice(f"note: wrote {folder}, which an interrupted run had not")
+        log.notice(f"note: wrote {folder}, which an interrupted run had left out")
 
 
 def is_due(run: RunConfig, ends: Collection[int], step: int) -> bool:

@@ -1,4 +1,4 @@
-"""The model of a stage on the device, under the engine that steps it."""
+"""The model of a stage on the device, under its engine; and checks of models without their weights."""
 
 from __future__ import annotations
 
@@ -22,26 +22,25 @@ from bigdit.dist import World
 from bigdit.engines import Ema, Engine
 from bigdit.errors import UserError
 from bigdit.models import Family
-from bigdit.models.arguments import arguments
-from bigdit.models.compiling import compiling_said
+from bigdit.models.equip import compile_notices
+from bigdit.models.family import arguments
 from bigdit.objective_spec import ObjectiveSpec
 from bigdit.strategy import ModelSpec, Strategy
 from bigdit.train.data import TrainData
 from bigdit.train.measure import MemoryMeter
 from bigdit.train.oom_fallback import OomFallback, read_oom_fallback, smaller_strategy
-from bigdit.train.prepare import Prepared
+from bigdit.train.prepare import Prepared, log_lines
 from bigdit.train.record import PlannedMemory, planned_memory
 from bigdit.train.resume import Start
-from bigdit.train.saves import export_missed, snapshots_said
-from bigdit.train.say import say
+from bigdit.train.saves import export_missed, snapshot_notices
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """An `engine`, what it trains, and the `meter` of its memory, beside what was `planned` of that.
+    """An `engine`, what it trains, and the `meter` of its memory, with the `planned` memory.
 
-    `fallback`: what the run has come to where memory ran out; `smaller`: what it would go on with if it does again,
-    None where nothing is left to take. `peers` are asked while main threads are within a step.
+    `fallback`: the strategy after steps that ran out of memory. `smaller`: the next one, None where nothing is left.
+    `peers` answer while main threads are within a step.
     """
 
     engine: Engine
@@ -56,12 +55,12 @@ class TrainState:
 
     @property
     def strategy(self) -> Strategy:
-        """How it is stepped now."""
+        """The strategy in use."""
         return self.fallback.now
 
 
 def build_state(start: Start, data: TrainData, world: World, device: torch.device, stack: ExitStack) -> TrainState:
-    """The model of the stage that was reached, as the checkpoint has it where there is one.
+    """The model of the current stage under its engine, from the checkpoint where there is one.
 
     Raises UserError where its weights, or that checkpoint, cannot be read.
     """
@@ -77,23 +76,22 @@ def build_state(start: Start, data: TrainData, world: World, device: torch.devic
     model = models.equip(_weights(start, strategy), family, strategy, seed=run.train.seed)
     sizes = () if plan is None else (plan.strategy.step_size, *plan.smaller)
     smaller = smaller_strategy(strategy, sizes, len(family.blocks(model)))
-    say(world, snapshots_said(run, model), notes=True)
+    log_lines(world, snapshot_notices(run, model), notes=True)
     if found is not None:
         checkpoint.load_weights(found, model)
     meter = MemoryMeter(device)
-    if strategy.compile_blocks:
-        say(world, [compiling_said(emulated=meter.emulated)], notes=True)
+    log_lines(world, compile_notices(strategy), notes=True)
     engine = engines.create(strategy, model, family, device=device, world=world)
     ema = engines.ema_of(engine)
     if found is not None:
-        say(world, checkpoint.restore(found, engine, peers, ema), notes=True)
-        say(world, [f"going on from {found.folder}, step {start.step}"])
+        checkpoint.restore(found, engine, peers, ema)
+        log_lines(world, [f"resuming from {found.folder}, step {start.step}"])
     objective, planned = objective_of(spec, run.objective), planned_memory(plan, strategy, device.type)
     return TrainState(engine, ema, family, objective, meter, planned, fallback, smaller, peers)
 
 
 def _weights(start: Start, strategy: Strategy) -> nn.Module:
-    """The plain model on the host: empty where a checkpoint fills all of it, else from init_from, or drawn."""
+    """The plain model in CPU memory: empty where a checkpoint fills all of it, else from init_from, or random."""
     spec, run = start.reached.spec, start.reached.stage.run
     dtype, source = engines.compute_dtype(strategy), run.model.init_from
     if start.found is not None and strategy.lora is None:
@@ -104,7 +102,7 @@ def _weights(start: Start, strategy: Strategy) -> nn.Module:
 
 
 def check_models(stages: Sequence[Prepared]) -> list[nn.Module]:
-    """`check_model` of each stage. Raises UserError with what is wrong of all."""
+    """`check_model` of each stage. Raises UserError with all problems."""
 
     def one(number: int) -> nn.Module:
         return check_model(stages[number].stage.run, stages[number].spec, stages[number].strategy)
@@ -115,8 +113,10 @@ def check_models(stages: Sequence[Prepared]) -> list[nn.Module]:
 
 
 def _check_start(run: RunConfig, spec: ModelSpec) -> None:
-    """Raise UserError where model.init_from is no folder of weights; what bigdit wrote has checksums, which loading
-    reads. A run that goes on reads it for adapters alone."""
+    """Raise UserError where model.init_from is no folder of weights. A run that resumes reads it for adapters alone.
+
+    What bigdit wrote has checksums, which loading verifies.
+    """
     source = run.model.init_from
     if source is None or (run.strategy.lora is None and _goes_on(run)):
         return
@@ -133,10 +133,10 @@ def _goes_on(run: RunConfig) -> bool:
 
 
 def check_model(run: RunConfig, spec: ModelSpec, strategy: Strategy) -> nn.Module:
-    """The model as it is trained, on the meta device. Raises UserError where the class refuses the arguments, or what
-    it makes of them does not go with the run.
+    """The model as it is trained, on the meta device. Raises UserError where the class rejects the arguments, or what
+    it makes of them does not fit the run.
 
-    What the config leaves out is what the class takes for it: its own channels and widths.
+    What the config leaves out is the class's default: its own channels and widths.
     """
     engines.check(strategy)
     family = models.family(spec.class_name)
@@ -148,8 +148,8 @@ def check_model(run: RunConfig, spec: ModelSpec, strategy: Strategy) -> nn.Modul
     fed = channels // _packed(made) ** 2 if isinstance(channels, int) else None
     if fed is not None and not fed_more(made) and predicted not in (None, fed, 2 * fed):  # 2: and the variance
         raise UserError(
-            f"model.kwargs.out_channels is {predicted}, and in_channels is {channels}: what is predicted has the "
-            f"channels of what is fed; set out_channels to {fed}"
+            f"model.kwargs.out_channels is {predicted}, and in_channels is {channels}: the prediction has the channels "
+            f"of the latents; set out_channels to {fed}"
         )
     if run.model.name is None:
         _check_shapes(run, made)
@@ -157,12 +157,14 @@ def check_model(run: RunConfig, spec: ModelSpec, strategy: Strategy) -> nn.Modul
 
 
 def _check_shapes(run: RunConfig, made: ModelSpec) -> None:
-    """Raise UserError where the arguments of a user's own model, such as widths, do not go together: the first step
-    would end so. A sample is of the size that they say, or else of the catalogue's sibling. What else fails with it, as
-    where values are read, which it has none of, is left to that step."""
-    said = {key: value for key, value in made.kwargs.items() if not key.startswith("_")}
-    said |= {key: _LIKE for key in FAMILIES[made.class_name].depths.values() if said.get(key)}
-    shallow = ModelSpec.model_validate_json(made.model_copy(update={"kwargs": said}).model_dump_json())
+    """Raise UserError where the arguments of a user's own model, such as widths, do not fit each other.
+
+    The first step would fail by it. The sample has the size that the arguments name, or else of a sibling in the
+    catalogue. A model that reads values, which a sample on the meta device lacks, is left to that step.
+    """
+    kwargs = {key: value for key, value in made.kwargs.items() if not key.startswith("_")}
+    kwargs |= {key: _SHALLOW for key in FAMILIES[made.class_name].depths.values() if kwargs.get(key)}
+    shallow = ModelSpec.model_validate_json(made.model_copy(update={"kwargs": kwargs}).model_dump_json())
     try:
         sample = batch_shape(of_arguments(shallow))
     except UserError:
@@ -171,17 +173,20 @@ def _check_shapes(run: RunConfig, made: ModelSpec) -> None:
     try:
         models.take_through(model, models.family(made.class_name), sample)
     except Exception as error:  # whatever a class raises
-        if (told := _of_shapes(run, error)) is not None:
-            raise told from error
+        if (problem := _of_shapes(run, error)) is not None:
+            raise problem from error
 
 
-_LIKE = 2
-"""Blocks of a list that a sample is taken through: all are alike; HunyuanDiT's come in halves."""
+_SHALLOW = 2
+"""Blocks of each list that a sample runs through: all are alike. HunyuanDiT's come in halves."""
 
 
 def _check_left_out(run: RunConfig, made: ModelSpec) -> None:
-    """Raise UserError where the weights to start from have another value for what model.kwargs leaves to the class:
-    they load, and checkpoints and exports would say another model. A run that goes on has what it began with."""
+    """Raise UserError where the weights to start from have other values for arguments that model.kwargs leaves out.
+
+    They would load, but checkpoints and exports would describe another model. A run that resumes keeps its first
+    values.
+    """
     source = run.model.init_from
     if run.model.class_name is None or source is None or _goes_on(run) or not (source / "config.json").is_file():
         return
@@ -197,8 +202,8 @@ def _check_left_out(run: RunConfig, made: ModelSpec) -> None:
 
 
 def _packed(spec: ModelSpec) -> int:
-    """The side of the patches that are fed as channels, where what is predicted has the channels of one pixel alone:
-    Qwen-Image's patch_size. Flux's is 1, its out_channels are those of a patch."""
+    """The side of patches that are fed as channels, where the prediction has the channels of one pixel: Qwen-Image's
+    patch_size. Flux's is 1: its out_channels are those of a patch."""
     side = spec.kwargs.get("patch_size", 1)
     return side if FAMILIES[spec.class_name].packs and isinstance(side, int) else 1
 
@@ -207,22 +212,22 @@ _OF_SHAPES = re.compile(
     "shapes cannot be multiplied|same reduction dim|Sizes of tensors must match|must match the size of tensor"
     "|Attempting to broadcast a dimension|expected input|is invalid for input of size"
 )
-"""What torch says of tensors that do not go together."""
+"""Messages of torch for tensors whose shapes do not fit."""
 
 
 @contextmanager
-def telling_shapes(run: RunConfig) -> Iterator[None]:
-    """Make a step that fails by shapes, of a model whose arguments are the user's own, a UserError."""
+def shape_errors(run: RunConfig) -> Iterator[None]:
+    """Make a UserError of a step's shape error, for a model whose arguments are the user's own."""
     try:
         yield
     except RuntimeError as error:
-        if run.model.name is not None or (told := _of_shapes(run, error)) is None:
+        if run.model.name is not None or (problem := _of_shapes(run, error)) is None:
             raise
-        raise told from error
+        raise problem from error
 
 
 def _of_shapes(run: RunConfig, error: Exception) -> UserError | None:
-    """What is told of an error of shapes; None for any other."""
+    """The UserError for an error of shapes; None for any other error."""
     if not _OF_SHAPES.search(str(error)):
         return None
     key, reason = "model.path" if run.model.path else "model.kwargs", " ".join(str(error).split())

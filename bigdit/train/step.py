@@ -1,4 +1,4 @@
-"""Encode a micro-batch on the device, just before it is trained on."""
+"""The training step: the only description of it, for the trainer, the benchmarks and the emulated GPU."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ import torch
 from torch.profiler import record_function
 
 from bigdit import objectives, optim
-from bigdit.encoders.encoded import Encoded
+from bigdit.encoders.protocol import Encoded
 from bigdit.engines import Ema, Engine, compute_dtype
 from bigdit.loader.batch import Batch, CaptionedBatch, RawBatch
 from bigdit.models import Family
 from bigdit.objective_spec import ObjectiveSpec
 
 Encode = Callable[[Any, torch.dtype], Batch]
-"""Features of a micro-batch that has none yet, with its conditions in a dtype."""
+"""Makes features of a micro-batch that has none yet, with its conditions in a dtype."""
 
 
 class Encodes(Protocol):
-    """A run's encoders, or those of an attempt: what a chunk of their micro-batches has becomes features."""
+    """What encodes a chunk of a micro-batch: a run's encoders, or an attempt's."""
 
     @property
     def encode(self) -> Callable[..., Encoded]: ...
 
 
 def encode(encoders: Encodes, chunk: int | None, batch: RawBatch | CaptionedBatch, compute_dtype: torch.dtype) -> Batch:
-    """The features of a batch on the encoders' device, conditions in `compute_dtype`, `chunk` samples at a time.
+    """The features of a batch on the encoders' device, conditions in `compute_dtype`.
 
-    Without a chunk, all at once.
+    `chunk` samples are encoded at a time; None: all.
     """
     parts = [encoders.encode(*chunked) for chunked in batch.chunks(chunk)]
     texts = [part.text_embeds for part in parts if part.text_embeds is not None]
@@ -57,9 +57,9 @@ Phase = Callable[[str], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class StepResult:
-    """`loss`: this process's mean over its micro-batches, a scalar on the device; `grad_norm` where clipped.
+    """`loss`: this process's mean over its micro-batches, a scalar on the device; `grad_norm` where it is clipped.
 
-    `taken`: False where weights, optimizer state and average stayed as they were, since gradients were not finite.
+    `taken`: False where gradients were not finite, so that weights, optimizer state and EMA stayed as they were.
     """
 
     loss: torch.Tensor
@@ -78,10 +78,10 @@ def train_step(
     phase: Phase = record_function,
     encode: Encode | None = None,
 ) -> StepResult:
-    """One optimizer step over `micro_batches` (grad_accum_steps of them, still on the host).
+    """One optimizer step over `micro_batches`: grad_accum_steps of them, still in CPU memory.
 
-    `encode` makes features of a micro-batch that has none yet; `ema` takes the new weights in. `phase(name)`
-    surrounds encode, forward, backward, step and ema: profiler ranges, or the recorder's phases.
+    `encode` makes features of a micro-batch that has none; `ema` takes in the new weights. `phase(name)` surrounds
+    encode, forward, backward, step and ema: profiler ranges, or the recorder's phases.
     """
     dtype = compute_dtype(engine.strategy)
     losses = []
@@ -110,5 +110,5 @@ def train_step(
 
 
 def predict_by(engine: Engine, family: Family, batch: Batch, latents: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-    """What the engine's model predicts of latents at t, with the batch's conditions."""
+    """The prediction of the engine's model for latents at t, with the batch's conditions."""
     return family.predict(engine.model, latents, t, batch)

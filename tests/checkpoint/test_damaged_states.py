@@ -15,8 +15,7 @@ from commands import DIGITS, SINGLE, TINY
 from bigdit import models
 from bigdit.catalog.resolve import read_model_config
 from bigdit.checkpoint import find_checkpoint, pipeline_of, verify
-from bigdit.checkpoint.folder import LATEST, STATE, write_state
-from bigdit.checkpoint.verify import check_exported
+from bigdit.checkpoint.folder import LATEST, STATE, check_exported, write_state
 from bigdit.config import load_run
 from bigdit.config.stages import load_stages
 from bigdit.errors import UserError
@@ -24,7 +23,7 @@ from bigdit.report.run import read_run
 from bigdit.sampling.sampler import Sampler
 from bigdit.sources.open import open_source
 from bigdit.train.prepare import prepare_stages
-from bigdit.train.resume import foreseen
+from bigdit.train.resume import start_notices
 
 VALUES = (None, True, -1, 0.5, "x", [], {}, [[1]], {"x": 1}, 2**63, "", ["../x"], {"../x": "y"})
 STEP = "step-00000008"
@@ -94,7 +93,7 @@ def test_a_state_of_wrong_types_under_its_right_checksum(output, going_on):
     assert len(list(places(state))) > 150
     for changed in damaged(state, itertools.cycle(VALUES)):
         write_state(folder, changed)
-        answered(lambda: foreseen(going_on), loaded)
+        answered(lambda: start_notices(going_on), loaded)
 
     for key, value in {"strategy": 7, "lineage": ["8"], "checksums": {"../latest": "0"}, "run": [], "saved": 1}.items():
         write_state(folder, state | {key: value})
@@ -157,10 +156,10 @@ def test_what_is_no_file_is_neither_waited_for_nor_read_whole(kind, output, goin
             os.truncate(file, 2**40)
             if file in shards:
                 file.unlink()  # all bytes of weights are read, however many
-        answered(lambda: foreseen(going_on), lambda: verify(find_checkpoint(output)[0]))
+        answered(lambda: start_notices(going_on), lambda: verify(find_checkpoint(output)[0]))
         if kind == "pipe" and file.name == STATE:
             with pytest.raises(UserError, match=r"it is a named pipe, and a regular file was expected"):
-                foreseen(going_on)
+                start_notices(going_on)
         file.rmdir() if kind == "folder" else file.unlink(missing_ok=True)
         file.write_bytes(before)
     verify(find_checkpoint(output)[0])

@@ -13,10 +13,8 @@ from two_processes import run_two
 from whole import whole_state
 
 from bigdit import checkpoint
-from bigdit.checkpoint.folder import snapshots_of
-from bigdit.checkpoint.restore import load_tensors
-from bigdit.checkpoint.resumable import layout
-from bigdit.checkpoint.verify import verify
+from bigdit.checkpoint.folder import snapshots_of, verify
+from bigdit.checkpoint.restore import layout, load_tensors
 from bigdit.dist import World
 from bigdit.engines.state import checkpoint_bytes
 from bigdit.errors import UserError
@@ -130,7 +128,7 @@ def test_what_a_process_copies_to_save_is_counted_on_an_emulated_gpu(runs):
     copied = json.loads((runs / "copied.json").read_text())
     with Cards(A40, 1) as cards:
         for name, wanted in strategies.items():
-            attempt = cards.attempt(StepRequest(model=MODEL, batch=SHAPE, strategy=wanted), counted=True)
+            attempt = cards.attempt(StepRequest(model=MODEL, batch=SHAPE, strategy=wanted), counted="step")
             assert attempt.checkpoint_bytes == copied[name], name
 
 

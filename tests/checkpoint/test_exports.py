@@ -57,7 +57,7 @@ def flip(file):
         (lambda folder: (folder / "checksums.json").write_text("[]"), "/checksums.json is damaged or cannot be read"),
         (
             lambda folder: shutil.copy(folder / FILE, folder / "model.safetensors"),
-            "/model.safetensors is no part of its export: checksums.json does not name it; take it away",
+            "/model.safetensors is no part of its export: checksums.json does not name it; remove it",
         ),
     ],
     ids=["weights", "config", "no weights", "no config", "half", "none", "more"],
@@ -119,7 +119,7 @@ def test_an_export_that_an_interrupted_run_owes_is_made(tmp_path, engine_and_ave
     export_missed(due, [9], found)
     folder = tmp_path / "exports/step-00000001"
     assert sorted(file.name for file in folder.iterdir()) == ["transformer", "transformer_ema"]
-    assert capfd.readouterr().err == f"note: wrote {folder}, which an interrupted run had not\n"
+    assert capfd.readouterr().err == f"note: wrote {folder}, which an interrupted run had left out\n"
     export_missed(due, [9], found)
     assert capfd.readouterr().err == ""
 

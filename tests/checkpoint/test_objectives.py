@@ -4,7 +4,7 @@ import pytest
 from commands import DIGITS
 
 from bigdit.checkpoint import Checkpoint, changed_since, check_objective
-from bigdit.checkpoint.resumable import BESIDE
+from bigdit.checkpoint.restore import UNTRAINED
 from bigdit.config import load_run
 from bigdit.documents import at
 from bigdit.errors import UserError
@@ -30,11 +30,11 @@ def changed(folder, before, now, *overrides):
 
 def test_other_weights_and_times_are_said(tmp_path):
     before, now = DdpmSpec(prediction="v"), DdpmSpec(prediction="v", min_snr_gamma=5.0)
-    assert changed(tmp_path, before, now) == ["objective.min_snr_gamma null, and goes on with 5.0"]
+    assert changed(tmp_path, before, now) == ["objective.min_snr_gamma null, and resumes with 5.0"]
     assert changed(tmp_path, now, now) == []
     assert changed(tmp_path, FlowMatchingSpec(), FlowMatchingSpec(t_distribution="mode", shift=3)) == [
-        "objective.shift 1.0, and goes on with 3.0",
-        "objective.t_distribution logit_normal, and goes on with mode",
+        "objective.shift 1.0, and resumes with 3.0",
+        "objective.t_distribution logit_normal, and resumes with mode",
     ]
 
 
@@ -42,10 +42,10 @@ def test_all_that_is_trained_otherwise_is_said(tmp_path):
     """The recipe's rate falls: so its length counts."""
     objective = FlowMatchingSpec()
     said = {
-        "data.caption_dropout=0.3": "data.caption_dropout 0.1, and goes on with 0.3",
-        "strategy.gradient_clipping=null": "strategy.gradient_clipping 1.0, and goes on with null",
-        "strategy.optimizer.betas=[0.9, 0.9]": "strategy.optimizer.betas [0.9, 0.99], and goes on with [0.9, 0.9]",
-        "train.steps=900": "train.steps 800, and goes on with 900",
+        "data.caption_dropout=0.3": "data.caption_dropout 0.1, and resumes with 0.3",
+        "strategy.gradient_clipping=null": "strategy.gradient_clipping 1.0, and resumes with null",
+        "strategy.optimizer.betas=[0.9, 0.9]": "strategy.optimizer.betas [0.9, 0.99], and resumes with [0.9, 0.9]",
+        "train.steps=900": "train.steps 800, and resumes with 900",
     }
     assert changed(tmp_path, objective, objective, *said) == list(said.values())
     constant = load_run(DIGITS, ["train.lr_schedule=constant"])
@@ -57,7 +57,7 @@ def test_all_that_is_trained_otherwise_is_said(tmp_path):
 def test_what_changes_nothing_that_is_trained_is_not_said(tmp_path):
     objective, run = FlowMatchingSpec(), load_run(DIGITS).model_dump()
     run["strategy"]["ema"] = EmaSpec().model_dump()
-    for key in BESIDE:  # each is one
+    for key in UNTRAINED:  # each is one
         assert at(run, key.split(".")[:-1]).keys() >= {key.split(".")[-1]}
     others = (
         "strategy.engine=fsdp2",

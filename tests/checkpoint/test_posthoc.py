@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from training import exported, run, run_to
 
 from bigdit import checkpoint
-from bigdit.checkpoint import write
+from bigdit.checkpoint import saver
 from bigdit.checkpoint.export import PostHoc, coefficients
 from bigdit.checkpoint.folder import open_snapshot
 from bigdit.checkpoint.restore import load_kind
@@ -91,7 +91,8 @@ def test_an_average_that_is_made_is_the_one_that_would_have_been_kept(kept, feat
     assert torch.equal(weights, _held(direct, "master"))
     for width, kind in ((0.07, "ema"), (0.13, "ema2")):
         posthoc, wanted = PostHoc(kept, width), _held(direct, kind)
-        assert posthoc.said == f"the average of width {width} from 16 others: its profile to {posthoc.error:.1%}"
+        error = f"the error of its profile is {posthoc.error:.1%}"
+        assert posthoc.message == f"the EMA of width {width} from 16 others: {error}"
         made = _shaped(kept)
         posthoc.fill(made)
         off = (_flat(made) - wanted).norm()
@@ -101,7 +102,7 @@ def test_an_average_that_is_made_is_the_one_that_would_have_been_kept(kept, feat
 
 def test_an_average_that_is_made_is_exported_and_sampled_from(kept, tmp_path, capfd):
     export_command.run(kept.folder.parents[1], tmp_path / "made", ema_width=0.13)
-    assert "the average of width 0.13 from 16 others: its profile to 2.0%\n" in capfd.readouterr().err
+    assert "the EMA of width 0.13 from 16 others: the error of its profile is 2.0%\n" in capfd.readouterr().err
     made, stored = load_file(tmp_path / "made" / WEIGHTS), _shaped(kept)
     PostHoc(kept, 0.13).fill(stored)
     assert all(torch.equal(made[name], tensor) for name, tensor in stored.items())
@@ -186,27 +187,27 @@ def test_what_averages_cannot_be_made_of_is_a_line(copied):
     root = copied / "averages"
     assert refused(copied, 0.3) == "--ema-width is 0.3, and a number above 0 and below 0.288 was expected"
     assert refused(copied, 0.02) == (
-        "--ema-width: the average of width 0.02 from 16 others: its profile to 24.7%, and 5% is the most; widths near "
-        "ema.widths [0.05, 0.1] are closer, and so are all with a smaller train.snapshot_every"
+        "--ema-width: the EMA of width 0.02 from 16 others: the error of its profile is 24.7%, and 5% is the "
+        "most; widths near ema.widths [0.05, 0.1] are closer, and so are all with a smaller train.snapshot_every"
     )
     file = next((root / "step-00000010").glob("engine/*.safetensors"))
     before = file.read_bytes()
     file.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
     assert refused(copied) == (
-        f"{file} is damaged: its checksum is not the one in snapshot.json; take the snapshot away, and averages are "
+        f"{file} is damaged: its checksum is not the one in snapshot.json; remove the snapshot, and EMAs are "
         "made without it"
     )
     shutil.rmtree(root / "step-00000010")
     shutil.copytree(root / "step-00000005", root / "step-00000010")
     assert refused(copied) == (
         f"{root}/step-00000010 is not the snapshot that {of(copied).folder} was trained with, but another run's, or of "
-        "another course of this one; take it away, and averages are made without it"
+        "another course of this one; remove it, and EMAs are made without it"
     )
     shutil.rmtree(root / "step-00000010")
-    assert PostHoc(of(copied), 0.07).said.startswith("the average of width 0.07 from 14 others: ")
+    assert PostHoc(of(copied), 0.07).message.startswith("the EMA of width 0.07 from 14 others: ")
     shutil.rmtree(root)
     assert refused(copied) == (
-        f"--ema-width: {of(copied).folder} has no snapshots of averages before it; train with train.snapshot_every"
+        f"--ema-width: {of(copied).folder} has no EMA snapshots before it; train with train.snapshot_every"
     )
 
 
@@ -214,7 +215,7 @@ def test_averages_are_made_at_the_step_of_any_checkpoint(kept):
     """Of the snapshots before it; one is the same as the checkpoint's own averages, and counts once."""
     earlier, _ = checkpoint.find_checkpoint(kept.folder.with_name("step-00000020"))
     assert list(earlier.state["snapshots"]) == [f"step-{step:08d}" for step in (5, 10, 15, 20)]
-    assert PostHoc(earlier, 0.07).said.startswith("the average of width 0.07 from 8 others: ")
+    assert PostHoc(earlier, 0.07).message.startswith("the EMA of width 0.07 from 8 others: ")
 
 
 def test_a_snapshot_is_no_checkpoint(kept):
@@ -231,7 +232,7 @@ def test_a_run_without_two_averages_is_a_line(trained, features, tmp_path, capfd
     found = of(trained)
     with pytest.raises(UserError) as caught:
         PostHoc(found, 0.1)
-    assert str(caught.value) == f"--ema-width: {found.folder} holds no moving average; train with strategy.ema.widths"
+    assert str(caught.value) == f"--ema-width: {found.folder} holds no EMA; train with strategy.ema.widths"
     assert run(features, tmp_path, "train.snapshot_every=4", "strategy.ema.power=0.1") == 1
     assert capfd.readouterr().err == (
         "error: train.snapshot_every is 4, and strategy.ema.widths is missing: an EMA of another width is made from "
@@ -244,11 +245,11 @@ def test_what_snapshots_take_of_the_disk_is_said_and_a_full_one_is_a_line(featur
         with open("/dev/full", "wb", buffering=0) as full:
             full.write(b"x")
 
-    monkeypatch.setattr(write, "save_file", to_a_full_disk)
+    monkeypatch.setattr(saver, "save_file", to_a_full_disk)
     assert run(features, tmp_path, *WIDTHS, "train.snapshot_every=2", "train.checkpoint_every=99") == 1
     said = capfd.readouterr().err
-    assert "note: snapshots of 2 averages take " in said
-    assert " of disk each, and the 4 of train.steps 8 (train.snapshot_every 2) " in said
-    assert f"error: cannot write the snapshot of averages {tmp_path}/averages/step-00000002: " in said
+    assert "note: each snapshot of 2 EMAs takes " in said
+    assert " of disk, and all 4 of train.steps 8 (train.snapshot_every 2) take " in said
+    assert f"error: cannot write the snapshot of the EMA {tmp_path}/averages/step-00000002: " in said
     assert " are free there; make room, raise train.snapshot_every, or choose another output\n" in said
     assert not list((tmp_path / "averages").iterdir())

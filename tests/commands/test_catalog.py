@@ -205,7 +205,7 @@ def test_doctor_without_a_compiler(monkeypatch, tmp_path):
     assert found["compiler"] is None
     assert any(fix.startswith("no C++ compiler was found") for fix in found["fixes"])
     assert found["emulated"]["compiler"] is None
-    assert any(fix.startswith("no C compiler: cc is not found, and the emulated card") for fix in found["fixes"])
+    assert any(fix.startswith("no C compiler: cc is not found, and the emulated GPU") for fix in found["fixes"])
 
 
 def _environment(folder, version, cuda):

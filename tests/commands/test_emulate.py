@@ -138,7 +138,7 @@ for _ in range(100):
 
 
 def peaks(account: dict[str, Any]) -> dict[str, int]:
-    return {phase["phase"]: phase["peak_allocated_bytes"] for phase in account["cards"][0]["phases"]}
+    return {phase["phase"]: phase["peak_allocated_bytes"] for phase in account["gpus"][0]["phases"]}
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def test_peaks_are_those_that_torch_tells_the_script(trained: tuple[Done, Path, 
     assert done.returncode == 0, done.stderr
     told = re.findall(r"^peak (\d+) (\d+)$", done.stderr, re.MULTILINE)  # what it prints gives way to the JSON
     assert len(told) == 3
-    card = done.account["cards"][0]
+    card = done.account["gpus"][0]
     assert [card["peak_allocated_bytes"], card["peak_reserved_bytes"]] == [int(nbytes) for nbytes in told[-1]]
     assert card["phases_off_bytes"] == 0
     assert max(point[1] for point in card["curve"]) == card["peak_allocated_bytes"]
@@ -174,13 +174,13 @@ def test_phases_are_told_apart(trained: tuple[Done, Path, Path]) -> None:
     assert found["forward"] > 3 * parameters + 9 * rows  # of the second step: parameters, two states, what is saved
     assert found["backward"] > found["forward"]
     assert 4 * parameters < found["step"] < found["backward"]
-    spans = [span["phase"] for span in done.account["cards"][0]["spans"]]
+    spans = [span["phase"] for span in done.account["gpus"][0]["spans"]]
     assert spans[:5] == ["forward", "backward", "forward", "step", "forward"]
 
 
 def test_live_tensors_are_named_by_the_scripts_lines(trained: tuple[Done, Path, Path]) -> None:
     done, file, _ = trained
-    card = done.account["cards"][0]
+    card = done.account["gpus"][0]
     assert sum(group["nbytes"] for group in card["live"]) == card["peak_allocated_bytes"]
     code = "loss = model(x).square().mean()"
     saved = next(group for group in card["live"] if group["script"]["code"] == code)  # the largest comes first
@@ -202,7 +202,7 @@ def test_the_folder_has_a_page_that_stands_alone_and_a_snapshot(trained: tuple[D
     assert not re.search(r"(src|href)=\"(?!#)|@import|<script", page)
     assert json.loads((out / "report.json").read_text()) == done.report
     (snapshot,) = out.glob("snapshot-*.pickle")
-    assert len(pickle.loads(snapshot.read_bytes())["device_traces"][0]) == done.account["cards"][0]["events"]
+    assert len(pickle.loads(snapshot.read_bytes())["device_traces"][0]) == done.account["gpus"][0]["events"]
 
 
 def test_work_is_counted_a_step(trained: tuple[Done, Path, Path]) -> None:
@@ -253,15 +253,15 @@ def test_a_program_that_begins_anew_and_takes_less_ended_well(tmp_path: Path) ->
     assert done.report["fits"]
     assert len([*(tmp_path / "out").glob("snapshot-*.pickle")]) == 2
     began_anew, went_on = done.report["notices"]
-    assert "the script caught it and began anew" in began_anew
-    assert "the script caught it and went on" in went_on
+    assert "the script caught it and restarted" in began_anew
+    assert "the script caught it and continued" in went_on
 
 
 def test_what_would_make_figures_wrong_is_said(tmp_path: Path) -> None:
     done = emulate("--gpu", "a40", "--json", "--", "python", script(tmp_path, NOTICES))
     assert done.returncode == 0, done.stderr
     said = "\n".join(done.report["notices"])
-    assert "Stateless holds no state after its step" in said
+    assert "Stateless has no state after its step" in said
     assert "first at train.py:13" in said
     assert "the script records the allocator's history itself" in said
     assert int(done.stderr.strip().splitlines()[-1]) > 0  # which it finds as it left it
@@ -282,13 +282,13 @@ def test_two_processes_on_two_cards(tmp_path: Path, how: str) -> None:
     done = emulate("--gpu", "a40", "--processes", 2, "--steps", 2, "--json", "--", *command, HOW=how)
     assert done.returncode == 0, done.stderr
     accounts = done.report["runs"][0]["accounts"]
-    assert [(each["rank"], each["steps"], each["cards"][0]["index"]) for each in accounts] == [(0, 2, 0), (1, 2, 1)]
+    assert [(each["rank"], each["steps"], each["gpus"][0]["index"]) for each in accounts] == [(0, 2, 0), (1, 2, 1)]
     parameters = 4 * (1024 + 1) * 1024 * 4
     state = 2 * parameters // (2 if how == "fsdp" else 1)
-    held = sum(group["nbytes"] for group in accounts[0]["cards"][0]["live"] if group["phase"] == "step")
+    held = sum(group["nbytes"] for group in accounts[0]["gpus"][0]["live"] if group["phase"] == "step")
     assert held >= state
     assert not any("shared its memory" in notice for notice in done.report["notices"])  # a snapshot is of all cards
-    process = accounts[0]["cards"][0]["process"]
+    process = accounts[0]["gpus"][0]["process"]
     assert process["high_bytes"] - process["low_bytes"] > GIB // 2  # NCCL's buffers, whose size is not known
 
 

@@ -67,7 +67,7 @@ def test_a_build_for_cpus_is_said_once(tmp_path: Path) -> None:
 def test_a_command_that_uses_no_card_is_no_answer() -> None:
     done = emulate("--gpu", "a40", "--", "true")
     assert done.returncode == 0
-    assert "no process used a card" in done.stdout
+    assert "no process used a GPU" in done.stdout
     assert "no answer" in done.stdout
 
 

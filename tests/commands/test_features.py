@@ -58,7 +58,7 @@ def test_info_tells_what_is_there_and_who_is_at_it(store):
     assert (report["parts_done"], report["parts"], report["encoded"], report["skipped"]) == (1, 1, 240, [])
     assert report["bytes"] == (store / PART).stat().st_size
     assert 0 < report["bytes"] - sum(report["bytes_by_column"].values()) < 2000  # the header
-    assert sum(worker["pictures"] for worker in report["workers"]) == 240
+    assert sum(worker["images"] for worker in report["workers"]) == 240
     assert report["workers"][0]["images_per_s"] > 0
     assert {held["fate"] for held in report["at_work"]} == {"dead", "unknown"}
 
@@ -170,7 +170,7 @@ def test_a_killed_process_that_verified_is_a_line(tmp_path):
         said = main.communicate()[1].decode()
     assert main.returncode == 1
     assert said.splitlines()[-1] == (
-        f"error: a process that verified {tmp_path}/store was killed, for lack of memory perhaps, or crashed: nothing "
+        f"error: a process that verified {tmp_path}/store was killed, perhaps for lack of memory, or crashed. Nothing "
         "was changed; verify again, with fewer --workers"
     )
 

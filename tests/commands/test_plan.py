@@ -49,8 +49,8 @@ def plan_json(*arguments):
         (
             ["--model", "sana-1600m", "--gpu", "a40", "--gpus", "8", "--engine", "single", "--global-batch", "9"],
             [
-                "error: --engine single runs on one card, and --gpus is 8;",
-                "error: --global-batch is 9, and 8 cards come to multiples of 8; nearest: 8 or 16",
+                "error: --engine single runs on one GPU, and --gpus is 8;",
+                "error: --global-batch is 9, and 8 GPUs come to multiples of 8; nearest: 8 or 16",
             ],
         ),
     ],
@@ -105,13 +105,13 @@ def test_a_plan_for_people_for_machines_and_for_python(tmp_path):
     status, printed, _ = plan_json(*question)
     assert (status, printed["fits"], printed["verdict"]) == (0, True, "FITS")
     assert printed["question"]["images"] == 10_000
-    assert not {"packed_timeline", "settings"} & set(printed)
-    assert len(json.loads((tmp_path / "plan/plan.json").read_text())["settings"]) > 1
+    assert not {"packed_timeline", "ran"} & set(printed)
+    assert len(json.loads((tmp_path / "plan/plan.json").read_text())["ran"]) > 1
 
     code = (
         "import bigdit, json\n"
         "plan = bigdit.plan('dit-s-8', 'rtx-3060', images='10k', global_batch=64)\n"
-        "print(json.dumps(plan.model_dump(mode='json', exclude={'packed_timeline', 'settings'}) | {'fits': plan.fits}))"
+        "print(json.dumps(plan.model_dump(mode='json', exclude={'packed_timeline', 'ran'}) | {'fits': plan.fits}))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=500, check=False
@@ -237,7 +237,7 @@ def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
     assert "800 images (200 for validation) × 0.1 epochs, 20 steps" in text
     assert "0.01 GiB to generate samples (text encoder, VAE)" in text
     (tmp_path / "vae/diffusion_pytorch_model.safetensors").unlink()
-    unknown = "what the VAE takes of the host is not known, and not counted: no weights there"
+    unknown = "the CPU memory of the VAE is not known, and not counted: no weights there"
     assert unknown in " ".join(bigdit("plan", *asked).stdout.split())
 
 
@@ -289,7 +289,7 @@ def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
         ),
         (
             [*TINY, "--out", "plan", "--engine", "single", "--also-gpus", "2"],
-            "--engine single runs on one card, and --also-gpus has 2; use --engine zero1, zero2, zero3 or fsdp2, or "
+            "--engine single runs on one GPU, and --also-gpus has 2; use --engine zero1, zero2, zero3 or fsdp2, or "
             "leave it out",
         ),
         (

@@ -86,7 +86,7 @@ def test_what_plans_take_from_them_is_said_by_card(folder):
     # One receipt has bytes: twice its error, and half of what is assumed without any. One has seconds: the factor is
     # what it took of what is predicted.
     off = abs(2 * GIB / row["predicted_peak_reserved_bytes"] - 1)
-    assert gpu["band_share"] == pytest.approx(min(2 * off + UNPROVED.share / 2, 0.99))
+    assert gpu["margin_share"] == pytest.approx(min(2 * off + UNPROVED.share / 2, 0.99))
     seconds = row["predicted_seconds_per_step"]
     (speed,) = gpu["speeds"].values()
     assert list(gpu["speeds"]) == ["one GPU"]
@@ -94,8 +94,8 @@ def test_what_plans_take_from_them_is_said_by_card(folder):
     assert (speed["spread"], speed["count"]) == (0, 1)
     done = bigdit("receipts", "calibrate", "--receipts", folder, "--gpu", "a100-80g-sxm")
     assert done.returncode == 0, done.stderr
-    assert "note: 1 receipt of an emulated card is left out: what the NVIDIA A100" in done.stderr
-    assert f"+{100 * gpu['band_share']:.1f} %" in done.stdout
+    assert "note: 1 receipt of an emulated GPU is left out: what the NVIDIA A100" in done.stderr
+    assert f"+{100 * gpu['margin_share']:.1f} %" in done.stdout
     assert f"× {speed['ratio']:.3g}" in done.stdout
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
 

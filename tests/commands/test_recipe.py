@@ -135,7 +135,7 @@ def test_deepspeeds_document_is_within_the_yaml():
 def test_how_wide_hours_are_is_what_the_faq_says():
     ratios = [took.hours[1] / took.hours[0] for took in (recipe(name).took for name in names())]
     said = f"{min(ratios):.1f} to {max(ratios):.1f} times the low, {median(ratios):.1f} in the middle"
-    assert said in " ".join((ROOT / "docs/faq.md").read_text().split())
+    assert said in " ".join((ROOT / "docs/errors.md").read_text().split())
 
 
 def test_videos_and_classes_are_asked_for_as_such():

@@ -164,7 +164,7 @@ def test_what_deepspeed_does_not_take_is_told_as_it_tells_it(document: dict[str,
 
     with pytest.raises(UserError) as caught:
         check_document(Strategy(engine="deepspeed", ds_config=document))
-    assert all(line.startswith("strategy.ds_config: DeepSpeed does not take it: ") for line in caught.value.problems)
+    assert all(line.startswith("strategy.ds_config: DeepSpeed rejects it: ") for line in caught.value.problems)
     assert message in str(caught.value)
 
 

@@ -120,7 +120,7 @@ def test_keys_without_a_name_are_of_flow_matching():
         ),
         (
             ["objective={name: ddpm, zero_terminal_snr: true}"],
-            "objective: zero_terminal_snr leaves noise alone in the last timestep, which holds nothing of the image "
+            "objective: zero_terminal_snr leaves noise alone in the last timestep, which says nothing of the image "
             "where prediction is epsilon; set prediction to v",
         ),
         (

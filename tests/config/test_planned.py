@@ -104,8 +104,8 @@ def test_what_the_plan_did_not_foresee_is_said(tmp_path):
     assert plan_notices(run, plan, plan.catalogue) == []
     compiled = stage_of(tmp_path, plan, "strategy.compile_blocks=true").run
     assert plan_notices(compiled, plan, plan.catalogue) == [
-        "strategy.compile_blocks is true, and the plan is for blocks that are not compiled: compiled ones usually "
-        "need less memory, sometimes more"
+        "strategy.compile_blocks is true, and plans run blocks as they are written: compiled ones usually keep less "
+        "memory, and at times more"
     ]
     build = plan.model_copy(update={"versions": plan.versions | {"torch": f"{plan.versions['torch']}+another"}})
     assert plan_notices(run, build, plan.catalogue) == []

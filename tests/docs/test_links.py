@@ -39,6 +39,12 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path):
     assert broken(text, tmp_path) == ["gone.md", "there.md#other"]
 
 
+@pytest.mark.parametrize("file", ["CONTRIBUTING.md", "ARCHITECTURE.md", "docs/contributing.md"])
+def test_files_that_contributors_are_sent_to_are_there(file):
+    named = re.findall(r"(?<![\w/])(?:bigdit|tests|benchmarks|docs|launch)/[\w/.-]*\w", (ROOT / file).read_text())
+    assert [path for path in named if "NAME" not in path and not (ROOT / path).exists()] == []
+
+
 def test_what_pages_link_to_comes_along():
     found = carried()
     assert {

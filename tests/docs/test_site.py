@@ -46,7 +46,7 @@ def test_the_site_is_built_with_nothing_to_say(copied):
 
 
 def test_a_broken_link_and_a_broken_anchor_end_it(copied):
-    page = copied / "docs/faq.md"
+    page = copied / "docs/errors.md"
     page.write_text(page.read_text() + BROKEN)
     done = built(copied)
     assert done.returncode == 1

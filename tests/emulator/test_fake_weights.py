@@ -10,9 +10,8 @@ import pytest
 
 from bigdit.catalog.models import models
 from bigdit.catalog.names import load_json
-from bigdit.emulator import repositories
 from bigdit.emulator.fake_models import write_weights
-from bigdit.emulator.fake_weights import lay_out, write_tokenizer
+from bigdit.emulator.fake_weights import document, known, lay_out, repository, write_tokenizer
 from bigdit.errors import UserError
 
 PIPELINES = {
@@ -28,9 +27,9 @@ CAPTION = "An oil painting of two ships in a storm, waves high above the masts, 
 LOAD = """
 import json, resource, sys
 import diffusers, torch, transformers
-from bigdit.emulator.inside import loads
+from bigdit.emulator.inside import sparse
 
-loads.install(torch)  # as in every emulated process
+sparse.install_loading(torch)  # as in every emulated process
 
 def report(**found):
     print(json.dumps(found))
@@ -106,9 +105,9 @@ def loaded(hub):
 @pytest.mark.parametrize("name", PIPELINES)
 def test_diffusers_loads_the_pipeline(loaded, name):
     found = loaded[name]
-    entry = repositories.document()["repositories"][name]
+    entry = document()["repositories"][name]
     model = next(model for model in models() if model.name == entry["model"])
-    recipe = repositories.document()["pipelines"][model.spec.class_name]
+    recipe = document()["pipelines"][model.spec.class_name]
     assert found["pipeline"] == recipe["pipeline"]
     parts = found["parts"]
     assert parts["transformer"]["params"] == model.params
@@ -118,7 +117,7 @@ def test_diffusers_loads_the_pipeline(loaded, name):
         expected = load_json("models.json")["text_encoders"][encoder]
         if expected["class_name"] == class_name:
             assert parts[f"text_encoder{suffix}"]["params"] == expected["params"]
-        assert parts[f"tokenizer{suffix}"]["class"] == repositories.document()["tokenizers"][tokenizer]["class"]
+        assert parts[f"tokenizer{suffix}"]["class"] == document()["tokenizers"][tokenizer]["class"]
     models_loaded = [part for part in parts.values() if "params" in part]
     assert all(part["zero"] and f"torch.{PIPELINES[name]}" in part["dtypes"] for part in models_loaded)
     # FLUX.1-dev alone has 33 GB of weights; of T5 in fp16 transformers makes a third anew, in fp32.
@@ -143,7 +142,7 @@ def test_tokenizers_load_by_every_way_and_have_pieces_like_the_published(hub, ki
     import sentencepiece
     import transformers
 
-    recipe = repositories.document()["tokenizers"][kind]
+    recipe = document()["tokenizers"][kind]
     cached = Path(hub[1]["HF_HUB_CACHE"])
     (folder,) = (cached / "models--someone--theirs" / "snapshots").glob(f"*/tokenizer-{kind}")
     of_hub = {"subfolder": folder.name, "cache_dir": cached, "local_files_only": True}
@@ -178,7 +177,7 @@ def write_configs(folder):
         (folder / part).mkdir(parents=True)
         (folder / part / "config.json").write_text(json.dumps(config))
     (folder / "transformer" / "old.safetensors").write_bytes(b"weights")
-    for kind in repositories.document()["tokenizers"]:
+    for kind in document()["tokenizers"]:
         write_tokenizer(kind, folder / f"tokenizer-{kind}")
     passed_by_the_script = {"tokenizer_4": [None, None], "tokenizer_5": None}
     index = {"_class_name": "SomePipeline", "tokenizer": ["transformers", "T5TokenizerFast"], **passed_by_the_script}
@@ -218,7 +217,7 @@ def test_names_that_cannot_be_laid_out(tmp_path):
     with pytest.raises(UserError, match="was given twice"):
         lay_out(["stabilityai/sd-vae-ft-ema", "stabilityai/sd-vae-ft-ema"], tmp_path / "d")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"holds no config\.json"):
+    with pytest.raises(UserError, match=r"has no config\.json"):
         lay_out([f"x/y={tmp_path / 'empty'}"], tmp_path / "e")
     (tmp_path / "wrong").mkdir()
     (tmp_path / "wrong" / "config.json").write_text('{"_class_name": "NoSuchModel"}')
@@ -232,7 +231,7 @@ def test_names_that_cannot_be_laid_out(tmp_path):
         ('{"tokenizer": "T5Tokenizer"}', r"tokenizer in its model_index\.json is no \[library, class\]"),
         ('{"tokenizer": ["transformers"]}', r"tokenizer in its model_index\.json is no \[library, class\]"),
         ('{"tokenizer": [null, 3]}', r"tokenizer in its model_index\.json is no \[library, class\]"),
-        ('{"tokenizer": ["x", "LlamaTokenizer"]}', r"lacks tokenizer/, and a LlamaTokenizer cannot be made here"),
+        ('{"tokenizer": ["x", "LlamaTokenizer"]}', r"lacks tokenizer/, and a LlamaTokenizer cannot be generated"),
         ('{"tokenizer": [', r"its model_index\.json is not JSON"),
         ("[]", r"its model_index\.json should hold"),
     ],
@@ -267,8 +266,8 @@ def test_a_config_of_no_model_is_a_line(config, why, tmp_path):
 
 
 def test_every_repository_names_what_the_catalogue_has():
-    for name in repositories.known():
-        found = repositories.repository(name)
+    for name in known():
+        found = repository(name)
         assert all("_class_name" in config or "architectures" in config for config in found.configs.values())
 
 
@@ -276,7 +275,7 @@ def test_a_text_encoder_that_sees_pictures_too_has_the_language_model_of_the_cat
     import torch
     import transformers
 
-    config = repositories.repository("Qwen/Qwen-Image").configs["text_encoder/config.json"]
+    config = repository("Qwen/Qwen-Image").configs["text_encoder/config.json"]
     built = getattr(transformers, config["architectures"][0])
     with torch.device("meta"):
         model = built(built.config_class(**config))

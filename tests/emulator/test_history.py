@@ -11,7 +11,7 @@ from accounts import ACCOUNT, CARD, LINE
 from cards import answers
 
 from bigdit.emulator.emulation import Account, read_account
-from bigdit.emulator.inside import history, phases
+from bigdit.emulator.inside import history, steps
 from bigdit.emulator.inside.replay import POINTS, Mark, Replay, thin
 
 _TRACES = """
@@ -91,27 +91,27 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     found: list[str] = []
     monkeypatch.setattr(history, "mark", lambda phase, place: found.append(phase))
     yield found
-    phases.forget()
+    steps.forget()
 
 
 def test_phases_nest_and_are_left_by_errors_too(entered: list[str]) -> None:
-    phases.enter("backward")
-    phases.enter("step")  # an optimizer that steps within backward
-    phases.leave("step")
-    phases.enter("step")  # one that fails, and is never left
-    phases.leave("backward")
+    steps.enter("backward")
+    steps.enter("step")  # an optimizer that steps within backward
+    steps.leave("step")
+    steps.enter("step")  # one that fails, and is never left
+    steps.leave("backward")
     assert entered == ["backward", "step", "backward", "step", "start"]
 
 
 def test_a_closure_is_a_step_of_its_own(entered: list[str]) -> None:
     def closure() -> str:
-        phases.enter("backward")
-        phases.leave("backward")
+        steps.enter("backward")
+        steps.leave("backward")
         return "loss"
 
-    phases.enter("step")
-    assert phases.outside(closure)() == "loss"
-    phases.leave("step")
+    steps.enter("step")
+    assert steps.outside(closure)() == "loss"
+    steps.leave("step")
     assert entered == ["step", "start", "backward", "start", "step", "start"]
 
 
@@ -131,8 +131,8 @@ def test_an_account_is_data_of_a_fixed_form_or_nothing() -> None:
     for changed in (
         {"pid": -1},
         {"ended": "somehow"},
-        {"cards": [CARD | {"curve": [[0, 0, 0]] * 2001}]},
-        {"cards": [CARD | {"peak_reserved_bytes": "all of it"}]},
+        {"gpus": [CARD | {"curve": [[0, 0, 0]] * 2001}]},
+        {"gpus": [CARD | {"peak_reserved_bytes": "all of it"}]},
         {"command": "rm"},
         {"argv": ["x" * 10_000]},
     ):

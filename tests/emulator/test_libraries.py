@@ -97,7 +97,7 @@ def test_damaged_libraries_are_built_anew(tmp_path):
             (folder / "libcudart.so.13").write_bytes(damage)
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert (done.stdout, done.returncode) == ("1\n", 0)
-        assert "is damaged, and is built anew" in done.stderr
+        assert "is damaged, and is built again" in done.stderr
         assert (folder / "libcudart.so.13").read_bytes() == whole
 
 

@@ -10,15 +10,15 @@ import textwrap
 import pytest
 import torch
 
-from bigdit.emulator.inside import holes
+from bigdit.emulator.inside import sparse
 
 BEGIN = """
 import os
 import sys
 import torch
-from bigdit.emulator.inside import imports, notices, saves
+from bigdit.emulator.inside import imports, notices, sparse
 sys.meta_path.insert(0, imports.Finder())
-saves.install(torch)
+sparse.install_saving(torch)
 
 def disk(path):
     return os.stat(path).st_blocks * 512
@@ -112,9 +112,9 @@ def test_holes_are_loaded_without_ram_and_data_beside_them_as_it_is(tmp_path):
     script(
         tmp_path,
         """
-        from bigdit.emulator.inside import loads
+        from bigdit.emulator.inside import sparse
         from safetensors.torch import load_file, save_file
-        loads.install(torch)
+        sparse.install_loading(torch)
 
         def resident():
             with open("/proc/self/statm") as file:
@@ -195,11 +195,11 @@ def test_deepspeed_checkpoints(tmp_path):
 
 def test_headers_are_aligned_and_of_every_dtype(tmp_path):
     entries = [
-        holes.Entry("flag", "bool", (3,)),
-        holes.Entry("wide", "float64", (5,)),
-        holes.Entry("none", "int8", (0,)),
+        sparse.Entry("flag", "bool", (3,)),
+        sparse.Entry("wide", "float64", (5,)),
+        sparse.Entry("none", "int8", (0,)),
     ]
-    data_bytes = holes.write(tmp_path / "a.safetensors", entries)
+    data_bytes = sparse.write(tmp_path / "a.safetensors", entries)
     text = (tmp_path / "a.safetensors").read_bytes()
     (length,) = struct.unpack("<Q", text[:8])
     header = json.loads(text[8 : 8 + length])
@@ -208,6 +208,6 @@ def test_headers_are_aligned_and_of_every_dtype(tmp_path):
     assert data_bytes == 3 + 40
     assert header["wide"]["data_offsets"] == [0, 40]
     with pytest.raises(KeyError):
-        holes.nbytes(holes.Entry("a", "complex128", (1,)))
-    for name, (_, size) in holes.DTYPES.items():
+        sparse.nbytes(sparse.Entry("a", "complex128", (1,)))
+    for name, (_, size) in sparse.DTYPES.items():
         assert getattr(torch, name).itemsize == size

@@ -63,7 +63,7 @@ def test_the_table_says_that_it_is_emulated(found):
     status, table, said = found["table"]
     assert status == 0
     assert "580.00 (emulated)" in table
-    assert said == "nvidia-smi: no card is here; bigdit answers for an emulated one\n"
+    assert said == "nvidia-smi: no GPU is here; bigdit answers for an emulated one\n"
     assert {len(line) for line in table.splitlines()} == {0, 91}
     assert f"{found['pid']:>10}" in table
     assert found["list"][1].splitlines()[1] == f"GPU 1: NVIDIA A40 (UUID: GPU-{found['uuid']})"
@@ -91,4 +91,4 @@ def test_what_is_not_known_is_refused_as_the_real_one_does(found):
     assert found["absent"][:2] == [6, "No devices were found\n"]
     status, out, said = found["unknown"]
     assert (status, out) == (2, "")
-    assert said.startswith("nvidia-smi: unrecognized arguments: topo -m; an emulated card answers a table, -L,")
+    assert said.startswith("nvidia-smi: unrecognized arguments: topo -m; an emulated GPU supports the table, -L,")

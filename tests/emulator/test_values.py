@@ -86,9 +86,9 @@ def test_what_no_kernel_computed_reads_zero_and_is_said():
     read, said = answers("a40", UNKNOWN)
     assert read == [0.0, False, True, 0.0, 0, 7.0]  # zero is finite: a script that asks for it trains on
     assert said == [
-        ["a condition was read of values that no kernel computed: they are 0", 2],
-        ["a value was read that no kernel computed: it is 0", 2],
-        ["nonzero looked into values that no kernel computed: they are 0", 1],
+        ["a condition on values that no kernel computed was read: they are 0", 2],
+        ["a value that no kernel computed was read: it is 0", 2],
+        ["nonzero read values that no kernel computed: they are 0", 1],
     ]
 
 

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigdit.config.data import EncodersConfig
-from bigdit.encoders.batch_size import CPU_BATCH, BatchSize
 from bigdit.encoders.load import TextCache, encoding_device, load_encoders
-from bigdit.encoders.text_encoder import encode_by_length
+from bigdit.encoders.protocol import CPU_BATCH, BatchSize, encode_by_length
 from bigdit.errors import UserError
 from bigdit.store.text import Text, dequantise, quantise
 
@@ -59,7 +58,7 @@ def test_batches_grow_again_and_what_fails_is_tried_less_and_less():
 
 
 def test_what_does_not_fit_alone_is_an_error_of_the_user():
-    with pytest.raises(UserError, match=r"encoders\.batch_size: memory does not do for one sample at a time"):
+    with pytest.raises(UserError, match=r"encoders\.batch_size: memory does not suffice for one sample at a time"):
         BatchSize(4).map(Memory(0, host_fails), range(3))
 
 

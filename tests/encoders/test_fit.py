@@ -14,10 +14,9 @@ from transformers import T5Config, T5EncoderModel
 from bigdit.catalog import model
 from bigdit.config import load_run
 from bigdit.config.plan_file import LargestMicroBatch
-from bigdit.encoders.codecs import load_image_codec
 from bigdit.encoders.fit import plan_misfits, run_misfits, smaller_than_planned, text_misfits
 from bigdit.encoders.folder import weights_sample
-from bigdit.encoders.load import load_text_encoder
+from bigdit.encoders.load import load_image_codec, load_text_encoder
 from bigdit.errors import EXIT_USER
 from bigdit.store.schema import StoreSchema
 from bigdit.store.tensors import config_digest
@@ -47,8 +46,8 @@ def test_the_encoders_that_a_run_names_are_those_of_its_store(tmp_path):
     assert misfits("encoders.image.factor=4", "encoders.image.color=rgb", "data.buckets=[[16, 16]]") == [
         "it was encoded with factor 2, and encoders.image has factor 4",
         "it was encoded with color gray, and encoders.image has color rgb",
-        "it was encoded in the buckets 8 × 8, 8 × 12, 12 × 8, and data.buckets is 16 × 16; set data.buckets to "
-        "[[8, 8], [8, 12], [12, 8]], or name another folder in data.features and extract again",
+        "it was encoded with the buckets 8 × 8, 8 × 12, 12 × 8, and data.buckets is 16 × 16; set data.buckets to "
+        "[[8, 8], [8, 12], [12, 8]], or set another data.features and extract again",
     ]
     (tmp_path / "config.json").write_text('{"latent_channels": 16}')
     (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
@@ -119,18 +118,18 @@ def test_samples_larger_than_a_plans_are_refused_and_smaller_ones_told_of():
     plan = plan_of()  # 4x4x6 of 8 × 12 pixels, 32 tokens, a micro-batch of 8
     assert plan_misfits(plan, [(4, 4, 4), (4, 4, 6), (4, 6, 4)], 32) == []
     assert plan_misfits(plan, [(4, 4, 6), (4, 16, 16)], 64) == [
-        "its bucket 4x16x16 is 10.7 times the largest that the plan is for (batch.latents 4x4x6, for 8 × 12); ask "
-        "`bigdit plan` for the size of this bucket",
+        "its bucket 4x16x16 is 10.7 times the plan's largest (batch.latents 4x4x6, for 8 × 12); plan again "
+        "for the size of this bucket",
         "its text has up to 64 tokens, and the plan is for 32 (batch.text)",
     ]
-    assert plan_misfits(plan, [(4, 3, 4, 6)], 32)[0].startswith("its bucket 4x3x4x6 is 3.0 times the largest")
+    assert plan_misfits(plan, [(4, 3, 4, 6)], 32)[0].startswith("its bucket 4x3x4x6 is 3.0 times the plan's largest")
     found = plan.model_copy(update={"micro_batch_sizes": (limit(16, 16, 8), limit(32, 32, 7))})
     assert plan_misfits(found, [(4, 8, 8)], 32) == []  # the plan found this size to fit its micro-batch
     assert len(plan_misfits(found, [(4, 16, 16)], 32)) == 1
     assert smaller_than_planned(plan, [(4, 4, 4), (4, 4, 6)]) == []
     assert smaller_than_planned(plan, [(4, 2, 2), (4, 2, 3)]) == [
         "the largest bucket of data.features is 4x2x3, and the plan is for 4x4x6 (batch.latents): steps take less "
-        "memory and time than it says, and a larger micro-batch may fit"
+        "memory and time than planned, and a larger micro-batch may fit"
     ]
 
 
@@ -149,15 +148,15 @@ def test_training_by_a_plan_refuses_a_store_of_larger_samples(tmp_path, capfd):
     assert main(arguments) == EXIT_USER
     said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert said == [
-        f"error: data.features: {tmp_path}/store does not fit: its bucket {name} is {times} times the largest that the "
-        "plan is for (batch.latents 4x4x6, for 8 × 12); ask `bigdit plan` for the size of this bucket"
+        f"error: data.features: {tmp_path}/store does not fit: its bucket {name} is {times} times the plan's "
+        "largest (batch.latents 4x4x6, for 8 × 12); plan again for the size of this bucket"
         for name, times in (("4x4x8", "1.3"), ("4x6x6", "1.5"))
     ]
     make_store(tmp_path / "other", buckets=((8, 8), (8, 16)))
     arguments += ["--set", f"data.features={tmp_path}/other"]
     assert main([*arguments, "--set", "plan=null"]) == EXIT_USER
     said = capfd.readouterr().err
-    assert "it was encoded in the buckets 8 × 8, 8 × 16, and data.buckets is 8 × 8; set data.buckets to " in said
+    assert "it was encoded with the buckets 8 × 8, 8 × 16, and data.buckets is 8 × 8; set data.buckets to " in said
 
 
 def _model(kwargs):
@@ -175,21 +174,21 @@ def test_further_texts_are_those_that_the_model_is_fed():
     assert text_misfits(spec, {"text": (300, 4096)}, None) == [
         "4096 features, and the model's cross_attention_dim_t5 is 2048",
         "300 states, and the model's text_len_t5 is 256",
-        "no clip_text beside it, which HunyuanDiT2DModel is fed",
+        "no clip_text, which HunyuanDiT2DModel needs",
     ]
     assert text_misfits(spec, {"text": text, "clip_text": (77, 768), "more": clip}, None) == [
-        "more beside it, which HunyuanDiT2DModel is not fed",
-        "clip_text of 77 × 768, and HunyuanDiT2DModel is fed 77 × 1024",
+        "more, which HunyuanDiT2DModel does not take",
+        "clip_text of 77 × 768, and HunyuanDiT2DModel takes 77 × 1024",
     ]
     assert text_misfits(model("sana-1600m-1024").spec, {"text": (300, 2304), "clip_text": clip}, None) == [
-        "clip_text beside it, which SanaTransformer2DModel is not fed"
+        "clip_text, which SanaTransformer2DModel does not take"
     ]
     hidream, layers = model("hidream-i1").spec, (32 * 128, 4096)
     assert text_misfits(hidream, {"text": (128, 4096), "llama_text": layers}, 2048) == []
     assert text_misfits(hidream, {"text": (128, 768), "llama_text": (16 * 128, 4096)}, 768) == [
         "768 features, and the model's caption_channels is 4096",
         "768 pooled features, and the model's text_emb_dim is 2048",
-        "llama_text of 2048 × 4096, and HiDreamImageTransformer2DModel is fed 4096 × 4096",
+        "llama_text of 2048 × 4096, and HiDreamImageTransformer2DModel takes 4096 × 4096",
     ]
     for unusual in (None, 7, [], ["a"]):  # the class says what is wrong with them
         odd = hidream.model_copy(update={"kwargs": hidream.kwargs | {"llama_layers": unusual}})
@@ -197,7 +196,7 @@ def test_further_texts_are_those_that_the_model_is_fed():
     glyphs, without = {"text": (1000, 3584), "glyph_text": (128, 1472)}, {"text_embed_dim": 3584}
     assert text_misfits(model("hunyuanimage-2.1").spec, glyphs, None) == []
     assert text_misfits(spec.model_copy(update={"class_name": _IMAGE, "kwargs": without}), glyphs, None) == [
-        f"glyph_text beside it, which {_IMAGE} is not fed"
+        f"glyph_text, which {_IMAGE} does not take"
     ]
     unsaid = spec.model_copy(update={"kwargs": {}})  # what is left at the class's defaults is not judged
     assert text_misfits(unsaid, {"text": (3, 4), "clip_text": (5, 6)}, None) == []

@@ -142,7 +142,7 @@ def test_encoders_alone_take_turns_on_the_gpu(cards: Cards) -> None:
     """Each phase has its own weights there, and no others."""
     request = _request(KL, T5, "bf16", None).model_copy(update={"part": "encoders"})
     attempt, frozen = cards.attempt(request), FrozenEncoders(_encoders(KL, T5))
-    for phase, modules in ((OF_PICTURES, frozen.of_pictures()), (TEXTS, frozen.of_texts())):
+    for phase, modules in ((OF_PICTURES, frozen.of_images()), (TEXTS, frozen.of_texts())):
         weights = sum(_block(tensor) for module in modules for tensor in module.parameters())
         assert attempt.phases[weights_of(phase)].end_bytes == weights
         assert attempt.phases[phase].peak_bytes > weights
@@ -177,7 +177,8 @@ def test_chunks_change_no_feature() -> None:
 
 def test_latents_are_those_of_the_extracting_codec(tmp_path: Path) -> None:
     from bigdit.config.data import VaeCodec
-    from bigdit.encoders.codecs import load_image_codec, to_unit_range
+    from bigdit.encoders.load import load_image_codec
+    from bigdit.encoders.protocol import to_unit_range
 
     frozen = FrozenEncoders(OnlineEncoders(pixels=(3, 16, 16), vae=KL))
     frozen._vae.save_pretrained(tmp_path)

@@ -32,7 +32,7 @@ def test_folders_tell_what_the_loaded_weights_hold(tmp_path, name, encoder, dtyp
     found = host_weights(EncodersConfig(image=image, text=text))
     assert found.text_encoder == held(*(part for part in pipeline.components.values() if isinstance(part, nn.Module)))
     assert found.vae == held(DiffusersVae(image, "cpu", 1)._vae)
-    assert found.said == f"text encoder {gib(found.text_encoder)} and VAE {gib(found.vae)}"
+    assert found.known == f"text encoder {gib(found.text_encoder)} and VAE {gib(found.vae)}"
     assert (found.known_bytes, found.unknown) == (found.text_encoder + found.vae, None)
     (tmp_path / encoder / "model.safetensors").unlink()  # the others alone would be too little
     assert host_weights(EncodersConfig(image=image, text=text)).unknown == "text encoder"
@@ -42,7 +42,7 @@ def test_folders_tell_what_the_loaded_weights_hold(tmp_path, name, encoder, dtyp
 def test_what_has_no_folder_is_not_known(text):
     found = host_weights(EncodersConfig(image={"name": "identity"}, text=TextEncoderConfig(**text)))
     assert found == HostWeights(text_encoder=None, vae=0)
-    assert (found.said, found.unknown, found.known_bytes) == (None, "text encoder", 0)
+    assert (found.known, found.unknown, found.known_bytes) == (None, "text encoder", 0)
     assert host_weights(EncodersConfig(image={"name": "identity"})).unknown is None  # of a model of classes
 
 
@@ -51,6 +51,6 @@ def test_what_sees_first_frames_is_counted(tmp_path):
     first = FirstFrameConfig(pipeline=tmp_path)
     found = host_weights(EncodersConfig(image={"name": "identity"}, first_frame=first))
     assert found.image_encoder == found.known_bytes == held(parts["image_encoder"])
-    assert found.said == f"image encoder {gib(found.image_encoder)}"
+    assert found.known == f"image encoder {gib(found.image_encoder)}"
     (tmp_path / "image_encoder/model.safetensors").unlink()
     assert host_weights(EncodersConfig(image={"name": "identity"}, first_frame=first)).unknown == "image encoder"

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from bigdit.config.data import IdentityCodec
-from bigdit.encoders.codecs import load_image_codec, to_bytes, to_unit_range
 from bigdit.encoders.latents import bucket_pixels, nearest_bucket
+from bigdit.encoders.load import load_image_codec
+from bigdit.encoders.protocol import to_bytes, to_unit_range
 
 SQUARE_WIDE_TALL = ((8, 8), (8, 12), (12, 8))
 

@@ -83,7 +83,7 @@ from bigdit.config.data import EncodersConfig
 config = EncodersConfig.model_validate(json.loads('CONFIG'))
 pixels = torch.linspace(-1, 1, 3 * 32 * 32).reshape(1, 3, 32, 32)
 def features(encoders):
-    latents = encoders.of_pictures(lambda: encoders.image.encode(pixels)).cpu()
+    latents = encoders.of_images(lambda: encoders.image.encode(pixels)).cpu()
     (text,) = encoders.text.encode(["a caption"])
     return latents, text.states
 together = features(load_encoders(config, note=notes.append))
@@ -94,7 +94,7 @@ def short():
     if held:
         held.clear()
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-apart.of_pictures(short)
+apart.of_images(short)
 by_turns = [features(apart) for _ in range(2)]
 found["same"] = [all(map(torch.equal, together, each)) for each in by_turns]
 found["values"] = [float(each.abs().sum()) for each in together]
@@ -123,8 +123,8 @@ def test_they_take_turns_from_where_memory_runs_out(found):
     taken, where, notes = found["after pictures"]
     assert (taken, where) == (8 * 2**30, ["cpu", "cuda"])
     (note,) = notes
-    assert note.startswith("note: text encoders and VAE have no room on the card together, and take turns")
-    assert note.endswith("up to 5.00 GiB of weights wait on the host")
+    assert note.startswith("note: text encoders and VAE do not fit on the GPU together, and take turns")
+    assert note.endswith("up to 5.00 GiB of weights wait in CPU memory")
     assert found["after texts"] == [["cuda", "cpu"], 1, 5 * 2**30]
     assert found["loaded by turns"] == [["cpu", "cuda"], 1]
 
@@ -175,8 +175,8 @@ def test_a_host_without_room_for_those_that_wait_is_a_line():
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     line = (
-        r"^encoders\.text that waits for its turn on the host ran out of memory: 1073741824\.00 GiB were asked for, .* "
-        r"were free; fewer workers take less of it$"
+        r"^encoders\.text that waits for its turn in CPU memory ran out of memory: 1073741824\.00 GiB were asked for, "
+        r".* were free; use fewer workers$"
     )
     with pytest.raises(UserError, match=line):
         Turns(torch.device("meta"), sides, notes.append).of(sides[1])(ask)

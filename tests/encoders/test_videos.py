@@ -7,9 +7,9 @@ from PIL import Image
 from tiny_vaes import VIDEO_VAES, kl, ltx
 
 from bigdit.config.data import IdentityCodec, VaeCodec
-from bigdit.encoders.codecs import load_image_codec
 from bigdit.encoders.fit import size_misfits
 from bigdit.encoders.latents import bucket_pixels
+from bigdit.encoders.load import load_image_codec
 from bigdit.errors import UserError
 from bigdit.sources.protocol import Unusable
 from bigdit.strategy import ModelSpec
@@ -45,7 +45,7 @@ def test_pictures_are_videos_of_one_frame_and_stay_pictures():
     picture = Image.new("RGB", (8, 8))
     assert bucket_pixels(picture, [(8, 8), (5, 8, 8)], "rgb")[1].shape == (3, 8, 8)
     assert bucket_pixels(picture, [(1, 8, 8), (5, 8, 8)], "gray")[1].shape == (1, 1, 8, 8)
-    with pytest.raises(Unusable, match=r"^4 of the 5 frames of the shortest bucket, at data\.fps$"):
+    with pytest.raises(Unusable, match=r"^video of 4 frames at data\.fps; the shortest bucket has 5$"):
         bucket_pixels(frames(4), [(9, 8, 8), (5, 8, 8)], "rgb")
     with pytest.raises(Unusable, match=r"^video without frames$"):
         bucket_pixels(iter(()), LENGTHS, "rgb")
@@ -80,9 +80,7 @@ def test_every_vae_of_videos_gives_what_its_own_pass_over_them_does(class_name, 
     assert codec.decode(latents).shape == pixels.shape
     assert torch.allclose(codec.decode(latents), decoded, atol=1e-4)
     step = codec.temporal_downsample
-    with pytest.raises(
-        UserError, match=rf"4 × 16 × 24 has 4 frames, .* multiples of {step}; nearest: {5 - step} or 5$"
-    ):
+    with pytest.raises(UserError, match=rf"4 × 16 × 24 has 4 frames; .* multiple of {step}; nearest: {5 - step} or 5$"):
         codec.latent_shape((4, 16, 24))
 
 
@@ -95,8 +93,8 @@ def test_a_config_that_divides_otherwise_than_its_weights_is_named(said, told, t
     with pytest.raises(UserError) as raised:
         encode(pixels)
     assert str(raised.value).startswith(
-        f"encoders.image.path: {tmp_path} makes latents of 4 × 3 × 4 × 6 of 5 × 16 × 24 pixels, and its config.json "
-        f"says {told}; mend its "
+        f"encoders.image.path: {tmp_path} encodes 5 × 16 × 24 pixels as latents of 4 × 3 × 4 × 6, and its config.json "
+        f"says {told}; correct its "
     )
 
 
@@ -125,7 +123,7 @@ def test_tiles_are_blended_and_said(tmp_path):
 def test_a_vae_of_pictures_takes_no_videos(tmp_path):
     kl().save_pretrained(tmp_path)
     codec = load_image_codec(VaeCodec(class_name="AutoencoderKL", path=tmp_path))
-    with pytest.raises(UserError, match=r"5 × 16 × 24 has frames, and AutoencoderKL encodes pictures; use \[16, 24\]$"):
+    with pytest.raises(UserError, match=r"5 × 16 × 24 has frames, and AutoencoderKL encodes images; use \[16, 24\]$"):
         codec.latent_shape((5, 16, 24))
 
 
@@ -139,17 +137,17 @@ SANA = {"class_name": "SanaTransformer2DModel", "kwargs": {}}
     [
         (WAN, (16, 3, 8, 8), []),
         (WAN, (16, 1, 8, 8), []),
-        (WAN, (16, 8, 8), ["without frames, and WanTransformer3DModel makes videos: give [frames, height, width]"]),
-        (WAN, (16, 3, 8, 7), ["with 7 columns, and the model's patches are of 2; nearest: 8"]),
+        (WAN, (16, 8, 8), ["without frames, and WanTransformer3DModel generates videos; set [frames, height, width]"]),
+        (WAN, (16, 3, 8, 7), ["with 7 columns, and the model's patch size is 2; nearest: 8"]),
         (COGVIDEOX, (16, 4, 8, 8), []),
-        (COGVIDEOX, (16, 21, 8, 8), ["with 21 frames, and the model's patches are of 2; nearest: 22"]),
+        (COGVIDEOX, (16, 21, 8, 8), ["with 21 frames, and the model's patch size is 2; nearest: 22"]),
         (SANA, (16, 8, 8), []),
-        (SANA, (16, 3, 8, 8), ["with frames, and SanaTransformer2DModel makes pictures"]),
+        (SANA, (16, 3, 8, 8), ["with frames, and SanaTransformer2DModel generates images"]),
     ],
 )
 def test_latents_that_a_model_does_not_take_are_named(model, shape, misfits):
     name = "x".join(map(str, shape))
-    expected = [f"latents of {name}{', ' if 'pictures' in misfit else ' '}{misfit}" for misfit in misfits]
+    expected = [f"latents of {name}{', ' if 'images' in misfit else ' '}{misfit}" for misfit in misfits]
     assert size_misfits(ModelSpec(name="x", **model), [shape]) == expected
 
 

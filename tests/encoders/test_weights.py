@@ -8,8 +8,8 @@ from tiny_vaes import STATISTICS, VAES, dc, flux2, kl, ltx
 from transformers import T5Config, T5EncoderModel
 
 from bigdit.config.data import TextEncoderConfig, VaeCodec
-from bigdit.encoders.codecs import load_image_codec
 from bigdit.encoders.latents import VIDEO_VAES
+from bigdit.encoders.load import load_image_codec
 from bigdit.encoders.t5 import T5TextEncoder
 from bigdit.errors import UserError
 
@@ -121,7 +121,7 @@ def test_samples_are_drawn_by_the_pictures_place_and_in_no_other_order(tmp_path,
     assert torch.allclose(load("sampled").encode(pixels.flip(0), [3, 7]).flip(0), drawn, atol=1e-6)
     assert torch.equal(load("sampled").encode(pixels, [7, 3]), drawn)
     assert not torch.allclose(load("sampled", seed=1).encode(pixels, [7, 3]), drawn, atol=0.1)
-    with pytest.raises(ValueError, match="2 pictures are drawn by as many indices, and 0 were given"):
+    with pytest.raises(ValueError, match="sampling latents of 2 images needs as many indices; got 0"):
         load("sampled").encode(pixels)
     assert load("sampled").identity["seed"] == 0
     assert load("sampled").identity != load("moments").identity != load("mode").identity
@@ -255,7 +255,7 @@ def test_text_encoders_that_cannot_be_used_are_named(tmp_path):
     with pytest.raises(UserError, match=r"encoders\.text\.path: .*config\.json cannot be read \(No such file"):
         T5TextEncoder(TextEncoderConfig(path=tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(UserError, match="holds a bert, and a t5 was expected"):
+    with pytest.raises(UserError, match="holds a bert, expected a t5"):
         T5TextEncoder(TextEncoderConfig(path=tmp_path))
     T5EncoderModel(T5Config(**TINY_T5, vocab_size=384)).config.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"encoders\.text\.path: .* cannot be loaded"):

@@ -101,5 +101,5 @@ def test_a_section_that_deepspeed_refuses_is_one_line():
 
     document = {"train_micro_batch_size_per_gpu": 1, "csv_monitor": {"enable": True}}
     strategy = Strategy(engine="deepspeed", precision="fp32", ds_config=document)
-    with pytest.raises(UserError, match=r"^strategy\.ds_config: DeepSpeed does not take it: .*enable"):
+    with pytest.raises(UserError, match=r"^strategy\.ds_config: DeepSpeed rejects it: .*enable"):
         DeepSpeedEngine(strategy, nn.Linear(1, 1), device=torch.device("cpu"))

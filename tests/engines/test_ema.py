@@ -221,12 +221,10 @@ def test_a_resumed_run_averages_on(tmp_path, features, kind, counted):
     with pytest.raises(UserError, match=r"is damaged: its checksum is not the one in state\.json"):
         Sampler(resumed, torch.device("cpu"), ema=True).model()
     # A run that stops averaging, or starts to, is another run.
-    with pytest.raises(
-        UserError, match=r"holds a moving average of the weights, and the run has none \(strategy.ema\)"
-    ):
+    with pytest.raises(UserError, match=r"holds an EMA of the weights, and the run has none \(strategy.ema\)"):
         run_to(6, tmp_path / "straight", features)
     with pytest.raises(
-        UserError, match=r"averages with strategy\.ema\..*, and the run asks for strategy\.ema\.power 0\.2: "
+        UserError, match=r"holds an EMA with strategy\.ema\..*, and the run asks for strategy\.ema\.power 0\.2: "
     ):
         run_to(6, tmp_path / "straight", features, "strategy.ema.power=0.2")
 
@@ -234,5 +232,5 @@ def test_a_resumed_run_averages_on(tmp_path, features, kind, counted):
 @pytest.mark.slow
 def test_a_checkpoint_without_an_average_says_so(trained):
     found, _ = checkpoint.latest(trained)
-    with pytest.raises(UserError, match=r"--ema: .* holds no moving average of the weights; train with strategy\.ema"):
+    with pytest.raises(UserError, match=r"--ema: .* holds no EMA of the weights; train with strategy\.ema"):
         Sampler(found, torch.device("cpu"), ema=True)

@@ -8,8 +8,8 @@ from whole import full_weights
 
 from bigdit import checkpoint, engines, models
 from bigdit.dist import World
-from bigdit.engines import scaling, single
-from bigdit.engines.scaling import LossScaler
+from bigdit.engines import backward, single
+from bigdit.engines.backward import LossScaler
 from bigdit.engines.state import places
 from bigdit.errors import UserError
 from bigdit.objective_spec import FlowMatchingSpec
@@ -125,7 +125,7 @@ def test_fp16_scales_the_loss_and_takes_the_scale_out_again(monkeypatch, clippin
     strategy = Strategy(precision="fp16", gradient_clipping=clipping)
     results = []
     for scale in (1024.0, 16384.0):
-        monkeypatch.setattr(scaling, "INITIAL_SCALE", scale)
+        monkeypatch.setattr(backward, "INITIAL_SCALE", scale)
         results.append(trained(strategy))
     (some, norms), (others, same_norms) = results
     torch.testing.assert_close(norms, same_norms, rtol=1e-4, atol=0)
@@ -135,7 +135,7 @@ def test_fp16_scales_the_loss_and_takes_the_scale_out_again(monkeypatch, clippin
 
 
 def test_a_step_whose_gradients_overflow_fp16_is_passed_over(monkeypatch):
-    monkeypatch.setattr(scaling, "INITIAL_SCALE", 2.0**40)
+    monkeypatch.setattr(backward, "INITIAL_SCALE", 2.0**40)
     engine, family = started(Strategy(precision="fp16", gradient_clipping=1.0))
     before = weights(engine)
     result = step(engine, family)
@@ -150,7 +150,7 @@ def test_a_step_whose_gradients_overflow_fp16_is_passed_over(monkeypatch):
 
 
 def test_the_loss_scale_follows_the_rule_of_torch_s_own(monkeypatch):
-    monkeypatch.setattr(scaling, "GROWTH_INTERVAL", 3)
+    monkeypatch.setattr(backward, "GROWTH_INTERVAL", 3)
     ours = LossScaler()
     theirs = torch.amp.GradScaler("cpu", growth_interval=3)
     param = torch.nn.Parameter(torch.zeros(2))
@@ -181,7 +181,7 @@ def test_tf32_is_on_where_it_is_asked_for_and_nowhere_else():
 )
 def test_the_step_after_a_resume_is_the_one_that_would_have_come(monkeypatch, tmp_path, optimizer, precision):
     """Through a checkpoint, into an engine with other weights: state and loss scale; random numbers are the step's."""
-    monkeypatch.setattr(scaling, "INITIAL_SCALE", 64.0)
+    monkeypatch.setattr(backward, "INITIAL_SCALE", 64.0)
     strategy = Strategy(precision=precision, optimizer=OptimizerSpec(name=optimizer, lr=1e-3))
     engine, family = started(strategy, WIDE)
     for _ in range(2):

@@ -50,7 +50,7 @@ def test_what_was_added_removed_or_edited_in_a_folder_is_named_with_a_way_out(fo
 
     for name in "wxyz":
         save(folder / f"{name}.png")
-    alone = "to encode these alone, move them to a folder of their own, and append it to data.images; "
+    alone = "to encode only these, move them to a folder of their own, and append it to data.images; "
     assert refused(str(folder), features) == f"{begin}4 added: w.png, x.png, y.png, …; {alone}{anew}"
     (tmp_path / "more").mkdir()
     for file in [file for name in "wxyz" for file in folder.glob(f"{name}.*")]:

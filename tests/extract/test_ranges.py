@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigdit.errors import UserError
-from bigdit.extract.ranges import missing, parse_split, pull, split
+from bigdit.extract.job import parse_split, split
 from bigdit.store import schema as schema_module
-from bigdit.store.lease import FOLDER, WorkerName, all_leases, all_marks, own_folder, remove_left
+from bigdit.store.lease import FOLDER, WorkerName, all_leases, all_marks, missing, own_folder, pull, remove_left
 from bigdit.store.part import part_path
 from bigdit.store.schema import StoreSchema, claim, read_schema
 
@@ -72,13 +72,13 @@ def test_splits_by_index():
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ((3, None, "1/2"), "--shard: --start-index or --end-index was given too; give the one or the others"),
-        ((None, None, "0/4"), "--shard: k/n with k from 1 to n was expected, such as 1/4 to 4/4, and 0/4 was found"),
-        ((None, None, "5/4"), "--shard: k/n with k from 1 to n was expected, such as 1/4 to 4/4, and 5/4 was found"),
-        ((None, None, "two"), "--shard: k/n with k from 1 to n was expected, such as 1/4 to 4/4, and two was found"),
-        ((7, 7, None), "--end-index: 7 was asked, and --start-index is 7; it must be greater"),
-        ((-1, 7, None), "--start-index: -1 was asked, and the sources hold 0 to 9; choose one of these"),
-        ((12, None, None), "--start-index: 12 was asked, and the sources hold 0 to 9; choose one of these"),
+        ((3, None, "1/2"), "--shard cannot be combined with --start-index or --end-index"),
+        ((None, None, "0/4"), "--shard: 0/4 is not k/n with k from 1 to n, such as 1/4 to 4/4"),
+        ((None, None, "5/4"), "--shard: 5/4 is not k/n with k from 1 to n, such as 1/4 to 4/4"),
+        ((None, None, "two"), "--shard: two is not k/n with k from 1 to n, such as 1/4 to 4/4"),
+        ((7, 7, None), "--end-index: 7 must be greater than --start-index, which is 7"),
+        ((-1, 7, None), "--start-index: -1 is out of range; the sources hold 0 to 9"),
+        ((12, None, None), "--start-index: 12 is out of range; the sources hold 0 to 9"),
     ],
 )
 def test_a_split_that_names_nothing_is_refused(arguments, problem):
@@ -199,10 +199,10 @@ def test_a_store_is_extended_by_sources_at_its_end_alone(tmp_path):
     assert read_schema(tmp_path).ranges() == [(0, 4), (4, 8), (8, 10), (10, 14), (14, 15)]
     with pytest.raises(UserError) as error:
         claim(tmp_path, schema_of(10))
-    assert "was encoded otherwise: it has 2 sources, and data.images of this run has 1; " in str(error.value)
+    assert "was encoded with other settings: it has 2 sources, and data.images of this run has 1; " in str(error.value)
     with pytest.raises(UserError, match=r"data\.images\[0\] was a folder of 10, and is a folder of 11 in this run; "):
         claim(tmp_path, schema_of(11, 5, 5))
-    with pytest.raises(UserError, match=r"part_size is 4 there, and 5 in this run"):
+    with pytest.raises(UserError, match=r"part_size is 4 there and 5 in this run"):
         claim(tmp_path, schema_of(10, 5, 5, part_size=5))
     assert read_schema(tmp_path).count == 15
     assert all_leases(tmp_path) == []
@@ -221,7 +221,7 @@ def test_of_two_that_claim_at_once_the_second_is_refused(tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(schema_module, "read_schema", look)
-    with pytest.raises(UserError, match="part_size is 3 there, and 4 in this run"):
+    with pytest.raises(UserError, match="part_size is 3 there and 4 in this run"):
         claim(tmp_path, schema_of(10))
     assert looks == [None]
     assert looked(tmp_path).part_size == 3

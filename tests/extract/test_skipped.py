@@ -29,11 +29,11 @@ def test_the_command_reports_what_was_skipped_and_why(flawed, tmp_path):
     assert rate == pytest.approx(2 / report["seconds"], abs=0.01)  # of those that were encoded
     (shown,) = re.findall(r"4/4 ([\d.]+) images/s 0:00:00", done.stderr)
     assert rate - 0.1 < float(shown) < 4 * rate + 1  # the bar begins when the sources are listed
-    assert (report["parts"], report["pictures"], len(report["workers"])) == (1, 4, 1)
+    assert (report["parts"], report["images"], len(report["workers"])) == (1, 4, 1)
     store = report["store"]
-    assert (store["pictures"], store["encoded"], store["buckets"]) == (4, 2, {"4x4x4": 2})
+    assert (store["images"], store["encoded"], store["buckets"]) == (4, 2, {"4x4x4": 2})
     assert [(item["index"], item["name"]) for item in store["skipped"]] == [(1, "b.png"), (3, "d.png")]
-    assert store["skipped"][0]["reason"].startswith("damaged picture: ")
+    assert store["skipped"][0]["reason"].startswith("damaged image: ")
     assert store["skipped"][1]["reason"] == "caption d.txt is missing"
     assert store == json.loads((tmp_path / "f/report.json").read_text())
     assert all_indices(tmp_path / "f") == [0, 2]
@@ -41,7 +41,7 @@ def test_the_command_reports_what_was_skipped_and_why(flawed, tmp_path):
     again = command(flawed, tmp_path / "f", "--workers", "2")
     assert f"{tmp_path}/f: 2 of 4 images encoded (2 of 4x4x4)" in again.stdout
     assert "nothing was left to do" in again.stdout
-    assert "2 skipped:\n  b.png: damaged picture" in again.stdout
+    assert "2 skipped:\n  b.png: damaged image" in again.stdout
 
 
 def test_captions_that_were_cut_are_counted_over_parts_and_told_wherever_a_store_is_shown(tmp_path):
@@ -102,9 +102,9 @@ def test_each_bad_file_is_one_line_and_the_others_are_encoded(flawed, tmp_path, 
 def test_a_source_without_one_usable_picture_is_an_error(flawed, tmp_path):
     for caption in flawed.glob("*.txt"):
         caption.unlink()
-    with pytest.raises(UserError, match=r"no picture of 4 can be used, the first a\.png: caption a\.txt is mis"):
+    with pytest.raises(UserError, match=r"none of 4 images can be used, the first a\.png: caption a\.txt is mis"):
         extract(*configured(flawed, tmp_path / "f", "data.buckets=[[8, 8]]"), workers=1)
-    with pytest.raises(UserError, match=r"all pictures of .* were skipped; report\.json there says why"):
+    with pytest.raises(UserError, match=r"all images of .* were skipped; report\.json there says why"):
         FeatureStore.open(tmp_path / "f")
 
 

@@ -44,7 +44,7 @@ def test_a_store_of_every_kind_of_source(sources, tmp_path):
     done = bigdit("extract", "--config", DIGITS, *with_set(settings), "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)["store"]
-    assert (report["pictures"], report["encoded"]) == (15, 11)
+    assert (report["images"], report["encoded"]) == (15, 11)
     assert report["buckets"] == {"4x4x4": 10, "4x4x6": 1}
     assert [(item["index"], item["name"]) for item in report["skipped"]] == [
         (1, f"{tmp_path}/folder: 1.png"),
@@ -53,9 +53,9 @@ def test_a_store_of_every_kind_of_source(sources, tmp_path):
         (7, f"{tmp_path}/tars/{{0..1}}.tar: 0.tar/c"),
     ]
     reasons = [item["reason"] for item in report["skipped"]]
-    assert reasons[:2] == ["caption 1.txt is missing", "picture 9.png is missing"]
-    assert reasons[2].startswith("damaged picture: ")
-    assert reasons[3] == "sample of 0 pictures among txt, not of one"
+    assert reasons[:2] == ["caption 1.txt is missing", "image 9.png is missing"]
+    assert reasons[2].startswith("damaged image: ")
+    assert reasons[3] == "sample of 0 images among txt, not of one"
 
     store = FeatureStore.open(root)
     bucket = (4, 4, 4)
@@ -77,7 +77,7 @@ def test_clips_of_videos_in_shares_that_begin_within_one(tmp_path):
         done = bigdit("extract", "--config", ROOT / "launch/recipes/digits-moving.yaml", *settings, *share)
         assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "features/report.json").read_text())
-    assert (report["pictures"], report["encoded"]) == (6, 5)
+    assert (report["images"], report["encoded"]) == (6, 5)
     assert report["buckets"] == {"12x5x4x4": 4, "12x3x4x4": 1}
     (skipped,) = report["skipped"]
     assert (skipped["name"], skipped["reason"]) == ("b.mp4 from 1.25 s", "the video ends before this clip")

@@ -68,7 +68,7 @@ def test_a_task_that_fails_is_one_line(pictures, tmp_path):
     assert problem.startswith("1 of 1 task failed, the first: ")
     assert "none does not exist" in problem
     assert f"log: {tmp_path}/f/slurm/" in problem
-    assert problem.endswith("goes on from the parts done")
+    assert problem.endswith("resumes from the finished parts")
 
 
 def test_an_interrupted_task_is_queued_again_as_it_is():
@@ -78,9 +78,9 @@ def test_an_interrupted_task_is_queued_again_as_it_is():
 
 def test_what_an_engine_lacks_is_said_before_encoding(pictures, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match="--engine slurm: sbatch was not found on this machine; run this where SLURM"):
+    with pytest.raises(UserError, match="--engine slurm: sbatch was not found on this machine; run this on a SLURM"):
         extract(*configured(pictures, tmp_path / "f"), engine=Slurm(1, {}))
-    with pytest.raises(UserError, match=r"--resource: submitit refuses it: .*partiton"):
+    with pytest.raises(UserError, match=r"--resource: submitit rejects it: .*partiton"):
         extract(*configured(pictures, tmp_path / "f"), engine=Slurm(1, {"cluster": "local", "partiton": "gpu"}))
     with pytest.raises(UserError, match="cluster=lsf was asked, and slurm or local was expected"):
         extract(*configured(pictures, tmp_path / "f"), engine=Slurm(1, {"cluster": "lsf"}))

@@ -142,14 +142,14 @@ def test_uneven_splits_make_what_one_extraction_makes(noise, one_worker, tmp_pat
     """Two by index, one of them cut in the middle of a part, and one that finds what is left as shard 1 of 1."""
     folder = tmp_path / "splits"
     first = extract(*configured(noise, folder), end=11)
-    assert (first.parts, first.pictures, first.store) == (3, 12, None)  # the part of 8 to 11 starts before 11
+    assert (first.parts, first.images, first.store) == (3, 12, None)  # the part of 8 to 11 starts before 11
     again = extract(*configured(noise, folder), end=11)
     assert (again.parts, again.workers, again.store) == (0, [], None)
     second = extract(*configured(noise, folder), start=11, end=40)
     assert (second.parts, second.store) == (7, None)
     assert not (folder / "report.json").exists()
     last = extract(*configured(noise, folder), shard="1/1")
-    assert (last.parts, last.pictures, last.store.encoded) == (2, 8, COUNT)
+    assert (last.parts, last.images, last.store.encoded) == (2, 8, COUNT)
     assert parts(folder) == parts(one_worker)
     assert json.loads((folder / "report.json").read_text()) == last.store.model_dump(mode="json")
 
@@ -163,7 +163,7 @@ def test_data_added_later_is_encoded_alone(noise, flawed, tmp_path):
     images = (*run.data.images, SourceConfig(path=flawed))
     grown = run.model_copy(update={"data": run.data.model_copy(update={"images": images})})
     report = extract(grown, model)
-    assert (report.parts, report.store.pictures, report.store.encoded) == (1, COUNT + 4, COUNT + 2)
+    assert (report.parts, report.store.images, report.store.encoded) == (1, COUNT + 4, COUNT + 2)
     assert {name: (folder / name).stat().st_mtime_ns for name in before} == before
     assert all_indices(folder) == [*range(COUNT), COUNT, COUNT + 2]
     with pytest.raises(UserError, match=r"it has 2 sources, and data\.images of this run has 1"):
@@ -190,7 +190,9 @@ def test_another_run_is_refused_in_one_line(noise, one_worker):
     with pytest.raises(UserError) as error:
         extract(*configured(noise, one_worker, "data.part_size=5", "encoders.text.seed=1"))
     (problem,) = error.value.problems
-    assert problem.startswith(f"data.features: {one_worker} was encoded otherwise: part_size is 4 there, and 5 in this")
+    assert problem.startswith(
+        f"data.features: {one_worker} was encoded with other settings: part_size is 4 there and 5 in this"
+    )
     assert "text_encoder.weights is " in problem
 
 
@@ -215,7 +217,7 @@ def test_weights_that_changed_after_the_claim_are_refused_by_the_worker(noise, t
     def changed(job, source):
         encode_here(replace(job, encoders=job.encoders.model_copy(update={"text": seeded})), source)
 
-    with pytest.raises(UserError, match=r"was encoded otherwise: .*text_encoder\.weights is "):
+    with pytest.raises(UserError, match=r"was encoded with other settings: .*text_encoder\.weights is "):
         extract(run, model, engine=changed)
     assert parts(tmp_path / "f") == {}
 
@@ -248,7 +250,7 @@ def test_a_killed_server_of_workers_is_one_line(noise, tmp_path):
         extract(run, model, workers=1)
     killer.join()
     assert str(refused.value).startswith("extraction worker 0 could not be started: the process that starts workers")
-    assert str(refused.value).endswith("; `bigdit extract --config RUN.yaml` goes on from the parts done")
+    assert str(refused.value).endswith("; `bigdit extract --config RUN.yaml` resumes from the finished parts")
     assert extract(run, model, workers=1).store.encoded == COUNT
 
 

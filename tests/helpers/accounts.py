@@ -10,6 +10,6 @@ CARD = {
 ACCOUNT = {
     "pid": 1, "rank": None, "world_size": 1, "argv": ["train.py"], "versions": {"torch": "2"}, "ended": "exit",
     "error": None, "seconds": 1.0, "steps": 1, "skipped_steps": 0, "backwards": 1, "stepped_after_oom": False,
-    "computed_after_oom": False, "loss_scaler": False, "host_bytes": 1, "cards": [CARD], "out_of_memory": [],
+    "computed_after_oom": False, "loss_scaler": False, "host_bytes": 1, "gpus": [CARD], "out_of_memory": [],
     "out_of_memory_count": 0, "work": {}, "work_by_step": [], "notices": [],
 }  # fmt: skip

@@ -2,7 +2,7 @@
 
 import json
 
-from bigdit.emulator.repositories import repository
+from bigdit.emulator.fake_weights import repository
 
 
 def pipeline_folder(folder, name):

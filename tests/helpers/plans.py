@@ -10,28 +10,24 @@ from rich.console import Console
 from bigdit import catalog
 from bigdit.config.plan_file import LargestMicroBatch
 from bigdit.errors import versions
-from bigdit.memory import Ledger
 from bigdit.memory.process import ByteRange, beside_training
 from bigdit.profile.attempt import request_for
 from bigdit.profile.cards import Cards
 from bigdit.report.plan import show
-from bigdit.search import candidates as verdict
 from bigdit.search.plan import (
-    Band,
-    Choice,
-    Curve,
+    Constraints,
     DatasetNeed,
+    Estimate,
+    Margin,
     Plan,
-    Point,
+    Question,
     Rejected,
-    Room,
     Run,
-    Setting,
     Step,
     Verdict,
     host_need,
 )
-from bigdit.search.question import Pins, Question
+from bigdit.search.plan import process as process_of
 from bigdit.speed.seconds import Cluster, Interval, StepTime
 from bigdit.strategy import EmaSpec, OptimizerSpec, StepSize, Strategy
 from bigdit.units import GIB, KIB
@@ -61,22 +57,25 @@ def made_plan() -> Plan:
     # Two micro-batches show all that thirty-two do.
     with Cards(gpu, 1) as cards:
         found = cards.profile(request_for(model, gpu, strategy(grad_accum_steps=2)))
-    band = Band(share=0.03, source="9 engines on a GPU like this one")
-    process = verdict.process(found.peak_reserved_bytes, _beside(gpu), band)
+    margin = Margin(share=0.03, source="9 engines on a GPU like this one")
+    process = process_of(found.peak_reserved_bytes, _beside(gpu), margin)
     host = host_need(found.host_timeline, found.checkpoint_bytes, Cluster())
     step = StepTime(seconds=interval(28.4, 37.1), parts={"compute": interval(26.0, 32.2), "memory": interval(2.4, 4.9)})
-    chosen = Choice(
+    chosen = Estimate(
+        option="single GPU, AdamW",
         title="12 of 20 blocks checkpointed",
         strategy=strategy(),
+        source="recorded",
         phases={phase.phase: phase.peak_bytes for phase in found.ledger.phases},
         peak_allocated_bytes=found.ledger.peak_allocated_bytes,
         peak_reserved_bytes=found.peak_reserved_bytes,
+        non_torch=_beside(gpu),
         process=process,
         verdict="FITS",
         headroom_bytes=gpu.usable_bytes - process.high_bytes,
         host_bytes=host.node_bytes,
         step=step,
-        samples_per_second_per_card=step.seconds.per(GLOBAL_BATCH),
+        samples_per_second_per_gpu=step.seconds.per(GLOBAL_BATCH),
         lossless=True,
         reason="the fewest checkpointed blocks with which a micro-batch of 8 fits; larger ones gain nothing here",
     )
@@ -94,10 +93,9 @@ def made_plan() -> Plan:
         params=found.params,
         batch=catalog.batch_shape(model),
         verdict="FITS",
-        band=band,
+        margin=margin,
         chosen=chosen,
         ledger=found.ledger,
-        non_torch=_beside(gpu),
         packed_timeline=found.packed_timeline,
         host=host,
         front=front(chosen),
@@ -107,12 +105,13 @@ def made_plan() -> Plan:
             LargestMicroBatch(height=832, width=1248, none=4, recommended=9, full=31),
             LargestMicroBatch(height=512, width=512, none=19, recommended=38, full=127),
         ),
-        curves=(
-            curve("none", chosen, 2.0),
-            curve("12 of 20 blocks", chosen, 1.0),
-            curve("all 20 blocks", chosen, 0.3),
-        ),
-        settings=(setting(chosen, found.ledger, _beside(gpu), Room(card=gpu.title, usable_bytes=gpu.usable_bytes)),),
+        curves={
+            "none": curve(chosen, 2.0),
+            "12 of 20 blocks": curve(chosen, 1.0),
+            "all 20 blocks": curve(chosen, 0.3),
+        },
+        ran=(chosen,),
+        same_kernels={gpu.title: gpu.usable_bytes},
         smaller=(StepSize(micro_batch_size=4, grad_accum_steps=64, checkpointed_blocks=12),),
         fixes=(),
         dataset=DatasetNeed(
@@ -141,38 +140,15 @@ def made_plan() -> Plan:
     )
 
 
-def setting(chosen: Choice, ledger: Ledger, non_torch: ByteRange, room: Room) -> Setting:
-    """The chosen strategy's, at its own sizes alone."""
-    point = Point(
-        micro_batch_size=chosen.strategy.micro_batch_size,
-        checkpointed_blocks=int(chosen.strategy.checkpointed_blocks),
-        phase=ledger.deciding.phase,
-        at_peak=ledger.at_peak,
-        peak_allocated_bytes=chosen.peak_allocated_bytes,
-        peak_reserved_bytes=chosen.peak_reserved_bytes,
-        process=chosen.process,
-        host_bytes=chosen.host_bytes,
-        verdict=chosen.verdict,
-        samples_per_second_per_card=chosen.samples_per_second_per_card,
-    )
-    return Setting(
-        title="single GPU, AdamW", strategy=chosen.strategy, non_torch=non_torch, rooms=(room,), points=(point,)
-    )
-
-
-def curve(label: str, chosen: Choice, share: float) -> Curve:
+def curve(chosen: Estimate, share: float) -> dict[int, int]:
     """A line that is flat while the step decides, and then rises by a `share` of what a picture takes here."""
     sizes = (1, 2, 4, 6, 8, 12, 16, 24, 32)
     flat, peak = chosen.phases["step"] + GIB, chosen.process.high_bytes
     each = share * (peak - 21 * GIB) / chosen.strategy.micro_batch_size
-    return Curve(
-        label=label,
-        micro_batch_sizes=sizes,
-        process_bytes=tuple(int(max(flat, 21 * GIB + each * size)) for size in sizes),
-    )
+    return {size: int(max(flat, 21 * GIB + each * size)) for size in sizes}
 
 
-def front(chosen: Choice) -> tuple[Choice, ...]:
+def front(chosen: Estimate) -> tuple[Estimate, ...]:
     """The chosen one among neighbours that take less and go slower, or take more."""
     came = OptimizerSpec(name="came")
     eight = OptimizerSpec(name="adamw_8bit")
@@ -205,7 +181,7 @@ def front(chosen: Choice) -> tuple[Choice, ...]:
                         }
                     ),
                     "headroom_bytes": chosen.headroom_bytes + int(chosen.process.high_bytes * (1 - less)),
-                    "samples_per_second_per_card": chosen.samples_per_second_per_card * speed,
+                    "samples_per_second_per_gpu": chosen.samples_per_second_per_gpu * speed,
                     "lossless": lossless,
                     "reason": reason,
                 }
@@ -237,11 +213,12 @@ def unfitting_plan() -> Plan:
     plan = made_plan()
     gpu = catalog.gpu("rtx-4080")
     reserved = plan.chosen.peak_reserved_bytes
-    taken = verdict.process(reserved, _beside(gpu), plan.band)
+    taken = process_of(reserved, _beside(gpu), plan.margin)
     chosen = plan.chosen.model_copy(
         update={
             "verdict": "DOES NOT FIT",
             "peak_reserved_bytes": reserved,
+            "non_torch": _beside(gpu),
             "process": taken,
             "headroom_bytes": gpu.usable_bytes - taken.high_bytes,
             "reason": "the nearest to fitting of all that keep the numbers of AdamW",
@@ -255,10 +232,9 @@ def unfitting_plan() -> Plan:
             "question": plan.question.model_copy(update={"gpu": gpu}),
             "verdict": "DOES NOT FIT",
             "chosen": chosen,
-            "non_torch": _beside(gpu),
             "fixes": fixes,
             "front": (chosen,),
-            "settings": (),
+            "ran": (),
             "waterfall": plan.waterfall[:-1],
         }
     )
@@ -272,10 +248,10 @@ def sharded_plan(world_size: int = 32) -> Plan:
     asked = [f"zero2,world_size={world_size},micro_batch_size=8,checkpointed_blocks=12"]
     zero2 = parse_strategy(asked).model_copy(update={"ema": EmaSpec(device="cpu")})
     question = plan.question.model_copy(
-        update={"cluster": Cluster(gpus=world_size), "pins": Pins(engine="zero2", ema="cpu")}
+        update={"cluster": Cluster(gpus=world_size), "constraints": Constraints(engine="zero2", ema="cpu")}
     )
     chosen = plan.chosen.model_copy(update={"strategy": zero2, "title": "ZeRO-2, 12 of 20 blocks checkpointed"})
-    changed = {"question": question, "chosen": chosen, "front": (chosen, *plan.front[1:]), "settings": ()}
+    changed = {"question": question, "chosen": chosen, "front": (chosen, *plan.front[1:]), "ran": ()}
     return plan.model_copy(update=changed)
 
 

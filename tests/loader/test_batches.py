@@ -14,8 +14,9 @@ from stores import SHAPES, make_store, read_all, stream_of
 from bigdit.catalog.encoders import POOLED_TEXT
 from bigdit.dist import World
 from bigdit.errors import UserError
-from bigdit.loader.read import BatchReader, draw
+from bigdit.loader.order import draw
 from bigdit.loader.stages import data_state, plan_order
+from bigdit.loader.stream import BatchReader
 from bigdit.profile.steps import batch as profiled_batch
 from bigdit.profile.steps import feed
 from bigdit.store import FeatureStore
@@ -193,7 +194,7 @@ def test_added_data_enters_with_the_next_epoch_and_is_told(tmp_path):
     grown = FeatureStore.open(root)
     again, notices = plan_order(grown, 4, 0, saved, 5, tmp_path)
     assert [(stage.first_epoch, stage.parts) for stage in again.stages] == [(0, 5), (1, 7)]
-    assert f"{root} has 2 parts more (16 samples) than before: what is new enters with epoch 1" in notices[0]
+    assert f"{root} has 2 parts more (16 samples) than before: new samples enter with epoch 1" in notices[0]
     for step, batch in enumerate(before[: again.batches_before(1)]):
         assert batch.parts.tolist() == again.batch(step).parts.tolist()
     assert max(again.batch(step).parts.max() for step in range(10, 24)) == 6
@@ -212,12 +213,12 @@ def test_small_buckets_are_told_of(tmp_path):
     _, notices = plan_order(FeatureStore.open(tmp_path / "store"), 16, 0, None, 0, tmp_path)
     assert notices == [
         "bucket 4x4x8 has 14 samples, fewer than a global batch of 16 (strategy.global_batch_size): each of its "
-        "batches takes 1.1 epochs of them, and has samples more than once"
+        "batches takes 1.1 epochs of them, and repeats samples"
     ]
     order, notices = plan_order(FeatureStore.open(tmp_path / "store"), 64, 0, None, 0, tmp_path)
     assert notices == [
         "data.features has 40 samples, fewer than a global batch of 64 (strategy.global_batch_size): each step takes "
-        "more than an epoch, and has samples more than once; lower strategy.global_batch_size, or add pictures"
+        "more than an epoch, and repeats samples; lower strategy.global_batch_size, or add images"
     ]
     first = order.batch(0)
     seen = Counter(zip(first.parts.tolist(), first.rows.tolist(), strict=True))
@@ -225,7 +226,7 @@ def test_small_buckets_are_told_of(tmp_path):
     assert len(seen) == FeatureStore.open(tmp_path / "store").index.counts[:, first.bucket].sum()
     make_store(tmp_path / "store", 40, buckets=((12, 12), (8, 16), (64, 64)))
     _, notices = plan_order(FeatureStore.open(tmp_path / "store"), 8, 0, None, 0, tmp_path)
-    assert notices == ["1 of 3 data.buckets have no samples: all are of 4x4x8, 4x6x6"]
+    assert notices == ["1 of 3 data.buckets have no samples: all are in 4x4x8, 4x6x6"]
 
 
 def test_an_index_spares_the_headers_and_is_made_again_where_it_is_wrong(tmp_path):

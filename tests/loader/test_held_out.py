@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from stores import make_store
 
 from bigdit.errors import UserError
-from bigdit.loader.order import Order, Stage
+from bigdit.loader.order import Order, Stage, ValidationSplit
 from bigdit.loader.stages import data_state, plan_order
-from bigdit.loader.validation import ValidationSplit
 from bigdit.store import FeatureStore
 from bigdit.store.store import Index
 
@@ -79,7 +78,7 @@ def test_parts_and_buckets_that_come_later_change_nothing(pair, samples):
 def test_large_stores_are_gone_through_a_piece_at_a_time(monkeypatch):
     index = index_of(np.full((50, 2), 4))
     whole = chosen(ValidationSplit(index, 50, 40))
-    monkeypatch.setattr("bigdit.loader.validation._PARTS_AT_ONCE", 7)
+    monkeypatch.setattr("bigdit.loader.order._PARTS_AT_ONCE", 7)
     assert chosen(ValidationSplit(index, 50, 40)) == whole
     shares = [sum(shape == each for shape, _, _ in whole) for each in SHAPES[:2]]
     assert min(shares) > 10  # of two buckets of as many samples
@@ -99,7 +98,7 @@ def test_a_run_goes_on_with_what_it_held_out_alone(tmp_path):
     with pytest.raises(UserError) as refused:
         plan_order(grown, 4, 0, saved, 5, tmp_path, 7)
     assert str(refused.value) == (
-        f"validation.samples is 7, and {tmp_path} was trained with 6 held out: its weights would be validated on "
+        f"validation.samples is 7, and {tmp_path} was trained with 6: its weights would be validated on "
         "samples that they were trained on; set it to 6, or choose another output"
     )
     assert plan_order(store, 4, 0, saved | {"held_out": 0}, 5, tmp_path)[0].held is None  # of an earlier version
@@ -111,8 +110,8 @@ def test_something_must_be_left_to_train_on(tmp_path):
     with pytest.raises(UserError) as refused:
         plan_order(store, 4, 0, None, 0, tmp_path, 40)
     assert str(refused.value) == (
-        f"validation.samples is 40, and {store.root} has 40 samples: none would be left to train on; hold out fewer, "
-        "such as 4, or add pictures"
+        f"validation.samples is 40, and {store.root} has 40 samples: none would be left to train on; set fewer, "
+        "such as 4, or add images"
     )
     _, notices = plan_order(store, 12, 0, None, 0, tmp_path, 26)
     assert any("fewer than a global batch of 12" in line for line in notices)

@@ -43,7 +43,7 @@ from bigdit.train.loop import train
 from bigdit.train.monitor.metrics import read_metrics
 from bigdit.train.prepare import check_stores, prepare_stages
 from bigdit.train.processes.stop import Stop
-from bigdit.train.resume import counted
+from bigdit.train.resume import with_steps
 from bigdit.train.step import encode
 
 FLUX = {
@@ -129,7 +129,7 @@ def trained(path, output, *overrides):
     stages = load_stages(path, [f"output={output}", *overrides])
     prepared = prepare_stages(stages)
     check_stores(stages)
-    prepared, _ = counted(prepared)
+    prepared, _ = with_steps(prepared)
     train(prepared, World(), Stop(60.0, World()))
     found, _ = checkpoint.latest(output)
     return load_file(next((output / "exports" / found.folder.name).glob("*/*.safetensors")))
@@ -279,7 +279,7 @@ def test_what_is_not_taken_online_is_refused(sd3, tmp_path, captioned):
         extract(run, model_spec(run.model))
     (tmp_path / "some.tar").touch()
     with pytest.raises(
-        UserError, match=r"holds tars, whose index is kept in data\.features, and strategy\.features is onli"
+        UserError, match=r"holds tars\. Their index needs data\.features, and strategy\.features is onli"
     ):
         trained(path, tmp_path / "run", *ONLINE, f"data.images={tmp_path}/some.tar")
     with pytest.raises(
@@ -291,5 +291,5 @@ def test_what_is_not_taken_online_is_refused(sd3, tmp_path, captioned):
     for file in captioned.iterdir():
         (broken / file.name).write_bytes(file.read_bytes())
     (broken / "3.txt").write_text("")
-    with pytest.raises(UserError, match=r"data\.images: 3\.png: caption 3\.txt is empty; mend or replace it"):
+    with pytest.raises(UserError, match=r"data\.images: 3\.png: caption 3\.txt is empty; fix or replace it"):
         trained(path, tmp_path / "other", *ONLINE, f"data.images={broken}")

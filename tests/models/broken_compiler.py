@@ -7,7 +7,7 @@ from tiny_models import SANA
 
 from bigdit import models
 from bigdit.errors import UserError
-from bigdit.models.compiling import compile_blocks, compiling_told
+from bigdit.models.equip import compile_blocks, compile_errors
 
 
 def broken(graph, inputs):
@@ -20,7 +20,7 @@ if __name__ == "__main__":
     compile_blocks(model, family, broken)
     batch = one_batch()
     try:
-        with compiling_told():
+        with compile_errors():
             family.predict(model, batch.latents, torch.tensor([0.1, 0.6]), batch)
     except UserError as refused:
         print(refused)

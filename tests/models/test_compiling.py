@@ -12,11 +12,11 @@ from torch._dynamo.utils import counters
 from bigdit import engines, models
 from bigdit.dist import World
 from bigdit.errors import UserError, versions
-from bigdit.models.compiling import compile_blocks
+from bigdit.models.equip import compile_blocks
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.profile.attempt import StepRequest
 from bigdit.profile.cards import Cards
-from bigdit.profile.notices import COMPILED, notices
+from bigdit.profile.notices import notices
 from bigdit.strategy import LoraSpec, Strategy
 from bigdit.train.record import PlannedMemory
 from bigdit.train.step import train_step
@@ -68,14 +68,15 @@ def test_a_profiled_step_is_of_blocks_as_they_are_written():
 
 
 def test_a_plan_and_a_profile_say_that_they_are_of_blocks_as_they_are_written():
-    (said,) = notices(Strategy(compile_blocks=True), versions())
-    assert said == COMPILED
+    strategy = Strategy(compile_blocks=True)
+    assert notices(strategy, versions()) == (strategy.plan_notice,)
+    assert strategy.as_planned == Strategy()
     planned = PlannedMemory(
         resolution=(8, 12), phases={}, peak_allocated_bytes=1, peak_reserved_bytes=2**30, compiled=True
     )
-    assert planned.beside(2**29) == (
-        "planned 1.00 GiB at 8 × 12, measured 0.50 GiB (-50.0 %) reserved by torch; blocks are compiled, and planned "
-        "as they are written"
+    assert planned.compared(2**29) == (
+        "planned 1.00 GiB at 8 × 12, measured 0.50 GiB (-50.0 %) reserved by torch; blocks are compiled, and were "
+        "planned as they are written"
     )
 
 

@@ -184,7 +184,7 @@ def test_other_adapters_start_anew_elsewhere(tmp_path, features, trained):
             run_to(4, tmp_path / "run", features, *settings, f"strategy.{key}={asked}")
         assert str(refused.value) == (
             f"{found.folder} was trained with strategy.{key} {before}, and the run asks for {asked}; "
-            "choose another output, where adapters start anew"
+            "choose another output, where new adapters start"
         )
     run_to(2, tmp_path / "elsewhere", features, *settings, "strategy.lora={rank: 8, alpha: 2, targets: [to_q]}")
     export = tmp_path / "run/exports/step-00000002/transformer"

@@ -1,4 +1,4 @@
-"""The paper's DiT: its size, its names, what it computes, and its weights in and out of published files."""
+"""The paper's DiT: its size, its names, and what it computes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import DiTTransformer2DModel
-from safetensors.torch import load_file, save_file
 
 from bigdit import models
 from bigdit.catalog import model
 from bigdit.catalog.names import load_json
 from bigdit.dist import World
 from bigdit.engines import create
-from bigdit.errors import UserError
 from bigdit.loader.batch import Batch
-from bigdit.models.exchange import export_published, import_published
 from bigdit.models.paper_dit import PaperDiT
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.strategy import ModelSpec, Strategy
@@ -107,43 +104,12 @@ def test_it_computes_what_diffusers_computes() -> None:
     torch.testing.assert_close(ours.pos_embed, theirs.pos_embed.pos_embed, rtol=0, atol=1e-7)
 
 
-def test_published_weights_pass_through_to_the_bit(tmp_path: Path) -> None:
-    weights = drawn().state_dict()
-    published, exported = tmp_path / "DiT-XL-2-256x256.safetensors", tmp_path / "out/exported.safetensors"
-    save_file(weights, published)
-    imported = import_published(published, TINY)
-    export_published(imported, exported)
-    again = load_file(exported)
-    assert again.keys() == weights.keys()
-    assert all(torch.equal(again[name], weights[name]) for name in weights)
-    assert all(torch.equal(p, weights[name]) for name, p in import_published(exported, TINY).state_dict().items())
-
-
 def test_it_is_saved_and_loaded_as_a_diffusers_folder(tmp_path: Path) -> None:
     made = drawn()
     made.save_pretrained(tmp_path)
     loaded = models.load(TINY, tmp_path, dtype=torch.float32)
     assert all(torch.equal(p, made.state_dict()[name]) for name, p in loaded.state_dict().items())
     assert all(p.requires_grad for p in loaded.parameters())
-
-
-def test_files_that_are_not_this_model_are_refused(tmp_path: Path) -> None:
-    weights = drawn().state_dict()
-    torch.save(weights, tmp_path / "training.pt")
-    with pytest.raises(UserError, match=r"training\.pt is no \.safetensors, and pickles are not read"):
-        import_published(tmp_path / "training.pt", TINY)
-    with pytest.raises(UserError, match=r"absent\.safetensors cannot be read: .*No such file"):
-        import_published(tmp_path / "absent.safetensors", TINY)
-    wider = weights | {"final_layer.linear.weight": torch.zeros(16, 16), "optimizer": torch.zeros(1)}
-    del wider["pos_embed"]
-    save_file(wider, tmp_path / "wider.safetensors")
-    with pytest.raises(UserError) as error:
-        import_published(tmp_path / "wider.safetensors", TINY)
-    assert [problem.removeprefix(f"{tmp_path}/") for problem in error.value.problems] == [
-        "wider.safetensors holds another model: final_layer.linear.weight is (16, 16), and (32, 16) in this PaperDiT",
-        "wider.safetensors holds another model: 1 tensor this PaperDiT has and the file lacks: pos_embed",
-        "wider.safetensors holds another model: 1 tensor this PaperDiT does not have: optimizer",
-    ]
 
 
 def test_training_moves_everything_but_the_positions() -> None:

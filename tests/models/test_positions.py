@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bigdit import models
-from bigdit.models.arguments import arguments
+from bigdit.models.family import arguments
 from bigdit.strategy import ModelSpec
 
 PIXART = {"in_channels": 4, "out_channels": 8, "num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1}

@@ -184,6 +184,6 @@ def test_a_model_without_a_variance_learns_none():
     with pytest.raises(UserError) as caught:
         model.loss(DdpmSpec(learned_variance=True))
     assert caught.value.problems == (
-        "objective.learned_variance is true, and the model predicts 2 channels of latents with 2, no variance beside "
+        "objective.learned_variance is true, and the model predicts 2 channels of latents with 2, no variance after "
         "them; set it to false, or model.kwargs.out_channels to 4",
     )

@@ -55,7 +55,7 @@ def test_flux_is_shifted_by_its_tokens():
         (
             DdpmSpec(prediction="v", zero_terminal_snr=True),
             "DEISMultistepScheduler",
-            "knows no zero terminal SNR, which the weights were trained by; `bigdit sample` draws with them",
+            "knows no zero terminal SNR, which the weights were trained by; `bigdit sample` generates with them",
         ),
     ],
 )

@@ -56,7 +56,7 @@ def test_every_attempt_finds_the_gpu_and_its_host_as_the_first_one_did(
     """In the reverse order, with work counted: neither changes a byte."""
     monkeypatch.setenv("BIGDIT_CACHE", str(empty_cache(tmp_path / "empty")))
     for strategy in reversed(STRATEGIES):
-        again = cards.attempt(request(strategy), counted=True)
+        again = cards.attempt(request(strategy), counted="step")
         assert (again.memory, again.phases) == (first[strategy].memory, first[strategy].phases), strategy
         assert again.host.peak_bytes == pytest.approx(first[strategy].host.peak_bytes, abs=MIB), strategy
         assert again.host.steps_bytes == pytest.approx(first[strategy].host.steps_bytes, abs=MIB), strategy
@@ -89,7 +89,7 @@ def test_a_recorded_run_takes_what_an_attempt_takes_and_every_byte_has_a_categor
 )
 def test_counted_work_is_that_of_the_recorded_run(cards: Cards, strategy: str) -> None:
     asked = request(strategy)
-    counted, recorded = cards.attempt(asked, counted=True), cards.profile(asked)
+    counted, recorded = cards.attempt(asked, counted="step"), cards.profile(asked)
     assert counted.checkpoint_bytes == recorded.checkpoint_bytes
     ours, theirs = work_of(counted.work, asked.strategy), work_of(recorded.timeline, asked.strategy)
     for found, expected in ((ours.micro, theirs.micro), (ours.last, theirs.last), (ours.step, theirs.step)):

@@ -15,17 +15,27 @@ import pytest
 from commands import ROOT
 
 from bigdit.errors import UserError
-from bigdit.profile.pool import Pool, WorkerError
+from bigdit.profile.pool import MOST_BRANCHES, Pool, WorkerError
 from bigdit.strategy import Strict
 
 SERVER = """
 import json, os, signal, sys, time
 from bigdit.errors import UserError
-from bigdit.profile.pool import serve
+from bigdit.profile.pool import Service, serve
 
 def prepare(line):
     if json.loads(line)["what"] == "cannot be prepared":
         raise UserError("there is no such library")
+
+built = []
+
+def build(line):
+    asked = json.loads(line)["what"]
+    if asked == "cannot be built":
+        raise UserError("there is no such model")
+    if asked == "builder killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    built.append(asked)
 
 def answer(line):
     asked = json.loads(line)["what"]
@@ -39,9 +49,11 @@ def answer(line):
         raise UserError("this is wrong", "and that")
     if asked == "bug":
         raise RuntimeError("of ours")
+    if asked.startswith("built"):
+        asked = ", ".join(built)
     return f"{asked} by {os.getpid()}"
 
-serve(sys.argv[1:], prepare, answer)
+serve(sys.argv[1:], Service(prepare, lambda line: json.loads(line)["what"][:7], build, answer))
 """
 
 
@@ -92,6 +104,14 @@ def test_each_question_has_a_fork_of_its_own(lanes: Pool) -> None:
     assert len({*forks, lanes.start()}) == 4
 
 
+def test_what_questions_have_alike_is_built_once_and_apart_from_others(lanes: Pool) -> None:
+    kinds = [f"built {number}" for number in range(MOST_BRANCHES + 2)]
+    first = [ask(lanes, number % 2, kind)[0] for number, kind in enumerate(kinds)]
+    assert first == kinds
+    assert ask(lanes, 0, f"{kinds[-1]} more")[0] == f"{kinds[-1]}, {kinds[-1]} more"
+    assert ask(lanes, 0, kinds[0])[0] == kinds[0]  # whose branch had to end
+
+
 @pytest.mark.parametrize(
     ("what", "error", "said"),
     [
@@ -103,6 +123,8 @@ def test_each_question_has_a_fork_of_its_own(lanes: Pool) -> None:
         ("bug", WorkerError, "^the question ended with status 3 and no result:(.|\n)*RuntimeError: of ours"),
         ("wrong", UserError, "^this is wrong; and that$"),
         ("cannot be prepared", UserError, "^there is no such library$"),
+        ("cannot be built", UserError, "^there is no such model$"),
+        ("builder killed", WorkerError, f"^the question ended with status {-signal.SIGKILL} and no result:"),
     ],
 )
 def test_what_ends_one_fork_disturbs_no_other_and_the_next_question_has_another(

@@ -18,7 +18,7 @@ from bigdit.units import GIB
 
 HOSTILE = LINE | {"code": "<script>alert(1)</script> [bold red]x[/]", "name": "[link=x]<b>"}
 OOM = {
-    "card": 0, "asked_bytes": 2 * GIB, "free_bytes": GIB, "total_bytes": 44 * GIB, "allocated_bytes": 43 * GIB,
+    "gpu": 0, "asked_bytes": 2 * GIB, "free_bytes": GIB, "total_bytes": 44 * GIB, "allocated_bytes": 43 * GIB,
     "phase": "backward", "steps": 1, "frames": [LINE | {"own": False, "name": "inner"}, HOSTILE, LINE],
     "live": [{"script": HOSTILE, "library": None, "phase": "backward", "nbytes": 43 * GIB, "count": 2}],
 }  # fmt: skip
@@ -32,7 +32,7 @@ def run(*changed: dict[str, Any], status: int = 0, skipped: bool = False, **more
 
 
 def emulation(*runs: Run) -> Emulation:
-    return Emulation(command=("python", "<i>train.py"), gpu=gpu("a40"), cards=1, runs=runs)
+    return Emulation(command=("python", "<i>train.py"), gpu=gpu("a40"), gpus=1, runs=runs)
 
 
 def shown(found: Emulation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
@@ -42,7 +42,7 @@ def shown(found: Emulation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_what_a_script_wrote_stays_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    found = emulation(run({"out_of_memory": [OOM], "out_of_memory_count": 1, "cards": [LARGE]}, status=1))
+    found = emulation(run({"out_of_memory": [OOM], "out_of_memory_count": 1, "gpus": [LARGE]}, status=1))
     html = page(found)
     assert "<script" not in html
     assert "&lt;script&gt;alert(1)" in html
@@ -137,13 +137,13 @@ def test_notices_are_said_once() -> None:
     assert "with the first step skipped, only then (process 1)" in lines
     assert sum("read what is not there" in line for line in lines) == 1
     assert any("process 7" in line and "left no account" in line for line in lines)
-    assert any("started 2 processes on fewer cards" in line for line in lines)
-    assert "2 processes used card 0, and shared its memory" in lines
+    assert any("started 2 processes on fewer GPUs" in line for line in lines)
+    assert "2 processes used GPU 0, and shared its memory" in lines
 
 
 def test_no_card_is_no_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = emulation(run())
-    assert "no process used a card" in " ".join(shown(found, monkeypatch, capsys).split())
+    assert "no process used a GPU" in " ".join(shown(found, monkeypatch, capsys).split())
     assert verdict(found.runs[0], found)[0] == "no answer"
 
 
@@ -162,7 +162,7 @@ def test_places_are_short() -> None:
 
 
 def test_the_folder_has_both_runs(tmp_path: Path) -> None:
-    found = emulation(run({"cards": [LARGE]}), run({"cards": [LARGE], "skipped_steps": 1}, skipped=True))
+    found = emulation(run({"gpus": [LARGE]}), run({"gpus": [LARGE], "skipped_steps": 1}, skipped=True))
     written = write_emulation(found, tmp_path / "out")
     assert [file.name for file in written] == ["report.html", "report.json"]
     assert json.loads(written[1].read_text()) == json.loads(json.dumps(document(found)))

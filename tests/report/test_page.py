@@ -194,8 +194,8 @@ def test_what_does_not_fit_leads_with_what_would():
 
 
 def test_a_plan_with_little_to_show_has_a_page(made):
-    bare = {"front": (made.chosen,), "rejected": (), "buckets": (), "curves": (), "waterfall": (), "notices": ()}
-    plan = made.model_copy(update=bare | {"dataset": None, "run": None, "settings": ()})
+    bare = {"front": (made.chosen,), "rejected": (), "buckets": (), "curves": {}, "waterfall": (), "notices": ()}
+    plan = made.model_copy(update=bare | {"dataset": None, "run": None, "ran": ()})
     outline = Outline(page(plan))
     assert outline.open == []
     assert outline.scripts == []
@@ -205,13 +205,12 @@ def test_a_plan_with_little_to_show_has_a_page(made):
 def test_names_are_text_and_not_markup(made):
     spec = made.question.model.spec.model_copy(update={"name": "<script>alert(1)</script>&"})
     model = made.question.model.model_copy(update={"spec": spec})
-    chosen = made.chosen.model_copy(update={"title": "<u>", "reason": "a < b & c"})
-    curves = tuple(curve.model_copy(update={"label": "<i>&"}) for curve in made.curves)
+    curves = {f"<i>&{label}": curve for label, curve in made.curves.items()}
     title = "</script><script>alert(1)</script><!--<script>"
-    settings = tuple(setting.model_copy(update={"title": title}) for setting in made.settings)
+    chosen = made.chosen.model_copy(update={"option": title, "title": "<u>", "reason": "a < b & c"})
     question = made.question.model_copy(update={"model": model})
     hostile = {"question": question, "chosen": chosen, "front": (chosen, *made.front[1:]), "curves": curves}
-    hostile |= {"settings": settings}
+    hostile |= {"ran": (chosen,)}
     outline = Outline(page(made.model_copy(update=hostile), Path("<out>")))
     assert not {"script", "u", "i"} & {tag for tag, attributes in outline.elements if not attributes}
     assert "<script>alert(1)</script>& on one NVIDIA A40" in outline.text

@@ -126,7 +126,7 @@ def test_all_that_is_shown_ran_on_an_emulated_gpu(made):
         assert f"{how}; safety margin " in shown
         shown_page = page(plan)
         assert f"<dt>memory</dt><dd>the training step {how}</dd>" in shown_page
-        assert f"<dt>safety margin</dt><dd>3 %: {plan.band.source}</dd>" in shown_page
+        assert f"<dt>safety margin</dt><dd>3 %: {plan.margin.source}</dd>" in shown_page
         for text in (shown, visible(shown_page)):
             assert not re.search(r"~|predicted|confirmed|\bcards?\b|\bwants\b", text)
     assert f"{how}; {margin}, CUDA's context varies by " in " ".join(plans.shown(made).split())
@@ -173,7 +173,7 @@ def test_what_does_not_fit_is_answered_with_what_would():
 @pytest.mark.slow
 @pytest.mark.xdist_group("plan")
 def test_a_tight_plan_says_so(made):
-    assert words.margin(made) == math.ceil(made.chosen.peak_reserved_bytes * made.band.share)
+    assert words.margin(made) == math.ceil(made.chosen.peak_reserved_bytes * made.margin.share)
     process = made.chosen.process
     for usable_bytes, why in (
         (process.high_bytes - GIB // 8, "the low end fits"),
@@ -251,8 +251,8 @@ def test_a_lossy_optimizer_that_nobody_asked_for_is_in_the_first_line(made):
     words = f"FITS with a lossy optimizer: nothing lossless fits {memory}"
     assert f"{words}: needs" in " ".join(plans.shown(lossy).split())
     assert f"{words}</strong>" in page(lossy)
-    pins = made.question.pins.model_copy(update={"optimizer": "came"})
-    asked = lossy.model_copy(update={"question": made.question.model_copy(update={"pins": pins})})
+    pins = made.question.constraints.model_copy(update={"optimizer": "came"})
+    asked = lossy.model_copy(update={"question": made.question.model_copy(update={"constraints": pins})})
     assert "nothing lossless" not in plans.shown(asked)
     assert "FITS: needs" in plans.shown(made)
 

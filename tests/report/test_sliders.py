@@ -14,8 +14,7 @@ from selenium.webdriver.support.select import Select
 from bigdit import catalog
 from bigdit.memory import CATEGORIES
 from bigdit.report.page import write_plan
-from bigdit.search.candidates import process, verdict_of
-from bigdit.search.plan import Room
+from bigdit.search.plan import process, verdict_of
 from bigdit.strategy import EmaSpec, OptimizerSpec
 from bigdit.units import gib
 
@@ -33,18 +32,18 @@ OTHERS = {
 SMALLER, LARGER = catalog.gpu("rtx-3090-ti"), catalog.gpu("rtx-a6000")
 
 
-def point_of(plan, recommended, size, blocks):
-    """The recommended one as it was recorded, the others made up: more bytes with each picture and each block kept."""
-    chosen = plan.chosen.strategy
-    if (size, blocks) == (chosen.micro_batch_size, chosen.checkpointed_blocks):
+def at_sizes(plan, size, blocks):
+    """The recommended one as it was recorded, the others made up: more bytes with each image and each block kept."""
+    recommended = plan.chosen
+    if (size, blocks) == (recommended.micro_batch_size, recommended.blocks):
         return recommended
     share = 0.5 + size * (1 - blocks / 40) / 16
     reserved = int(recommended.peak_reserved_bytes * share)
-    taken = process(reserved, plan.non_torch, plan.band)
+    taken = process(reserved, recommended.non_torch, plan.margin)
+    sizes = {"micro_batch_size": size, "checkpointed_blocks": blocks}
     changes = {
-        "micro_batch_size": size,
-        "checkpointed_blocks": blocks,
-        "at_peak": {},
+        "source": "ran",
+        "strategy": recommended.strategy.model_copy(update=sizes),
         "peak_allocated_bytes": int(recommended.peak_allocated_bytes * share),
         "peak_reserved_bytes": reserved,
         "process": taken,
@@ -54,19 +53,14 @@ def point_of(plan, recommended, size, blocks):
 
 
 def with_points(plan):
-    (setting,) = plan.settings
-    (recommended,) = setting.points
-    points = tuple(point_of(plan, recommended, *sizes) for sizes in RAN)
-    rooms = setting.rooms + tuple(Room(card=gpu.title, usable_bytes=gpu.usable_bytes) for gpu in (SMALLER, LARGER))
-    first = setting.model_copy(update={"points": points, "rooms": rooms})
-    bare = tuple(point.model_copy(update={"at_peak": {}}) for point in points)
+    first = [at_sizes(plan, *sizes) for sizes in RAN]
     others = [
-        first.model_copy(
-            update={"title": title, "strategy": setting.strategy.model_copy(update=changes), "points": bare}
-        )
+        each.model_copy(update={"option": title, "strategy": each.strategy.model_copy(update=changes)})
         for title, changes in OTHERS.items()
+        for each in first
     ]
-    return plan.model_copy(update={"settings": (first, *others)})
+    kernels = plan.same_kernels | {gpu.title: gpu.usable_bytes for gpu in (SMALLER, LARGER)}
+    return plan.model_copy(update={"ran": (*first, *others), "same_kernels": kernels})
 
 
 @pytest.fixture(scope="module")
@@ -113,17 +107,22 @@ def state(page):
     return {key: value for key, (value,) in parse_qs(urlsplit(page.current_url).fragment).items()}
 
 
-def setting(document, title):
-    (found,) = [each for each in document["settings"] if each["title"] == title]
-    return found
+SIZES = ("micro_batch_size", "checkpointed_blocks")
+
+
+def ran_of(document, title):
+    return [each for each in document["ran"] if each["option"] == title]
 
 
 def point(document, title, size, blocks):
-    """The point of the JSON, and the GPU that the plan is for."""
-    found = setting(document, title)
-    key = {"micro_batch_size": int(size), "checkpointed_blocks": int(blocks)}
-    (ran,) = [each for each in found["points"] if {name: each[name] for name in key} == key]
-    return ran, found["rooms"][0] | {"non_torch": found["non_torch"]}
+    """What ran by the JSON, with its peak phase and what was recorded there, and the GPU that the plan is for."""
+    wanted = (int(size), int(blocks))
+    (ran,) = [each for each in ran_of(document, title) if tuple(each["strategy"][key] for key in SIZES) == wanted]
+    recorded = max(document["ledger"]["phases"], key=lambda phase: phase["peak_bytes"])["at_peak"]
+    at_peak = recorded if ran["strategy"] == document["chosen"]["strategy"] else {}
+    usable = next(iter(document["same_kernels"].values()))
+    found = ran | {"phase": max(ran["phases"], key=ran["phases"].get), "at_peak": at_peak}
+    return found, {"usable_bytes": usable, "non_torch": ran["non_torch"]}
 
 
 def shown(page, document):
@@ -176,7 +175,7 @@ def test_it_begins_with_what_is_recommended(page, plan, document):
 
 def test_sliders_move_over_all_that_ran_by_the_keyboard(page, document):
     """The other slider gives way to the nearest that ran, and the page says so."""
-    points = setting(document, ADAMW)["points"]
+    points = [each["strategy"] for each in ran_of(document, ADAMW)]
     keys = {"micro-batch": "micro_batch_size", "blocks": "checkpointed_blocks"}
     now = {"blocks": 12}
     for moved, other in (("micro-batch", "blocks"), ("blocks", "micro-batch")):
@@ -193,7 +192,7 @@ def test_sliders_move_over_all_that_ran_by_the_keyboard(page, document):
             shows(page, *point(document, ADAMW, now["micro-batch"], now["blocks"]))
             slider.send_keys(Keys.ARROW_RIGHT)
     assert state(page) == {key: str(value) for key, value in now.items()} | {"strategy": ADAMW, "gpu": "NVIDIA A40"}
-    assert {each["verdict"] for each in points} == {"FITS", "DOES NOT FIT"}
+    assert {each["verdict"] for each in ran_of(document, ADAMW)} == {"FITS", "DOES NOT FIT"}
 
 
 def test_all_is_reached_with_the_tabulator(page):
@@ -322,10 +321,9 @@ def test_without_scripts_all_else_is_there(chromium, folder):
 def test_another_number_of_gpus_is_another_plans(chromium, plan, tmp_path):
     """What ran for it, on its own machine."""
     other = plans.sharded_plan(8)
-    sharded = {"title": "ZeRO-2 on 8, AdamW", "strategy": other.chosen.strategy}
-    own = plans.made_plan().settings[0].model_copy(update=sharded)
+    own = other.chosen.model_copy(update={"option": "ZeRO-2 on 8, AdamW"})
     question = other.question.model_copy(update={"host_memory_bytes": 2 * plan.question.host_memory_bytes})
-    other = other.model_copy(update={"settings": (own,), "question": question})
+    other = other.model_copy(update={"chosen": own, "ran": (own,), "question": question})
     write_plan(plan, tmp_path / "plan", [other])
     written = tmp_path / "plan" / "report.html"
     chromium.get(written.as_uri())
@@ -335,7 +333,7 @@ def test_another_number_of_gpus_is_another_plans(chromium, plan, tmp_path):
     assert cards.first_selected_option.text == "1"
     cards.select_by_visible_text("8")
     asked = state(chromium)
-    assert asked["strategy"] == own.title
+    assert asked["strategy"] == own.option
     shows(chromium, *shown(chromium, json.loads(other.model_dump_json())))
     assert f"of {gib(question.host_memory_bytes)} per machine" in texts(chromium, "#whatif-facts dd")
     assert json.loads((written.parent / "plan.json").read_text()) == json.loads(plan.model_dump_json()) | {"fits": True}

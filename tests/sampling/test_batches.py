@@ -51,7 +51,7 @@ def test_a_batch_that_runs_out_of_memory_is_halved_and_says_so(sampler, monkeypa
     assert sizes == [10, 4, 4, 4, 4, 2, 2]  # with guidance twice 5, and by two steps twice 2, 2 and 1
     assert (halved - whole).abs().max() <= ROUNDING
     assert (whole[0] - whole[1]).abs().max() > ROUNDING
-    line = "note: --size 8x8: memory does not do for 5 at once; going on with 2"
+    line = "note: --size 8x8: memory does not suffice for 5 at once; continuing with 2"
     assert capsys.readouterr().err.splitlines() == [line]
 
 
@@ -66,7 +66,9 @@ def test_of_one_picture_the_shortage_is_said(sampler, monkeypatch):
     sizes = fed(
         sampler, monkeypatch, most=1, error=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     )
-    with pytest.raises(UserError, match=r"--size 8x8: drawing 1 at once ran out of memory: 2\.00 GiB were asked for, "):
+    with pytest.raises(
+        UserError, match=r"--size 8x8: generating 1 at once ran out of memory: 2\.00 GiB were asked for, "
+    ):
         draw(sampler)
     assert sizes == [10, 4, 2]
 
@@ -95,10 +97,12 @@ def test_a_host_says_that_its_memory_does_not_do_where_the_kernel_would_end_the_
     with pytest.raises(UserError) as found, bounded(torch.device("cpu")):
         list(sampler.sample(CAPTIONS[:2], large))
     assert re.search(
-        r"^--size 2048x2048: drawing 1 at once ran out of memory: \d+\.\d\d GiB more were asked for, and this process "
-        r"may hold \d+\.\d\d GiB of 64\.00 GiB; a smaller --size or fewer captions take less$",
+        r"^--size 2048x2048: generating 1 at once ran out of memory: \d+\.\d\d GiB more were asked for, and this "
+        r"process may hold \d+\.\d\d GiB of 64\.00 GiB; a smaller --size or fewer captions take less$",
         str(found.value),
     )
-    assert capsys.readouterr().err == "note: --size 2048x2048: memory does not do for 2 at once; going on with 1\n"
+    assert (
+        capsys.readouterr().err == "note: --size 2048x2048: memory does not suffice for 2 at once; continuing with 1\n"
+    )
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
     assert draw(sampler).shape[0] == len(CAPTIONS)

@@ -81,7 +81,7 @@ def test_a_picture_depends_on_its_caption_and_seed_alone(sampled, trained):
         (
             ["--caption", "x", "--size", "65534x65534"],
             # five times 4 × 32767 × 32767 numbers of 4 bytes
-            "error: --size 65534x65534: drawing 1 at once takes 80.00 GiB at least, and",
+            "error: --size 65534x65534: generating 1 at once takes 80.00 GiB at least, and",
         ),
         (
             ["--caption", "x", "--seed", "9" * 20],

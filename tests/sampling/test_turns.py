@@ -9,8 +9,8 @@ import torch
 from bigdit import checkpoint, models, objectives
 from bigdit.catalog.families import objective_of
 from bigdit.config.load import parse_run
-from bigdit.encoders.codecs import load_image_codec, to_bytes
-from bigdit.encoders.load import load_text_encoder
+from bigdit.encoders.load import load_image_codec, load_text_encoder
+from bigdit.encoders.protocol import to_bytes
 from bigdit.loader.buffers import padded
 from bigdit.sampling import Sampler, SamplingOptions, conditions
 from bigdit.sampling.conditions import Given
@@ -47,7 +47,7 @@ def test_what_encoded_is_gone_before_the_model_comes_and_the_model_before_anythi
 
     monkeypatch.setattr(conditions, "load_text_encoder", load)
     monkeypatch.setattr(sampler, "model", model)
-    latents = sampler.draw(CAPTIONS, OPTIONS)
+    latents = sampler.generate(CAPTIONS, OPTIONS)
     first = next(latents)
     assert held["model"]() is not None
     pictures = sampler.decode([first, *latents], OPTIONS)
@@ -85,7 +85,7 @@ def test_pictures_come_while_others_are_still_to_be_drawn(trained, capsys):
     drawn = []
 
     def shown(what, found, total):
-        assert (what, total) == ("draw", len(CAPTIONS))
+        assert (what, total) == ("generate", len(CAPTIONS))
         for each in found:
             drawn.append(each)
             yield each
@@ -115,5 +115,5 @@ def test_without_room_to_decode_beside_the_model_they_come_when_all_are_drawn(tr
     waited = list(sampler.sample(CAPTIONS, OPTIONS))
     assert said == [True, True, False, False]
     assert all(map(torch.equal, waited, whole))
-    note = "note: --size 8x8: no room to decode beside the model; pictures come when all are drawn"
+    note = "note: --size 8x8: no room to decode next to the model; images come when all are generated"
     assert capsys.readouterr().err.splitlines() == [note]

@@ -7,7 +7,7 @@ from on_gpu.predicted import PREDICTED, Predictions
 
 from bigdit import catalog
 from bigdit.catalog.families import FAMILIES
-from bigdit.search.calibration import UNPROVED, UNPROVED_ROUTED, Evidence
+from bigdit.search.calibration import UNPROVED, UNPROVED_ROUTED, Calibration
 
 TAKEN = {each.name: max(phase.reserved for phase in each.phases) for each in measured() if each.phases}
 POINTS_SAID = Predictions.model_validate_json(PREDICTED.read_bytes()).points
@@ -23,11 +23,11 @@ def test_no_measured_step_reserved_more_than_was_kept_free(routed):
     points = [point for point in POINTS if point.name in TAKEN and is_routed(point) is routed]
     assert points
     for point in points:
-        assert TAKEN[point.name] <= SAID[point.name] * (1 + Evidence(routed=routed).band.share), point.name
+        assert TAKEN[point.name] <= SAID[point.name] * (1 + Calibration(routed=routed).margin.share), point.name
 
 
 def test_without_a_receipt_experts_that_values_choose_keep_more_free():
-    assert Evidence().band == UNPROVED
-    assert Evidence(routed=True).band == UNPROVED_ROUTED
+    assert Calibration().margin == UNPROVED
+    assert Calibration(routed=True).margin == UNPROVED_ROUTED
     (point,) = (point for point in POINTS if point.name in TAKEN and is_routed(point))
     assert TAKEN[point.name] > SAID[point.name] * (1 + UNPROVED.share)  # why it is a band of its own

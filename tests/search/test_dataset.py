@@ -53,7 +53,7 @@ def test_padded_text_is_said_before_it_fills_a_disk():
     assert found.latent_bytes == 4 * 128 * 128 * 2
     assert found.padded_text_bytes == 300 * 4096 * 2
     assert (found.text_bytes.low, found.text_bytes.high) == (49 * 8192, 168 * 8192)
-    assert found.store_bytes.high == 30_000_000 * (131_072 + 168 * 8192 + 64)
+    assert found.store_bytes.high == 30_000_000 * (131_072 + 168 * 8192 + 72)
     assert found.notes[0] == (
         "padded to 300 × 4096 in bf16, the text of each image takes 2.46 MB, and that of all 73.7 TB; it is "
         "stored without padding: 401 kB to 1.38 MB each, with captions of 49 tokens (two or three sentences) to "
@@ -92,7 +92,7 @@ def test_further_texts_are_counted():
     own, clip = 256 * 2048 * 2, 1024 * 2
     assert found.padded_text_bytes == own + 77 * clip
     assert (found.text_bytes.low, found.text_bytes.high) == (own + 49 * clip, own + 77 * clip)
-    assert found.store_bytes.high == 1000 * (4 * 128 * 128 * 2 + own + 77 * clip + 64 + 8 + 24)
+    assert found.store_bytes.high == 1000 * (4 * 128 * 128 * 2 + own + 77 * clip + 72 + 24)
     assert found.notes[0] == (
         "padded to 256 × 2048 and 77 × 1024 (clip_text) in bf16, the text of each image takes 1.21 MB, and that of all "
         "1.21 GB; it is stored without padding but that of 256 × 2048: 1.15 MB to 1.21 MB each, with captions of 49 "
@@ -112,7 +112,7 @@ def test_llamas_layers_are_what_a_store_of_hidream_is_made_of():
     )
     assert found.notes[1] == "the store takes 35.1 TB: up to 10 disks of 3.84 TB"
     assert found.notes[2] == (
-        "a worker of `bigdit extract` holds up to 3 parts on the host: 27 GB with data.part_size 256, 1.69 GB with 16"
+        "a worker of `bigdit extract` holds up to 3 parts in CPU memory: 27 GB with data.part_size 256, 1.69 GB with 16"
     )
 
 
@@ -134,9 +134,7 @@ def test_first_frames_are_counted():
     more = begun.latent_bytes + 257 * 1280 * 2 + 8  # its latents, its embeddings, its digest
     beside = plain.store_bytes.low / 10 - plain.latent_bytes
     assert begun.store_bytes.low / 10 - begun.latent_bytes == beside + more
-    assert any(
-        note.startswith("the first frame of each video takes 4.85 MB beside it; a second") for note in begun.notes
-    )
+    assert any(note.startswith("the first frame of each video takes 4.85 MB more; a second") for note in begun.notes)
 
 
 def test_without_images_there_is_no_data_set():
@@ -186,15 +184,15 @@ def test_a_plan_says_where_encoders_have_no_room_together():
         (
             10,
             [
-                "text encoders and VAE have no room on the NVIDIA GeForce RTX 3060 together: a worker of `bigdit "
-                "extract` has them take turns, and 10.00 GiB of weights wait on the host"
+                "text encoders and VAE do not fit the NVIDIA GeForce RTX 3060 together: a worker of `bigdit "
+                "extract` has them take turns, and 10.00 GiB of weights wait in CPU memory"
             ],
         ),
         (
             12,
             [
                 "extraction does not fit the NVIDIA GeForce RTX 3060: with a sample at a time 12.50 GiB of "
-                "10.60 GiB are wanted for the text encoders; a larger GPU, or encoders.device: cpu, encodes"
+                "10.60 GiB are needed for the text encoders; a larger GPU, or encoders.device: cpu, encodes"
             ],
         ),
     ):

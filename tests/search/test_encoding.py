@@ -77,19 +77,19 @@ def test_what_takes_turns_and_what_has_no_room_is_said():
     assert (by_turns.way(small), nothing.way(small), nothing.way(resolve_gpu("a40"))) == ("in turns", None, "together")
     assert by_turns.taken("in turns", 9) == max(10 * GIB, 10 * GIB)
     assert by_turns.taken("together", 1) == 11.5 * GIB
-    said = encode_batch._said(EncodeBatch(8, "in turns", by_turns), asked, small, 1, 1)
+    said = encode_batch._fit(EncodeBatch(8, "in turns", by_turns), asked, small, 1, 1)
     assert said == (
         "which fits the NVIDIA GeForce RTX 3060 (emulated) where text encoders and VAE take turns; "
-        "9.50 GiB of weights wait on the host"
+        "9.50 GiB of weights wait in CPU memory"
     )
-    said = encode_batch._said(EncodeBatch(1, None, nothing), asked, small, 1, 1)
+    said = encode_batch._fit(EncodeBatch(1, None, nothing), asked, small, 1, 1)
     assert said == (
         "and even that does not fit the NVIDIA GeForce RTX 3060 (emulated): 12.00 GiB are needed for the text "
         "encoders, and 11.10 GiB are free; encoders.device: cpu takes nothing of a GPU"
     )
-    assert encode_batch._said(EncodeBatch(1, None, by_turns), asked, small, 2, 2).endswith("; fewer data.workers")
+    assert encode_batch._fit(EncodeBatch(1, None, by_turns), asked, small, 2, 2).endswith("; fewer data.workers")
     large = EncodeBatch(1, None, EncodersNeed(Side(GIB, 20 * GIB, 0), Side(GIB, 0, 0)))
-    assert encode_batch._said(large, asked, small, 1, 1).endswith(
+    assert encode_batch._fit(large, asked, small, 1, 1).endswith(
         "21.00 GiB are needed for the VAE, and 11.10 GiB are free; encoders.image.dtype: bf16, encoders.image.tiling "
         "or smaller data.buckets take less"
     )
@@ -103,10 +103,10 @@ def test_a_host_that_has_less_than_what_waits_is_told_of_before_anything_starts(
     ]
     short = "so that extraction may be killed"
     assert said == [
-        "19.00 GiB of weights of 2 workers wait on the host",
-        "19.00 GiB of weights of 2 workers have to wait on the host, which has 16.00 GiB, "
+        "19.00 GiB of weights of 2 workers wait in CPU memory",
+        "19.00 GiB of weights of 2 workers have to wait in CPU memory, which is 16.00 GiB, "
         f"{short}; fewer data.workers take less",
-        f"9.50 GiB of weights have to wait on the host, which has 1.00 GiB, {short}; "
+        f"9.50 GiB of weights have to wait in CPU memory, which is 1.00 GiB, {short}; "
         "encoders.text.dtype: bf16 takes half",
     ]
     assert encode_batch._waiting(need, half, 1, GIB).endswith("; swap may hold them")
@@ -114,7 +114,7 @@ def test_a_host_that_has_less_than_what_waits_is_told_of_before_anything_starts(
 
 def test_videos_are_encoded_whole_and_weights_that_encode_nothing_are_counted():
     videos = EncodersNeed(Side(0, GIB, GIB), Side(0, 0, GIB), frames=81)
-    assert [videos.pictures.taken(-(-size // 81)) for size in (1, 81, 82)] == [GIB, GIB, 2 * GIB]
+    assert [videos.images.taken(-(-size // 81)) for size in (1, 81, 82)] == [GIB, GIB, 2 * GIB]
     assert (videos.taken("in turns", 1), videos.taken("in turns", 128)) == (GIB, 127 * GIB)
 
 

@@ -1,11 +1,11 @@
-"""Questions of a run's stages: what its YAML says is pinned, what it leaves out is asked, and errors name its keys."""
+"""Questions of a run's stages: what its YAML says is fixed, what it leaves out is asked, and errors name its keys."""
 
 import pytest
 import yaml
 from commands import ROOT
 
 from bigdit.errors import UserError
-from bigdit.search.of_run import questions_of, unpinned
+from bigdit.search.of_run import overruled, questions_of
 
 PIXART = {
     "model": {"name": "pixart-sigma-xl-2-1024"},
@@ -40,10 +40,15 @@ def test_each_stage_is_asked_with_what_is_said_of_it(tmp_path):
     low, high = asked(written(tmp_path, LOW, HIGH), images="10k")
     assert [each.model.name for each in (low, high)] == ["pixart-sigma-xl-2-1024"] * 2
     assert (low.resolution, low.buckets, high.resolution, high.buckets) == ((256, 256), ((224, 288),), (1024, 1024), ())
-    assert (low.pins.micro_batch_size, high.pins.micro_batch_size) == (8, None)
-    assert (low.pins.checkpointed_blocks, high.pins.checkpointed_blocks) == (None, "all")
-    assert low.pins.precision == "bf16"
-    assert (low.pins.engine, low.pins.optimizer, low.pins.ema, low.pins.full) == (None, None, "none", True)
+    assert (low.constraints.micro_batch_size, high.constraints.micro_batch_size) == (8, None)
+    assert (low.constraints.checkpointed_blocks, high.constraints.checkpointed_blocks) == (None, "all")
+    assert low.constraints.precision == "bf16"
+    assert (low.constraints.engine, low.constraints.optimizer, low.constraints.ema, low.constraints.full) == (
+        None,
+        None,
+        "none",
+        True,
+    )
     assert (low.global_batch_size, low.epochs, high.epochs) == (32, 3.2, 0.32)
 
 
@@ -64,30 +69,33 @@ def test_what_validation_holds_out_is_encoded_and_not_trained_on(tmp_path):
 def test_a_run_without_stages_is_one_question(tmp_path):
     strategy = {"lora": {"rank": 4}, "ema": {"device": "cpu"}, "optimizer": {"name": "came"}}
     (only,) = asked(written(tmp_path, train={"steps": 9}, strategy=strategy))
-    assert (only.pins.lora_rank, only.pins.ema, only.pins.full, only.pins.optimizer) == (4, "cpu", False, "came")
+    assert (only.constraints.lora_rank, only.constraints.ema, only.constraints.full, only.constraints.optimizer) == (
+        4,
+        "cpu",
+        False,
+        "came",
+    )
 
 
 def test_features_online_are_pinned_and_what_is_not_is_said(tmp_path):
     strategy = {"features": "online", "lora": {"rank": 4, "base": "nf4", "dora": False}, "offload_activations": True}
     path = written(tmp_path, data=PIXART["data"] | {"features": None}, train={"steps": 9}, strategy=strategy)
     (only,) = asked(path)
-    assert only.pins.features == "online"
+    assert only.constraints.features == "online"
     assert problems(path, "data.buckets=[[512, 512], [256, 256]]") == [
         "strategy.features is online, and data.buckets has 2: the bucket of an image is known only after all were "
         "read; set it "
         "to cached, and run `bigdit extract` first"
     ]
     asked_for = {"checkpointing": "selective", "lora.base": "nf4", "offload_activations": "true"}
-    assert unpinned(path, ["strategy.checkpointing=selective"]) == [
-        f"{path}: strategy.{key} is {said}, which plans do not pin: this one chooses by itself"
+    assert overruled(path, ["strategy.checkpointing=selective"]) == [
+        f"{path}: strategy.{key} is {said}, which plans do not fix: this one chooses by itself"
         for key, said in asked_for.items()
     ]
-    assert unpinned(written(tmp_path, LOW, HIGH), ()) == []
+    assert overruled(written(tmp_path, LOW, HIGH), ()) == []
     path = written(tmp_path, train={"steps": 9}, strategy={"compile_blocks": True})
-    (compiled,) = unpinned(path, ())
-    assert compiled.startswith(
-        f"{path}: strategy.compile_blocks is true, and the plan is for blocks that are not compiled: "
-    )
+    (compiled,) = overruled(path, ())
+    assert compiled.startswith(f"{path}: strategy.compile_blocks is true, and plans run blocks as they are written: ")
 
 
 @pytest.mark.parametrize(
@@ -101,7 +109,7 @@ def test_features_online_are_pinned_and_what_is_not_is_said(tmp_path):
 )
 def test_the_engine_is_a_preset(tmp_path, engine, pinned):
     low, _ = asked(written(tmp_path, LOW, HIGH, strategy=engine))
-    assert (low.pins.engine, low.cluster.gpus) == (pinned, engine.get("world_size", 1))
+    assert (low.constraints.engine, low.cluster.gpus) == (pinned, engine.get("world_size", 1))
 
 
 def test_what_is_wrong_is_told_by_the_runs_keys(tmp_path):
@@ -112,7 +120,7 @@ def test_what_is_wrong_is_told_by_the_runs_keys(tmp_path):
         "strategy.checkpointed_blocks is 99, and pixart-sigma-xl-2-1024 has 28 blocks; 28 and all are the most"
     ]
     assert problems(path, "strategy.global_batch_size=20") == [
-        "stages.0: strategy.global_batch_size is 20, and 1 card × strategy.micro_batch_size 8 come to multiples of 8; "
+        "stages.0: strategy.global_batch_size is 20, and 1 GPU × strategy.micro_batch_size 8 come to multiples of 8; "
         "nearest: 16 or 24"
     ]
     assert problems(path, "strategy.world_size=2", "strategy.engine=fsdp2", gpus=4) == [

@@ -16,25 +16,24 @@ from bigdit.profile.cards import LARGEST_MICRO_BATCH, Cards, Row
 from bigdit.profile.pool import WorkerError
 from bigdit.report import words
 from bigdit.search.answer import make_plan
-from bigdit.search.calibration import Evidence
-from bigdit.search.candidates import Planner
-from bigdit.search.explore import explore, hopeful
-from bigdit.search.plan import alike
-from bigdit.search.question import Pins, Question
+from bigdit.search.calibration import Calibration
+from bigdit.search.option import Option
+from bigdit.search.plan import Constraints, Question, node_bytes
+from bigdit.search.planner import Planner
 from bigdit.search.space import proposals
 from bigdit.units import GIB, MIB, gib
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
-ONLY = Pins(engine="single", optimizer="adamw", checkpointed_blocks=0)
+ONLY = Constraints(engine="single", optimizer="adamw", checkpointed_blocks=0)
 SMALLER = A40.model_copy(update={"usable_mib": 12 * GIB // MIB})
 
 
 def question(**changes: object) -> Question:
-    return Question(model=SMALL, gpu=SMALLER, resolution=(1024, 1024), pins=ONLY).model_copy(update=changes)
+    return Question(model=SMALL, gpu=SMALLER, resolution=(1024, 1024), constraints=ONLY).model_copy(update=changes)
 
 
-def pinned(pins: Pins, **changes: object) -> Pins:
+def pinned(pins: Constraints, **changes: object) -> Constraints:
     return pins.model_copy(update=changes)
 
 
@@ -65,25 +64,24 @@ def test_a_plan_ran_and_so_did_its_alternatives_and_its_limit_and_one_more_did_n
     assert all(choice.step.launches is not None and choice.step.launches.counted for choice in plan.front)
     assert not any(choice.verdict == "DOES NOT FIT" for choice in plan.front)
     with Cards(SMALLER) as cards:
-        planner = Planner(asked, cards, Evidence())
+        planner = Planner(asked, cards, Calibration())
         room = planner.capacity(plan.chosen.strategy)
         sizes = [plan.chosen.strategy.with_micro_batch_size(limit.none + more) for more in (0, 1)]
         runs = cards.attempts([(planner.request(each), room) for each in sizes])
     assert [isinstance(run, Attempt) and run.fits for run in runs] == [True, False]
-    fits, more = (make_plan(question(pins=pinned(ONLY, micro_batch_size=limit.none + more))) for more in (0, 1))
+    fits, more = (make_plan(question(constraints=pinned(ONLY, micro_batch_size=limit.none + more))) for more in (0, 1))
     assert (fits.verdict, fits.buckets) == ("FITS", plan.buckets)
     assert more.verdict != "FITS"
     assert more.buckets == plan.buckets  # of what does not fit they ran as well
     assert more.chosen.process.high_bytes > SMALLER.usable_bytes
-    kept, recomputed = plan.curves
-    assert [each.micro_batch_sizes[-1] for each in (kept, recomputed)] == [limit.none, limit.full]
-    assert all(list(each.process_bytes) == sorted(each.process_bytes) for each in plan.curves)
-    assert kept.process_bytes[-1] <= SMALLER.usable_bytes
-    own = next(setting for setting in plan.settings if alike(setting.strategy, plan.chosen.strategy))
-    points = {each.micro_batch_size: each for each in own.points if not each.checkpointed_blocks}
-    for size, nbytes in zip(kept.micro_batch_sizes, kept.process_bytes, strict=True):
-        assert (points[size].process.high_bytes, points[size].verdict) == (nbytes, "FITS")
-    assert [size for size, each in points.items() if each.at_peak] == [plan.chosen.strategy.micro_batch_size]
+    kept, recomputed = plan.curves.values()
+    assert [max(each) for each in (kept, recomputed)] == [limit.none, limit.full]
+    assert all(list(each.values()) == sorted(each.values()) for each in plan.curves.values())
+    assert max(kept.values()) <= SMALLER.usable_bytes
+    ran = {each.micro_batch_size: each for each in plan.ran if each.option == plan.chosen.option and not each.blocks}
+    for size, nbytes in kept.items():
+        assert (ran[size].process.high_bytes, ran[size].verdict) == (nbytes, "FITS")
+    assert [size for size, each in ran.items() if each.source == "recorded"] == [plan.chosen.micro_batch_size]
 
 
 @pytest.mark.slow
@@ -107,7 +105,7 @@ def test_of_images_turned_by_a_quarter_as_many_fit_and_one_more_does_not() -> No
     assert turned.none is not None
     assert (one.full is None, turned.full) == (False, None)  # near the planned size
     with Cards(SMALLER) as cards:
-        planner = Planner(question(resolution=(1024, 512)), cards, Evidence())
+        planner = Planner(question(resolution=(1024, 512)), cards, Calibration())
         sizes = [plan.chosen.strategy.with_micro_batch_size(turned.none + more) for more in (0, 1)]
         room = planner.capacity(plan.chosen.strategy)
         runs = cards.attempts([(planner.request(each), room) for each in sizes])
@@ -117,7 +115,7 @@ def test_of_images_turned_by_a_quarter_as_many_fit_and_one_more_does_not() -> No
 @pytest.mark.slow
 def test_the_way_from_the_copied_setting_runs_where_the_gpu_is_too_small_for_it() -> None:
     small = A40.model_copy(update={"usable_mib": 8 * GIB // MIB})
-    plan = make_plan(question(gpu=small, pins=pinned(ONLY, micro_batch_size=2), explain=True))
+    plan = make_plan(question(gpu=small, constraints=pinned(ONLY, micro_batch_size=2), explain=True))
     first, *_, last = plan.waterfall
     assert first.process_bytes > small.usable_bytes
     assert first.verdict == "DOES NOT FIT"
@@ -127,18 +125,18 @@ def test_the_way_from_the_copied_setting_runs_where_the_gpu_is_too_small_for_it(
 
 
 @pytest.mark.slow
-def test_curves_run_beyond_a_global_batch_and_settings_do_not() -> None:
+def test_curves_run_beyond_a_global_batch_and_nothing_else_does() -> None:
     plan = make_plan(question(gpu=A40, global_batch_size=4))
     assert plan.verdict == "FITS"
-    assert max(plan.curves[0].micro_batch_sizes) > 4
-    assert {point.micro_batch_size for setting in plan.settings for point in setting.points} <= {1, 2, 4}
+    assert max(size for curve in plan.curves.values() for size in curve) > 4
+    assert {each.micro_batch_size for each in plan.ran} <= {1, 2, 4}
 
 
 @pytest.mark.slow
 def test_a_plan_of_which_a_step_could_not_be_run_says_so_and_is_made_anew(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    asked = question(gpu=A40, pins=pinned(ONLY, micro_batch_size=2))
+    asked = question(gpu=A40, constraints=pinned(ONLY, micro_batch_size=2))
     ends = tmp_path / "python"
     ends.write_text(f'#!/bin/sh\ncase "$*" in *bigdit.profile*) exit 7;; esac\nexec {cuda_python()} "$@"\n')
     ends.chmod(0o755)
@@ -155,51 +153,60 @@ def test_a_plan_of_which_a_step_could_not_be_run_says_so_and_is_made_anew(
 @pytest.mark.slow
 def test_no_micro_batch_is_looked_for_where_the_host_is_short() -> None:
     plan = make_plan(question(gpu=A40, host_memory_bytes=MIB))
-    assert (plan.verdict, plan.short_of_host, plan.buckets, plan.curves) == ("DOES NOT FIT", True, (), ())
+    assert (plan.verdict, plan.short_of_host, plan.buckets, plan.curves) == ("DOES NOT FIT", True, (), {})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["single", "fsdp2-offload"])
 def test_a_machine_that_is_only_assumed_is_a_line_and_no_verdict(engine: Literal["single", "fsdp2-offload"]) -> None:
     """Nor a reason not to look at an engine, where nothing takes less."""
-    asked = question(gpu=A40, pins=pinned(ONLY, engine=engine, full=True), host_memory_bytes=GIB, host_assumed=True)
+    asked = question(
+        gpu=A40, constraints=pinned(ONLY, engine=engine, full=True), host_memory_bytes=GIB, host_assumed=True
+    )
     plan = make_plan(asked)
     assert (plan.verdict, plan.question, plan.chosen.verdict) == ("FITS", asked, "FITS")
     assert plan.buckets[0].none is not None
     assert plan.buckets[0].none >= plan.chosen.strategy.micro_batch_size
-    assert {point.verdict for point in plan.settings[0].points} >= {"FITS"}
+    assert {each.verdict for each in plan.ran} >= {"FITS"}
     (line,) = words.host(plan)
     assert line.startswith(f"CPU memory: {gib(plan.host.node_bytes)} needed per machine, more than the 1.00 GiB ")
-
-
-def state_bytes(planner: Planner, found: list[str]) -> float:
-    """Of a machine, by the reason that an engine is left out for."""
-    said = re.match(r"its state alone takes ([\d.]+) GiB of a machine's memory", found[0])
-    assert said
-    return float(said[1]) * GIB
 
 
 @pytest.mark.slow
 def test_an_engine_whose_state_its_machine_does_not_hold_is_not_looked_at() -> None:
     """And of one that goes on with another optimizer, the one that the machine does not hold is named."""
-    asked = question(gpu=A40, pins=pinned(ONLY, engine="fsdp2-offload"), host_memory_bytes=5 * GIB)
+    asked = question(gpu=A40, constraints=pinned(ONLY, engine="fsdp2-offload"), host_memory_bytes=5 * GIB)
+    least = node_bytes(12 * (asked.model.params or 0), asked.cluster)
+    asked = asked.model_copy(update={"host_memory_bytes": least + MIB})
     engines, _ = proposals(asked)
-    either = question(gpu=A40, pins=Pins(engine="single"), host_memory_bytes=MIB)
+    either = question(gpu=A40, constraints=Constraints(engine="single"), host_memory_bytes=MIB)
     both = [each for each in proposals(either)[0] if not each.last_resort]
     with Cards(A40) as cards:
-        short = hopeful(Planner(asked, cards, Evidence()), engines)
-        taken = state_bytes(Planner(asked, cards, Evidence()), [short.rejected[0].reason])
-        enough = question(gpu=A40, pins=asked.pins, host_memory_bytes=round(taken + 0.01 * GIB))
-        held = hopeful(Planner(enough, cards, Evidence()), engines)
-        none = hopeful(Planner(either, cards, Evidence()), both[:1])
-        adamw = state_bytes(Planner(either, cards, Evidence()), [none.rejected[0].reason])
-        less = either.model_copy(update={"host_memory_bytes": round(adamw - 0.01 * GIB)})
-        other = hopeful(Planner(less, cards, Evidence()), both)
-    assert len(engines) == 1
-    assert (short.engines, short.short_of_host) == ([], engines)
-    assert (held.engines, held.short_of_host, held.rejected) == (engines, [], [])
-    assert other.engines == both[:1]
-    assert [each.choice for each in other.rejected] == ["single GPU, AdamW"]
+
+        def hopeful(of: Question, group: list[Option]) -> tuple[list[Option], list[Option], list[str]]:
+            planner = Planner(of, cards, Calibration())
+            return *planner.hopeful(group), [each.choice for each in planner.rejected]
+
+        def state_bytes(of: Question, group: list[Option]) -> float:
+            """Of a machine, by the reason that an engine is rejected for."""
+            planner = Planner(of, cards, Calibration())
+            planner.hopeful(group)
+            said = re.match(r"its state alone takes ([\d.]+) GiB of a machine's memory", planner.rejected[0].reason)
+            assert said
+            return float(said[1]) * GIB
+
+        (engine,) = engines
+        assert hopeful(asked, engines) == ([], engines, [engine.title])
+        never = asked.model_copy(update={"host_memory_bytes": least - MIB})  # without an attempt
+        assert (hopeful(never, engines), state_bytes(never, engines)) == (
+            ([], engines, [engine.title]),
+            pytest.approx(least, rel=0.01),
+        )
+        enough = asked.model_copy(update={"host_memory_bytes": round(state_bytes(asked, engines) + 0.01 * GIB)})
+        assert hopeful(enough, engines) == (engines, [], [])
+        adamw = round(state_bytes(either, both[:1]) - 0.01 * GIB)
+        less = either.model_copy(update={"host_memory_bytes": adamw})
+        assert hopeful(less, both) == (both[:1], [], ["single GPU, AdamW"])
 
 
 @pytest.mark.slow
@@ -208,15 +215,17 @@ def test_what_is_predicted_is_near_what_runs(gpus: int, record_property) -> None
     """Reserved bytes at sizes between those that ran, and beyond; the host's bytes; a step's work."""
     from bigdit.speed.seconds import Cluster
 
-    asked = question(gpu=A40, pins=Pins(engine="single" if gpus == 1 else "fsdp2"), cluster=Cluster(gpus=gpus))
+    asked = question(
+        gpu=A40, constraints=Constraints(engine="single" if gpus == 1 else "fsdp2"), cluster=Cluster(gpus=gpus)
+    )
     proposed = [each for each in proposals(asked)[0] if not each.last_resort]
     with Cards(A40) as cards:
-        planner = Planner(asked, cards, Evidence())
-        options, rejected = explore(planner, proposed)
+        planner = Planner(asked, cards, Calibration())
+        rejected = planner.explore(proposed)
         off: list[float] = []
-        for option in options:
+        for option in planner.options.values():
             for size, blocks in ((1, 0), (6, 2), (12, SMALL.block_count)):
-                strategy = option.proposal.strategy.settled(
+                strategy = option.strategy.settled(
                     micro_batch_size=size, grad_accum_steps=1, checkpointed_blocks=blocks
                 )
                 ran = cards.attempt(planner.request(strategy))

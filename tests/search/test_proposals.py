@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import pytest
 from hypothesis import given
@@ -14,24 +13,14 @@ from bigdit import catalog
 from bigdit.catalog import CatalogModel
 from bigdit.config.load import parse_strategy
 from bigdit.memory.process import ByteRange
-from bigdit.profile.cards import LARGEST_MICRO_BATCH
-from bigdit.search.calibration import UNPROVED
-from bigdit.search.candidates import (
-    Candidate,
-    Option,
-    accumulation,
-    largest_micro_batch,
-    micro_batch_sizes,
-    preferred,
-    process,
-    quarters,
-    safe_bytes,
-    verdict_of,
-)
-from bigdit.search.question import Pins, Question
+from bigdit.profile.cards import LARGEST_MICRO_BATCH, Cards
+from bigdit.search.calibration import UNPROVED, Calibration
+from bigdit.search.option import Option, quarters
+from bigdit.search.plan import Constraints, Estimate, Question, lossy_by, process, safe_bytes, verdict_of
+from bigdit.search.planner import Planner
 from bigdit.search.rows import faster_or_slower
-from bigdit.search.space import Proposal, lossy_by, proposals
-from bigdit.speed.seconds import Cluster, Interval, StepTime
+from bigdit.search.space import proposals
+from bigdit.speed.seconds import Cluster, Interval
 from bigdit.strategy import LoraBase, Strategy
 from bigdit.units import MIB
 
@@ -43,8 +32,13 @@ def question(model: str | CatalogModel = "sana-1600m", gpu: str = "a40", **chang
     return Question(model=found, gpu=catalog.gpu(gpu), resolution=(1024, 1024)).model_copy(update=changes)
 
 
+def asking(asked: Question) -> Planner:
+    """Of emulated GPUs that nobody asks."""
+    return Planner(asked, cast(Cards, None), Calibration())
+
+
 def titles(asked: Question) -> list[str]:
-    return [proposal.title for proposal in proposals(asked)[0]]
+    return [option.title for option in proposals(asked)[0]]
 
 
 def reasons(asked: Question) -> dict[str, str]:
@@ -53,10 +47,10 @@ def reasons(asked: Question) -> dict[str, str]:
 
 def test_one_card_is_not_sharded_and_offload_is_a_last_resort() -> None:
     found, _ = proposals(question())
-    assert {proposal.strategy.engine for proposal in found if not proposal.last_resort} == {"single"}
-    (stepped,) = (proposal.title for proposal in found if proposal.last_resort == 3)
+    assert {option.strategy.engine for option in found if not option.last_resort} == {"single"}
+    (stepped,) = (option.title for option in found if option.last_resort == 3)
     assert stepped == "single GPU, Adafactor, bf16 without masters, stepped in the backward pass"
-    assert {proposal.title for proposal in found if proposal.last_resort == 1} == {
+    assert {option.title for option in found if option.last_resort == 1} == {
         "ZeRO-2, optimizer in CPU memory, AdamW",
         "FSDP2, weights and optimizer in CPU memory, AdamW",
     }
@@ -78,10 +72,10 @@ def test_engines_of_several_cards_depend_on_accumulation_and_machines() -> None:
 
 def test_bases_come_first_and_what_varies_them_names_them() -> None:
     found, _ = proposals(question())
-    for at, proposal in enumerate(found):
-        assert proposal.base is None or proposal.base in found[:at]
-        in_backward = proposal.strategy.optimizer_in_backward
-        assert in_backward or (proposal.base is None) == proposal.lossless
+    for at, option in enumerate(found):
+        assert option.base is None or option.base in found[:at]
+        in_backward = option.strategy.optimizer_in_backward
+        assert in_backward or (option.base is None) == option.lossless
 
 
 def test_over_several_gpus_what_is_lossy_is_a_last_resort() -> None:
@@ -100,13 +94,13 @@ def test_deepspeed_s_buckets_hold_a_block_and_not_half_a_billion() -> None:
 
 def test_a_card_without_bf16_trains_in_fp16() -> None:
     found, _ = proposals(question("pixart-sigma-xl-2-1024", "v100-32g-sxm2", cluster=Cluster(gpus=32)))
-    assert {proposal.strategy.precision for proposal in found} == {"fp16"}
+    assert {option.strategy.precision for option in found} == {"fp16"}
     assert "does not compute it" in reasons(question(gpu="v100-32g-sxm2"))["bf16"]
 
 
 def test_pins_are_kept() -> None:
-    pins = Pins(engine="fsdp2", optimizer="came", precision="bf16_sr", ema="cpu")
-    (found,), _ = proposals(question(pins=pins, cluster=Cluster(gpus=8)))
+    pins = Constraints(engine="fsdp2", optimizer="came", precision="bf16_sr", ema="cpu")
+    (found,), _ = proposals(question(constraints=pins, cluster=Cluster(gpus=8)))
     strategy = found.strategy
     assert (strategy.engine, strategy.optimizer.name, strategy.precision) == ("fsdp2", "came", "bf16_sr")
     assert strategy.ema is not None
@@ -116,21 +110,21 @@ def test_pins_are_kept() -> None:
 
 def test_an_average_is_placed_where_it_was_asked_for() -> None:
     places = {
-        ema: {proposal.strategy.ema and proposal.strategy.ema.device for proposal in proposals(asked)[0]}
+        ema: {option.strategy.ema and option.strategy.ema.device for option in proposals(asked)[0]}
         for ema in ("none", "auto", "gpu", "cpu")
-        for asked in [question(pins=Pins.model_validate({"ema": ema}))]
+        for asked in [question(constraints=Constraints.model_validate({"ema": ema}))]
     }
     assert places == {"none": {None}, "auto": {"gpu", "cpu"}, "gpu": {"gpu"}, "cpu": {"cpu"}}
 
 
 def test_as_many_averages_are_proposed_as_were_asked_for() -> None:
-    asked = question(pins=Pins(ema="auto", ema_widths=(0.05, 0.1)))
+    asked = question(constraints=Constraints(ema="auto", ema_widths=(0.05, 0.1)))
     assert {each.strategy.ema and each.strategy.ema.widths for each in proposals(asked)[0]} == {(0.05, 0.1)}
     assert "single GPU, AdamW, 2 EMAs in CPU memory" in titles(asked)
 
 
 def test_adapters_are_proposed_over_every_base_that_the_engine_takes() -> None:
-    one, several = (question(pins=Pins(lora_rank=16), cluster=Cluster(gpus=gpus)) for gpus in (1, 8))
+    one, several = (question(constraints=Constraints(lora_rank=16), cluster=Cluster(gpus=gpus)) for gpus in (1, 8))
     assert [title for title in titles(one) if title.startswith("single GPU") and "CPU memory" not in title] == [
         f"single GPU, AdamW, LoRA 16 over {base}" for base in get_args(LoraBase)
     ]
@@ -172,44 +166,47 @@ def test_a_settled_strategy_says_the_same_in_deepspeed_s_document() -> None:
 @given(st.integers(1, 64), st.integers(1, 64))
 def test_micro_batches_divide_a_card_s_share_of_the_global_batch(gpus: int, share: int) -> None:
     asked = question(cluster=Cluster(gpus=gpus), global_batch_size=gpus * share)
-    sizes = list(micro_batch_sizes(asked, Strategy(engine="fsdp2", world_size=gpus)))
+    sizes = list(asking(asked).micro_batch_sizes(Strategy(engine="fsdp2", world_size=gpus)))
     assert sizes == [size for size in range(1, share + 1) if share % size == 0]
-    assert all(size * accumulation(asked, size, gpus) * gpus == gpus * share for size in sizes)
+    assert all(size * asking(asked).accumulation(size, gpus) * gpus == gpus * share for size in sizes)
 
 
 def test_what_steps_in_the_backward_pass_takes_its_share_at_once() -> None:
     strategy = Strategy(optimizer_in_backward=True, gradient_clipping=None)
-    assert list(micro_batch_sizes(question(global_batch_size=12), strategy)) == [12]
-    assert list(micro_batch_sizes(question(), strategy))[:3] == [1, 2, 3]
+    assert list(asking(question(global_batch_size=12)).micro_batch_sizes(strategy)) == [12]
+    assert list(asking(question()).micro_batch_sizes(strategy))[:3] == [1, 2, 3]
 
 
 def test_without_a_global_batch_every_small_size_is_tried_and_large_ones_in_steps() -> None:
-    sizes = list(micro_batch_sizes(question(), Strategy()))
+    sizes = list(asking(question()).micro_batch_sizes(Strategy()))
     assert sizes[:32] == list(range(1, 33))
     assert sizes[-1] <= LARGEST_MICRO_BATCH
     assert all(after / before < 1.1 for before, after in itertools.pairwise(sizes[31:]))
 
 
-@given(st.integers(-2, LARGEST_MICRO_BATCH + 2))
+class Affine(Option):
+    """Of four blocks, each of which spares ten bytes a sample, and predicted without attempts."""
+
+    def ran(self, blocks: int) -> dict[int, int]:
+        return {size: nbytes for (of, size), nbytes in self.found.items() if of == blocks}
+
+    def uncorrected(self, micro_batch_size: float, blocks: int) -> float:
+        return affine(micro_batch_size, blocks)
+
+
+def affine(micro_batch_size: float, blocks: int) -> float:
+    return 100 + micro_batch_size * (50 - 10 * blocks)
+
+
+def option(title: str = "affine") -> Option:
+    found = Affine(title, Strategy())
+    found.count = 4
+    return found
+
+
+@given(st.integers(50, 52_000))
 def test_the_most_that_fits(limit: int) -> None:
-    option = Weighed(Proposal("any", Strategy()), 0, each=1)
-    assert largest_micro_batch(option, 0, limit) == min(max(limit, 0), LARGEST_MICRO_BATCH)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True)
-class Affine:
-    """An arrangement of four blocks, each of which spares ten bytes a sample."""
-
-    count: int = 4
-    none: None = None
-    full: None = None
-
-    def reserved(self, micro_batch_size: float, blocks: int) -> float:
-        return 100 + micro_batch_size * (50 - 10 * blocks)
-
-
-def option() -> Option:
-    return Option(Proposal("affine", Strategy()), Affine(), anchor=None)  # type: ignore[arg-type]
+    assert option().largest(0, limit) == min(max((limit - 100) // 50, 0), LARGEST_MICRO_BATCH)
 
 
 @given(st.integers(1, 20), st.integers(90, 900))
@@ -223,7 +220,7 @@ def test_the_fewest_blocks_fit_and_one_less_does_not(size: int, capacity: int) -
 
 
 def share(found: Option, size: int, blocks: int) -> float:
-    return found.reserved(size, blocks) / Affine().reserved(size, blocks)
+    return found.reserved(size, blocks) / affine(size, blocks)
 
 
 def test_a_correction_counts_where_it_was_found_and_fades() -> None:
@@ -241,7 +238,8 @@ def test_a_correction_counts_where_it_was_found_and_fades() -> None:
 
 def test_options_that_share_activations_share_corrections_until_they_have_their_own() -> None:
     made = option()
-    other = made.like(Option(Proposal("another", Strategy()), Affine(), anchor=None))  # type: ignore[arg-type]
+    other = option("another")
+    other.corrections = made.corrections
     made.correct(4, 2, 330)
     assert other.reserved(4, 2) == 330
     other.correct(1, 0, 75)  # of 150
@@ -263,45 +261,39 @@ def test_a_prediction_is_judged_by_the_same_bounds() -> None:
     assert judged(A40.usable_bytes - 300 * MIB + 1) == "DOES NOT FIT"
 
 
-@dataclass(frozen=True)
-class Weighed:
-    """What stands for an Option: its proposal, and what it reserves: so much, and more with `each` sample."""
-
-    proposal: Proposal
-    nbytes: float
-    each: float = 0
-
-    def reserved(self, micro_batch_size: int, blocks: int) -> float:
-        return self.nbytes + self.each * micro_batch_size
-
-
-def weighed(
-    title: str, nbytes: float, low: float, high: float, optimizer: str = "adamw", blocks: int = 0, resort: int = 0
-) -> Candidate:
-    """A candidate that takes so many bytes, at `low` to `high` images a second."""
-    proposal = Proposal(title, parse_strategy([f"optimizer.name={optimizer}"]), last_resort=resort)  # type: ignore[arg-type]
-    step = StepTime(seconds=Interval(low=1 / high, high=1 / low), parts={})
-    return Candidate(Weighed(proposal, nbytes), 1, 1, blocks, step)  # type: ignore[arg-type]
+def weighed(title: str, nbytes: int, low: float, high: float, optimizer: str = "adamw", blocks: int = 0) -> Estimate:
+    """An estimate that takes so many bytes, at `low` to `high` images a second."""
+    strategy = parse_strategy([f"optimizer.name={optimizer},checkpointed_blocks={blocks}"])
+    return Estimate.model_construct(
+        option=title,
+        strategy=strategy,
+        peak_reserved_bytes=nbytes,
+        samples_per_second_per_gpu=Interval(low=low, high=high),
+        lossless=not lossy_by(strategy),
+    )
 
 
 def test_room_comes_before_speed_that_cannot_be_told_apart() -> None:
+    def preferred(estimates: list[Estimate], **resorts: Any) -> list[Estimate]:
+        planner = asking(question())
+        for each in estimates:
+            planner.options[each.option] = Option(each.option, each.strategy, None, resorts.get(each.option, 0))
+        return planner.preferred(estimates)
+
     fastest, roomy = weighed("fastest", 40, 10, 20), weighed("roomy", 20, 9.6, 19.1)
     slower, lossy = weighed("slower", 5, 9.4, 19.9), weighed("lossy", 1, 100, 200, "adamw_8bit")
     order = preferred([lossy, slower, fastest, roomy])
-    assert [each.option.proposal.title for each in order] == ["roomy", "fastest", "slower", "lossy"]
+    assert [each.option for each in order] == ["roomy", "fastest", "slower", "lossy"]
     alike = [weighed(str(blocks), 20, 10, 20, blocks=blocks) for blocks in (3, 0, 7)]
     assert [each.blocks for each in preferred(alike)] == [0, 3, 7]
     spared = [
-        weighed(str(nbytes), nbytes, 10, 20, blocks=blocks) for nbytes, blocks in ((1000, 9), (1002.9, 0), (1003.1, 1))
+        weighed(str(nbytes), nbytes, 10, 20, blocks=blocks) for nbytes, blocks in ((10000, 9), (10029, 0), (10031, 1))
     ]
     assert [each.blocks for each in preferred(spared)] == [0, 9, 1]
     assert preferred([]) == []
-    waiting, whole = weighed("waiting", 1, 11, 21, "adamw_8bit", resort=2), weighed("whole", 90, 10, 20, "adamw_8bit")
-    assert [each.option.proposal.title for each in preferred([waiting, whole, slower])] == [
-        "slower",
-        "whole",
-        "waiting",
-    ]
+    waiting, whole = weighed("waiting", 1, 11, 21, "adamw_8bit"), weighed("whole", 90, 10, 20, "adamw_8bit")
+    order = preferred([waiting, whole, slower], waiting=2)
+    assert [each.option for each in order] == ["slower", "whole", "waiting"]
 
 
 @given(st.floats(0.1, 1e6), st.floats(1, 100), st.floats(0.1, 1e3))

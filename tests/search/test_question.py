@@ -11,7 +11,7 @@ from bigdit.config.load import MOST_RANK
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
 from bigdit.search.ask import ASPECTS, aspect_sizes, parse_sizes, question_for, written
-from bigdit.search.question import Pins, Question
+from bigdit.search.plan import Constraints, Question
 from bigdit.speed.seconds import Cluster
 from bigdit.strategy import MOST_GPUS
 from bigdit.units import GIB, MIB
@@ -29,7 +29,7 @@ def test_what_is_left_out_is_as_the_question_has_it():
     asked = question_for("sana-1600m", "a40", buckets="none")
     own = {"model": catalog.model(SANA), "gpu": catalog.gpu("a40"), "resolution": (1024, 1024)}
     assert asked == Question(**own, host_assumed=True)
-    assert (asked.cluster, asked.pins) == (Cluster(), Pins())
+    assert (asked.cluster, asked.constraints) == (Cluster(), Constraints())
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_every_option_arrives(tmp_path):
     assert asked.buckets == ((480, 832), (1024, 1024), (768, 512))
     assert (asked.global_batch_size, asked.images, asked.epochs, asked.price) == (256, 1500, 2.5, 0.5)
     assert asked.receipts == tmp_path
-    assert asked.pins == Pins(
+    assert asked.constraints == Constraints(
         engine="zero3-offload",
         optimizer="adamw_8bit",
         precision="fp16",
@@ -143,7 +143,7 @@ def test_every_option_arrives(tmp_path):
         features="online",
         full=True,
     )
-    assert question_for("sana-600m", "a40", ema_widths="0.05,0.1").pins.ema == "auto"
+    assert question_for("sana-600m", "a40", ema_widths="0.05,0.1").constraints.ema == "auto"
 
 
 @pytest.mark.parametrize(("asked", "count"), [("30M", 30_000_000), ("1.5k", 1500), ("250_000", 250_000), (7, 7)])
@@ -237,7 +237,7 @@ def test_sizes_read_as_they_are_written(sizes):
         ({"ema_widths": "0.1"}, "--ema-widths is 0.1, and two widths or more were expected, such as 0.05,0.1"),
         (
             {"ema": "none", "ema_widths": "0.05,0.1"},
-            "--ema-widths are of averages, and --ema none keeps none; leave one of them out",
+            "--ema-widths are of EMAs, and --ema none keeps none; leave one of them out",
         ),
         ({"features": "on"}, "--features is 'on', which is unknown; did you mean online?"),
         (
@@ -275,15 +275,15 @@ def test_sizes_read_as_they_are_written(sizes):
         ),
         (
             {"gpus": 8, "global_batch": 100},
-            "--global-batch is 100, and 8 cards come to multiples of 8; nearest: 96 or 104",
+            "--global-batch is 100, and 8 GPUs come to multiples of 8; nearest: 96 or 104",
         ),
         (
             {"gpus": 8, "global_batch": 100, "micro_batch": 3},
-            "--global-batch is 100, and 8 cards × --micro-batch 3 come to multiples of 24; nearest: 96 or 120",
+            "--global-batch is 100, and 8 GPUs × --micro-batch 3 come to multiples of 24; nearest: 96 or 120",
         ),
         (
             {"global_batch": 4, "micro_batch": 8},
-            "--global-batch is 4, and 1 card × --micro-batch 8 come to multiples of 8; nearest: 8",
+            "--global-batch is 4, and 1 GPU × --micro-batch 8 come to multiples of 8; nearest: 8",
         ),
         (
             {"gpus": 12},
@@ -292,15 +292,15 @@ def test_sizes_read_as_they_are_written(sizes):
         ({"gpus": 2 * MOST_GPUS}, "--gpus is 8192, and plans go up to 4096"),
         (
             {"gpus": 2, "gpu": "a100-80g-sxm:3g.40gb"},
-            "--gpus is 2, and NCCL joins no MIG slices (a100-80g-sxm:3g.40gb); use --gpus 1, or whole cards",
+            "--gpus is 2, and NCCL joins no MIG slices (a100-80g-sxm:3g.40gb); use --gpus 1, or whole GPUs",
         ),
         (
             {"gpus": 2, "engine": "single"},
-            "--engine single runs on one card, and --gpus is 2; use --engine zero1, zero2, zero3 or fsdp2, or --gpus 1",
+            "--engine single runs on one GPU, and --gpus is 2; use --engine zero1, zero2, zero3 or fsdp2, or --gpus 1",
         ),
         (
             {"full": True, "lora": 16},
-            "--full trains all weights, and --lora 16 adapters beside frozen ones; leave one of them out",
+            "--full is full fine-tuning, and --lora 16 trains adapters; leave one of them out",
         ),
         (
             {"gpu": "v100-32g-sxm2", "precision": "bf16"},
@@ -335,7 +335,7 @@ def test_unknown_encoders_are_named_where_they_are_wanted():
     assert line.startswith(
         "--features online: flux.2-klein-9b cannot be planned with features online: the catalogue has"
     )
-    assert question_for("flux.2-klein-9b", "b200").pins.features == "cached"
+    assert question_for("flux.2-klein-9b", "b200").constraints.features == "cached"
 
 
 def test_all_that_is_wrong_is_said_at_once():
@@ -367,7 +367,7 @@ def test_contradictions_are_said_beside_what_is_unknown():
 
 
 def test_adapters_over_a_quantised_base_need_no_bf16():
-    assert question_for("sana-600m", "v100-32g-sxm2", lora=8).pins.lora_rank == 8
+    assert question_for("sana-600m", "v100-32g-sxm2", lora=8).constraints.lora_rank == 8
 
 
 @given(st.integers(1, 64), st.integers(1, 32), st.integers(1, 4096))
@@ -445,7 +445,7 @@ def test_no_rank_within_the_limit_is_wider_than_the_widest_layer():
         (
             ("sana-1600m", "a40"),
             {"global_batch": 4, "micro_batch": 8},
-            ("global_batch is 4, and 1 card × micro_batch 8 come to multiples of 8; nearest: 8",),
+            ("global_batch is 4, and 1 GPU × micro_batch 8 come to multiples of 8; nearest: 8",),
         ),
     ],
 )

@@ -14,10 +14,9 @@ from bigdit import catalog, receipt
 from bigdit.profile.attempt import StepRequest
 from bigdit.profile.cards import Cards
 from bigdit.receipt import Receipt
-from bigdit.search import receipts
+from bigdit.search import calibration as receipts
 from bigdit.search.ask import question_for
-from bigdit.search.calibration import UNPROVED, calibration, check, memory_band
-from bigdit.search.receipts import own_receipts
+from bigdit.search.calibration import UNPROVED, Calibration, check, own_receipts
 from bigdit.speed.seconds import Cluster
 from bigdit.speed.step import step_time
 from bigdit.speed.work import work_of
@@ -93,21 +92,21 @@ def test_only_receipts_of_the_card_and_of_one_shape_count():
         receipt_of(device="cpu"),
         receipt_of(buckets=5),
     ]
-    assert receipts.of_card([*others, mine], A100) == [mine]
+    assert receipts.of_gpu([*others, mine], A100) == [mine]
     many = [receipt_of(seconds=float(i)) for i in range(12)]
-    assert receipts.of_card(many, A100) == many[-receipts.NEWEST :]
+    assert receipts.of_gpu(many, A100) == many[-receipts.NEWEST :]
 
 
 def test_an_emulated_card_s_receipt_teaches_nothing_of_the_real_one(cards, tmp_path):
     mine = receipt_of()
     emulated = [receipt_of(emulated=True, seconds_per_step=each) for each in (9.0, 9.5)]
-    assert receipts.of_card([mine, *emulated], A100) == [mine]
-    assert receipts.of_card([mine, *emulated], A100, emulated=True) == emulated
+    assert receipts.of_gpu([mine, *emulated], A100) == [mine]
+    assert receipts.of_gpu([mine, *emulated], A100, emulated=True) == emulated
     checked, _ = check(emulated, A100, cards)
     assert (
         len(checked),
-        memory_band(checked),
-        calibration(checked, mine.strategy),
+        Calibration(checked).measured_margin,
+        Calibration(checked).ratio(mine.strategy),
     ) == (
         2,
         None,
@@ -116,23 +115,23 @@ def test_an_emulated_card_s_receipt_teaches_nothing_of_the_real_one(cards, tmp_p
     for number, each in enumerate([mine, *emulated]):
         receipt.write(each, tmp_path / f"{number}.json")
     question = question_for("dit-s-2-paper", "a100-80g-sxm", receipts=tmp_path)
-    assert own_receipts(question) == (
+    assert own_receipts(question.gpu, question.receipts) == (
         [mine],
-        [f"2 receipts of emulated cards are left out: what the {A100.title} takes is learnt from real ones alone"],
+        [f"2 receipts of emulated GPUs are left out: what the {A100.title} takes is learnt from real ones alone"],
     )
     other = question_for("dit-s-2-paper", "a40", receipts=tmp_path)
-    assert own_receipts(other) == ([], [])
+    assert own_receipts(other.gpu, other.receipts) == ([], [])
 
 
 def test_measured_steps_move_and_narrow_the_prediction(cards):
     strategy = receipt_of().strategy
     request = StepRequest(model=SANA, batch=SHAPE, strategy=strategy)
-    work = work_of(cards.attempt(request, counted=True).work, strategy)
+    work = work_of(cards.attempt(request, counted="step").work, strategy)
     plain = step_time(work, strategy, A100, Cluster()).seconds
     measured = [receipt_of(seconds_per_step=plain.middle * times) for times in (1.5, 1.6, 1.7)]
     checked, notices = check(measured, A100, cards)
     assert notices == []
-    told = calibration(checked, strategy)
+    told = Calibration(checked).ratio(strategy)
     assert told is not None
     assert (told.count, told.ratio) == (3, pytest.approx(1.6))
     assert told.spread == pytest.approx(math.log(1.6 / 1.5))
@@ -145,35 +144,39 @@ def test_measured_steps_move_and_narrow_the_prediction(cards):
 def test_receipts_speak_for_strategies_like_theirs(cards):
     offloaded = receipt_of("zero2-offload,world_size=8")
     checked, _ = check([offloaded], A100, cards)
-    assert calibration(checked, receipt_of().strategy) is None
-    told = calibration(checked, offloaded.strategy)
+    assert Calibration(checked).ratio(receipt_of().strategy) is None
+    told = Calibration(checked).ratio(offloaded.strategy)
     assert told is not None
-    assert "several GPUs, optimizer on the host" in told.source
+    assert "several GPUs, optimizer in CPU memory" in told.source
     untimed, _ = check([receipt_of(seconds_per_step=None)], A100, cards)
-    assert calibration(untimed, receipt_of().strategy) is None
+    assert Calibration(untimed).ratio(receipt_of().strategy) is None
 
 
 def test_measured_peaks_give_the_band(cards):
     (seen,), _ = check([receipt_of()], A100, cards)
-    assert memory_band([]) is None
-    assert memory_band(check([receipt_of(measured_peak_reserved_bytes=None)], A100, cards)[0]) is None
+    assert Calibration([]).measured_margin is None
+    assert Calibration(check([receipt_of(measured_peak_reserved_bytes=None)], A100, cards)[0]).measured_margin is None
     measured = [round(seen.peak_reserved_bytes * times) for times in (1.02, 0.99, 1.01)]
     checked, _ = check([receipt_of(measured_peak_reserved_bytes=each) for each in measured], A100, cards)
-    band = memory_band(checked)
-    assert band is not None
-    assert band.share == pytest.approx(0.02 * 4 / 3 + UNPROVED.share / 4, rel=1e-3)
-    assert band.source == "3 receipts of this GPU, off by 2.0% at most, and 1/4 of the 0.3% that is assumed without any"
+    margin = Calibration(checked).measured_margin
+    assert margin is not None
+    assert margin.share == pytest.approx(0.02 * 4 / 3 + UNPROVED.share / 4, rel=1e-3)
+    assert (
+        margin.source == "3 receipts of this GPU, off by 2.0% at most, and 1/4 of the 0.3% that is assumed without any"
+    )
 
 
 def test_one_receipt_that_is_met_to_the_byte_leaves_half_of_what_is_assumed(cards):
     (seen,), _ = check([receipt_of()], A100, cards)
     met = receipt_of(measured_peak_reserved_bytes=seen.peak_reserved_bytes)
     checked, _ = check([met], A100, cards)
-    band = memory_band(checked)
-    assert band is not None
-    assert band.share == UNPROVED.share / 2
-    assert band.source == "1 receipt of this GPU, off by 0.0% at most, and 1/2 of the 0.3% that is assumed without any"
-    calibrated = calibration(checked, met.strategy)
+    margin = Calibration(checked).measured_margin
+    assert margin is not None
+    assert margin.share == UNPROVED.share / 2
+    assert (
+        margin.source == "1 receipt of this GPU, off by 0.0% at most, and 1/2 of the 0.3% that is assumed without any"
+    )
+    calibrated = Calibration(checked).ratio(met.strategy)
     assert calibrated is not None
     assert calibrated.source.endswith("times the middle of the roofline, once")
 

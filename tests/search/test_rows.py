@@ -6,7 +6,7 @@ import pytest
 from cards import A40, SMALL
 
 from bigdit.search.answer import make_plan
-from bigdit.search.question import Pins, Question
+from bigdit.search.plan import Constraints, Question
 from bigdit.search.rows import MOST_ROWS
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -15,20 +15,20 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 @pytest.mark.slow
 def test_lossless_alternatives_come_first_and_are_not_driven_out_by_lossy_ones() -> None:
     card = A40.model_copy(update={"usable_mib": 6 * 1024})
-    plan = make_plan(Question(model=SMALL, gpu=card, resolution=(1024, 1024), pins=Pins(engine="single")))
+    plan = make_plan(Question(model=SMALL, gpu=card, resolution=(1024, 1024), constraints=Constraints(engine="single")))
     assert plan.chosen.lossless
     assert len(plan.front) <= MOST_ROWS + 1
     own, others = ([row for row in plan.front if row.lossless == wanted] for wanted in (True, False))
     assert (*own, *others) == plan.front
     assert any(row.process.high_bytes < plan.chosen.process.high_bytes for row in own if row != plan.chosen)
     for rows in (own, others):
-        speeds = [row.samples_per_second_per_card.middle for row in rows]
+        speeds = [row.samples_per_second_per_gpu.middle for row in rows]
         assert speeds == sorted(speeds, reverse=True)
     for row in others:  # else it changes numbers for nothing
         better = [
             each
             for each in own
             if each.process.high_bytes <= row.process.high_bytes
-            and each.samples_per_second_per_card.middle >= row.samples_per_second_per_card.middle
+            and each.samples_per_second_per_gpu.middle >= row.samples_per_second_per_gpu.middle
         ]
         assert better == [], (row.title, better)

@@ -1,4 +1,4 @@
-"""Plans that leave blocks' weights on the host: how many, when, and what they say of it."""
+"""Plans that keep blocks' weights in CPU memory: how many, when, and what they say of it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from bigdit.catalog import CatalogModel
 from bigdit.profile.cards import Cards
 from bigdit.report.page import page
 from bigdit.search.answer import make_plan
-from bigdit.search.calibration import Evidence
-from bigdit.search.candidates import Candidate, Planner
-from bigdit.search.plan import Plan, record
-from bigdit.search.question import Pins, Question
+from bigdit.search.calibration import Calibration
+from bigdit.search.plan import Constraints, Estimate, Plan, Question, record
+from bigdit.search.planner import Planner
 from bigdit.search.solve import search
 from bigdit.search.space import proposals
 from bigdit.speed.seconds import Cluster
@@ -25,13 +24,13 @@ FLUX = catalog.model("flux.1-dev")
 SHORT = of_blocks(FLUX, 4, "short-flux")
 """Of two kinds, of which those that come first are the larger."""
 SANA = of_blocks(catalog.model("sana-1600m"), 5, "five-sana")
-ADAPTERS = Pins(engine="single", lora_rank=16)
-WHOLE = Pins(engine="single", full=True)
+ADAPTERS = Constraints(engine="single", lora_rank=16)
+WHOLE = Constraints(engine="single", full=True)
 
 
-def question(model: CatalogModel, mib: int, pins: Pins, **changes: object) -> Question:
+def question(model: CatalogModel, mib: int, pins: Constraints, **changes: object) -> Question:
     gpu = catalog.gpu("rtx-4090").model_copy(update={"usable_mib": mib})
-    return Question(model=model, gpu=gpu, resolution=(512, 512), pins=pins).model_copy(update=changes)
+    return Question(model=model, gpu=gpu, resolution=(512, 512), constraints=pins).model_copy(update=changes)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -73,16 +72,16 @@ def test_every_base_that_fits_has_a_row_that_says_what_is_lossy(short: Plan) -> 
 @pytest.mark.slow
 def test_what_is_lossy_is_not_looked_at_further() -> None:
     """Over a quantised base adapters fit without, which is lossy: limits are asked of the best alone."""
-    pins, further = ADAPTERS.model_copy(update={"checkpointed_blocks": 6}), list[Candidate]()
+    pins, further = ADAPTERS.model_copy(update={"checkpointed_blocks": 6}), list[Estimate]()
     asked = question(SHORT, 3400, pins, buckets=())
     with Cards(asked.gpu) as cards:
-        found = search(Planner(asked, cards, Evidence()), further.append)
+        planner = Planner(asked, cards, Calibration())
+        best = search(planner, further.append)
         assert not cards.unanswered
-    best = found.best
-    assert (best.verdict, best.candidate.lossless) == ("FITS", True)
-    assert 0 < best.candidate.strategy.blocks_to_swap <= best.candidate.blocks == 6
-    assert any(option.proposal.last_resort == 0 and not option.proposal.lossless for option in found.options)
-    assert further == [best.candidate]
+    assert (best.verdict, best.lossless) == ("FITS", True)
+    assert 0 < best.strategy.blocks_to_swap <= best.blocks == 6
+    assert any(option.last_resort == 0 and not option.lossless for option in planner.options.values())
+    assert [each.title for each in further] == [best.title]
 
 
 @pytest.mark.slow
@@ -94,7 +93,7 @@ def test_all_weights_are_swapped_and_the_way_there_is_shown() -> None:
     assert (strategy.precision, strategy.optimizer_in_backward, strategy.blocks_to_swap >= 3) == ("bf16_sr", True, True)
     assert "FITS with a lossy optimizer" in plans.shown(plan)
     assert all(limit.none == 0 < (limit.full or 0) for limit in plan.buckets)
-    assert any(f"weights of {strategy.blocks_to_swap} on the host" in step.change for step in plan.waterfall)
+    assert any(f"weights of {strategy.blocks_to_swap} in CPU memory" in step.change for step in plan.waterfall)
     assert plan.curves
 
 
@@ -102,14 +101,14 @@ def test_all_weights_are_swapped_and_the_way_there_is_shown() -> None:
 def test_adapters_are_named_where_all_weights_train_by_a_last_resort_alone() -> None:
     """Unless all weights were asked for, or they fit without."""
 
-    def left_out(mib: int, pins: Pins) -> set[str]:
+    def left_out(mib: int, pins: Constraints) -> set[str]:
         asked = question(SANA, mib, pins, buckets=())
         with Cards(asked.gpu) as cards:
-            found = search(Planner(asked, cards, Evidence()), lambda _: None)
-        assert found.best.verdict == "FITS"
-        return {each.choice for each in found.rejected}
+            planner = Planner(asked, cards, Calibration())
+            assert search(planner, lambda _: None).verdict == "FITS"
+        return {each.choice for each in planner.rejected}
 
-    free = Pins(engine="single")
+    free = Constraints(engine="single")
     assert "LoRA" in left_out(1500, free)
     assert "LoRA" not in left_out(1500, WHOLE)
     assert "LoRA" not in left_out(12_000, free)
@@ -120,20 +119,20 @@ def titles(asked: Question) -> list[str]:
 
 
 def test_swapped_blocks_are_proposed_where_they_can_be_trained() -> None:
-    alone = Pins(lora_rank=16)
+    alone = Constraints(lora_rank=16)
     assert titles(question(FLUX, 12_000, alone)) == [
         "single GPU, AdamW, LoRA 16 over bf16, weights of blocks in CPU memory"
     ]
     whole = "single GPU, Adafactor, bf16 without masters, stepped in the backward pass, weights of blocks in CPU memory"
-    assert titles(question(FLUX, 12_000, Pins())) == titles(question(FLUX, 12_000, WHOLE)) == [whole]
+    assert titles(question(FLUX, 12_000, Constraints())) == titles(question(FLUX, 12_000, WHOLE)) == [whole]
     for pins, changes in (
         (alone, {"cluster": Cluster(gpus=2)}),
-        (Pins(lora_rank=16, engine="fsdp2"), {}),
-        (Pins(lora_rank=16, checkpointed_blocks=2), {}),
-        (Pins(lora_rank=16, precision="fp16"), {}),
-        (Pins(precision="bf16"), {}),
-        (Pins(micro_batch_size=2), {"global_batch_size": 4}),
-        (Pins(optimizer="paged_adamw_8bit", precision="fp32"), {}),
+        (Constraints(lora_rank=16, engine="fsdp2"), {}),
+        (Constraints(lora_rank=16, checkpointed_blocks=2), {}),
+        (Constraints(lora_rank=16, precision="fp16"), {}),
+        (Constraints(precision="bf16"), {}),
+        (Constraints(micro_batch_size=2), {"global_batch_size": 4}),
+        (Constraints(optimizer="paged_adamw_8bit", precision="fp32"), {}),
     ):
         assert titles(question(FLUX, 12_000, pins, **changes)) == [], pins
 
@@ -141,7 +140,7 @@ def test_swapped_blocks_are_proposed_where_they_can_be_trained() -> None:
 def test_no_more_are_swapped_than_are_recomputed() -> None:
     (found,) = [
         each.strategy.blocks_to_swap
-        for each in proposals(question(FLUX, 12_000, Pins(lora_rank=16, checkpointed_blocks=20)))[0]
+        for each in proposals(question(FLUX, 12_000, Constraints(lora_rank=16, checkpointed_blocks=20)))[0]
         if each.strategy.blocks_to_swap
     ]
     assert found == 20

@@ -15,7 +15,7 @@ from bigdit.config.data import SourceConfig
 from bigdit.errors import UserError
 from bigdit.sources.file_rows import FileRows
 from bigdit.sources.protocol import Unusable
-from bigdit.sources.rows import TableSource
+from bigdit.sources.tables import TableSource
 
 
 def load_all(path):
@@ -78,7 +78,7 @@ def test_damaged_parquet_is_one_line(tmp_path):
     whole = (tmp_path / "a.parquet").read_bytes()
     for damaged in (b"", b"text", whole[:-100], whole[: len(whole) // 2]):
         (tmp_path / "a.parquet").write_bytes(damaged)
-        with pytest.raises(UserError, match=r"data\.images: .*a\.parquet is not read as parquet: ") as error:
+        with pytest.raises(UserError, match=r"data\.images: .*a\.parquet cannot be read as parquet: ") as error:
             opened(str(tmp_path / "a.parquet"))
         assert "\n" not in str(error.value)
     zeroed = whole[:4] + bytes(len(whole) // 2) + whole[4 + len(whole) // 2 :]
@@ -126,7 +126,7 @@ def test_pictures_that_datasets_names_by_path(folder):
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(folder / "saved")
     first, second = opened(str(folder / "saved")).items(0, 2)
     assert value(first.load()) == 3
-    assert reason(second) == "column image holds no picture"
+    assert reason(second) == "column image holds no image"
 
 
 def test_damaged_datasets_folders_are_one_line(tmp_path):
@@ -135,7 +135,7 @@ def test_damaged_datasets_folders_are_one_line(tmp_path):
     whole = file.read_bytes()
     for damaged in (b"", b"text" * 10, whole[:-8], whole[: len(whole) // 2], whole[: len(whole) // 2] + whole[-8:]):
         file.write_bytes(damaged)
-        with pytest.raises(UserError, match=r"data\.images: .*arrow is not read as arrow: ") as error:
+        with pytest.raises(UserError, match=r"data\.images: .*arrow cannot be read as arrow: ") as error:
             opened(str(tmp_path))
         assert "\n" not in str(error.value)
     file.unlink()
@@ -168,7 +168,7 @@ def test_hostile_offsets_and_compressed_arrow_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"rows 0 to 1 of .*data\.arrow cannot be read: "):
         opened(str(tmp_path)).items(0, 2)
     write(pa.table({"path": ["a"] * 10**6, "caption": ["b"] * 10**6}), compression="lz4")
-    with pytest.raises(UserError, match=r"compressed Arrow files are not read"):
+    with pytest.raises(UserError, match=r"compressed Arrow files are not supported"):
         opened(str(tmp_path))
 
 
@@ -182,7 +182,7 @@ def test_a_large_row_group_is_read_in_little_memory(tmp_path):
     before, most = pa.total_allocated_bytes(), 0
     del pictures
     for item in opened(str(tmp_path / "a.parquet")).items(0, 600):
-        assert reason(item).startswith("damaged picture: ")
+        assert reason(item).startswith("damaged image: ")
         most = max(most, pa.total_allocated_bytes() - before)
     assert most < 16e6
 
@@ -227,5 +227,5 @@ def test_paths_that_name_no_file_are_skipped(folder):
         "path x.png: Not a directory",
         "path pictures: Is a directory",
         "path loop.png: Too many levels of symbolic links",
-        "column path names no picture",
+        "column path names no image",
     ]

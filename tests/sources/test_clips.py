@@ -124,8 +124,8 @@ def test_sources_of_all_kinds_have_clips_and_a_picture_has_one(tmp_path):
         assert [shades(item) for item in open_source(data).items(0, 2)] == [[0, 1, 2, 3], [4, 5, 6, 7]], path
     still = opened({"path": str(tmp_path / "moving"), "clips": 2}).items(2, 4)
     assert isinstance(still[0].load().image, Image.Image)
-    with pytest.raises(Unusable, match=r"^a picture, which has one clip$"):
+    with pytest.raises(Unusable, match=r"^an image has one clip only$"):
         still[1].load()
     with pytest.raises(UserError) as refused:
         open_source(DataConfig(images={"path": str(tmp_path), "clips": 2}, features="f", buckets=[(8, 8)]))
-    assert str(refused.value) == "data.images.clips is of videos, and data.buckets has no frames; leave it out"
+    assert str(refused.value) == "data.images.clips is for videos, and data.buckets has no frames; leave it out"

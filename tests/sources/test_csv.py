@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tiny_sources import opened, reason, texts, value
 
 from bigdit.errors import UserError
-from bigdit.sources.csv_rows import CsvRows
+from bigdit.sources.tables import CsvRows
 
 
 def test_a_csv_names_pictures_relative_to_itself(folder):
@@ -28,9 +28,9 @@ def test_a_csv_names_pictures_relative_to_itself(folder):
     assert texts(items[0]) == [('a "quoted", and\nlong caption', 1)]
     assert (value(items[0].load()), value(items[1].load()), value(items[7].load())) == (1, 2, 5)
     assert [reason(item) for item in items[2:7]] == [
-        "picture 11.png is missing",
+        "image 11.png is missing",
         "caption column caption is empty",
-        "column path names no picture",
+        "column path names no image",
         "row of 4 cells under 3 columns",
         "row of 0 cells under 3 columns",
     ]
@@ -110,7 +110,7 @@ def test_csv_across_the_chunks_it_is_scanned_in(tmp_path, monkeypatch):
     with (tmp_path / "list.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("path", "caption"), *rows])
     whole = CsvRows(tmp_path / "list.csv", "data.images")
-    monkeypatch.setattr("bigdit.sources.csv_rows.CHUNK_BYTES", 97)
+    monkeypatch.setattr("bigdit.sources.tables.CHUNK_BYTES", 97)
     for read in (whole, CsvRows(tmp_path / "list.csv", "data.images")):
         assert read.digest == whole.digest
         assert [tuple(row.values()) for row in read.read(1000, 3000, ["path", "caption"])] == rows[1000:]

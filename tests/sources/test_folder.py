@@ -30,7 +30,7 @@ def test_what_a_folder_holds_besides_is_told(tmp_path, capsys):
     (tmp_path / "c.heic").touch()
     (tmp_path / "link").symlink_to(tmp_path)
     assert len(opened(str(tmp_path))) == 1
-    told = f"data.images: {tmp_path} also holds what is not read: 2 .heic files, 1 linked folder\n"
+    told = f"data.images: other files in {tmp_path} are ignored: 2 .heic files, 1 linked folder\n"
     assert capsys.readouterr().err == told
 
 
@@ -92,7 +92,7 @@ def test_links_that_lead_out_of_a_folder_are_read_on_demand_alone(tmp_path):
         return found, source.identity["digest"]
 
     kept, digest = read()
-    out = "is a link out of its folder, and is read with the source's follow_links alone"
+    out = "is a link out of its folder; set follow_links of the source to read it"
     assert kept == {
         "a.png": "a caption",
         "b.png": "a caption",
@@ -116,7 +116,7 @@ def test_a_missing_and_an_empty_folder_are_errors(tmp_path):
     with pytest.raises(UserError, match=r"data\.images: the folder .*nowhere does not exist"):
         opened(str(tmp_path / "nowhere"))
     (tmp_path / "a.txt").write_text("a caption")
-    with pytest.raises(UserError, match=r"data\.images: .* holds no pictures \(\.png, \.jpg"):
+    with pytest.raises(UserError, match=r"data\.images: .* holds no images \(\.png, \.jpg"):
         opened(str(tmp_path))
 
 
@@ -151,7 +151,7 @@ def test_the_forms_of_json_captions(tmp_path, content, expected):
         ({}, "caption a.txt is missing"),
         ({"txt": " \n"}, "caption a.txt is empty"),
         ({"txt": b"\xff\xfe"}, "caption a.txt is not UTF-8"),
-        ({"txt": b"x" * (2**20 + 1)}, "a.txt has 1048577 bytes; 1048576 are the most that is read"),
+        ({"txt": b"x" * (2**20 + 1)}, "a.txt has 1048577 bytes; the limit is 1048576"),
         ({"json": "{"}, "caption a.json is not JSON"),
         ({"json": "[" * 100_000}, "caption a.json is not JSON"),
         ({"json": "[]"}, "caption a.json is empty"),
@@ -187,7 +187,7 @@ def test_damaged_pictures_are_unusable_and_vanished_ones_an_error(tmp_path):
     whole = picture.read_bytes()
     for damaged in (whole[: len(whole) // 2], b"not a picture", b""):
         picture.write_bytes(damaged)
-        with pytest.raises(Unusable, match="damaged picture: "):
+        with pytest.raises(Unusable, match="damaged image: "):
             item.load()
     picture.unlink()
     with pytest.raises(UserError, match=r"data\.images: .*a\.png cannot be read: No such file"):

@@ -26,7 +26,7 @@ def test_the_first_folder_of_a_picture_is_its_class(folder):
     assert [item.load().label for item in items[:3]] == ["ant", "cat", "cat"]
     assert items[0].load().captions == ()
     assert source.class_names == ["ant", "cat"]
-    assert reason(items[3]) == "picture in no folder, whose name would be its class"
+    assert reason(items[3]) == "image outside a class folder; put it into a folder with the name of its class"
 
 
 def test_captions_are_asked_for_where_there_is_no_label(folder):
@@ -53,7 +53,7 @@ def test_a_column_holds_labels(folder, tmp_path, form):
     source = opened({"path": file, "label": "label"})
     items = source.items(0, 3)
     assert [item.load().label for item in items[:2]] == ["cat", "ant"]
-    assert reason(items[2]) == "label column label is ' ', and the name or the number of a class was expected"
+    assert reason(items[2]) == "label column label is ' '; expected the name or the number of a class"
     assert source.identity["digest"] != opened({"path": file, "captions": "label"}).identity["digest"]
 
 
@@ -62,7 +62,7 @@ def test_numbers_of_a_column_are_classes(tmp_path):
     pq.write_table(table, tmp_path / "rows.parquet")
     items = opened({"path": tmp_path / "rows.parquet", "label": "class"}).items(0, 3)
     assert [item.load().label for item in items[:2]] == [7, 0]
-    assert reason(items[2]).startswith("label column class is 'None', and the name or the number")
+    assert reason(items[2]).startswith("label column class is 'None'; expected the name or the number")
 
 
 def test_a_key_of_json_in_a_tar_is_the_label(tmp_path):
@@ -86,7 +86,7 @@ def test_a_key_of_json_in_a_tar_is_the_label(tmp_path):
     assert [item.load().label for item in items[:2]] == [4, "cat"]
     assert [reason(item) for item in items[2:]] == [
         "label c.json is missing",
-        "label d.json: class is 'True', and the name or the number of a class was expected",
+        "label d.json: class is 'True'; expected the name or the number of a class",
         "label e.json is not JSON",
     ]
     captions = opened(str(tar), features=tmp_path / "features")

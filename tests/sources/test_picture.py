@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from tiny_sources import damage, gradient, opened, pixels, reason, save
 
-from bigdit.sources.picture import decode
+from bigdit.sources.image import decode
 from bigdit.sources.protocol import Unusable
 
 
@@ -104,7 +104,7 @@ def test_a_gray_of_16_bits_that_means_transparent_becomes_white(tmp_path):
 
 
 def test_32_bits_are_refused_by_name(tmp_path):
-    with pytest.raises(Unusable, match=r"32 bits a sample \(mode F\), whose white is unknown; save it with 8 or 16"):
+    with pytest.raises(Unusable, match=r"32 bits a sample \(mode F\): its range is unknown; save it with 8 or 16"):
         loaded(tmp_path, gradient(8, 8, "F"), "tif")
 
 
@@ -132,17 +132,20 @@ def test_a_picture_of_108_megapixels_is_read_where_the_limit_is_raised(tmp_path)
     (found,) = opened(str(tmp_path), max_pixels=108_000_000).items(0, 1)
     assert found.load().image.size == (12_000, 9_000)
     (tmp_path / "a.png").write_bytes(png_16(EMPTY, 0, size=(20_000, 10_000)))
-    assert reason(opened(str(tmp_path), max_pixels=200_000_000).items(0, 1)[0]).startswith("damaged picture: ")
+    assert reason(opened(str(tmp_path), max_pixels=200_000_000).items(0, 1)[0]).startswith("damaged image: ")
 
 
 @pytest.mark.parametrize(
     ("start", "expected"),
     [
-        (b"\0\0\0\x18ftypheic\0\0\0\0", "picture in HEIC, which is not read; convert it to PNG or JPEG"),
-        (b"\0\0\0\x18ftypmif1\0\0\0\0", "picture in HEIC, which is not read; convert it to PNG or JPEG"),
-        (b"\xff\x0a\xfa\x1f", "picture in JPEG XL, which is not read; convert it to PNG or JPEG"),
-        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "picture in SVG, which is not read; convert it to PNG or JPEG"),
-        (b"no picture", "damaged picture: it begins as none of PNG, JPEG, WEBP, AVIF, BMP, TIFF, GIF"),
+        (b"\0\0\0\x18ftypheic\0\0\0\0", "image in HEIC, which is not supported; convert it to PNG or JPEG"),
+        (b"\0\0\0\x18ftypmif1\0\0\0\0", "image in HEIC, which is not supported; convert it to PNG or JPEG"),
+        (b"\xff\x0a\xfa\x1f", "image in JPEG XL, which is not supported; convert it to PNG or JPEG"),
+        (
+            b"<svg xmlns='http://www.w3.org/2000/svg'/>",
+            "image in SVG, which is not supported; convert it to PNG or JPEG",
+        ),
+        (b"no picture", "damaged image: it is none of PNG, JPEG, WEBP, AVIF, BMP, TIFF, GIF"),
     ],
 )
 def test_files_that_are_no_pictures_are_named_by_what_they_are(tmp_path, start, expected):

@@ -64,7 +64,7 @@ def test_what_is_known_before_extraction_writes_nothing(tmp_path):
     assert not (tmp_path / "features").exists()
     assert checked(one, empty, none) == [f"data.images[2]: {none}"]
     assert checked(empty, listed=False) == []
-    with pytest.raises(UserError, match="holds no pictures"):
+    with pytest.raises(UserError, match="holds no images"):
         checked(one, empty)
     with pytest.raises(UserError) as error:
         checked({"path": one, "label": "nope"}, {"path": tars, "split": "a"}, {"path": none, "label": "nope"})

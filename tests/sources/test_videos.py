@@ -123,9 +123,9 @@ def test_folders_of_numbered_pictures_are_videos(tmp_path):
     digests.add(opened(asked, fps=12).identity["digest"])
     assert len(digests) == 3
     assert shades(opened(asked, fps=12)) == [0, 2, 4, 6, 8]  # it is not among those that are taken
-    with pytest.raises(Unusable, match="damaged picture"):
+    with pytest.raises(Unusable, match="damaged image"):
         shades(opened(asked, fps=24, frames=9))
-    with pytest.raises(UserError, match=r"holds no folders of pictures, which frame_rate is of"):
+    with pytest.raises(UserError, match=r"holds no folders of images, as frame_rate needs"):
         opened({"path": str(tmp_path / "deep/a.b"), "frame_rate": 24})
 
 
@@ -138,7 +138,7 @@ def test_what_stands_beside_folders_of_frames_is_counted(tmp_path, capfd):
     (tmp_path / "again").symlink_to("a")
     assert len(opened({"path": str(tmp_path), "frame_rate": 8})) == 1
     head, _, kinds = capfd.readouterr().err.strip().rpartition(": ")
-    assert head == f"data.images: {tmp_path} also holds what is not read"
+    assert head == f"data.images: other files in {tmp_path} are ignored"
     assert sorted(kinds.split(", ")) == ["1 .gif file", "1 .png file", "1 linked folder", "2 .mp4 files"]
 
 
@@ -148,7 +148,7 @@ def test_tables_name_videos(tmp_path):
     source = opened(str(tmp_path / "a.csv"))
     assert shades(source) == [0, 1, 2, 3, 4]
     assert source.items(0, 1)[0].load().captions[0].text == "a ship"
-    with pytest.raises(Unusable, match=r"picture b\.mp4 is missing"):
+    with pytest.raises(Unusable, match=r"image b\.mp4 is missing"):
         shades(source, 1)
 
 
@@ -279,7 +279,7 @@ def test_without_frames_in_the_buckets_videos_are_passed_over(tmp_path, capsys):
     video(tmp_path / "a.mp4", evenly(8, 8))
     asked = {"images": str(tmp_path), "features": "features"}
     assert [item.name for item in open_source(DataConfig(**asked, buckets=[(8, 8)])).items(0, 9)] == ["b.png"]
-    assert "also holds what is not read: 1 .mp4 file" in capsys.readouterr().err
+    assert "are ignored: 1 .mp4 file" in capsys.readouterr().err
     assert [item.name for item in opened(str(tmp_path)).items(0, 9)] == ["a.mp4", "b.png"]
 
 
@@ -334,5 +334,5 @@ def test_videos_in_tars_are_those_of_files(tmp_path):
     with pytest.raises(Unusable, match=r"^sample of 2 videos among mp4, mkv, txt, not of one$"):
         source.items(3, 4)[0].load()
     pictures = open_source(DataConfig(**tars, buckets=[(16, 16)]))
-    with pytest.raises(Unusable, match=r"^sample of a video, without a picture$"):
+    with pytest.raises(Unusable, match=r"^sample of a video, without an image$"):
         pictures.items(4, 5)[0].load()

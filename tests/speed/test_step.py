@@ -6,18 +6,9 @@ from hypothesis import strategies as st
 
 from bigdit import catalog
 from bigdit.profile.attempt import launched
-from bigdit.search.making import run
+from bigdit.search.plan import Run
 from bigdit.speed.roofline import BANDWIDTH, KERNEL_SECONDS, LAUNCH_SECONDS, PRODUCTS
-from bigdit.speed.seconds import (
-    LAUNCHED_SECONDS,
-    PARTS,
-    Calibration,
-    Cluster,
-    Interval,
-    Launches,
-    StepTime,
-    launches_of,
-)
+from bigdit.speed.seconds import LAUNCHED_SECONDS, PARTS, Cluster, Interval, Launches, StepRatio, StepTime, launches_of
 from bigdit.speed.step import HOST_LINK, HOST_MEMORY, LATENCY, NVLINK, step_time
 from bigdit.speed.work import NOTHING, Amount, Exchange, Load, Operation, Work
 from bigdit.strategy import Strategy
@@ -106,7 +97,7 @@ def test_counted_launches_are_a_part_like_others_and_more_of_them_take_no_less(w
 @settings(deadline=None)
 @given(works, cards, clusters, st.floats(0.2, 5), st.floats(0, 1), st.integers(1, 9))
 def test_a_calibrated_interval_is_moved_and_never_wider(work, card, cluster, ratio, spread, count):
-    told = Calibration(ratio=ratio, spread=spread, count=count, source="")
+    told = StepRatio(ratio=ratio, spread=spread, count=count, source="")
     plain, found = step_time(work, ONE, card, cluster), step_time(work, ONE, card, cluster, told)
     assert plain.seconds.low * ratio <= found.seconds.low * (1 + 1e-9)
     assert found.seconds.high <= plain.seconds.high * ratio * (1 + 1e-9)
@@ -276,11 +267,11 @@ def test_the_optimizer_on_the_host_waits_for_the_gradients_and_shares_the_memory
 
 def test_the_whole_training():
     step = StepTime(seconds=Interval(low=1, high=2), parts={})
-    found = run(images=1000, epochs=1.5, global_batch_size=256, step=step, gpus=8, price=3.0)
+    found = Run.of(images=1000, epochs=1.5, global_batch_size=256, step=step, gpus=8, price=3.0)
     assert found.steps == 6
     assert found.seconds == Interval(low=6, high=12)
     assert found.gpu_hours.high == pytest.approx(12 * 8 / 3600)
     assert found.money is not None
     assert found.money.low == pytest.approx(6 * 8 / 3600 * 3)
     assert (found.samples_per_second.low, found.samples_per_second.high) == (128, 256)
-    assert run(images=1, epochs=1, global_batch_size=256, step=step, gpus=1, price=None).money is None
+    assert Run.of(images=1, epochs=1, global_batch_size=256, step=step, gpus=1, price=None).money is None

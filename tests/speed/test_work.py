@@ -42,7 +42,7 @@ def recorded(own_cache):
         for name, text in STRATEGIES.items():
             strategy = parse_strategy([text])
             request = StepRequest(model=SANA, batch=SHAPE, strategy=strategy)
-            found[name] = strategy, work_of(cards.attempt(request, counted=True).work, strategy)
+            found[name] = strategy, work_of(cards.attempt(request, counted="step").work, strategy)
     return found
 
 

@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 
 from bigdit.config.data import IdentityCodec, TextEncoderConfig
-from bigdit.encoders.codecs import load_image_codec
+from bigdit.encoders.load import load_image_codec
 from bigdit.encoders.t5 import T5TextEncoder
 from bigdit.extract.worker import encode_unit
 from bigdit.sources.folder import ImageFolder

@@ -182,7 +182,7 @@ def test_extraction_into_a_url_is_refused(tmp_path):
 
 def test_a_missing_obstore_is_named_with_its_fix(monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore.store", None)
-    with pytest.raises(UserError, match=r"s3://b/x needs obstore; `pip install 'bigdit\[remote\]'` brings it"):
+    with pytest.raises(UserError, match=r"s3://b/x needs obstore; pip install 'bigdit\[remote\]'"):
         FeatureStore.open(Path("s3://b/x"))
 
 

@@ -12,7 +12,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from bigdit.config.data import VaeCodec
-from bigdit.encoders.codecs import load_image_codec, to_bytes, to_unit_range
+from bigdit.encoders.load import load_image_codec
+from bigdit.encoders.protocol import to_bytes, to_unit_range
 from bigdit.errors import UserError
 from bigdit.extract.report import store_report
 from bigdit.extract.verify import verify
@@ -66,7 +67,7 @@ def test_a_vaes_latents_are_kept_in_bfloat16(tmp_path, pictures, schema, text_en
     write_part(part_path(root, 0, 4), encoded, identity=part_identity(one_part, 0))
     store = FeatureStore.open(root)
     latents, _, indices = store.read((4, 8, 12), [1])
-    pixels = torch.from_numpy(np.asarray(Image.open(items[3].picture).convert("RGB")).copy()).permute(2, 0, 1)
+    pixels = torch.from_numpy(np.asarray(Image.open(items[3].path).convert("RGB")).copy()).permute(2, 0, 1)
     assert indices == [3]
     assert load_file(part_path(root, 0, 4))["latent/4x8x12"].dtype == torch.bfloat16
     # bfloat16 keeps 8 bits of significance; the batch of two that encoded it sums in another order.
@@ -88,7 +89,7 @@ def test_a_part_is_plain_safetensors_with_each_caption_once(root):
         "latent/4x4x6": (1, 4, 4, 6),
         "row/4x4x6": (1, 4),
         "text": (2 * 9, 16),
-        "caption": (3, 4),
+        "caption": (3, 5),
         "content": (4, 2),
         "digests": (3,),
     }
@@ -120,7 +121,7 @@ def test_a_flipped_bit_is_found_when_its_row_is_read(root, column):
     for byte in range(0, math.prod(found.shape) * found.dtype.itemsize, 3):
         flip_bit(file, found.offset + byte)
         store = FeatureStore.open(root)
-        with pytest.raises(UserError, match=r"part-0+-0+4\.safetensors is damaged in .*: (its|their) digest differs"):
+        with pytest.raises(UserError, match=r"part-0+-0+4\.safetensors is damaged in .*: (its|the) digest differs"):
             [store.read(bucket, range(len(store.buckets[bucket]))) for bucket in store.buckets]
         flip_bit(file, found.offset + byte)
     FeatureStore.open(root).read((4, 4, 4), [0, 1])
@@ -131,7 +132,7 @@ def test_a_part_in_the_place_of_another_and_an_index_of_others_are_refused_by_na
     indexed = FeatureStore.open(root)  # writes the index, which knows the parts by their names and bytes
     whole = first.read_bytes()
     first.write_bytes(second.read_bytes())
-    expected = rf"{first} is another part: it holds the pictures 4-8, and not 0-4; delete it, then `bigdit extract"
+    expected = rf"{first} is another part: it holds the images 4-8, not 0-4; delete it, then `bigdit extract"
     with pytest.raises(UserError, match=expected):
         Part.open(first)
     with pytest.raises(UserError, match=expected):
@@ -219,7 +220,7 @@ def with_metadata(file, **values):
 def test_a_damaged_list_of_what_was_skipped_is_one_line(root, schema, listed):
     file = part_path(root, 4, 8)
     with_metadata(file, skipped=listed)
-    with pytest.raises(UserError, match=rf"^data\.features: {file} has a damaged list of what was skipped; delete it"):
+    with pytest.raises(UserError, match=rf"^data\.features: {file} has a damaged list of skipped images; delete it"):
         store_report(root, schema)
 
 
@@ -247,7 +248,7 @@ def test_a_part_of_other_pictures_is_refused_by_name(root, schema, pictures, fil
     indexed = FeatureStore.open(root)  # writes the index, which knows the parts by their names and bytes
     file.write_bytes(part_path(tmp_path / "other", 4, 8).read_bytes())
     expected = (
-        f"data.features: {file} is of another store: it is of other pictures, encoders or buckets; delete it, then "
+        f"data.features: {file} belongs to another store: its images, encoders or buckets differ; delete it, then "
         "`bigdit extract --config RUN.yaml` makes it again"
     )
     assert refusal(indexed.read, (4, 4, 4), range(6)) == expected
@@ -290,5 +291,5 @@ def test_damage_to_the_null_text_is_found(root):
         FeatureStore.open(root).null_text  # noqa: B018
     flip_bit(file, read_header(file).columns["text"].offset)
     with_metadata(file, store="another")
-    with pytest.raises(UserError, match=r"null_text\.safetensors is of another store: it is of other encoders or"):
+    with pytest.raises(UserError, match=r"null_text\.safetensors belongs to another store: its encoders or"):
         FeatureStore.open(root).null_text  # noqa: B018

@@ -9,7 +9,7 @@ from stores import DIM, NULL, PART, STREAMS, Caption, make_store, null_of_stream
 from bigdit.errors import UserError
 from bigdit.extract.verify import verify
 from bigdit.store import FeatureStore
-from bigdit.store.part import STREAMED, Encoded, part_path, write_part
+from bigdit.store.part import Encoded, part_path, write_part
 from bigdit.store.reader import Part
 from bigdit.store.schema import part_identity, read_schema, store_identity
 from bigdit.store.store import NULL_TEXT, read_null_text, write_null_text
@@ -43,7 +43,7 @@ def same(one, other):
 def test_a_text_is_read_with_its_streams(tmp_path):
     truth = make_store(tmp_path / "store", PART, streams=True, several=True)
     part = Part.open(part_path(tmp_path / "store", 0, PART))
-    assert (part.header.metadata["format"], part.streams) == (STREAMED, ["glyphs", "layers"])
+    assert part.streams == ["glyphs", "layers"]
     for shape, rows in part.rows.items():
         for row, (index, first, count, _) in enumerate(rows.tolist()):
             assert count == len(truth[index][1]) == 2
@@ -87,10 +87,10 @@ def test_parts_with_other_streams_than_their_store_are_refused(root):
     rewritten(root, whole)
     assert FeatureStore.open(root).part(0).streams == ["glyphs", "layers"]
     rewritten(root, replace(whole, streams={"more": whole.streams["layers"]}))
-    with pytest.raises(UserError, match="has other streams of text than its store: more for glyphs and layers"):
+    with pytest.raises(UserError, match="has other streams of text than its store: more instead of glyphs and layers"):
         FeatureStore.open(root).part(0)
     rewritten(root, Text(NULL.states))
-    with pytest.raises(UserError, match="has other streams of text than its store: none for glyphs and layers"):
+    with pytest.raises(UserError, match="has other streams of text than its store: none instead of glyphs and layers"):
         FeatureStore.open(root).part(0)
 
 
@@ -106,6 +106,6 @@ def test_a_stream_that_is_too_long_for_its_store_is_refused(root):
     longer = Text(torch.zeros(STREAMS["layers"]["max_tokens"] + 1, STREAMS["layers"]["dim"]))
     rewritten(root, replace(whole, streams=whole.streams | {"layers": longer}))
     store = FeatureStore.open(root)
-    with pytest.raises(UserError, match="has a caption's layers of 4 × 10, and at most 3 × 10 fits"):
+    with pytest.raises(UserError, match="has a caption's layers of 4 × 10; the limit is 3 × 10"):
         store.part(0).check_fits(0, store.text_shapes)
     assert store.text_shapes["text"] == (12, DIM)

@@ -55,7 +55,7 @@ def test_a_full_disk_at_a_snapshot_and_at_a_page_is_a_line_and_both_come_with_ro
         remount(disk, f"size={(used(disk) + used(snapshots) // 4) // 1024}k")
         assert run(features, output, *of_averages, "train.steps=4") == 1
         (line,) = errors(capfd)
-        assert line.startswith(f"error: cannot write the snapshot of averages {snapshots}/step-00000003: ")
+        assert line.startswith(f"error: cannot write the snapshot of the EMA {snapshots}/step-00000003: ")
         assert "No space left on device" in line
         assert sorted(each.name for each in snapshots.iterdir()) == ["step-00000001", "step-00000002"]
         filled = sum(1 for _ in filling(disk / "filler"))

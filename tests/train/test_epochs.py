@@ -13,7 +13,7 @@ from bigdit.config import load_stages
 from bigdit.errors import UserError
 from bigdit.train.monitor.metrics import read_metrics
 from bigdit.train.prepare import prepare_stages
-from bigdit.train.resume import counted, steps_of
+from bigdit.train.resume import steps_of, with_steps
 
 SAMPLES, BATCH = 240, 16
 EPOCHS = ("train.steps=null", "train.epochs=0.5")
@@ -33,7 +33,7 @@ def test_the_last_step_is_full_too(epochs, samples, batch, steps):
 
 def length(features, *overrides):
     prepared = prepare_stages(load_stages(DIGITS, [*TINY, *SINGLE, f"data.features={features}", *overrides]))
-    return counted(prepared)
+    return with_steps(prepared)
 
 
 def test_what_is_held_out_does_not_count(features):
@@ -62,7 +62,7 @@ def test_a_dry_run_says_what_they_come_to(features, tmp_path):
     assert said.endswith(" ok: 240 images, 3 buckets, 8 steps of 16, memory not planned (`bigdit plan --config`)")
     found, said = dry(tmp_path)
     assert found == (None, 0.5)
-    assert f"train.epochs 0.5: how many steps they come to is known when {tmp_path} holds features" in said
+    assert f"train.epochs 0.5: the number of steps is known once {tmp_path} holds features" in said
     assert " ok: no features yet (`bigdit extract`), 3 buckets, 0.5 epochs in steps of 16, memory" in said
 
 

@@ -11,7 +11,7 @@ from running import BIGDIT, FSDP2, arguments, running
 from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.train.monitor.metrics import read_metrics
-from bigdit.train.processes.process import held
+from bigdit.train.processes.process import output_lock
 
 
 @pytest.mark.slow
@@ -45,21 +45,24 @@ def test_the_lock_is_free_when_its_holder_was_killed(tmp_path):
     """The holder kills itself; what it had signed stays, and does not count."""
     script = (
         "import os, sys; from pathlib import Path\n"
-        "from bigdit.dist import World; from bigdit.train.processes.process import held\n"
-        "with held(Path(sys.argv[1]), World()): os.kill(os.getpid(), 9)"
+        "from bigdit.dist import World; from bigdit.train.processes.process import output_lock\n"
+        "with output_lock(Path(sys.argv[1]), World()): os.kill(os.getpid(), 9)"
     )
     assert run_command(BIN / "python", "-c", script, tmp_path, PYTHONPATH=str(ROOT)).returncode == -9
     left = json.loads((tmp_path / "lock").read_text())
-    with held(tmp_path, World()):
+    with output_lock(tmp_path, World()):
         assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid() != left["pid"]
 
 
 def test_a_lock_that_nobody_signed(tmp_path, monkeypatch):
     monkeypatch.setattr("bigdit.train.processes.process.PATIENCE_S", 0.0)
-    with held(tmp_path, World()):
+    with output_lock(tmp_path, World()):
         for written in ("", "[1]", '{"pid": "x"}', "\0", "[" * 60_000):
             (tmp_path / "lock").write_text(written)
-            with pytest.raises(UserError, match="is in use by another process; wait for it"), held(tmp_path, World()):
+            with (
+                pytest.raises(UserError, match="is in use by another process; wait for it"),
+                output_lock(tmp_path, World()),
+            ):
                 pass
 
 
@@ -69,7 +72,7 @@ def test_an_output_that_cannot_be_written(tmp_path, place):
     (tmp_path / "folder/lock").mkdir(parents=True)
     with (
         pytest.raises(UserError, match=r"cannot write .*/lock: .*; choose another output"),
-        held(tmp_path / place, World()),
+        output_lock(tmp_path / place, World()),
     ):
         pass
 
@@ -79,5 +82,5 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    with held(tmp_path, World()):
+    with output_lock(tmp_path, World()):
         assert "lock cannot be locked (Function not implemented): a second trainer" in capsys.readouterr().err

@@ -10,12 +10,8 @@ import pytest
 import torch
 from commands import BIN, DIGITS, ROOT, SINGLE, TINY, bigdit, run_command, run_ranks, with_set
 from diffusers import SanaTransformer2DModel
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from bigdit.checkpoint import latest
-from bigdit.checkpoint.folder import checksum, write_state
-from bigdit.checkpoint.write import OFFSETS
 from bigdit.train.monitor.metrics import read_metrics
 
 TRAIN = ROOT / "launch/train.py"
@@ -48,7 +44,7 @@ def test_resuming_changes_nothing(features, tmp_path, engine):
     (stopped / "checkpoints/latest").write_text("step-00000005\n")
     done = train(features, stopped, *more, engine=engine)
     assert done.returncode == 0, done.stderr
-    assert f"going on from {stopped}/checkpoints/step-00000005, step 5" in " ".join(done.stderr.split())
+    assert f"resuming from {stopped}/checkpoints/step-00000005, step 5" in " ".join(done.stderr.split())
     assert "Warning" not in done.stderr
     curves = [
         [(row["lr"], row["loss"]) for row in read_metrics(output / "metrics.jsonl")] for output in (straight, stopped)
@@ -138,37 +134,10 @@ def test_a_damaged_checkpoint_is_refused(features, trained, tmp_path):
     done = train(features, output, "train.steps=9")
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
-        f"note: {shard.parent.parent} was trained with train.steps 8, and goes on with 9",
+        f"note: {shard.parent.parent} was trained with train.steps 8, and resumes with 9",
         f"error: {shard} is damaged: its checksum is not the one in state.json; "
-        "there is no other; choose another output to start anew",
+        "there is no other; choose another output to start again",
     ]
-
-
-def test_random_numbers_that_a_checkpoint_had_are_said_to_be_left(features, tmp_path):
-    """Those of bf16_sr, a state of a generator for each process, as checkpoints once had them."""
-    output, rounded = tmp_path / "run", ("strategy.precision=bf16_sr", "train.checkpoint_every=2")
-    done = train(features, output, *rounded, "train.steps=2")
-    assert done.returncode == 0, done.stderr
-    found, _ = latest(output)
-    (file,) = found.engine.iterdir()
-    with safe_open(file, "pt") as opened:
-        metadata = opened.metadata()
-    offsets = json.loads(metadata[OFFSETS]) | {"rng.0": {"saved_offsets": [0]}}
-    save_file(
-        load_file(file) | {"rng.0": torch.get_rng_state()}, file, metadata=metadata | {OFFSETS: json.dumps(offsets)}
-    )
-    checksums = found.state["checksums"] | {str(file.relative_to(found.folder)): checksum(file)}
-    write_state(found.folder, found.state | {"checksums": checksums})
-    done = train(features, output, *rounded, "train.steps=4")
-    assert done.returncode == 0, done.stderr
-    said = (
-        f"note: {found.folder} holds random numbers of an earlier bigdit, which are not taken up: bf16_sr rounds by "
-        "train.seed and the step from here on, otherwise than that would have"
-    )
-    assert [line for line in done.stderr.splitlines() if "random numbers" in line] == [said]
-    done = train(features, output, *rounded, "train.steps=5")
-    assert done.returncode == 0, done.stderr
-    assert "random numbers" not in done.stderr
 
 
 @pytest.mark.parametrize("kind", ["exports/step-00000008/transformer", "checkpoints/step-00000008"])

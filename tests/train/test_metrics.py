@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-import xxhash
 from disks import mounted
 
 from bigdit.checkpoint import Peers
@@ -39,7 +38,7 @@ def test_rows_of_another_course_are_put_aside_and_said(tmp_path, capfd):
     assert going_on(tmp_path, 0) == []
     (aside,) = tmp_path.glob("before-*-metrics.jsonl")
     assert [row["step"] for row in read_metrics(aside)] == [1, 2, 3]
-    assert f"note: training begins at step 0; {aside} holds 3 rows of an earlier course" in capfd.readouterr().err
+    assert f"note: training begins at step 0; {aside} holds 3 rows of an earlier run" in capfd.readouterr().err
 
 
 def test_a_disk_without_room_for_more_rows_is_one_line(tmp_path):
@@ -53,7 +52,7 @@ def test_a_disk_without_room_for_more_rows_is_one_line(tmp_path):
         with Metrics(disk, Peers(), torch.device("cpu"), **options) as metrics, pytest.raises(UserError) as error:
             fill(metrics)
         assert str(error.value) == (
-            f"cannot write {file}: No space left on device; once it can be written, the same command goes on from the "
+            f"cannot write {file}: No space left on device; once it can be written, the same command resumes from the "
             "last checkpoint"
         )
         steps = [row["step"] for row in read_metrics(file)]
@@ -88,20 +87,6 @@ def test_rows_that_were_changed_are_said(tmp_path, capfd):
     assert said in capfd.readouterr().err
 
 
-def test_a_run_goes_on_over_rows_that_were_numbered_from_0(tmp_path, capfd):
-    """Of an earlier bigdit, whose checkpoint knows them so; also after a start that was killed."""
-    path = tmp_path / "metrics.jsonl"
-    rows(path, 0, 1, 2, 3)
-    written = xxhash.xxh3_128_hexdigest("".join(path.read_text().splitlines(keepends=True)[:3]).encode())
-    for _ in range(2):
-        metrics(tmp_path, 3, written=written)
-        assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
-        assert capfd.readouterr().err == ""
-    path.write_text(path.read_text().replace("1.0", "1.5", 1))
-    metrics(tmp_path, 3, written=written)
-    assert "its rows up to step 3 are not those that were written" in capfd.readouterr().err
-
-
 def test_a_full_disk_is_a_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     full = metrics(tmp_path, 0)
@@ -111,6 +96,6 @@ def test_a_full_disk_is_a_line(tmp_path):
     with pytest.raises(UserError) as refused:
         full.flush()
     assert str(refused.value) == (
-        f"cannot write {path}: No space left on device; once it can be written, the same command goes on from the "
+        f"cannot write {path}: No space left on device; once it can be written, the same command resumes from the "
         "last checkpoint"
     )

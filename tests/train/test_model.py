@@ -13,7 +13,7 @@ from bigdit.cli import main
 from bigdit.config import load_stages
 from bigdit.errors import UserError
 from bigdit.recipes import recipe
-from bigdit.train.state import telling_shapes
+from bigdit.train.state import shape_errors
 
 ARGUMENTS = yaml.safe_load(DIGITS.read_text())["model"]["kwargs"]
 
@@ -35,7 +35,7 @@ def test_a_sound_run_is_printed(capsys, tmp_path):
     status, printed, said = dry_run(capsys, "data.images=/nowhere", "data.features=/none")
     assert (status, said) == (
         0,
-        "note: data.images: /nowhere is not there, and /none holds no features: neither was looked at\n",
+        "note: data.images: /nowhere is not there, and /none holds no features: neither was checked\n",
     )
     found = json.loads(printed)
     assert found["strategy"]["micro_batch_size"] == 16
@@ -76,7 +76,7 @@ SWAPPING = (
         ),
         (
             ["model.kwargs.out_channels=3"],
-            "model.kwargs.out_channels is 3, and in_channels is 4: what is predicted has the channels of what is fed; "
+            "model.kwargs.out_channels is 3, and in_channels is 4: the prediction has the channels of the latents; "
             "set out_channels to 4",
         ),
         (
@@ -162,15 +162,15 @@ def test_channels_of_a_pixel_are_held_against_those_of_a_patch(capsys, tmp_path)
     assert dry_run(capsys, config=config) == (
         1,
         "",
-        "error: model.kwargs.out_channels is 64, and in_channels is 64: what is predicted has the channels of what is "
-        "fed; set out_channels to 16\n",
+        "error: model.kwargs.out_channels is 64, and in_channels is 64: the prediction has the channels of the "
+        "latents; set out_channels to 16\n",
     )
 
 
 def test_a_store_that_is_there_is_held_against_the_run(capsys, features):
     status, _, said = dry_run(capsys, f"data.features={features}", "data.buckets=[[8, 8], [16, 16]]")
     assert status == 1
-    assert f"error: data.features: {features} does not fit: it was encoded in the buckets 8 × 8, 8 × 12, " in said
+    assert f"error: data.features: {features} does not fit: it was encoded with the buckets 8 × 8, 8 × 12, " in said
 
 
 def test_nothing_would_be_left_to_train_on(capsys, features):
@@ -228,8 +228,8 @@ def test_a_checkpoint_that_the_run_cannot_go_on_from_is_refused(capsys, features
     status, _, said = dry_run(capsys, *chosen, "train.steps=9", "data.caption_dropout=0.3")
     assert (status, said) == (
         0,
-        f"note: {found} was trained with data.caption_dropout 0.1, and goes on with 0.3\n"
-        f"note: {found} was trained with train.steps 8, and goes on with 9\n",
+        f"note: {found} was trained with data.caption_dropout 0.1, and resumes with 0.3\n"
+        f"note: {found} was trained with train.steps 8, and resumes with 9\n",
     )
     for override, problem in {
         "objective.name=ddpm": f"{found} was trained with objective.name flow_matching, and the run asks for ddpm; ",
@@ -251,7 +251,7 @@ def test_pictures_that_extraction_refuses_are_refused(capsys, tmp_path, features
             f"error: data.images: {pictures} is of kind folder, which has no columns; leave out image and captions\n",
         )
     status, _, said = dry_run(capsys, f"data.images={tmp_path}", f"data.features={tmp_path / 'none'}")
-    assert (status, said.partition(" (")[0]) == (1, f"error: data.images: {tmp_path} holds no pictures")
+    assert (status, said.partition(" (")[0]) == (1, f"error: data.images: {tmp_path} holds no images")
     assert dry_run(capsys, "data.images=/nowhere", f"data.features={features}")[::2] == (0, "")
 
 
@@ -260,8 +260,8 @@ def test_what_only_a_step_shows_of_arguments_that_do_not_go_together_is_a_line_t
     run = load_stages(DIGITS, [])[0].run
     with (
         pytest.raises(UserError, match=r"model\.kwargs: a step ends with mat1 and mat2 shapes cannot be multiplied"),
-        telling_shapes(run),
+        shape_errors(run),
     ):
         torch.ones(2, 3) @ torch.ones(4, 2)
-    with pytest.raises(RuntimeError, match="of something else"), telling_shapes(run):
+    with pytest.raises(RuntimeError, match="of something else"), shape_errors(run):
         raise RuntimeError("of something else")

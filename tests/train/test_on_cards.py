@@ -86,7 +86,7 @@ def test_a_run_by_a_plan_says_what_was_planned_and_what_was_measured(features, t
     off = f"{100 * (measured / expected.peak_reserved_bytes - 1):+.1f} %"
     said = f"planned 40.00 GiB at 8 × 12, measured {gib(measured)} ({off}) reserved by torch"
     assert done.stderr.count(f"{said}\n") == 1, done.stderr
-    assert "note: strategy.compile_blocks is true, and the plan is for blocks that are not compiled: " in done.stderr
+    assert "note: strategy.compile_blocks is true, and plans run blocks as they are written: " in done.stderr
     assert "note: strategy.compile_blocks: an emulated GPU runs no kernels, and blocks run as they are" in done.stderr
     assert receipt["predicted_peak_reserved_bytes"] == expected.peak_reserved_bytes
     assert receipt["predicted_peak_allocated_bytes"] == expected.peak_allocated_bytes
@@ -198,7 +198,7 @@ def test_more_processes_than_cards_are_a_line(features, tmp_path):
     done = launched(features, tmp_path, *BIGDIT, cards=1)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
-        "error: 2 processes of the run are on this machine, a card each, and torch sees 1 there: start 1 "
+        "error: 2 processes of the run are on this machine, a GPU each, and torch sees 1 there: start 1 "
         "(strategy.world_size, or the launcher's own number), or show it more (CUDA_VISIBLE_DEVICES)\n"
     )
 

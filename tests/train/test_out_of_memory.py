@@ -22,7 +22,7 @@ from bigdit.emulator import emulated_environment, shared_state
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.errors import UserError
 from bigdit.memory.process import cuda_context, nccl_buffers
-from bigdit.shortage import asked_bytes, told
+from bigdit.shortage import asked_bytes, memory_errors
 from bigdit.strategy import StepSize, Strategy
 from bigdit.train.monitor.metrics import read_metrics
 from bigdit.train.oom_fallback import FILE, OomFallback, read_oom_fallback, smaller_strategy, write_oom_fallback
@@ -86,10 +86,8 @@ def check(done, output, rank, step):
     said = [line for line in done.stderr.splitlines() if line.startswith("note: step ")]
     assert len(said) == 1, done.stderr
     assert said[0].startswith(f"note: step {step + 1} ran out of memory on rank {rank} (NVIDIA A40) in ")
-    assert said[0].endswith(
-        "; all start again with strategy.micro_batch_size 8, grad_accum_steps 2, checkpointed_blocks 0"
-    )
-    assert f"going on from {output}/checkpoints/step-{step:08}, step {step}" in done.stderr
+    assert said[0].endswith("; all restart with strategy.micro_batch_size 8, grad_accum_steps 2, checkpointed_blocks 0")
+    assert f"resuming from {output}/checkpoints/step-{step:08}, step {step}" in done.stderr
     assert [row["step"] for row in read_metrics(output / "metrics.jsonl")] == list(range(1, 13))
     assert (output / "checkpoints/latest").read_text() == "step-00000012\n"
     receipt = json.loads((output / "receipt.json").read_text())
@@ -155,7 +153,7 @@ def test_where_nothing_is_left_to_take_it_is_one_line(mixed, tmp_path):
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "ran out of memory" in line
-    assert "`bigdit plan` says what fits: an optimizer with less state, strategy.lora, offload to the host" in line
+    assert "`bigdit plan` finds what fits: an optimizer with less state, strategy.lora, CPU offload" in line
 
 
 @pytest.mark.slow
@@ -180,7 +178,7 @@ def test_what_cannot_be_kept_ends_the_run_in_a_line(mixed, tmp_path, engine):
 
 @pytest.mark.slow
 def test_a_signal_while_they_start_again_ends_them_in_order(mixed, tmp_path):
-    """It comes when all is saved and kept; the same command goes on from there."""
+    """It comes when all is saved and kept; the same command resumes from there."""
     sizes = (*FSDP2, "strategy.world_size=2", "strategy.micro_batch_size=16", "strategy.global_batch_size=32")
     with cards(CONTEXT + NCCL + 46, 2) as environment:
         line = line_of(mixed, tmp_path, BIGDIT, *sizes)
@@ -266,10 +264,10 @@ def test_what_was_asked_for_is_read_from_torch_s_message():
 
 def test_what_a_host_ran_out_of_is_one_line():
     line = r"^training ran out of memory: 1073741824\.00 GiB were asked for, [\d.]+ GiB of [\d.]+ GiB were free; less$"
-    with pytest.raises(UserError, match=line), told("training", torch.device("cpu"), "less"):
+    with pytest.raises(UserError, match=line), memory_errors("training", torch.device("cpu"), "less"):
         torch.empty(2**60, dtype=torch.uint8)
 
 
 def test_other_errors_of_a_step_stay_what_they_are():
-    with pytest.raises(RuntimeError, match="shape"), told("training", torch.device("cpu"), "less"):
+    with pytest.raises(RuntimeError, match="shape"), memory_errors("training", torch.device("cpu"), "less"):
         torch.empty(2).view(3)

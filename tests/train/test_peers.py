@@ -31,7 +31,7 @@ def kill_rank(run, rank):
     assert len(said) == 1, run.stderr
     where = f"rank {rank} (process {ranks[rank]} on {os.uname().nodename}) was lost after step "
     assert said[0].startswith(f"error: {where}")
-    assert said[0].endswith(": all end; the same command goes on from the last checkpoint")
+    assert said[0].endswith(": all end; the same command resumes from the last checkpoint")
     return status
 
 
@@ -80,7 +80,7 @@ def test_a_stopped_process_is_named_after_the_timeout(features, tmp_path, name):
         (said,) = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
         where = f"rank {rank} (process {ranks[rank]} on {os.uname().nodename}), which is stopped,"
         assert said.startswith(f"error: {where} did not answer for 5 s (train.timeout) after step ")
-        assert said.endswith(": all end; the same command goes on from the last checkpoint")
+        assert said.endswith(": all end; the same command resumes from the last checkpoint")
         assert "Traceback" not in run.stderr
 
 
@@ -193,7 +193,7 @@ def test_a_process_that_is_lost_before_it_has_told_where_it_is(capfd):
     status, stderr = grouped(capfd, "lost")
     assert status == 137
     assert stderr.startswith("error: of 2 processes one on another machine, or one that does not answer (")
-    assert stderr.endswith(", was lost after step 0: all end; the same command goes on from the last checkpoint\n")
+    assert stderr.endswith(", was lost after step 0: all end; the same command resumes from the last checkpoint\n")
     assert stderr.count("\n") == 1
 
 
@@ -221,7 +221,7 @@ def test_a_process_that_a_signal_ends_while_the_main_one_hangs(capfd, monkeypatc
 
 @pytest.mark.parametrize(
     ("host_bytes", "counted"),
-    [(0, "`bigdit plan` counts what it takes"), (48 * 2**30, "its plan counts 48.00 GiB of them")],
+    [(0, "`bigdit plan` counts what the run takes"), (48 * 2**30, "its plan counts 48.00 GiB of it")],
 )
 def test_processes_that_could_not_speak(capfd, monkeypatch, host_bytes, counted):
     """One is killed, and the other does not notice."""
@@ -232,8 +232,8 @@ def test_processes_that_could_not_speak(capfd, monkeypatch, host_bytes, counted)
     said = capfd.readouterr().err
     assert said.startswith("error: rank 1 (process ")
     assert said.endswith(
-        f") was ended by SIGKILL (by hand, or since memory ran out: this machine has 32.00 GiB, and {counted}); rank 0 "
-        "waited for it and had to be killed\n"
+        f") was ended by SIGKILL (by hand, or because memory ran out: this machine has 32.00 GiB, and {counted}); rank "
+        "0 waited for it and had to be killed\n"
     )
 
 

@@ -10,7 +10,7 @@ from training import run_to
 
 from bigdit import checkpoint
 from bigdit.sampling import Sampler, SamplingOptions
-from bigdit.train.monitor import pictures
+from bigdit.train.monitor import images
 from bigdit.train.monitor.metrics import read_metrics
 
 CAPTIONS = ["a handwritten one", "a handwritten two", "a handwritten seven"]
@@ -30,7 +30,7 @@ ROUNDING = 1  # other batch sizes take other kernels: one step of 255 at a round
 def drawn(monkeypatch):
     """What is handed to the grid, by its number."""
     found = []
-    monkeypatch.setattr(pictures, "grid_png", lambda each, captions: found.append((each, list(captions))) or png(each))
+    monkeypatch.setattr(images, "grid_png", lambda each, captions: found.append((each, list(captions))) or png(each))
     return found
 
 
@@ -67,12 +67,12 @@ def test_what_fails_is_a_line_and_training_goes_on(features, tmp_path, monkeypat
     def fails(each, captions):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(pictures, "grid_png", fails)
+    monkeypatch.setattr(images, "grid_png", fails)
     run_to(3, tmp_path, features, *ASKED)
-    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("note: the pictures")]
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("note: the validation images")]
     assert said == [
-        "note: the pictures of step 2 are not written: no room; training goes on",
-        "note: the pictures of step 3 are not written: no room",
+        "note: the validation images of step 2 are not written: no room; training goes on",
+        "note: the validation images of step 3 are not written: no room",
     ]
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
 

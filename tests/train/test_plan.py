@@ -88,9 +88,7 @@ def test_an_allocator_that_is_set_otherwise_than_planned_is_left_so_and_said(
     assert main.main(["--config", str(config)]) == 0
     assert seen[name] == value
     assert sum("ALLOC_CONF" in each for each in seen) == 1
-    line = (
-        f"note: {name} is {value}, and the plan is for expandable_segments:True, without which torch may reserve more "
-    )
+    line = f"note: {name} is {value}, and the plan is for expandable_segments:True: without it torch may reserve more "
     assert (line in " ".join(capsys.readouterr().err.split())) is said
 
 

@@ -12,9 +12,8 @@ from commands import BIN, DIGITS, HELPERS, ROOT, SINGLE, TINY, environment_with,
 
 from bigdit.checkpoint import Peers
 from bigdit.train.measure import host_now
-from bigdit.train.monitor import progress
-from bigdit.train.monitor.metrics import Metrics
-from bigdit.train.monitor.progress import Sight, figures
+from bigdit.train.monitor import metrics
+from bigdit.train.monitor.metrics import Display, Metrics, figures
 from bigdit.train.step import StepResult
 from bigdit.units import GIB
 
@@ -49,28 +48,31 @@ def test_what_is_not_known_is_left_out():
 
 def test_a_pipe_gets_a_line_a_minute_and_the_last_one(capfd, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    with Sight(0, 900, shown=True) as shown:
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
+    with Display(0, 900, shown=True) as shown:
         for step in range(1, 600, 10):
             now[0] += 2.0
             shown.show(ROW | {"step": step})
     text = capfd.readouterr().err
     assert "\x1b" not in text
     assert [line.split(" · ")[0] for line in text.splitlines()] == ["step 291/900", "step 591/900"]
-    with Sight(0, 900, shown=True) as shown:
+    with Display(0, 900, shown=True) as shown:
         shown.show(ROW)
     assert capfd.readouterr().err == f"step 12/900 · {figures(ROW)}\n"
 
 
 def test_other_processes_show_nothing(capfd):
-    with Sight(0, 900, shown=False) as shown:
+    with Display(0, 900, shown=False) as shown:
         shown.show(ROW)
     assert capfd.readouterr().err == ""
 
 
 _SHOW = f"""
-from bigdit.train.monitor.progress import Sight
-with Sight(0, 900, shown=True) as shown:
+from bigdit import libraries
+libraries.prepare()
+with libraries.importing():
+    from bigdit.train.monitor.metrics import Display
+with Display(0, 900, shown=True) as shown:
     for step in (10, 20):
         shown.show({ROW!r} | {{"step": step}})
 """

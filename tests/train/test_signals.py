@@ -28,12 +28,12 @@ def test_bigdit_train_saves_on_a_signal_and_takes_its_processes_with_it(features
         run.until_it_trains().process.send_signal(signal.SIGUSR1)
         assert run.ends() == 138
         (step,) = run.saved()
-        said = f"SIGUSR1: saved {output}/checkpoints/step-{step:08d}; the same command goes on from step {step}"
+        said = f"SIGUSR1: saved {output}/checkpoints/step-{step:08d}; the same command resumes from step {step}"
         assert run.stderr.count(said) == 1
         assert "Traceback" not in run.stderr
     with running(BIGDIT, features, output, *FSDP2, log=tmp_path / "again.log") as again:
         ranks = again.until_it_trains().ranks()
-        assert f"going on from {output}/checkpoints/step-{step:08d}, step {step}" in resumed(again.stderr)
+        assert f"resuming from {output}/checkpoints/step-{step:08d}, step {step}" in resumed(again.stderr)
         assert len(ranks) == 2
         again.process.kill()
         until(lambda: ended(ranks), within=5)
@@ -93,7 +93,7 @@ def test_ctrl_c_once_saves(features, tmp_path):
         assert run.ends() == 130
         (step,) = run.saved()
         assert run.stderr.splitlines()[-2:] == [
-            f"SIGINT: saved {output}/checkpoints/step-{step:08d}; the same command goes on from step {step}",
+            f"SIGINT: saved {output}/checkpoints/step-{step:08d}; the same command resumes from step {step}",
             f"wrote {output}/report.html",
         ]
     assert f"{step:,} of 1,000,000 steps" in (output / "report.html").read_text()

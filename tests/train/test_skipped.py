@@ -9,7 +9,7 @@ from two_processes import answer_of_two
 from whole import whole_state
 
 from bigdit.engines import ema_of
-from bigdit.loader.read import BatchReader
+from bigdit.loader.stream import BatchReader
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.strategy import EmaSpec, OptimizerSpec, Strategy
 from bigdit.train.monitor.metrics import LossSpikes, read_metrics
@@ -149,16 +149,16 @@ def test_a_skipped_step_is_said_with_its_sample(features, tmp_path, poisoned, ca
     (skipped,) = [row for row in rows if row.get("skipped")]
     assert skipped["loss"] is skipped["grad_norm"] is None
     assert f"note: step {skipped['step']} is skipped: the loss of step {skipped['step']} is nan" in said
-    assert "; not finite is what the store has of sample 9 (row 3 of " in said
+    assert "; values are not finite in sample 9 (row 3 of " in said
     assert " in part-000000000000-000000000240.safetensors)" in said
-    assert f"note: 1 of 15 steps skipped; {tmp_path}/metrics.jsonl says which" in said
+    assert f"note: 1 of 15 steps skipped; {tmp_path}/metrics.jsonl marks them" in said
 
 
 def test_too_many_skipped_steps_end_the_run(features, tmp_path, poisoned, capfd):
     assert run(features, tmp_path, "train.steps=15", "train.most_skipped_steps=1") == 1
     (error,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert error.startswith("error: training skipped 1 step in a row (train.most_skipped_steps): the loss of step ")
-    assert "of sample 9 (row 3 of " in error
+    assert "in sample 9 (row 3 of " in error
     assert error.endswith("or leave them out")
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["skipped"]
 

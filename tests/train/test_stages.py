@@ -118,7 +118,7 @@ def test_one_command_goes_through_all_stages(alone):
     assert rows[BORDER + 1][2] < 1e-3
     assert "stages.0 is done; the processes start again for stages.1" in said
     assert (
-        f"going on from {alone}/checkpoints/step-{BORDER:08d}, step {BORDER} stages.1: steps {BORDER + 1} to 16 of 16"
+        f"resuming from {alone}/checkpoints/step-{BORDER:08d}, step {BORDER} stages.1: steps {BORDER + 1} to 16 of 16"
         in said
     )
     receipts = [json.loads((alone / name).read_text()) for name in ("receipt-stage-0.json", "receipt.json")]
@@ -191,8 +191,8 @@ def test_a_border_does_not_move_beneath_a_checkpoint(staged, alone, tmp_path, ca
     foreseen = capsys.readouterr().err
     assert foreseen == refused(capsys, staged, output, moved)
     assert foreseen == (
-        f"error: stages: {output}/checkpoints/step-{END:08d} was saved in one that begins at step 8, and the one that "
-        f"took its last step begins at {begins} now; let those before it come to 8 steps again, or choose another "
+        f"error: stages: {output}/checkpoints/step-{END:08d} was saved in a stage that began at step 8, and that "
+        f"stage begins at {begins} now; make earlier stages 8 steps long again, or choose another "
         "output\n"
     )
 

@@ -91,7 +91,7 @@ def test_a_process_that_is_gone_is_a_line(tmp_path, capfd, monkeypatch):
     with Trackers(["tensorboard"], tmp_path, 0, {"long": "x" * 100_000}, shown=True):
         pass
     assert capfd.readouterr().err == (
-        "note: the process of the trackers has ended; training goes on without, metrics.jsonl has all\n"
+        "note: the process of the trackers has ended; training goes on without it, metrics.jsonl has all\n"
     )
 
 

@@ -17,7 +17,7 @@ from bigdit.checkpoint import Peers
 from bigdit.config.run import ValidationConfig
 from bigdit.dist import World
 from bigdit.errors import UserError
-from bigdit.loader.validation import ValidationSplit
+from bigdit.loader.order import ValidationSplit
 from bigdit.memory import ledger
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.record.recorder import Recorder
@@ -70,7 +70,7 @@ def test_training_is_the_same_however_often_it_is_measured_and_goes_on(rows):
 
 def test_a_run_that_goes_on_holds_out_the_same(rows, features):
     output = rows[1]["once"]
-    with pytest.raises(UserError, match=r"validation\.samples is 23, and .* was trained with 24 held out"):
+    with pytest.raises(UserError, match=r"validation\.samples is 23, and .* was trained with 24:"):
         run_to(5, output, features, "strategy.ema.decay=0.5", "validation.samples=23")
 
 

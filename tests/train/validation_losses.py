@@ -21,9 +21,8 @@ from bigdit.config.run import ValidationConfig
 from bigdit.dist import World, world_from_env
 from bigdit.engines.deepspeed import forget
 from bigdit.engines.state import places
-from bigdit.loader.order import Order
+from bigdit.loader.order import Order, ValidationSplit
 from bigdit.loader.stream import FeatureStream
-from bigdit.loader.validation import ValidationSplit
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.store import FeatureStore
 from bigdit.train.monitor.monitor import Validation

@@ -1,6 +1,6 @@
-/* Memory that nobody wrote reads as zeros, and is known to without being read: the system says which of its pages are there.
- * It says nothing of files' pages, so that what is asked about is remembered here: what libc10 takes for tensors (host.c), and
- * maps of files that are mostly holes (inside/loads.py). */
+/* Finds memory that nobody wrote, which is zeros, without reading it: the kernel tells which pages exist. That is useless for
+ * pages of files, so known ranges are recorded here: libc10's tensors (host.c), and maps of files that are mostly holes
+ * (inside/sparse.py). */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <pthread.h>
@@ -13,13 +13,13 @@
 
 #define PAGE ((uintptr_t)4096)
 #define AT_ONCE ((size_t)512)
-#define GIVEN_BACK ((size_t)1 << 20) /* bytes from which a system call is cheaper than writing them */
+#define GIVEN_BACK ((size_t)1 << 20) /* from this size on, a system call is cheaper than writing zeros */
 
 struct range { const char *at; size_t n; };
 static void *ranges; /* a tree, by address */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
-/* A fork begins with the lock free: the thread that had it would not be there. */
+/* A forked process must begin with the lock free: it lacks the thread that would release it. */
 static void hold(void) { pthread_mutex_lock(&lock); }
 static void let_go(void) { pthread_mutex_unlock(&lock); }
 __attribute__((constructor)) static void forks(void) { pthread_atfork(hold, let_go, let_go); }
@@ -28,10 +28,10 @@ static int order(const void *one, const void *other) {
     const struct range *a = one, *b = other;
     return a->at + a->n <= b->at ? -1 : b->at + b->n <= a->at;
 }
-/* Private memory of no file begins there, until it is forgotten. */
+/* Record a range of private memory without a file. */
 void blank_remember(const void *at, size_t n) {
     struct range *new = malloc(sizeof *new), **kept;
-    if (!new) return; /* what is not known is read */
+    if (!new) return; /* unknown ranges are read */
     *new = (struct range){at, n};
     pthread_mutex_lock(&lock);
     kept = tsearch(new, &ranges, order);
@@ -56,8 +56,8 @@ int blank_known(const void *at, size_t n) {
 
 static int zeros(const char *at, const char *end) { return at == end || (!*at && !memcmp(at, at + 1, (size_t)(end - at - 1))); }
 
-/* Whether all of it reads as zeros: only pages that are there, or were and are swapped out, are looked at. Source: the
- * kernel's Documentation/admin-guide/mm/pagemap.rst, bits 63 and 62. */
+/* Whether all of it is zeros. Only pages that exist, or are swapped out, are read. Source: the kernel's
+ * Documentation/admin-guide/mm/pagemap.rst, bits 63 and 62. */
 int blank_is(const void *from, size_t n) {
     const char *at = from, *end = at + n, *page = (const char *)((uintptr_t)at & ~(PAGE - 1));
     int pagemap = n && blank_known(from, n) ? open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC) : -1;
@@ -74,8 +74,7 @@ int blank_is(const void *from, size_t n) {
     return blank;
 }
 
-/* Private memory as if nobody had written it: pages that the kernel takes back read as zeros again, and cost no time until
- * they are read. */
+/* Make private memory zeros as if nobody had written it. The kernel frees whole pages, which costs no time. */
 void blank_zero(char *at, size_t n) {
     char *first = (char *)(((uintptr_t)at + PAGE - 1) & ~(PAGE - 1));
     char *last = (char *)((uintptr_t)(at + n) & ~(PAGE - 1));

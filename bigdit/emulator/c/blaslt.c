@@ -1,4 +1,4 @@
-/* libcublasLt: the heuristic finds one algorithm, without a workspace of its own beyond the one that torch hands it. */
+/* libcublasLt: the heuristic finds one algorithm, which needs no workspace beyond torch's own. */
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>

@@ -1,4 +1,4 @@
-/* libcufft: plans whose work area is said to be empty, since its size is known to cuFFT alone. */
+/* libcufft: plans with an empty work area, since only cuFFT knows its size. */
 #include <stddef.h>
 
 static int plans;

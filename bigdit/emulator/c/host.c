@@ -1,9 +1,8 @@
-/* libbigdit-host: host tensors of 32 MiB and more lie many times over on the same 64 MiB of RAM, so that a model of 12 billion
- * parameters can be built where there is no room for it. What is written there is lost, which no count of bytes minds.
+/* libbigdit-host: CPU tensors of 32 MiB and more share the same 64 MiB of RAM, so a model of 12 billion parameters can be built
+ * on a small machine. Their values are lost, which changes no count of bytes.
  *
- * torch takes host memory by libc10's calls of posix_memalign and gives it back by its calls of free. `host_share` puts the
- * functions of this file in their place, in that library alone: other libraries' data stays what it is. What a thread takes
- * between `host_own(1)` and `host_own(0)` is kept apart, since it is read again. */
+ * torch allocates CPU memory by libc10's calls of posix_memalign and free. `host_share` replaces both in this library only, so
+ * other libraries' data is safe. Memory that a thread allocates between `host_own(1)` and `host_own(0)` is not shared. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <elf.h>
@@ -18,7 +17,7 @@
 #include <unistd.h>
 
 #define LEAST ((size_t)32 << 20)
-#define KNOWN ((size_t)1 << 20) /* from here on it is known what nobody wrote */
+#define KNOWN ((size_t)1 << 20) /* from this size on, blank.c tracks memory */
 #define CHUNK ((size_t)64 << 20)
 #define PAGE ((size_t)2 << 20)
 #define ARENA ((size_t)16 << 40)
@@ -28,22 +27,22 @@ void blank_forget(const void *at);
 void blank_zero(char *at, size_t n);
 
 static char *arena, *next;
-static size_t *sizes; /* of what begins at a page of the arena */
+static size_t *sizes; /* of the allocation at each page of the arena */
 static size_t live_bytes, peak_bytes;
-static int64_t tensor_bytes, most_tensor_bytes; /* of all host tensors, page-locked ones among them */
+static int64_t tensor_bytes, most_tensor_bytes; /* of all CPU tensors, including pinned ones */
 static int chunk = -1;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static _Thread_local int own;
 
-/* Host tensors take `n` bytes more, or give -n back. */
+/* Count `n` more bytes of CPU tensors, or fewer if negative. */
 void host_count(int64_t n) {
     int64_t now = __atomic_add_fetch(&tensor_bytes, n, __ATOMIC_RELAXED);
     int64_t most = __atomic_load_n(&most_tensor_bytes, __ATOMIC_RELAXED);
     while (now > most && !__atomic_compare_exchange_n(&most_tensor_bytes, &most, now, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
 }
 int64_t host_tensor_bytes(void) { return __atomic_load_n(&tensor_bytes, __ATOMIC_RELAXED); }
-/* The most since it was asked last; from now on it is counted anew. */
+/* The peak since the last call. */
 int64_t host_most_tensor_bytes(void) { return __atomic_exchange_n(&most_tensor_bytes, host_tensor_bytes(), __ATOMIC_RELAXED); }
 
 static void prepare(void) {
@@ -58,12 +57,12 @@ static void prepare(void) {
 
 int host_has(const void *at) { return arena && (const char *)at >= arena && (const char *)at < next; }
 size_t host_peak_bytes(void) { return peak_bytes; }
-/* Zeros from there on. Of shared pages only those are there that somebody wrote or read: all others are zeros already, and these
- * are given back. To write them through a tensor's addresses would take a fault each. */
+/* Make memory zeros. Shared pages exist only if they were written or read. These are freed, and all others are zeros already.
+ * Writing through a tensor's addresses would take a page fault each. */
 void host_zero(void *at, size_t n) {
     if (!host_has(at)) return blank_zero(at, n);
     size_t start = (size_t)((char *)at - arena) % CHUNK, stop = start + n;
-    if (stop > CHUNK) start = 0, stop = CHUNK; /* it goes on at the beginning */
+    if (stop > CHUNK) start = 0, stop = CHUNK; /* it wraps around */
     off_t there = lseek(chunk, (off_t)start, SEEK_DATA);
     if (there < 0 || there >= (off_t)stop) return;
     if (fallocate(chunk, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)start, (off_t)(stop - start))) memset(at, 0, n);
@@ -71,7 +70,7 @@ void host_zero(void *at, size_t n) {
 
 void host_own(int on) { own = on; }
 
-/* Memory for `n` bytes on the shared pages; NULL where that is too little to be worth it, or there is no room. */
+/* Memory for `n` bytes on shared pages; NULL if `n` is small, or there is no room. */
 void *host_take(size_t n) {
     if (n < LEAST || own || pthread_once(&once, prepare) || !arena) return NULL;
     size_t whole = (n + PAGE - 1) & ~(PAGE - 1);
@@ -120,7 +119,7 @@ static void give(void *at) {
 static int put(void **slot, void *function) {
     long page = sysconf(_SC_PAGESIZE);
     void *at = (void *)((uintptr_t)slot & ~(uintptr_t)(page - 1));
-    if (mprotect(at, (size_t)page, PROT_READ | PROT_WRITE)) return 0; /* it may be read-only since its relocation */
+    if (mprotect(at, (size_t)page, PROT_READ | PROT_WRITE)) return 0; /* it may be read-only after relocation */
     return *slot = function, 1;
 }
 static int replace(const ElfW(Rela) *entries, size_t n, const ElfW(Sym) *symbols, const char *names, ElfW(Addr) base) {
@@ -136,7 +135,7 @@ static int replace(const ElfW(Rela) *entries, size_t n, const ElfW(Sym) *symbols
     return done;
 }
 
-/* Share the host memory of the libc10 that is loaded from `path`: 0, or 1 where its calls were not found. */
+/* Share CPU memory of the libc10 that is loaded from `path`. Returns 0, or 1 if its calls were not found. */
 int host_share(const char *path) {
     void *library = dlopen(path, RTLD_NOW | RTLD_NOLOAD);
     struct link_map *map;
@@ -153,7 +152,7 @@ int host_share(const char *path) {
         case DT_RELA: data = (void *)d->d_un.d_ptr; break;
         case DT_RELASZ: data_bytes = d->d_un.d_val; break;
     }
-    /* memory that was taken before is given back through `give`, which hands on what is not its own */
+    /* `give` also frees memory that was allocated before */
     int done = replace(calls, call_bytes / sizeof *calls, symbols, names, map->l_addr);
     done |= replace(data, data_bytes / sizeof *data, symbols, names, map->l_addr);
     return done == 3 ? 0 : 1;

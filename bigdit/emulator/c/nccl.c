@@ -1,11 +1,10 @@
-/* libnccl: collectives of small payloads are done among the processes of this machine, through memory that they share; large
- * ones move nothing. Without peers (BIGDIT_EMULATED_PEERS=0) this process is one of many that are not there, and takes them
- * to hold what it holds.
+/* libnccl: collectives of small payloads run among the processes of this machine, through shared memory. Large ones move no
+ * data. Without peers (BIGDIT_EMULATED_PEERS=0) the other processes do not exist, and are assumed to have the same values.
  *
- * What is shared is a file without a name: its maker keeps it open, and the others find it under /proc. So nothing is left
- * behind, whoever is killed. */
+ * The shared memory is an anonymous file. Its creator keeps it open, and the others open it under /proc. So nothing is left,
+ * whoever is killed. */
 #define _GNU_SOURCE
-#include "card.h"
+#include "gpu.h"
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -21,16 +20,16 @@
 #include <unistd.h>
 
 #define SLOT 65536 /* bytes of a small payload */
-#define RING 16    /* messages from one rank to another that wait */
+#define RING 16    /* waiting messages from one rank to another */
 #define RANKS_MOST 1024
 
 enum { OK = 0, UNHANDLED_CUDA_ERROR = 1, SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, REMOTE_ERROR = 6 };
 enum type { INT8, UINT8, INT32, UINT32, INT64, UINT64, HALF, FLOAT, DOUBLE, BFLOAT, FP8_E4M3, FP8_E5M2 };
 static const unsigned char BYTES[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
-enum operation { SUM, PRODUCT, MAX, MIN, MEAN, SCALED_SUM }; /* from SCALED_SUM on, each is a sum with a factor of its own */
+enum operation { SUM, PRODUCT, MAX, MIN, MEAN, SCALED_SUM }; /* from SCALED_SUM on, each is a sum with its own factor */
 
 struct id { char path[128]; };
-struct mailbox { _Atomic uint64_t sent, taken; char messages[RING][SLOT]; }; /* of one rank to another */
+struct mailbox { _Atomic uint64_t sent, taken; char messages[RING][SLOT]; }; /* from one rank to another */
 struct shared { _Atomic int arrived, phase; _Atomic int processes[RANKS_MOST]; };
 struct comm { int ranks, rank, device; struct shared *shared; char (*slots)[SLOT]; struct mailbox *mail; size_t n; };
 
@@ -41,8 +40,8 @@ static int peers(void) {
 
 /* -- waiting -- */
 
-/* Who calls may hold Python's lock: then the other threads of its process go on while it waits, as they do beside a real
- * card, and a signal is heard. */
+/* The caller may hold Python's lock. It is released while the caller waits, so other threads and signal handlers run, as with
+ * a real GPU. */
 static int (*holds_python)(void);
 static void *(*release_python)(void);
 static void (*take_python)(void *);
@@ -55,7 +54,7 @@ static pthread_once_t looked_for_python = PTHREAD_ONCE_INIT;
 
 struct wait { unsigned times; void *python; };
 
-/* Wait a moment longer each time; REMOTE_ERROR where a rank has ended meanwhile. */
+/* Wait, longer each time. REMOTE_ERROR if a rank has ended. */
 static int wait_for(struct comm *c, struct wait *w) {
     if (++w->times < 200) return sched_yield(), OK;
     if (w->times == 200) {
@@ -97,17 +96,17 @@ static int share(struct id *out) {
     snprintf(out->path, sizeof out->path, "/proc/%d/fd/%d", (int)getpid(), file);
     return OK;
 }
-static void keep_no_more(const struct id *id) { /* its maker closes it; those who have mapped it keep it */
+static void keep_no_more(const struct id *id) { /* the creator closes the file; mappings stay */
     int process, file;
     if (sscanf(id->path, "/proc/%d/fd/%d", &process, &file) == 2 && process == (int)getpid()) close(file);
 }
 static int join(struct comm **out, int ranks, int rank, const struct id *id) {
     struct comm *c = calloc(1, sizeof *c);
     *out = c;
-    c->ranks = ranks, c->rank = rank, c->device = card_current();
+    c->ranks = ranks, c->rank = rank, c->device = gpu_current();
     if (ranks > RANKS_MOST) return INVALID_ARGUMENT;
     if (ranks == 1) return OK;
-    if (card_nccl(c->device)) return UNHANDLED_CUDA_ERROR;
+    if (gpu_nccl(c->device)) return UNHANDLED_CUDA_ERROR;
     if (!id || !peers()) return OK;
     size_t slots = (size_t)ranks * SLOT;
     c->n = sizeof *c->shared + slots + (size_t)ranks * ranks * sizeof *c->mail;
@@ -130,7 +129,7 @@ int ncclCommInitRankConfig(struct comm **out, int ranks, struct id id, int rank,
 int ncclCommInitRankScalable(struct comm **out, int ranks, int rank, int n, struct id *ids, void *config) {
     return (void)n, (void)config, join(out, ranks, rank, ids);
 }
-int ncclCommInitAll(struct comm **out, int n, const int *devices) { /* one process with several cards */
+int ncclCommInitAll(struct comm **out, int n, const int *devices) { /* one process with several GPUs */
     for (int i = 0; i < n; i++) {
         join(&out[i], n, i, NULL);
         if (devices) out[i]->device = devices[i];
@@ -150,13 +149,13 @@ int ncclCommCuDevice(struct comm *c, int *device) { return *device = c->device, 
 int ncclCommGetAsyncError(struct comm *c, int *state) { return (void)c, *state = OK, OK; }
 int ncclGetVersion(int *version) { return *version = 22907, OK; }
 const char *ncclGetErrorString(int result) {
-    return result == OK ? "no error" : result == REMOTE_ERROR ? "a rank has ended" : "error of an emulated card";
+    return result == OK ? "no error" : result == REMOTE_ERROR ? "a rank has ended" : "error of an emulated GPU";
 }
 const char *ncclGetLastError(struct comm *c) { return (void)c, ""; }
 
 /* -- small payloads -- */
 
-/* Everyone's `n` bytes into the slots; `theirs` reads them, until `barrier` lets the next collective begin. */
+/* Copy all ranks' `n` bytes into the slots. `theirs` reads them, until `gathered` lets the next collective begin. */
 static int gather(struct comm *c, const void *from, size_t n) {
     if (!c->shared) return OK;
     return memcpy(c->slots[c->rank], from, n), barrier(c);
@@ -185,7 +184,7 @@ int ncclCommSplit(struct comm *c, int color, int key, struct comm **out, void *c
 }
 int ncclAllGather(const void *from, void *to, size_t count, int type, struct comm *c, void *stream) {
     size_t n = count * BYTES[type];
-    (void)stream, card_count_one(&card_counted()->all_gathers);
+    (void)stream, gpu_count_one(&gpu_counted()->all_gathers);
     if (n > SLOT) return OK;
     if (gather(c, from, n)) return REMOTE_ERROR;
     for (int r = 0; r < c->ranks; r++) memmove((char *)to + (size_t)r * n, theirs(c, r, from), n);
@@ -193,7 +192,7 @@ int ncclAllGather(const void *from, void *to, size_t count, int type, struct com
 }
 int ncclBroadcast(const void *from, void *to, size_t count, int type, int root, struct comm *c, void *stream) {
     size_t n = count * BYTES[type];
-    (void)stream, card_count_one(&card_counted()->broadcasts);
+    (void)stream, gpu_count_one(&gpu_counted()->broadcasts);
     if (n > SLOT) return OK;
     if (gather(c, from, n)) return REMOTE_ERROR;
     memmove(to, theirs(c, root, from), n);
@@ -244,7 +243,7 @@ static double get(const void *at, enum type type, size_t i) {
     case FLOAT: return ((const float *)at)[i];
     case DOUBLE: return ((const double *)at)[i];
     case BFLOAT: return of_bfloat(((const uint16_t *)at)[i]);
-    default: return 0; /* 8 bits: no library reduces them */
+    default: return 0; /* no library reduces 8-bit floats */
     }
 }
 static void put(void *at, enum type type, size_t i, double v) {
@@ -262,10 +261,10 @@ static void put(void *at, enum type type, size_t i, double v) {
     default: break;
     }
 }
-static double factors[256]; /* of operations that a program made: ncclRedOpCreatePreMulSum */
+static double factors[256]; /* of operations made by ncclRedOpCreatePreMulSum */
 static int factor_count;
 int ncclRedOpCreatePreMulSum(int *operation, void *scalar, int type, int residence, struct comm *c) {
-    (void)residence, (void)c; /* on the host, or in the card's memory, which is the host's too */
+    (void)residence, (void)c; /* in CPU memory, or in the GPU's memory, which is CPU memory too */
     *operation = SCALED_SUM + factor_count;
     return factors[factor_count++ % 256] = get(scalar, type, 0), OK;
 }
@@ -284,28 +283,28 @@ static void reduce(struct comm *c, const void *own, void *to, size_t skip, size_
     free(out);
 }
 int ncclAllReduce(const void *from, void *to, size_t count, int type, int operation, struct comm *c, void *stream) {
-    (void)stream, card_count_one(&card_counted()->all_reduces);
+    (void)stream, gpu_count_one(&gpu_counted()->all_reduces);
     if (count * BYTES[type] > SLOT) return OK;
     if (gather(c, from, count * BYTES[type])) return REMOTE_ERROR;
     reduce(c, from, to, 0, count, type, operation);
     return gathered(c);
 }
 int ncclReduce(const void *from, void *to, size_t count, int type, int operation, int root, struct comm *c, void *stream) {
-    (void)stream, card_count_one(&card_counted()->reduces);
+    (void)stream, gpu_count_one(&gpu_counted()->reduces);
     if (count * BYTES[type] > SLOT) return OK;
     if (gather(c, from, count * BYTES[type])) return REMOTE_ERROR;
     if (c->rank == root) reduce(c, from, to, 0, count, type, operation);
     return gathered(c);
 }
 int ncclReduceScatter(const void *from, void *to, size_t count, int type, int operation, struct comm *c, void *stream) {
-    (void)stream, card_count_one(&card_counted()->reduce_scatters);
+    (void)stream, gpu_count_one(&gpu_counted()->reduce_scatters);
     if (count * (size_t)c->ranks * BYTES[type] > SLOT) return OK;
     if (gather(c, from, count * (size_t)c->ranks * BYTES[type])) return REMOTE_ERROR;
     reduce(c, from, to, count * (size_t)c->rank, count, type, operation);
     return gathered(c);
 }
 
-/* -- messages: those of a group go out before any is waited for, or two ranks that send to each other never would -- */
+/* -- messages: a group's are sent before it waits for any; else two ranks that send to each other would wait forever -- */
 
 struct message { const void *from; void *to; size_t n; int peer; struct comm *comm; };
 static __thread struct message queued[4096];
@@ -347,10 +346,10 @@ static int enqueue(struct message m) {
 int ncclGroupStart(void) { return group_depth++, OK; }
 int ncclGroupEnd(void) { return --group_depth > 0 ? OK : flush(); }
 int ncclSend(const void *from, size_t count, int type, int peer, struct comm *c, void *stream) {
-    return (void)stream, card_count_one(&card_counted()->sends), enqueue((struct message){from, NULL, count * BYTES[type], peer, c});
+    return (void)stream, gpu_count_one(&gpu_counted()->sends), enqueue((struct message){from, NULL, count * BYTES[type], peer, c});
 }
 int ncclRecv(void *to, size_t count, int type, int peer, struct comm *c, void *stream) {
-    return (void)stream, card_count_one(&card_counted()->receives), enqueue((struct message){NULL, to, count * BYTES[type], peer, c});
+    return (void)stream, gpu_count_one(&gpu_counted()->receives), enqueue((struct message){NULL, to, count * BYTES[type], peer, c});
 }
 int ncclAlltoAll(const void *from, void *to, size_t count, int type, struct comm *c, void *stream) {
     size_t n = count * BYTES[type];

@@ -1,40 +1,40 @@
-/* libnvidia-ml: the cards of the machine, whatever CUDA_VISIBLE_DEVICES says, and what all processes took of them. */
-#include "card.h"
+/* libnvidia-ml: all GPUs of the machine, whatever CUDA_VISIBLE_DEVICES says, and the memory of all processes. */
+#include "gpu.h"
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 enum { OK = 0, INVALID_ARGUMENT = 2, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7 };
 
-/* A device is its index, one up: NULL is none. */
+/* A device handle is its index plus one; NULL is invalid. */
 static int index_of(void *device) { return (int)(intptr_t)device - 1; }
 
-int nvmlInit_v2(void) { return card(), OK; }
+int nvmlInit_v2(void) { return gpu(), OK; }
 int nvmlInit(void) { return nvmlInit_v2(); }
 int nvmlInitWithFlags(unsigned flags) { return (void)flags, nvmlInit_v2(); }
 int nvmlShutdown(void) { return OK; }
-const char *nvmlErrorString(int error) { return error ? "Not answered by an emulated card" : "Success"; }
+const char *nvmlErrorString(int error) { return error ? "Not supported by an emulated GPU" : "Success"; }
 int nvmlSystemGetCudaDriverVersion_v2(int *version) { return *version = 13000, OK; }
 int nvmlSystemGetCudaDriverVersion(int *version) { return *version = 13000, OK; }
 int nvmlSystemGetDriverVersion(char *text, unsigned size) { return snprintf(text, size, "580.00"), OK; }
-int nvmlDeviceGetCount_v2(unsigned *count) { return *count = (unsigned)card_installed(), OK; }
+int nvmlDeviceGetCount_v2(unsigned *count) { return *count = (unsigned)gpu_installed(), OK; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) {
-    if ((int)index >= card_installed()) return INVALID_ARGUMENT;
+    if ((int)index >= gpu_installed()) return INVALID_ARGUMENT;
     return *device = (void *)(intptr_t)(index + 1), OK;
 }
 int nvmlDeviceGetHandleByPciBusId_v2(const char *id, void **device) {
     unsigned domain, bus;
-    if (sscanf(id, "%x:%x", &domain, &bus) != 2 || !bus || (int)bus > card_installed()) return NOT_FOUND;
+    if (sscanf(id, "%x:%x", &domain, &bus) != 2 || !bus || (int)bus > gpu_installed()) return NOT_FOUND;
     return *device = (void *)(intptr_t)bus, OK;
 }
 static void uuid_of(int index, char *text, unsigned size) {
     unsigned char id[16];
-    card_uuid(index, id);
+    gpu_uuid(index, id);
     snprintf(text, size, "GPU-%02x%02x%02x%02x-%02x%02x-%02x%02x-%02x%02x-%02x%02x%02x%02x%02x%02x", id[0], id[1], id[2], id[3], id[4],
              id[5], id[6], id[7], id[8], id[9], id[10], id[11], id[12], id[13], id[14], id[15]);
 }
 int nvmlDeviceGetHandleByUUID(const char *id, void **device) {
-    for (int i = 0; i < card_installed(); i++) {
+    for (int i = 0; i < gpu_installed(); i++) {
         char text[64];
         uuid_of(i, text, sizeof text);
         if (!strcmp(text, id)) return *device = (void *)(intptr_t)(i + 1), OK;
@@ -43,33 +43,33 @@ int nvmlDeviceGetHandleByUUID(const char *id, void **device) {
 }
 int nvmlDeviceGetUUID(void *device, char *text, unsigned size) { return uuid_of(index_of(device), text, size), OK; }
 int nvmlDeviceGetIndex(void *device, unsigned *index) { return *index = (unsigned)index_of(device), OK; }
-int nvmlDeviceGetName(void *device, char *name, unsigned size) { return (void)device, snprintf(name, size, "%s", card()->name), OK; }
+int nvmlDeviceGetName(void *device, char *name, unsigned size) { return (void)device, snprintf(name, size, "%s", gpu()->name), OK; }
 int nvmlDeviceGetCudaComputeCapability(void *device, int *major, int *minor) {
-    return (void)device, *major = card()->major, *minor = card()->minor, OK;
+    return (void)device, *major = gpu()->major, *minor = gpu()->minor, OK;
 }
 struct memory { unsigned long long total, free, used; };
 int nvmlDeviceGetMemoryInfo(void *device, struct memory *out) {
-    /* what the driver keeps is neither free nor any process's, and nvidia-smi shows it as reserved */
-    size_t used = card_used(index_of(device));
-    return *out = (struct memory){card()->total_bytes, card()->usable_bytes - used, used}, OK;
+    /* the driver's own memory is neither free nor used; nvidia-smi shows it as reserved */
+    size_t used = gpu_used(index_of(device));
+    return *out = (struct memory){gpu()->total_bytes, gpu()->usable_bytes - used, used}, OK;
 }
 struct memory_v2 { unsigned version; unsigned long long total, reserved, free, used; };
 int nvmlDeviceGetMemoryInfo_v2(void *device, struct memory_v2 *out) {
     struct memory found;
     nvmlDeviceGetMemoryInfo(device, &found);
-    out->total = found.total, out->reserved = card()->total_bytes - card()->usable_bytes, out->free = found.free, out->used = found.used;
+    out->total = found.total, out->reserved = gpu()->total_bytes - gpu()->usable_bytes, out->free = found.free, out->used = found.used;
     return OK;
 }
-/* No fabric of NVSwitches over several machines: what torch asks before it shares expandable segments. */
+/* There is no NVSwitch fabric over several machines. torch asks before it shares expandable segments. */
 struct fabric { unsigned version; unsigned char cluster[16]; unsigned status, clique; unsigned char state; };
 int nvmlDeviceGetGpuFabricInfoV(void *device, struct fabric *out) { return (void)device, out->status = 0, out->state = 0, OK; }
 
-/* The processes of a card: `*count` is the room there is, and then their number. */
+/* The processes of a GPU. `*count`: first the size of `rows`, then the number of processes. */
 static int processes(void *device, unsigned *count, void (*put)(void *rows, unsigned i, int process, size_t bytes), void *rows) {
     unsigned room = *count, n = 0;
     int process;
     size_t bytes;
-    for (; card_process(index_of(device), (int)n, &process, &bytes); n++)
+    for (; gpu_process(index_of(device), (int)n, &process, &bytes); n++)
         if (n < room) put(rows, n, process, bytes);
     return *count = n, n > room ? INSUFFICIENT_SIZE : OK;
 }

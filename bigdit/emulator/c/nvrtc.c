@@ -1,9 +1,9 @@
-/* libnvrtc: a program compiles to nothing, which the driver loads and launches, and which is counted and not run. */
+/* libnvrtc: a program compiles to nothing. The driver loads it, and counts its launches. */
 #include <stddef.h>
 #include <string.h>
 
 static int a_program;
-const char *nvrtcGetErrorString(int result) { return result ? "not answered by an emulated card" : "NVRTC_SUCCESS"; }
+const char *nvrtcGetErrorString(int result) { return result ? "not supported by an emulated GPU" : "NVRTC_SUCCESS"; }
 int nvrtcVersion(int *major, int *minor) { return *major = 13, *minor = 0, 0; }
 int nvrtcCreateProgram(void **program) { return *program = &a_program, 0; }
 int nvrtcDestroyProgram(void **program) { return *program = NULL, 0; }

@@ -1,6 +1,6 @@
-"""Run by every python process of an emulated command, before its script: loads `inside` and begins to observe.
+"""Every python process of an emulated command runs this before its script. It loads `inside`, and starts it.
 
-The process may be of another environment, where bigdit is not: so the folder is loaded by its path.
+The folder is loaded by its path, since the process may run in an environment without bigdit.
 """
 
 import importlib.machinery
@@ -22,7 +22,7 @@ def _observe() -> None:
 
 
 def _next() -> None:
-    """The environment's own sitecustomize, which this one stands before."""
+    """Run the environment's own sitecustomize, which this one hides."""
     here = os.path.dirname(os.path.abspath(__file__))
     others = [entry for entry in sys.path if os.path.abspath(entry) != here]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
@@ -30,6 +30,6 @@ def _next() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-if "BIGDIT_EMULATED_CARD" in os.environ:
+if "BIGDIT_EMULATED_GPU" in os.environ:
     _observe()
 _next()

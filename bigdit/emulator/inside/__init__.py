@@ -1,7 +1,7 @@
-"""What runs inside every python process of an emulated script, whatever environment that is of.
+"""Runs inside every python process of an emulated script, in any environment, as the package `bigdit_emulated`.
 
-The standard library, and torch where the script imports it; nothing of bigdit, which is not there. Never imported
-by bigdit's own processes, but for the parts that only compute (`replay`).
+It imports only the standard library, and torch if the script does. bigdit may be missing there. bigdit's own processes
+import only parts that need no emulation (`replay`, `sparse`).
 """
 
 from __future__ import annotations
@@ -11,39 +11,38 @@ from typing import Any
 
 
 def start() -> None:
-    """Put the card in, and begin to observe where the parent wants to know: called once, before the script."""
+    """Provide the GPU, and begin to observe if the parent asks for accounts. Called once, before the script."""
     import sys
 
-    from . import imports, options
+    from . import imports, parent
 
     sys.meta_path.insert(0, imports.Finder())
     imports.before("torch", _before_torch)
     imports.after("torch", _after_torch)
-    if options.OUT:
-        from . import account, counts, deepspeed_engine, ending, history, notices, ooms, phases, steps
+    if parent.OUT:
+        from . import account, ending, history, libraries, notices, steps
 
-        observers = (history, notices, ooms, phases, steps, counts)
+        observers = (account, history, libraries, notices, steps)
         ending.install(account.write, [observer.forget for observer in observers])
-        deepspeed_engine.install()
 
 
 def _before_torch(spec: ModuleSpec) -> None:
-    """The stub libraries, before torch asks for CUDA's."""
+    """Load the stub libraries before torch looks for CUDA's."""
     from . import ending, libraries
 
     if spec.submodule_search_locations:
         try:
             libraries.before_torch(next(iter(spec.submodule_search_locations)))
-        except libraries.NoCard as why:
+        except libraries.NoGpu as why:
             ending.refuse(str(why))
 
 
 def _after_torch(torch: Any) -> None:
-    from . import history, host, libraries, loads, loss_scaler, ooms, options, phases, saves, steps, values
+    from . import account, engines, history, host, libraries, parent, sparse, steps, values
 
     libraries.install(torch)
-    for part in (host, values, saves, loads):
+    for part in (host, values, sparse):
         part.install(torch)
-    if options.OUT:
-        for observer in (history, ooms, phases, steps, loss_scaler):
+    if parent.OUT:
+        for observer in (history, account, steps, engines):
             observer.install(torch)

@@ -1,4 +1,4 @@
-"""What a process did of a card, as a document: see bigdit/emulator/emulation.py, which reads it."""
+"""Writes the account of a process: its use of GPUs, and each time that memory ran out. emulation.py reads it."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ import platform
 import re
 import resource
 import sys
+import threading
 import traceback
 from collections.abc import Iterable
 from typing import Any
 
-from . import counts, ending, files, history, loss_scaler, notices, ooms, replay, steps
+from . import ending, engines, history, libraries, notices, parent, replay, steps
 
 _ORDER = ("start", "forward", "backward", "step")
 _LARGEST = 40
-"""Groups of live tensors that are listed; the rest is summed up."""
+"""Groups of allocated tensors that are listed. The rest is summed up."""
 
 
 def write(how: str, seconds: float) -> None:
-    """Write the account, where this process used a card; and which of the hub's repositories it ended for want of."""
+    """Write the account, if this process used a GPU; and the hub's repository that it lacked."""
     absent = _absent_repository() if how == "exit" else None
     if absent is not None:
-        files.write_json(f"absent-{os.getpid()}.json", {"repository": absent})
+        parent.write_json(f"absent-{os.getpid()}.json", {"repository": absent})
     if not history.used():
         return
     history.fold(snapshot=f"snapshot-{ending.name}.pickle")
-    files.write_json(f"account-{ending.name}.json", _document(how, seconds))
+    parent.write_json(f"account-{ending.name}.json", _document(how, seconds))
 
 
 def _document(how: str, seconds: float) -> dict[str, Any]:
@@ -36,10 +37,10 @@ def _document(how: str, seconds: float) -> dict[str, Any]:
     if steps.backwards and not steps.done:
         notices.add("backward ran and no optimizer stepped: optimizer state is missing from the peak")
     if how == "steps" and steps.done - steps.skipped < 2:
-        notices.add("no backward pass ran beside the optimizer's state, which may be the peak: one step more shows it")
+        notices.add("no backward pass ran with optimizer state, which may be the peak; run one step more")
     world = _world_size(torch)
-    for name in counts.refused():
-        notices.add(f"{name} was called, and has no answer on an emulated card")
+    for name in libraries.refused():
+        notices.add(f"{name} was called, and has no answer on an emulated GPU")
     return {
         "pid": os.getpid(),
         "rank": _number("RANK"),
@@ -53,35 +54,35 @@ def _document(how: str, seconds: float) -> dict[str, Any]:
         "skipped_steps": steps.skipped,
         "backwards": steps.backwards,
         "stepped_after_oom": steps.stepped_after_oom,
-        "computed_after_oom": ooms.computed_since(),
-        "loss_scaler": loss_scaler.seen,
+        "computed_after_oom": computed_since(),
+        "loss_scaler": engines.scales_loss,
         "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "cards": [_card(torch, card) for card in range(torch.cuda.device_count()) if _was_used(card)],
-        "out_of_memory": [_oom(at) for at in range(len(ooms.found))],
-        "out_of_memory_count": ooms.count,
-        "work": counts.read(),
-        "work_by_step": counts.by_step,
+        "gpus": [_gpu(torch, gpu) for gpu in range(torch.cuda.device_count()) if _was_used(gpu)],
+        "out_of_memory": [_oom(at) for at in range(len(shortages))],
+        "out_of_memory_count": shortage_count,
+        "work": libraries.read_counts(),
+        "work_by_step": libraries.by_step,
         "notices": notices.found(),
     }
 
 
-def _was_used(card: int) -> bool:
-    found = history.stats(card)
-    return bool(found) and (found["reserved_bytes"]["all"]["peak"] > 0 or card in history.cards)
+def _was_used(gpu: int) -> bool:
+    found = history.stats(gpu)
+    return bool(found) and (found["reserved_bytes"]["all"]["peak"] > 0 or gpu in history.gpus)
 
 
-def _card(torch: Any, card: int) -> dict[str, Any]:
-    found = history.stats(card)
-    properties = torch.cuda.get_device_properties(card)
-    replayed = history.cards.get(card, replay.Replay())
+def _gpu(torch: Any, gpu: int) -> dict[str, Any]:
+    found = history.stats(gpu)
+    properties = torch.cuda.get_device_properties(gpu)
+    replayed = history.gpus.get(gpu, replay.Replay())
     peak = replay.Peak(replayed.peak.allocated_bytes, replayed.peak.reserved_bytes)
     highest = [found[name]["all"]["peak"] for name in ("allocated_bytes", "reserved_bytes")]
     peak.rise(*highest)
-    reset = history.reset_peaks.get(card, replay.Peak())
+    reset = history.reset_peaks.get(gpu, replay.Peak())
     peak.rise(reset.allocated_bytes, reset.reserved_bytes)
     off = max(replayed.off_bytes, peak.allocated_bytes - replayed.peak.allocated_bytes)
     return {
-        "index": card,
+        "index": gpu,
         "name": properties.name,
         "compute_capability": [properties.major, properties.minor],
         "total_bytes": properties.total_memory,
@@ -103,25 +104,25 @@ def _card(torch: Any, card: int) -> dict[str, Any]:
 
 
 _LONGEST = 4000
-"""Phases that are listed: more than a picture can tell apart."""
+"""Listed phases, more than a figure can show."""
 
 
 def _oom(at: int) -> dict[str, Any]:
-    """The `at`th time that memory ran out, with what was live then on its card."""
-    found = ooms.found[at]
-    replayed = history.cards.get(found["card"], replay.Replay())
-    before = sum(each["card"] == found["card"] for each in ooms.found[:at])
+    """The `at`th time that memory ran out, with the tensors on its GPU at that time."""
+    found = shortages[at]
+    replayed = history.gpus.get(found["gpu"], replay.Replay())
+    before = sum(each["gpu"] == found["gpu"] for each in shortages[:at])
     live = replayed.ooms[before] if before < len(replayed.ooms) else []
     return found | {"allocated_bytes": sum(tensor.nbytes for tensor in live), "live": _groups(live, replayed)}
 
 
 def _groups(tensors: Iterable[replay.Tensor], replayed: replay.Replay) -> list[dict[str, Any]]:
-    """Live tensors by the lines that made them, the largest first; the last group is what is left."""
+    """Allocated tensors grouped by the lines that made them, the largest first. The last group is the rest."""
     groups: dict[Any, dict[str, Any]] = {}
     for tensor in tensors:
         phase = replayed.marks[tensor.mark].phase if tensor.mark >= 0 else "start"
         script, library = notices.places(notices.of_snapshot(tensor.frames))
-        if script is None and tensor.mark >= 0:  # made by a thread of autograd, whose stack is C++
+        if script is None and tensor.mark >= 0:  # a thread of autograd has a C++ stack
             script = replayed.marks[tensor.mark].place
         key = (_key(script), _key(library), phase)
         group = groups.setdefault(key, {"script": script, "library": library, "phase": phase, "nbytes": 0, "count": 0})
@@ -156,7 +157,7 @@ def _uncaught() -> dict[str, Any] | None:
 
 
 def _chain() -> list[BaseException]:
-    """The exception that ends this process, which python has kept where nobody caught it, and what led to it."""
+    """The uncaught exception that ends this process, and its causes."""
     error = getattr(sys, "last_value", None)
     chain: list[BaseException] = []
     at = None if isinstance(error, (SystemExit, KeyboardInterrupt)) else error
@@ -172,8 +173,8 @@ _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def _absent_repository() -> str | None:
-    """The repository of models that is not on this machine, where the process ended because of that. Errors do not
-    name it; the arguments of the libraries' functions do."""
+    """The repository of models whose absence ended the process. Errors do not name it, so the arguments of the
+    libraries' functions are searched."""
     hub, chain = sys.modules.get("huggingface_hub.constants"), _chain()
     if hub is None or not any(
         isinstance(each, OSError) or _package(type(each).__module__) in _LOADING for each in chain
@@ -192,7 +193,7 @@ def _absent_repository() -> str | None:
 
 
 def _is_here(name: str, cache: str) -> bool:
-    """Whether it is a folder, or the hub's cache has it."""
+    """Whether a repository is a folder, or in the hub's cache."""
     return os.path.exists(name) or os.path.exists(os.path.join(cache, f"models--{name.replace('/', '--')}"))
 
 
@@ -210,3 +211,54 @@ def _world_size(torch: Any) -> int:
 def _number(name: str) -> int | None:
     text = os.environ.get(name, "")
     return int(text) if text.isdigit() else None
+
+
+_MOST_SHORTAGES = 20
+shortages: list[dict[str, Any]] = []
+shortage_count = 0
+_launched = 0  # before memory ran out last
+
+
+def install(torch: Any) -> None:
+    history.when_begun.append(lambda: torch._C._cuda_attach_out_of_memory_observer(observe))
+
+
+def observe(gpu: int, asked: int, total: int, free: int) -> None:
+    """Record an out-of-memory error. The allocator calls this before it raises."""
+    global shortage_count, _launched
+    shortage_count += 1
+    _launched = _launches()
+    steps.stepped_after_oom = False
+    if len(shortages) >= _MOST_SHORTAGES:
+        return
+    here = notices.of_stack(sys._getframe().f_back)
+    main = notices.of_stack(sys._current_frames().get(threading.main_thread().ident or 0))
+    if notices.places(here)[0] is None:  # a thread of autograd, for which the script waits
+        here += main
+    shortages.append(
+        {
+            "gpu": gpu,
+            "asked_bytes": asked,
+            "free_bytes": free,
+            "total_bytes": total,
+            "phase": steps.phase(),
+            "steps": steps.done,
+            "frames": notices.shown(here),
+        }
+    )
+
+
+def computed_since() -> bool:
+    """Whether kernels were launched after memory last ran out."""
+    return shortage_count > 0 and _launches() > _launched
+
+
+def forget() -> None:
+    global shortage_count
+    shortages.clear()
+    shortage_count = 0
+
+
+def _launches() -> int:
+    counted = libraries.read_counts()
+    return counted["launches"] + counted["library_calls"]

@@ -1,5 +1,4 @@
-"""The account is written once, however the process ends: by itself, by an error, by a signal, after its steps; or by
-exec, where it goes on as another program."""
+"""Writes the account once, however the process ends: by itself, an error, a signal, its last step, or by exec."""
 
 from __future__ import annotations
 
@@ -15,11 +14,11 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-from . import files, options
+from . import parent
 
 began = time.time()
 name = ""
-"""What this process's files are called by, once it uses a card."""
+"""The name of this process's files, once it uses a GPU."""
 
 _written = False
 _watching = False
@@ -32,49 +31,49 @@ _forget: Sequence[Callable[[], None]] = ()
 
 
 def install(account: Callable[[str, float], None], forget: Sequence[Callable[[], None]]) -> None:
-    """To be called as the first thing, so that it is the last thing at exit.
+    """Call this first, so that it runs last at exit.
 
-    `account` writes how the process ended, after so many seconds; `forget` is called in a forked process.
+    `account` is called with how the process ended, and its seconds. `forget` is called in a forked process.
     """
     global _account, _forget
     _account, _forget = account, forget
     atexit.register(lambda: write("exit"))
     os.register_at_fork(after_in_child=_in_child)
     os._exit = leave  # type: ignore[assignment]
-    os.execv, os.execve = _becoming(os.execv), _becoming(os.execve)  # which all others of os call
+    os.execv, os.execve = _becoming(os.execv), _becoming(os.execve)  # os's other exec functions call these
 
 
 def begin() -> None:
-    """This process uses a card from now on; by exec it may be another program than one that did."""
+    """This process uses a GPU from now on. After exec, it has another name than the program before."""
     global name
-    name = f"{os.getpid()}-{files.count(f'begun-{os.getpid()}-*.json')}"
-    files.write_json(f"begun-{name}.json", {"argv": sys.argv, "rank": os.environ.get("RANK")})
+    name = f"{os.getpid()}-{parent.count(f'begun-{os.getpid()}-*.json')}"
+    parent.write_json(f"begun-{name}.json", {"argv": sys.argv, "rank": os.environ.get("RANK")})
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         _watch_for_termination()
 
 
-def note_crowd(cards: int) -> None:
-    """Say so where a launcher started more processes on this machine than there are cards."""
+def note_crowd(gpus: int) -> None:
+    """Report if a launcher started more processes on this machine than there are GPUs."""
     counts = [os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")]
     processes = max((int(count) for count in counts if count.isdigit()), default=1)
-    if processes > cards:
-        files.write_json(f"crowd-{os.getpid()}.json", {"processes": processes})
+    if processes > gpus:
+        parent.write_json(f"crowd-{os.getpid()}.json", {"processes": processes})
 
 
 def refuse(reason: str) -> None:
-    """End a process that cannot be emulated, with exit status 1. `bigdit emulate` says `reason`, a line, at its end."""
-    files.write_json(f"refused-{os.getpid()}.json", {"reason": reason})
-    if not options.OUT:  # nobody waits for it
+    """End a process that cannot be emulated, with exit status 1. `bigdit emulate` logs `reason`, a line, at its end."""
+    parent.write_json(f"refused-{os.getpid()}.json", {"reason": reason})
+    if not parent.OUT:  # no parent reads the file
         sys.stderr.write(f"bigdit emulate: {reason}\n")
         sys.stderr.flush()
     os._exit(1)
 
 
 def end_after_steps() -> None:
-    """All steps that were asked for are done: end well, at once."""
+    """End at once with status 0: all steps are done."""
     write("steps")
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # closed: nobody reads it
+        with contextlib.suppress(OSError, ValueError):  # it may be closed
             stream.flush()
     _exit(0)
 
@@ -86,7 +85,7 @@ def leave(status: int) -> Any:
 
 
 def _becoming(become: Callable[..., Any]) -> Callable[..., Any]:
-    """exec, after the account; where it fails, this program has one to write yet."""
+    """exec, after the account. If exec fails, this program writes its account again later."""
 
     def after_the_account(*args: Any) -> Any:
         global _written
@@ -100,7 +99,7 @@ def _becoming(become: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def write(how: str) -> None:
-    """Write the account of this process, once; who comes while another thread writes it waits for that."""
+    """Write the account of this process, once. Other threads wait meanwhile."""
     global _written
     with _writing:
         if _written or os.getpid() != _owner:
@@ -111,24 +110,24 @@ def write(how: str) -> None:
 
 
 def _watch_for_termination() -> None:
-    """Write the account when SIGTERM comes, and then end by it: in python's handler, or in a thread if that is sooner.
+    """On SIGTERM, write the account and end by it, in python's handler or in a thread, whichever is first.
 
-    A launcher sends it to those who wait for a peer that failed. They wait in C++, where python's handler would only
-    run when that is over: a pipe tells the thread at once.
+    A launcher sends SIGTERM to processes that wait for a failed peer. They wait in C++, where python's handler does not
+    run. A pipe wakes the thread at once.
     """
     global _watching
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    if before != -1:  # it is the script's
+    if before != -1:  # the script has its own
         signal.set_wakeup_fd(before)
         return
     _watching = True
     signal.signal(signal.SIGTERM, _on_signal)
-    threading.Thread(target=_end_when_told, args=(reader,), daemon=True, name="bigdit-ending").start()
+    threading.Thread(target=_end_on_signal, args=(reader,), daemon=True, name="bigdit-ending").start()
 
 
-def _end_when_told(reader: int) -> None:
+def _end_on_signal(reader: int) -> None:
     while True:
         number = os.read(reader, 1)
         if number == bytes([signal.SIGTERM]) and signal.getsignal(signal.SIGTERM) is _on_signal:
@@ -136,17 +135,17 @@ def _end_when_told(reader: int) -> None:
 
 
 def _on_signal(number: int, _: FrameType | None) -> None:
-    if not _ending.acquire(blocking=False):  # the other is at it
+    if not _ending.acquire(blocking=False):  # the other one is writing
         return
     try:
         write("signal")
     finally:
-        ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)  # SIG_DFL; python's own may only be set by the main thread
+        ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)  # SIG_DFL; python's signal() works in the main thread only
         os.kill(os.getpid(), number)
 
 
 def _in_child() -> None:
-    """A forked process has its own account, and nothing of its parent's in it."""
+    """A forked process has its own, empty account."""
     global _written, _owner, began, _watching, _ending, _writing
     _written, _owner, began = False, os.getpid(), time.time()
     _ending, _writing = threading.Lock(), threading.RLock()

@@ -1,6 +1,6 @@
-"""The allocator's own history of this process, and where its phases lie in it.
+"""Records the allocator's history of this process, and marks phases in it.
 
-torch's peak counters are never reset here: scripts print them. A script that records a history itself keeps its own.
+torch's peak counters are never reset here, since scripts print them. A script that records a history itself keeps it.
 """
 
 from __future__ import annotations
@@ -10,39 +10,39 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import ending, files, notices, options, replay
+from . import ending, notices, parent, replay
 
 _FOLD = 300_000
-"""Events kept at most, about: what is older is summed up, or a long run would fill the host."""
+"""About the most events in memory. Older ones are summed up, since a long run would fill CPU memory."""
 
-cards: dict[int, replay.Replay] = {}
+gpus: dict[int, replay.Replay] = {}
 reset_peaks: dict[int, replay.Peak] = {}
-"""Peaks that the script reset, by card."""
+"""Peaks before the script reset them, by GPU."""
 when_begun: list[Callable[[], None]] = []
-"""What else is to be put in where CUDA is initialised, with torch's own allocator."""
+"""Called when CUDA is initialised with torch's own allocator."""
 
 _began = False
 _recording = False
-_theirs = False  # the script has taken the history for itself
+_theirs = False  # the script records the history itself
 _torch: Any = None
 _originals: dict[str, Callable[..., Any]] = {}
-_offsets: dict[int, tuple[int, int]] = {}  # allocations and frees that the script reset, by card
+_offsets: dict[int, tuple[int, int]] = {}  # allocations and frees before the script reset them, by GPU
 
 
 def install(torch: Any) -> None:
-    """Record from the moment that CUDA is initialised."""
+    """Record from the initialisation of CUDA on."""
     global _torch
     _torch = torch
     torch.cuda._lazy_call(_begin)
     ending.note_crowd(torch.cuda.device_count())
-    _keep_what_scripts_reset(torch)
+    _keep_reset_counters(torch)
     record = _originals["record"] = torch.cuda.memory._record_memory_history
 
     def by_the_script(*args: Any, **kwargs: Any) -> Any:
         global _recording, _theirs
         fold()
         _recording, _theirs = False, True
-        notices.add("the script records the allocator's history itself: phases and lines are known up to there")
+        notices.add("the script records the allocator's history itself: phases and lines are known only until then")
         return record(*args, **kwargs)
 
     torch.cuda.memory._record_memory_history = by_the_script
@@ -53,7 +53,7 @@ def _begin() -> None:
     _began = True
     ending.begin()
     if _torch.cuda.get_allocator_backend() != "native":
-        notices.add("the script chose another allocator than torch's own, which keeps no history: no phases, no lines")
+        notices.add("the script chose another allocator than torch's own, which has no history: no phases, no lines")
         return
     for begin in when_begun:
         begin()
@@ -67,13 +67,13 @@ def _record(*, clear: bool) -> None:
 
 
 def used() -> bool:
-    """Whether this process has touched a card."""
+    """Whether this process has touched a GPU."""
     return _torch is not None and _torch.cuda.is_initialized()
 
 
-def stats(card: int) -> dict[str, Any]:
-    """torch's own counters, nested, as torch._C has them; empty for a card that was not used."""
-    found: dict[str, Any] = _torch._C._cuda_memoryStats(card) if used() else {}
+def stats(gpu: int) -> dict[str, Any]:
+    """torch's own counters, nested as in torch._C; empty for an unused GPU."""
+    found: dict[str, Any] = _torch._C._cuda_memoryStats(gpu) if used() else {}
     return found
 
 
@@ -82,61 +82,62 @@ def mark(phase: str, place: dict[str, Any] | None) -> None:
     if not _recording:
         return
     events = 0
-    for card in range(_torch.cuda.device_count()):
-        found = stats(card)
-        if not found or not (found["reserved_bytes"]["all"]["peak"] or card in cards):
+    for gpu in range(_torch.cuda.device_count()):
+        found = stats(gpu)
+        if not found or not (found["reserved_bytes"]["all"]["peak"] or gpu in gpus):
             continue
-        before = _offsets.get(card, (0, 0))
+        before = _offsets.get(gpu, (0, 0))
         allocations = found["allocation"]["all"]["allocated"] + before[0]
         frees = found["allocation"]["all"]["freed"] + before[1]
         allocated, reserved = (found[name]["all"]["current"] for name in ("allocated_bytes", "reserved_bytes"))
-        known = cards.setdefault(card, replay.Replay())
+        known = gpus.setdefault(gpu, replay.Replay())
         known.marks.append(replay.Mark(phase, allocations, frees, allocated, reserved, place))
         events = max(events, allocations + frees - known.allocations - known.frees)
     if events > _FOLD:
         fold()
         _record(clear=True)
-        if options.SNAPSHOT:
-            notices.add("the run is long: the snapshot for memory_viz has only its end")
+        if parent.SNAPSHOT:
+            notices.add("the run is long, so the snapshot for memory_viz has only its end")
 
 
 def fold(*, snapshot: str = "") -> None:
-    """Replay what the history holds; write it to a file of that name too."""
+    """Replay the recorded history. With `snapshot`, write it to a file of this name too."""
     if not _recording:
         return
     found = _torch._C._cuda_memorySnapshot(None)
-    for card, events in enumerate(found["device_traces"]):
-        if any(event["action"] != "snapshot" for event in events):  # which torch notes of cards that nobody used too
-            cards.setdefault(card, replay.Replay()).feed(events)
-    if snapshot and options.SNAPSHOT:
-        files.write(snapshot, pickle.dumps(found, protocol=4))
+    for gpu, events in enumerate(found["device_traces"]):
+        if any(event["action"] != "snapshot" for event in events):  # torch adds "snapshot" to unused GPUs too
+            gpus.setdefault(gpu, replay.Replay()).feed(events)
+    if snapshot and parent.SNAPSHOT:
+        parent.write(snapshot, pickle.dumps(found, protocol=4))
 
 
 def forget() -> None:
     global _began, _recording
-    if _began:  # else it still waits for this process's own first use
+    if _began:  # else _begin is still queued
         _torch.cuda._lazy_call(_begin)
     _began = _recording = False
-    cards.clear()
+    gpus.clear()
     reset_peaks.clear()
     _offsets.clear()
 
 
-def _keep_what_scripts_reset(torch: Any) -> None:
+def _keep_reset_counters(torch: Any) -> None:
+    """Remember torch's counters when the script resets them."""
     reset_peak, reset_counts = torch._C._cuda_resetPeakMemoryStats, torch._C._cuda_resetAccumulatedMemoryStats
 
-    def peak(card: int) -> Any:
-        found = stats(card)
+    def peak(gpu: int) -> Any:
+        found = stats(gpu)
         if found:
             highest = (found[name]["all"]["peak"] for name in ("allocated_bytes", "reserved_bytes"))
-            reset_peaks.setdefault(card, replay.Peak()).rise(*highest)
-        return reset_peak(card)
+            reset_peaks.setdefault(gpu, replay.Peak()).rise(*highest)
+        return reset_peak(gpu)
 
-    def counts(card: int) -> Any:
-        found = stats(card)
+    def counts(gpu: int) -> Any:
+        found = stats(gpu)
         if found:
-            before, now = _offsets.get(card, (0, 0)), found["allocation"]["all"]
-            _offsets[card] = (before[0] + now["allocated"], before[1] + now["freed"])
-        return reset_counts(card)
+            before, now = _offsets.get(gpu, (0, 0)), found["allocation"]["all"]
+            _offsets[gpu] = (before[0] + now["allocated"], before[1] + now["freed"])
+        return reset_counts(gpu)
 
     torch._C._cuda_resetPeakMemoryStats, torch._C._cuda_resetAccumulatedMemoryStats = peak, counts

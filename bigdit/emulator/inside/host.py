@@ -1,4 +1,4 @@
-"""Host tensors of 32 MiB and more, on pages that they share: weights take no RAM, and hold nothing."""
+"""CPU tensors of 32 MiB and more share pages: weights take no RAM, and have no values."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from . import imports
 from .libraries import library
 
 DRAWN_BYTES = 64 << 10
-"""Larger tensors are not initialised: the card would not take their values (known.LIMIT_BYTES)."""
+"""Larger tensors are not initialised, since the GPU would not have their values (values.LIMIT_BYTES)."""
 SHARED_BYTES = 32 << 20
-"""From here on tensors share pages; as in c/host.c."""
+"""Tensors of this size and more share pages, as in c/host.c."""
 
 
 def install(torch: Any) -> None:
-    """Share the host memory of this torch, and leave large tensors undrawn, uncopied and uncomputed: values take
-    minutes, and no byte of memory.
+    """Share the CPU memory of this torch, and skip initialising, copying and computing large tensors: values would take
+    minutes, and change no bytes of memory.
 
-    Raises RuntimeError where torch's library takes its memory otherwise than was known.
+    Raises RuntimeError if torch's library allocates memory in an unknown way.
     """
     path = str(Path(torch.__file__).parent / "lib" / "libc10.so")
     if library("libbigdit-host").host_share(path.encode()):
-        raise RuntimeError(f"{path} does not take host memory by posix_memalign, and cannot be made to share it")
-    _leave_undrawn(torch)
-    _leave_uncopied(torch)
+        raise RuntimeError(f"{path} does not allocate CPU memory by posix_memalign, and cannot share it")
+    _skip_initialising(torch)
+    _skip_copying(torch)
     imports.after("diffusers.models.embeddings", install_diffusers)
     imports.after("bigdit.loader.buffers", install_loader)
 
 
 def install_diffusers(embeddings: Any) -> None:
-    """Leave tables of positions that would lie on shared pages uncomputed: seconds of sines, for SD3's."""
+    """Do not compute tables of positions that lie on shared pages: SD3's take seconds."""
     import torch
 
     table = embeddings.get_2d_sincos_pos_embed
@@ -49,7 +49,7 @@ def install_diffusers(embeddings: Any) -> None:
 
 
 def install_loader(buffers: Any) -> None:
-    """Leave batches that are read from a store pages of their own: each sample's checksum is held against them."""
+    """Do not share pages of batches that are read from a store: they have checksums."""
     take, host = buffers.Buffers.take, library("libbigdit-host")
 
     @functools.wraps(take)
@@ -64,21 +64,21 @@ def install_loader(buffers: Any) -> None:
 
 
 def peak_bytes() -> int:
-    """The most bytes of host tensors that shared pages at a time."""
+    """The peak of bytes of CPU tensors on shared pages."""
     host = library("libbigdit-host")
     host.host_peak_bytes.restype = ctypes.c_size_t
     return int(host.host_peak_bytes())
 
 
 def tensor_bytes() -> tuple[int, int]:
-    """Bytes of all host tensors, page-locked ones among them: now, and the most since this was asked last."""
+    """Bytes of all CPU tensors, including pinned ones: now, and the peak since the last call."""
     host = library("libbigdit-host")
     for function in (host.host_tensor_bytes, host.host_most_tensor_bytes):
         function.restype = ctypes.c_int64
     return int(host.host_tensor_bytes()), int(host.host_most_tensor_bytes())
 
 
-def _leave_undrawn(torch: Any) -> None:
+def _skip_initialising(torch: Any) -> None:
     init = torch.nn.init
     for name in dir(init):
         if name.endswith("_") and not name.startswith("_"):
@@ -88,7 +88,7 @@ def _leave_undrawn(torch: Any) -> None:
 
 
 def _of_small(function: Any) -> Any:
-    """`function`, which hands large tensors of the host back as they are."""
+    """`function` for small tensors only; large CPU tensors are returned as they are."""
 
     def drawn(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() > DRAWN_BYTES:
@@ -99,7 +99,7 @@ def _of_small(function: Any) -> Any:
 
 
 class _Memory:
-    """What is known of the memory of host tensors."""
+    """What is known about the memory of CPU tensors."""
 
     def __init__(self, torch: Any) -> None:
         self._torch, self._host = torch, library("libbigdit-host")
@@ -108,7 +108,7 @@ class _Memory:
             function.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
     def has_values(self, tensor: Any) -> bool:
-        """Whether it is a tensor of the host with many values, and none that autograd follows."""
+        """Whether it is a large CPU tensor that autograd does not follow."""
         torch = self._torch
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
             return False
@@ -118,15 +118,15 @@ class _Memory:
         return large and not (tensor.requires_grad and torch.is_grad_enabled())
 
     def is_lost(self, tensor: Any) -> bool:
-        """Whether it lies on shared pages, and holds nothing."""
+        """Whether it lies on shared pages, and has no values."""
         return bool(self._host.host_has(tensor.data_ptr()))
 
     def is_blank(self, tensor: Any) -> bool:
-        """Whether it reads as zeros, which nobody wrote."""
+        """Whether it is zeros that nobody wrote."""
         return tensor.is_contiguous() and bool(self._host.blank_is(*_range(tensor)))
 
     def zeroed(self, tensor: Any, source: Any) -> bool:
-        """Whether it has been made the zeros that a copy from the source would leave in it."""
+        """Whether a copy from the source would leave zeros. If so, they are in it now."""
         if not tensor.is_contiguous():
             return False
         if not self.is_lost(tensor) and not (self._host.blank_known(*_range(tensor)) and self.is_blank(source)):
@@ -139,9 +139,11 @@ def _range(tensor: Any) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.numel() * tensor.element_size()
 
 
-def _leave_uncopied(torch: Any) -> None:
-    """Have copies on the host leave zeros where what they would write is lost, on shared pages, or is zeros itself, of
-    memory that nobody wrote (c/blank.c); and have the bounds of both be zeros."""
+def _skip_copying(torch: Any) -> None:
+    """Skip copies in CPU memory if the target is on shared pages, or the source is zeros that nobody wrote (c/blank.c).
+
+    The target is zeros then. The bounds of both are zeros too.
+    """
     memory = _Memory(torch)
     copy, to, aminmax = torch.Tensor.copy_, torch.Tensor.to, torch.Tensor.aminmax
 
@@ -158,10 +160,10 @@ def _leave_uncopied(torch: Any) -> None:
         return torch.empty_like(tensor, dtype=dtype).copy_(tensor)
 
     def new_dtype(tensor: Any, *args: Any, copy: bool = False, **kwargs: Any) -> Any:
-        """That of a new tensor, which `to` makes on the host; None where it makes none."""
+        """The dtype of the new tensor that `to` makes in CPU memory; None if it makes none."""
         try:
             device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
-        except (RuntimeError, TypeError):  # torch's to say, or a copy that was asked for by its position
+        except (RuntimeError, TypeError):  # torch raises it, or `copy` is positional
             return None
         dtype = dtype or tensor.dtype
         stays = (device is None or device.type == "cpu") and layout is None

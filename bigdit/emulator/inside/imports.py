@@ -1,4 +1,4 @@
-"""What is to be done before and after modules are imported, without importing them earlier than the script does."""
+"""Calls functions before and after the script imports a module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def before(name: str, do: Callable[[ModuleSpec], None]) -> None:
 
 
 def after(name: str, do: Callable[[Any], None]) -> None:
-    """Call `do` with the module once its code has been executed; at once where it has been."""
+    """Call `do` with the module after its code was executed; at once if it is imported already."""
     module = sys.modules.get(name)
     if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
         do(module)
@@ -27,10 +27,10 @@ def after(name: str, do: Callable[[Any], None]) -> None:
 
 
 class Finder:
-    """Finds what others find, and has the loader of a watched module call those who wait for it.
+    """Finds modules as other finders do, and makes the loader of a watched module call the functions.
 
-    To be found is not to be imported (`find_spec("torch")` is asked by those who only want to know whether it is
-    there): only the loader's work counts.
+    Finding a module is not importing it (`find_spec("torch")` only checks that it is installed). So the loader calls
+    them.
     """
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -61,4 +61,4 @@ def _watch(name: str, spec: ModuleSpec) -> None:
         for then in _after.pop(name, ()):
             then(module)
 
-    loader.exec_module = exec_module  # of this one loader: inspect and importlib.resources ask it for more
+    loader.exec_module = exec_module  # only of this object: inspect and importlib.resources need its other methods

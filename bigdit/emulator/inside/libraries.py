@@ -1,4 +1,4 @@
-"""The stub libraries, loaded before torch asks for the real ones."""
+"""Loads the stub libraries before torch loads the real ones, and reads their counters."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from pathlib import Path
 from typing import Any
 
 OTHERS = ("bitsandbytes", "torchao", "torchvision", "torchaudio", "xformers", "flash_attn")
-"""Packages beside torch whose libraries want functions of CUDA."""
+"""Other packages whose libraries need functions of CUDA."""
 
 loaded: dict[str, ctypes.CDLL] = {}
-"""By file name; empty in a process that has not imported torch."""
+"""Libraries by file name; empty until torch is imported."""
 
 
-class NoCard(Exception):
-    """Why this process cannot have an emulated card; one line for the user."""
+class NoGpu(Exception):
+    """Why this process cannot have an emulated GPU; one line for the user."""
 
 
 def before_torch(torch_folder: str) -> None:
-    """Load the stub libraries, built first where they are not in the cache.
+    """Load the stub libraries; build them first if they are not in the cache.
 
-    The dynamic linker takes a library that is already loaded under the wanted name before it looks into any path, so
-    that these stand before NVIDIA's own wherever those lie: torch's DT_RPATH would win over LD_LIBRARY_PATH.
+    The dynamic linker prefers a library that is already loaded to any path. So these replace NVIDIA's own wherever they
+    lie. (torch's DT_RPATH would win over LD_LIBRARY_PATH.)
 
-    Raises NoCard for a torch without CUDA, and where the libraries cannot be built.
+    Raises NoGpu for a torch without CUDA, and if the libraries cannot be built.
     """
     torch = Path(torch_folder)
     _check_cuda(torch)
     packages = [torch, *_installed(OTHERS)]
     folder = Path(os.environ["BIGDIT_EMULATED_CACHE"]) / _key(packages)
     if folder.is_dir() and not _whole(folder):
-        print(f"emulated card: {folder} is damaged, and is built anew", file=sys.stderr, flush=True)
+        print(f"emulated GPU: {folder} is damaged, and is built again", file=sys.stderr, flush=True)
         shutil.rmtree(folder, ignore_errors=True)
     if not folder.is_dir():
         _build(packages, folder)
@@ -49,22 +49,22 @@ def before_torch(torch_folder: str) -> None:
 
 
 def library(stem: str) -> ctypes.CDLL:
-    """The loaded library of that name, `libcudart`. Raises KeyError before torch was imported."""
+    """The loaded library with a name such as `libcudart`. Raises StopIteration before torch is imported."""
     return next(found for name, found in loaded.items() if name.startswith(stem + ".so"))
 
 
 def limit(nbytes: int, *, final: bool = False) -> None:
-    """Let this process take so many bytes of its card beside the context and NCCL's, and in place of what there is.
+    """Limit this process to `nbytes` of its GPU beside the context and NCCL's buffers, instead of the GPU's memory.
 
-    They end as a card ends. torch's own limit, `set_per_process_memory_fraction`, counts a block whole that lies on
-    pages which an expandable segment has already, and has room looked for where there is room. With `final` there is
-    nothing more once something was refused: torch runs out where it would have looked for room.
+    It is like a GPU of this size. torch's own limit, `set_per_process_memory_fraction`, counts whole blocks in pages
+    that an expandable segment has already, and frees caches too early. With `final`, after the first refusal every
+    allocation is refused: torch runs out of memory instead of freeing caches.
     """
-    library("libcuda").card_limit(ctypes.c_size_t(nbytes), final)
+    library("libcuda").gpu_limit(ctypes.c_size_t(nbytes), final)
 
 
 def install(torch: Any) -> None:
-    """After torch's import: ctypes loads again what it is asked for."""
+    """After torch's import, restore ctypes."""
     ctypes.CDLL = _real  # type: ignore[misc]
 
 
@@ -72,11 +72,11 @@ _real = ctypes.CDLL
 
 
 def _keep_nvidia_out() -> None:
-    """Keep torch's import from loading NVIDIA's libraries by path, as it does where their packages are installed."""
+    """Keep torch's import from loading NVIDIA's libraries by path, if their packages are installed."""
 
     def stub(name: object, *args: Any, **kwargs: Any) -> ctypes.CDLL:
         if "/nvidia/" in str(name):
-            raise OSError(f"{name} stays out of an emulated process")
+            raise OSError(f"{name} is not loaded in an emulated process")
         return _real(name, *args, **kwargs)  # type: ignore[arg-type]
 
     ctypes.CDLL = stub  # type: ignore[assignment, misc]
@@ -88,7 +88,7 @@ def _check_cuda(torch: Path) -> None:
     if "cuda" not in found:
         version = found.get("__version__", "?")
         plain = version.partition("+")[0]
-        raise NoCard(
+        raise NoGpu(
             f"torch {version} in {torch.parent} has no CUDA, and an emulated GPU runs CUDA's own code: run "
             "`bigdit setup` and start the command with the python that it names, or pip install "
             f"'torch==={plain}' (three equals signs: the CUDA build; it needs no GPU, and with --no-deps none of "
@@ -106,7 +106,7 @@ def _installed(names: tuple[str, ...]) -> list[Path]:
 
 
 def _key(packages: list[Path]) -> str:
-    """A name for what is built: the recipe, and the files of the packages by size and time."""
+    """A digest of the build: of the recipe, and of sizes and times of the packages' files."""
     digest = hashlib.sha256(os.environ["BIGDIT_EMULATED_RECIPE"].encode())
     for package in packages:
         for file in sorted([*package.glob("*.so"), *package.glob("lib/*.so")]):
@@ -120,7 +120,7 @@ def _digests(folder: Path) -> dict[str, str]:
 
 
 def _whole(folder: Path) -> bool:
-    """Whether all libraries are there as they were built."""
+    """Whether all libraries are there and undamaged."""
     try:
         found = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in _digests(folder)}
         return found == _digests(folder) and "libcuda.so.1" in found
@@ -136,4 +136,75 @@ def _build(packages: list[Path], folder: Path) -> None:
     command += [str(folder), *map(str, packages)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise NoCard(done.stderr.strip() or f"building the emulated card's libraries ended with {done.returncode}")
+        raise NoGpu(done.stderr.strip() or f"building the emulated GPU's libraries ended with {done.returncode}")
+
+
+NAMES = (
+    "launches",
+    "copies_to_device",
+    "copies_to_host",
+    "copies_on_device",
+    "host_syncs",
+    "bytes_to_device",
+    "bytes_to_host",
+    "bytes_on_device",
+    "library_calls",
+    "fills",
+    "copies_between",
+    "bytes_between",
+    "all_reduces",
+    "all_gathers",
+    "reduce_scatters",
+    "broadcasts",
+    "reduces",
+    "sends",
+    "receives",
+)
+"""The fields of gpu_counts, in gpu.h."""
+
+by_step: list[dict[str, int]] = []
+"""The counts of each of the first steps."""
+
+_MOST_STEPS = 1000
+_last: dict[str, int] = {}
+
+
+def read_counts() -> dict[str, int]:
+    """Launched kernels, copies by direction with their bytes, waits for the GPU, calls of cuBLAS and cuDNN that launch,
+    and NCCL's collectives by kind."""
+    counted = library("libcuda").gpu_counted
+    counted.restype = ctypes.POINTER(ctypes.c_uint64 * len(NAMES))
+    return dict(zip(NAMES, counted().contents, strict=True))
+
+
+def kernels() -> dict[str, int]:
+    """How often each kernel was launched through the runtime, by mangled name."""
+    found: dict[str, int] = {}
+    tell = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_uint64)
+    library("libcudart").gpu_kernels(tell(lambda name, times: found.update({name.decode(): times})))
+    return found
+
+
+def refused() -> list[str]:
+    """The called library functions that are not supported."""
+    ask = library("libcuda").gpu_refused
+    ask.restype = ctypes.c_char_p
+    found: list[str] = []
+    while (name := ask(len(found))) is not None:
+        found.append(name.decode())
+    return found
+
+
+def sample_counts() -> None:
+    """Add the counts since the last step to `by_step`."""
+    global _last
+    now = read_counts()
+    if len(by_step) < _MOST_STEPS:
+        by_step.append({name: count - _last.get(name, 0) for name, count in now.items()})
+    _last = now
+
+
+def forget() -> None:
+    global _last
+    _last = {}
+    by_step.clear()

@@ -1,7 +1,4 @@
-"""What a reader of the figures must know: each text once, with how often it happened and the script's line.
-
-Lines of python code: which is the script's, and how it is named.
-"""
+"""Notices for readers of the figures: each text once, with a count and the script's line. Lines of stacks."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 Line = dict[str, Any]
-"""`file`, `line`, `name` of the function, `code` as it stands in the file, `own`: the script's, not a library's."""
+"""`file`, `line`, `name` of the function, `code` of the line, `own`: it is the script's, not a library's."""
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _COMPUTING = tuple(os.path.join(_HERE, name) for name in ("values.py", "host.py"))
@@ -28,7 +25,7 @@ _INNERMOST = 40
 
 @cache
 def owner(file: str) -> str:
-    """`script`, `library` or `none`: of python itself, generated, or of the emulation."""
+    """`script`, `library`, or `none` for python itself, generated code and the emulation."""
     if file.startswith("<") or file.startswith(_HERE):
         return "none"
     if any(part in file for part in _INSTALLED):
@@ -43,15 +40,15 @@ def line(file: str, number: int, name: str) -> Line:
 
 
 def places(frames: Iterable[tuple[str, int, str]]) -> tuple[Line | None, Line | None]:
-    """Of frames, innermost first: the script's innermost line, and the innermost of a library within it.
+    """The script's innermost line in frames (innermost first), and the innermost line of a library within it.
 
-    Of a library: torch's own frames say less than those of who called it.
+    Other libraries are preferred to torch, which they call.
     """
     library: Line | None = None
     torch: Line | None = None
     for file, number, name in frames:
         whose = owner(file)
-        if file in _COMPUTING:  # within it torch is asked by the emulation, not by the library
+        if file in _COMPUTING:  # within it the emulation calls torch, not the library
             library = torch = None
         if whose == "script":
             return line(file, number, name), library or torch
@@ -63,7 +60,7 @@ def places(frames: Iterable[tuple[str, int, str]]) -> tuple[Line | None, Line | 
 
 
 def of_snapshot(frames: Sequence[dict[str, Any]]) -> list[tuple[str, int, str]]:
-    """A stack as the allocator's history has it, innermost first."""
+    """A stack of the allocator's history, innermost first."""
     return [(frame["filename"], frame["line"], frame["name"]) for frame in frames]
 
 
@@ -77,7 +74,7 @@ def of_stack(frame: FrameType | None) -> list[tuple[str, int, str]]:
 
 
 def shown(frames: Sequence[tuple[str, int, str]]) -> list[Line]:
-    """A stack for a report: innermost first, without what belongs to nobody."""
+    """A stack for a report: innermost first, with frames of scripts and libraries only."""
     return [line(*frame) for frame in frames if owner(frame[0]) != "none"][:_INNERMOST]
 
 
@@ -86,7 +83,7 @@ _found: dict[str, dict[str, Any]] = {}
 
 
 def add(text: str) -> None:
-    """Note `text`; again and again at one line of the script counts as one notice."""
+    """Add a notice. The same text at the same line of the script is counted."""
     place, _ = places(of_stack(sys._getframe(1)))
     key = text if place is None else f"{text} {place['file']}:{place['line']}"
     known = _found.get(key)

@@ -1,7 +1,7 @@
-"""The allocator's history of one card, replayed: bytes after each event, the peak of each phase, and what lives then.
+"""Replays the allocator's history of one GPU: bytes after each event, the peak of each phase, and the tensors then.
 
-The history has the bytes that were asked for; the allocator hands out blocks. Where they were cut is known from the
-addresses: so blocks are followed here as the allocator splits and joins them, and the totals are its own.
+The history has requested bytes, but the allocator hands out blocks. So blocks are followed here as the allocator splits
+and joins them, by their addresses. The totals are the allocator's own.
 
 Source: round_size, should_split, free_block and try_merge_blocks in c10/cuda/CUDACachingAllocator.cpp.
 """
@@ -16,13 +16,13 @@ SMALL_SIZE, SMALL_BUFFER, MIN_BLOCK = 2**20, 2 * 2**20, 512
 """kSmallSize, kSmallBuffer and kMinBlockSize of c10/core/AllocatorConfig.h."""
 
 POINTS = 2000
-"""Of the curve, at most; the highest of each stretch stay."""
+"""The most points of a curve. The highest of each stretch stay."""
 
 Event = dict[str, Any]
 
 
 class Tensor(NamedTuple):
-    """A live allocation: its block's bytes, the stack that made it, and the number of the mark before it."""
+    """An allocated tensor: its block's bytes, the stack that made it, and the number of the mark before it."""
 
     nbytes: int
     frames: Sequence[dict[str, Any]]
@@ -30,7 +30,7 @@ class Tensor(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Where a phase begins: after so many allocations and frees, when torch said so many bytes."""
+    """The begin of a phase: the allocations, frees, and torch's bytes before it."""
 
     phase: str
     allocations: int
@@ -52,10 +52,10 @@ class Peak:
 
 @dataclass
 class Blocks:
-    """The allocator's segments, cut into blocks. `size` by address; `used`, those handed out, by address."""
+    """The allocator's segments, cut into blocks. `size` by address; `used`: the addresses of allocated blocks."""
 
     size: dict[int, int] = field(default_factory=dict)
-    ends: dict[int, int] = field(default_factory=dict)  # where a block ends: where it begins
+    ends: dict[int, int] = field(default_factory=dict)  # from a block's end to its begin
     heads: dict[int, int] = field(default_factory=dict)  # of whole segments: bytes by address
     mapped: set[int] = field(default_factory=set)  # addresses of blocks in expandable segments
     used: set[int] = field(default_factory=set)
@@ -70,7 +70,7 @@ class Blocks:
             self._join(address)
 
     def remove(self, address: int, nbytes: int) -> None:
-        """Give back a segment, or a stretch of an expandable one: what is free around it stays."""
+        """Free a segment, or a stretch of an expandable one. Free bytes around it stay."""
         self.heads.pop(address, None)
         start = address if address in self.size else None
         if start is None:  # within a free block
@@ -87,7 +87,7 @@ class Blocks:
                     self.mapped.add(at)
 
     def allocate(self, address: int, asked: int) -> int:
-        """The bytes of the block that was handed out at `address`."""
+        """Allocate at `address`; returns the bytes of the block."""
         rounded = max(MIN_BLOCK, -(-asked // MIN_BLOCK) * MIN_BLOCK)
         whole = self.size.get(address, rounded)
         rest = whole - rounded
@@ -117,7 +117,7 @@ class Blocks:
         return nbytes
 
     def _join(self, address: int) -> None:
-        """Make one of a free block and the free ones beside it in its segment."""
+        """Merge a free block with free neighbours in its segment."""
         before = self.ends.get(address)
         if before is not None and address not in self.heads and self._alike(before, address):
             self._merge(before, address)
@@ -138,7 +138,7 @@ class Blocks:
 
 @dataclass
 class Replay:
-    """The state of a card after the events so far, and what was highest on the way."""
+    """The state of a GPU after the events so far, and its peaks."""
 
     marks: list[Mark] = field(default_factory=list)
     blocks: Blocks = field(default_factory=Blocks)
@@ -155,8 +155,8 @@ class Replay:
     at_peak: list[Tensor] = field(default_factory=list)
     peak_event: int = 0
     peak_phase: str = "start"
-    ooms: list[list[Tensor]] = field(default_factory=list)  # what was live at each
-    off_bytes: int = 0  # the most that torch's own figure at a mark differed by
+    ooms: list[list[Tensor]] = field(default_factory=list)  # the tensors at each
+    off_bytes: int = 0  # the largest difference to torch's own figure at a mark
     _mark: int = -1
 
     @property
@@ -167,7 +167,7 @@ class Replay:
         self._note()
 
     def feed(self, events: Sequence[Event]) -> None:
-        """Go through further events, with `marks` that were appended meanwhile."""
+        """Replay further events, with the `marks` that were appended before."""
         before, start, highest = dict(self.live), self.events, self.peak.allocated_bytes
         made: list[Tensor] = []
         for event in events:
@@ -234,7 +234,7 @@ def _live_after(events: Sequence[Event], before: dict[int, Tensor], made: Iterat
 
 
 def thin(curve: Sequence[tuple[int, int, int]], points: int = POINTS) -> list[tuple[int, int, int]]:
-    """At most `points` of a curve: of each of equal stretches the highest allocated and the highest reserved."""
+    """At most `points` of a curve: the highest allocated and the highest reserved of each of equal stretches."""
     if len(curve) <= points:
         return list(curve)
     stretches = points // 2 - 1

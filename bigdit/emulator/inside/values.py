@@ -1,19 +1,20 @@
-"""Values of small tensors: operators on at most 64 KiB are computed by the CPU, in the card's own memory.
+"""Values of small tensors: operators on at most 64 KiB are computed by the CPU, in the GPU's own memory.
 
-Timesteps, masks, norms, flags and the checks of engines are then right; what comes of larger tensors is zero, and is
-known to be unknown. The operators' CUDA kernels are wrapped where the dispatcher has them, below autograd: no mode is
-active, which would keep autograd from summing gradients in place and so change what is allocated.
+So timesteps, masks, norms, flags and the checks of engines are right. Results of larger tensors are zero, and known to
+be unknown. The operators' CUDA kernels are wrapped in the dispatcher, below autograd. A dispatch mode would keep
+autograd from summing gradients in place, and so change what is allocated.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from . import exchanged
-from .known import Known, Reads, tensors
+from . import notices
 from .libraries import library
 
 _LEFT = (
@@ -27,29 +28,28 @@ _LEFT = (
     "_sparse",
     "_cudnn",
 )
-"""How operators begin that neither compute nor read values."""
+"""Prefixes of operators that neither compute nor read values."""
 
-_NUMBERS_ON_THE_CARD = ("aten::pow.Tensor_Tensor_out",)
-"""Operators that others call with a number that is a tensor of the card, which no function of Python can be handed: the
-values are computed by their callers, `pow.Scalar` here. Source: pow_Scalar_out in aten/src/ATen/native/Pow.cpp."""
+_NUMBERS_ON_THE_GPU = ("aten::pow.Tensor_Tensor_out",)
+"""Operators that others call with a number as a tensor of the GPU, which Python functions cannot receive. Their callers
+compute the values: here `pow.Scalar`. Source: pow_Scalar_out in aten/src/ATen/native/Pow.cpp."""
 
 _BEYOND_CUDA = ("aten::copy_",)
-"""Operators that torch implements for all devices at once, and that compute."""
+"""Computing operators that torch implements for all devices at once."""
 
 _OVERWRITE = {"copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"}
-"""Operators in place whose result does not depend on what was there."""
+"""In-place operators whose result does not depend on earlier values."""
 
 _NUMBERS = (bool, int, float, complex)
 
 _installed: list[Kernels] = []
-"""What was registered stays as long as the library that registered it."""
+"""A registration lives as long as its library object."""
 
 
 def install(torch: Any) -> None:
-    """Wrap the kernels of this torch, but with BIGDIT_EMULATED_VALUES=0: what is read is then what lay in memory, or
-    zero where the card is told to keep no values.
+    """Wrap the kernels of this torch, unless BIGDIT_EMULATED_VALUES=0.
 
-    Raises AttributeError for a torch that does not hand out its kernels.
+    Raises AttributeError for a torch that does not give access to its kernels.
     """
     if os.environ.get("BIGDIT_EMULATED_VALUES") == "0":
         return
@@ -57,25 +57,25 @@ def install(torch: Any) -> None:
     _installed.append(kernels)
     names = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of kernels that take another's place
+        warnings.simplefilter("ignore")  # about replaced kernels
         for name in [*(name for name in names if name.startswith("aten::")), *_BEYOND_CUDA]:
             kernels.wrap(name)
-    exchanged.install(torch, kernels.known)
+    _install_exchange(torch, kernels.known)
 
 
 def leave() -> None:
-    """Take the wrappers off, for good: what the host reads of the card is zero from now on, and steps take a third of
-    the time."""
-    exchanged.leave()
+    """Remove the wrappers for good. From now on all reads of the GPU are zero, and steps take a third of the time."""
+    for registered in _exchanging:
+        registered._destroy()
     for kernels in _installed:
         kernels.leave()
-    library("libcuda").card_leave_values()
+    library("libcuda").gpu_leave_values()
 
 
 class Kernels:
-    """The kernels of one torch, each followed by what it would have computed where that is little.
+    """Wraps the kernels of a torch: after each, its values are computed if all tensors are small.
 
-    `known`: which tensors hold what was computed.
+    `known`: the tensors with computed values.
     """
 
     def __init__(self, torch: Any) -> None:
@@ -90,7 +90,7 @@ class Kernels:
     def wrap(self, name: str) -> None:
         base, _, overload = name.removeprefix("aten::").partition(".")
         operator = getattr(getattr(self._torch.ops.aten, base), overload or "default")
-        if operator.is_view or base.startswith(_LEFT) or name in _NUMBERS_ON_THE_CARD:
+        if operator.is_view or base.startswith(_LEFT) or name in _NUMBERS_ON_THE_GPU:
             return
         kernel = self._torch.library.get_kernel(name, "CUDA")
         function = self._reads.instead_of(operator, kernel)
@@ -100,7 +100,7 @@ class Kernels:
         self._library.impl(name.removeprefix("aten::"), function, "CUDA", with_keyset=True, allow_override=True)
 
     def leave(self) -> None:
-        """Only what is brought to the card in another dtype is looked at from now on."""
+        """Remove all wrappers but that of copies to the GPU with another dtype."""
         self._library._destroy()
         self._library = self._torch.library.Library("aten", "IMPL")
         kernel = self._torch.library.get_kernel("aten::copy_", "CUDA")
@@ -113,7 +113,7 @@ class Kernels:
             self._library.impl("copy_", run, "CUDA", with_keyset=True, allow_override=True)
 
     def _emptying(self, operator: Any, kernel: Any) -> Callable[..., Any]:
-        """The kernel of an operator that only takes memory: small tensors begin as zeros, whatever lay there before."""
+        """Wrap an operator that only allocates memory: small tensors begin as zeros."""
 
         def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
             tensor = kernel.call_boxed(keys, *args, **kwargs)
@@ -131,15 +131,15 @@ class Kernels:
         return run
 
     def _brought(self, to: Any, source: Any) -> Any:
-        """What is brought to the card in another dtype is converted on the host: for gigabytes that is many seconds, of
-        values that are never written to the card. Memory is taken as that does, and nothing is converted."""
+        """The source of a copy, in the GPU's dtype. torch converts it in CPU memory, which takes seconds for
+        gigabytes. Of large tensors only the memory is allocated."""
         if not to.is_cuda or source.device.type != "cpu" or source.dtype == to.dtype or source.shape != to.shape:
             return source
         small = self.known.small(to) or self.known.small(source)
         return source if small else self._torch.empty_like(source, dtype=to.dtype)
 
     def _computing(self, operator: Any, kernel: Any) -> Callable[..., Any]:
-        """The kernel, and then the values of its results where all tensors are small."""
+        """Wrap an operator: its kernel runs, and then its values are computed if all tensors are small."""
         arguments = operator._schema.arguments
         written = [(i, one.name) for i, one in enumerate(arguments) if one.alias_info and one.alias_info.is_write]
         places = [i for i, one in enumerate(arguments) if str(one.type) == "Tensor"]
@@ -161,7 +161,7 @@ class Kernels:
         return run
 
     def _with_tensors(self, args: tuple[Any, ...], places: list[int]) -> tuple[Any, ...]:
-        """The arguments with numbers as tensors again, of the result's dtype: so they were before they came here."""
+        """The arguments, with numbers turned back into tensors of the result's dtype."""
         if not any(i < len(args) and isinstance(args[i], _NUMBERS) for i in places):
             return args
         torch, found = self._torch, list(args)
@@ -169,7 +169,7 @@ class Kernels:
         for i in places:
             if i < len(args) and isinstance(args[i], _NUMBERS):
                 exact = torch.tensor(args[i], dtype=torch.float64 if isinstance(args[i], float) else None)
-                found[i] = exact.to(torch.result_type(other, args[i]))  # an integer too large wraps, as in kernels
+                found[i] = exact.to(torch.result_type(other, args[i]))  # a too large integer wraps, as in kernels
         return tuple(found)
 
     def _compute(
@@ -179,7 +179,8 @@ class Kernels:
         try:
             computed = operator(*map(self._seen, args), **{key: self._seen(value) for key, value in kwargs.items()})
         except (NotImplementedError, RuntimeError, TypeError, IndexError) as why:
-            # The CPU has no such kernel, or not for these arguments: the result is not known, and a read of it is said.
+            # The CPU has no such kernel, or not for these arguments. The result is unknown, and a read of it is
+            # reported.
             if isinstance(why, NotImplementedError):
                 self._without_cpu.add(operator)
             self._leave(fresh, mutated)
@@ -192,7 +193,7 @@ class Kernels:
             self.known.note(tensor, known and (self.known.holds(tensor) or self.known.whole(tensor)))
 
     def _leave(self, fresh: Iterable[Any], mutated: Iterable[Any]) -> None:
-        """Small results of what is not computed are zero, and not known; what was known of a small one stays there."""
+        """Make small results zero, and mark them as unknown. A mutated tensor with known values keeps them."""
         for tensor in fresh:
             if tensor.is_cuda and self.known.small(tensor):
                 self.known.on_host(tensor).zero_()
@@ -204,7 +205,7 @@ class Kernels:
                 self.known.note(tensor, False)
 
     def _seen(self, value: Any) -> Any:
-        """An argument as the CPU's operator takes it."""
+        """An argument for the CPU's operator."""
         torch = self._torch
         if isinstance(value, torch.Tensor):
             return self.known.on_host(value) if value.is_cuda else value
@@ -215,3 +216,225 @@ class Kernels:
         if isinstance(value, torch.Generator):
             return self._random
         return value
+
+
+LIMIT_BYTES = 64 << 10
+"""Tensors up to this size are computed, as in bigdit.emulator.launch."""
+
+
+class Known:
+    """The addresses of storages with known values: values that were computed from known values."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self._known: set[int] = set()
+        self._storage = torch._C._construct_storage_from_data_pointer
+        self._cpu = torch.device("cpu")
+        _check_layout(torch)
+
+    def small(self, tensor: Any) -> bool:
+        """Whether its whole storage is small: large storages are never computed, nor views of them.
+
+        In CPU memory, the tensor's own size counts. Sparse tensors are not supported.
+        """
+        if tensor.layout is not self._torch.strided:
+            return False
+        if not tensor.is_cuda:
+            return bool(tensor.numel() * tensor.element_size() <= LIMIT_BYTES)
+        return self._of(tensor)[1] <= LIMIT_BYTES
+
+    def holds(self, tensor: Any) -> bool:
+        """Whether the values are known, as those of CPU tensors are."""
+        return not tensor.is_cuda or self._of(tensor)[0] in self._known
+
+    def whole(self, tensor: Any) -> bool:
+        """Whether it is its whole storage, and no view of a part."""
+        return bool(tensor.numel() * tensor.element_size() == self._of(tensor)[1])
+
+    def note(self, tensor: Any, known: bool) -> None:
+        """Record whether the values of a GPU tensor, which was just written, are known."""
+        if tensor.is_cuda:
+            (self._known.add if known else self._known.discard)(self._of(tensor)[0])
+
+    def on_host(self, tensor: Any) -> Any:
+        """The same memory as a CPU tensor: the GPU's addresses are in this process.
+
+        For a view of a large storage, new zeros.
+        """
+        torch = self._torch
+        address, nbytes = self._of(tensor)
+        if nbytes > LIMIT_BYTES or not nbytes:
+            return torch.zeros(tensor.size(), dtype=tensor.dtype, device=self._cpu)
+        alias = self._storage(address, self._cpu, nbytes)
+        seen = torch.empty(0, dtype=tensor.dtype, device=self._cpu)
+        return seen.set_(alias, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def _of(self, tensor: Any) -> tuple[int, int]:
+        """The address and the bytes of a tensor's storage.
+
+        They are read from C++ memory. A Python object of a storage would add a reference for good, and autograd would
+        then not add gradients in place (can_accumulate_inplace in torch/csrc/autograd/input_buffer.cpp).
+        """
+        return _fields(self._torch, tensor)
+
+
+# The words of c10::StorageImpl: virtual table, reference counts, data address, context, deleter, device, size.
+# Source: c10/core/StorageImpl.h, c10/core/Allocator.h, torch 2.11 to 2.15.
+_ADDRESS, _NBYTES = 2, 6
+
+
+def _fields(torch: Any, tensor: Any) -> tuple[int, int]:
+    words = (ctypes.c_uint64 * (_NBYTES + 1)).from_address(torch._C._storage_address(tensor))
+    return words[_ADDRESS], words[_NBYTES]
+
+
+def _check_layout(torch: Any) -> None:
+    """Raise RuntimeError for a torch whose storages have another layout."""
+    for count in (3, 5000):
+        probe = torch.empty(count, dtype=torch.uint8)
+        if _fields(torch, probe) != (probe.data_ptr(), count):
+            raise RuntimeError(f"the layout of storages in torch {torch.__version__} is not that of 2.11 to 2.15")
+
+
+def tensors(value: Any) -> Iterator[Any]:
+    """The tensors in an argument or a result."""
+    if hasattr(value, "untyped_storage"):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from tensors(one)
+
+
+class Reads:
+    """Replaces kernels whose host code waits for values."""
+
+    def __init__(self, torch: Any, known: Known) -> None:
+        self._torch = torch
+        self._known = known
+
+    def instead_of(self, operator: Any, kernel: Any) -> Callable[..., Any] | None:
+        """The function that replaces this kernel; None for an operator that reads no values."""
+        aten = self._torch.ops.aten
+        if operator is aten._local_scalar_dense.default:
+            return functools.partial(self._scalar, kernel)
+        if operator is aten.equal.default:
+            return self._equal
+        name = operator._schema.name
+        if name in _SIZED_BY_VALUES or (name.startswith(_SOLVED) and name not in _NOT_SOLVED):
+            return self._on_host(operator, kernel)
+        return None
+
+    def _scalar(self, kernel: Any, keys: Any, tensor: Any) -> Any:
+        kernel.call_boxed(keys, tensor)  # for its copy and its wait
+        if self._known.holds(tensor):
+            return self._known.on_host(tensor).item()
+        if tensor.dtype == self._torch.bool:  # such as whether a loss is finite; scripts end if it is not
+            notices.add("a condition on values that no kernel computed was read: they are 0")
+            return self._known.on_host(tensor).item()
+        notices.add("a value that no kernel computed was read: it is 0")
+        return self._torch.zeros((), dtype=tensor.dtype).item()
+
+    def _equal(self, keys: Any, one: Any, other: Any) -> bool:
+        if not (self._known.holds(one) and self._known.holds(other)):
+            notices.add("two tensors that no kernel computed were compared: they are assumed to be equal")
+            return bool(one.size() == other.size())
+        return bool(self._torch.equal(self._known.on_host(one), self._known.on_host(other)))
+
+    def _on_host(self, operator: Any, kernel: Any) -> Callable[..., Any]:
+        """Compute on the CPU, if values decide the size of the results. Unknown values are 0."""
+
+        def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, self._torch.Tensor)]
+            device = next(tensor.device for tensor in tensors if tensor.is_cuda)
+            known = all(self._known.holds(tensor) for tensor in tensors)
+            if not known:
+                name = operator._schema.name.removeprefix("aten::")
+                notices.add(f"{name} read values that no kernel computed: they are 0")
+            found = operator(*map(self._seen, args), **{key: self._seen(value) for key, value in kwargs.items()})
+            return self._to_gpu(found, device, known)
+
+        return run
+
+    def _seen(self, value: Any) -> Any:
+        return self._known.on_host(value) if isinstance(value, self._torch.Tensor) and value.is_cuda else value
+
+    def _to_gpu(self, found: Any, device: Any, known: bool) -> Any:
+        if isinstance(found, self._torch.Tensor):
+            moved = found.to(device)
+            self._known.note(moved, known)
+            return moved
+        if isinstance(found, (list, tuple)):
+            return type(found)(self._to_gpu(one, device, known) for one in found)
+        return found
+
+
+_SIZED_BY_VALUES = {
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::_unique2",
+    "aten::unique_dim",
+    "aten::unique_consecutive",
+    "aten::repeat_interleave",
+    "aten::bincount",
+}
+
+_SOLVED = (
+    "aten::linalg_",
+    "aten::_linalg_",
+    "aten::cholesky",
+    "aten::lu_",
+    "aten::geqrf",
+    "aten::ormqr",
+    "aten::triangular_solve",
+)
+"""Operators of cuSOLVER, whose workspaces only it knows. The CPU solves small ones."""
+
+_NOT_SOLVED = {"aten::linalg_vector_norm", "aten::linalg_cross"}
+"""Operators with such names that are plain kernels."""
+
+
+_FUNCTIONAL = (
+    "all_reduce",
+    "all_reduce_",
+    "all_reduce_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_into_tensor_coalesced",
+    "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced",
+    "all_to_all_single",
+    "broadcast",
+    "broadcast_",
+)
+"""Operators of _c10d_functional, which DTensor calls. torch has one implementation for all devices."""
+
+_RECEIVE = {"broadcast_", "scatter_", "recv_", "recv_any_source_"}
+"""Collectives that receive another process's values, which may be known only there."""
+
+_exchanging: list[Any] = []
+
+
+def _install_exchange(torch: Any, known: Known) -> None:
+    """Wrap torch's collectives, which exchange small payloads for real: values from known values are known."""
+    if not torch.distributed.is_available():
+        return
+    names = [n for n in torch._C._dispatch_get_registrations_for_dispatch_key("CUDA") if n.startswith("c10d::")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about replaced kernels
+        for name in [*names, *(f"_c10d_functional::{name}" for name in _FUNCTIONAL)]:
+            namespace, _, operator = name.partition("::")
+            registered = torch.library.Library(namespace, "IMPL")
+            _exchanging.append(registered)
+            function = _followed(torch.library.get_kernel(name, "CUDA"), operator, namespace == "c10d", known)
+            registered.impl(operator, function, "CUDA", with_keyset=True, allow_override=True)
+
+
+def _followed(kernel: Any, operator: str, into_first: bool, known: Known) -> Callable[..., Any]:
+    def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        first, others = list(tensors(args[0])) if args else [], list(tensors(list(args[1:])))
+        came = operator in _RECEIVE or all(map(known.holds, others if into_first and others else first))
+        results = kernel.call_boxed(keys, *args, **kwargs)
+        for tensor in first if into_first else tensors(results):
+            known.note(tensor, came and known.small(tensor))
+        return results
+
+    return run

@@ -1,6 +1,6 @@
-"""One file a transformer family: what differs in how the model is called, and which modules are its blocks.
+"""One file a family of transformers: how its model is called, and which modules are its blocks.
 
-Each ends with its `FAMILY`; a file that is here, or in a folder here, is known.
+Each ends with its `FAMILY`. A file that is here, or in a folder here, is known.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bigdit.models.conditions import Conditions, text
-from bigdit.models.family import Family
+from bigdit.models.family import Conditions, Family, text
 
 
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:

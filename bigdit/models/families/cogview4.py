@@ -1,6 +1,6 @@
-"""CogView4: one sequence of text and image, conditioned on the picture's size.
+"""CogView4: one sequence of text and image, conditioned on the size in pixels.
 
-Its attention has no mask that a kernel takes: each sample attends to its own text, without its padding.
+No kernel takes its attention's mask: each sample attends to its own text, without its padding.
 
 Source: diffusers' CogView4Transformer2DModel and CogView4Pipeline (Zheng et al., arXiv:2403.05121, for the sizes).
 """
@@ -12,18 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from bigdit.models.conditions import Conditions, text
-from bigdit.models.family import Family
-from bigdit.models.unpadded import Unpadded, padded
+from bigdit.models.family import Conditions, Family, text
+from bigdit.models.packing import Unpadded, padded
 
 TIMESTEP_SCALE = 1000.0
-# Pixels a latent: sizes are told in pixels.
+# Pixels a latent: the model takes sizes in pixels.
 DOWNSAMPLE = 8
 
 
 class Joint(Unpadded):
-    """Of pictures and texts to each other: also sample by sample where all texts are as long, so that a plan has the
-    memory of any."""
+    """Attention of images and texts to each other. It goes sample by sample even where all texts are as long, so that a
+    plan's memory holds for any."""
 
     def __call__(
         self,
@@ -55,7 +54,7 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
 
 
 def of_sizes(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
-    """What a model that is conditioned on sizes predicts of whole, uncropped pictures, from all of a text."""
+    """The prediction of a model that is conditioned on sizes, for uncropped images, from a whole text."""
     batch, _, height, width = latents.shape
     pixels = torch.tensor([[height * DOWNSAMPLE, width * DOWNSAMPLE]], dtype=latents.dtype)
     size = pixels.to(latents.device, non_blocking=True).repeat(batch, 1)

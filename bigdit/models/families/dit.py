@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bigdit.models.conditions import Conditions, Extra
-from bigdit.models.family import Family
+from bigdit.models.family import Conditions, Extra, Family
 
 # The published models see 1000 training timesteps.
 TIMESTEP_SCALE = 1000.0
@@ -19,8 +18,8 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
     """Output [B, C, H, W] for square latents [B, C, H, W], t [B] and the extra class_label [B]; 2 C channels of a model
     with learned sigma.
 
-    A label dropped for classifier-free guidance comes as the class after the last: the embedders' own dropout is
-    off, since each block would draw another one, and a checkpointed block another yet when it is recomputed.
+    A label dropped for classifier-free guidance is the class after the last. The embedders' own dropout is off: each
+    block would drop other labels, and a recomputed block others again.
     """
     for block in model.transformer_blocks:
         block.norm1.emb.class_embedder.eval()

@@ -8,9 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bigdit.models.arguments import arguments
-from bigdit.models.conditions import Conditions, Extra, guidance, text
-from bigdit.models.family import Family
+from bigdit.models.family import Conditions, Extra, Family, arguments, guidance, text
 from bigdit.models.packing import pack, positions, unpack
 
 

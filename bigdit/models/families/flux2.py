@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bigdit.models.conditions import Conditions, guidance, text
-from bigdit.models.family import Family
+from bigdit.models.family import Conditions, Family, guidance, text
 from bigdit.models.packing import FACTOR, grid, pack, unpack
 
 

@@ -1,7 +1,7 @@
 """HiDream-I1: dual-stream blocks, then single-stream ones, whose feed-forward is a mixture of experts.
 
-text_embeds are T5's; each block is also fed a layer of Llama. In training every token goes through its k experts
-by masked indexing, whose sizes are data: an emulated GPU has those of zeros.
+text_embeds are T5's; each block is also fed a layer of Llama. In training every token goes through its k experts by
+masked indexing, whose sizes depend on values: on an emulated GPU they are those of zeros.
 
 Source: Cai et al., arXiv:2505.22705; diffusers' HiDreamImageTransformer2DModel and HiDreamImagePipeline.
 """
@@ -11,16 +11,14 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bigdit.models.arguments import arguments
-from bigdit.models.conditions import Conditions, Extra, streams
-from bigdit.models.family import Family
+from bigdit.models.family import Conditions, Extra, Family, arguments, streams
 
 TIMESTEP_SCALE = 1000.0
 
 
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
-    """Velocity [B, C, H, W] for latents of that shape, t [B], text_embeds [B, T, D], and the extras pooled_text and
-    llama_text [B, L T, D'], layer by layer; padded text is attended to, whatever its masks show."""
+    """Velocity [B, C, H, W] for latents of that shape, t [B] and text_embeds [B, T, D]. The extras are pooled_text and
+    llama_text [B, L T, D'], layer by layer. Padded text is attended to, whatever its masks say."""
     layers = max(arguments(model).llama_layers) + 1
     patches = model(
         hidden_states=latents,
@@ -30,16 +28,17 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
         pooled_embeds=conditions.extras["pooled_text"],
         return_dict=False,
     )[0]
-    return -_pictures(model, patches, latents)
+    return -_images(model, patches, latents)
 
 
 def extras(model: nn.Module) -> dict[str, Extra]:
-    """`pooled_text` of two CLIPs, and `llama_text`: the layers of Llama that the blocks are fed."""
+    """`pooled_text` of two CLIPs, and `llama_text`: the layers of Llama that feed the blocks."""
     return {"pooled_text": Extra((arguments(model).text_emb_dim,)), **streams(FAMILY.CLASS_NAME, model)}
 
 
-def _pictures(model: nn.Module, patches: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
-    """In training the model returns [B, C, patches, p²], with room for its largest picture where that is no square."""
+def _images(model: nn.Module, patches: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
+    """In training the model returns [B, C, patches, p²], with room for its largest image where the image is no
+    square."""
     if not model.training or arguments(model).force_inference_output:
         return patches
     batch, channels, height, width = latents.shape

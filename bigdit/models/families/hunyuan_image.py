@@ -9,22 +9,22 @@ import torch
 from torch import nn
 
 from bigdit.errors import UserError
-from bigdit.models.arguments import arguments
-from bigdit.models.conditions import Conditions, Extra, guidance, streams, text
-from bigdit.models.family import Family
+from bigdit.models.family import Conditions, Extra, Family, arguments, guidance, streams, text
 
 TIMESTEP_SCALE = 1000.0
-# Of a distilled model, whose pipeline multiplies guidance by 1000 too.
+# The pipeline of a distilled model multiplies guidance by 1000 too.
 GUIDANCE_SCALE = 1000.0
 
 
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
-    """Velocity [B, C, H, W] for latents of that shape, t [B], text_embeds [B, T, D], text_mask [B, T], and of a model
-    with a second text the extras glyph_text [B, T', D'] and glyph_text_mask [B, T']."""
+    """Velocity [B, C, H, W] for latents of that shape, t [B], text_embeds [B, T, D], text_mask [B, T].
+
+    A model with a second text also takes the extras glyph_text [B, T', D'] and glyph_text_mask [B, T'].
+    """
     embeds, mask = text(conditions)
     return model(
         hidden_states=latents,
-        timestep=(t * TIMESTEP_SCALE).to(latents.dtype),  # whose dtype the model takes for that of its weights
+        timestep=(t * TIMESTEP_SCALE).to(latents.dtype),  # the model takes this dtype for that of its weights
         encoder_hidden_states=embeds,
         encoder_attention_mask=mask.bool(),
         encoder_hidden_states_2=conditions.extras.get("glyph_text"),
@@ -35,9 +35,9 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
 
 
 def extras(model: nn.Module) -> dict[str, Extra]:
-    """`glyph_text`, ByT5's of what is to be written in the picture, and its mask, where the model has a second text.
+    """`glyph_text`, ByT5's embedding of text to be rendered, and its mask, where the model has a second text.
 
-    Raises UserError for a mean-flow model, whose second t no objective here draws.
+    Raises UserError for a mean-flow model: it needs a second t, which no objective here draws.
     """
     config = arguments(model)
     if config.use_meanflow:

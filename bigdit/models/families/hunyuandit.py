@@ -9,9 +9,7 @@ import torch
 from diffusers.models.embeddings import get_2d_rotary_pos_embed
 from torch import nn
 
-from bigdit.models.arguments import arguments
-from bigdit.models.conditions import Conditions, Extra, streams
-from bigdit.models.family import Family
+from bigdit.models.family import Conditions, Extra, Family, arguments, streams
 
 # The published models see 1000 training timesteps.
 TIMESTEP_SCALE = 1000.0
@@ -25,12 +23,12 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
     """Output [B, C, H, W] for latents [B, C, H, W], t [B], mT5's text_embeds [B, 256, D] and text_mask [B, 256], and
     the extras clip_text [B, 77, D'] and clip_text_mask [B, 77]; 2 C channels of a model with learned sigma.
 
-    A model of version 1.1 or before is told that images are whole and of the latents' own size, and style 0, its only
+    A model of version 1.1 or before gets whole images of the latents' own size, and style 0, its only
     one. All states of mT5 are pooled, also those that the mask hides from attention.
     """
     return model(
         latents,
-        (t * TIMESTEP_SCALE).to(latents.dtype),  # whose dtype the model takes for that of its weights
+        (t * TIMESTEP_SCALE).to(latents.dtype),  # the model takes this dtype for that of its weights
         encoder_hidden_states=conditions.extras["clip_text"],
         text_embedding_mask=conditions.extras["clip_text_mask"],
         encoder_hidden_states_t5=conditions.text_embeds,
@@ -59,7 +57,7 @@ def _positions(model: nn.Module, latents: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def _region(rows: int, columns: int, base: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The grid with its longer side resized to `base`, in the middle of a square of it: top left, bottom right."""
+    """The grid with its longer side resized to `base`, centred in a square of it: top left, bottom right."""
     longer = max(rows, columns)
     height, width = round(base / longer * rows), round(base / longer * columns)
     top, left = round((base - height) / 2), round((base - width) / 2)

@@ -10,9 +10,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bigdit.models.arguments import arguments
-from bigdit.models.conditions import Conditions, text
-from bigdit.models.family import Family
+from bigdit.models.family import Conditions, Family, arguments, text
 from bigdit.models.packing import FACTOR, pack, unpack
 
 

@@ -1,4 +1,4 @@
-"""LongCat-Image: FLUX.1's blocks, fed the states of Qwen2.5-VL and no vector; the picture lies behind the text.
+"""LongCat-Image: FLUX.1's blocks, fed the states of Qwen2.5-VL and no vector; its positions follow the text's.
 
 Source: Meituan's LongCat-Image; diffusers' LongCatImageTransformer2DModel and LongCatImagePipeline.
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bigdit.models.conditions import Conditions, text
-from bigdit.models.family import Family
+from bigdit.models.family import Conditions, Family, text
 from bigdit.models.packing import FACTOR, diagonal, grid, pack, unpack
 
 # Patches' rows and columns begin where the longest text ends, however long a text is.

@@ -9,15 +9,14 @@ import torch
 from diffusers.models.embeddings import get_2d_rotary_pos_embed_lumina
 from torch import nn
 
-from bigdit.models.conditions import Conditions
-from bigdit.models.family import Family
+from bigdit.models.family import Conditions, Family
 
 
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
     """Velocity [B, C, H, W] for latents [B, C, H, W], t [B], text_embeds [B, T, D], text_mask [B, T].
 
-    Of a model with learned sigma, whose output has 2 C channels, it is the first C. The model counts time from
-    noise, 0, to image, 1, and predicts along it: its output is negated. Its parameter pad_token is not used.
+    With learned sigma the output has 2 C channels, of which these are the first C. The model counts time from noise, 0,
+    to image, 1, and predicts along it: its output is negated. Its parameter pad_token is not used.
     """
     rows, columns = (side // model.patch_size for side in latents.shape[2:])
     output = model(

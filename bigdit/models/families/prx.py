@@ -1,4 +1,4 @@
-"""PRX: image tokens attend to themselves and to text, whose keys and values are projected anew in each block.
+"""PRX: image tokens attend to themselves and to text, whose keys and values are projected in each block.
 
 Source: diffusers' PRXTransformer2DModel and PRXPipeline.
 """
@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bigdit.models.conditions import Conditions, text
-from bigdit.models.family import Family
+from bigdit.models.family import Conditions, Family, text
 
 
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:

@@ -8,9 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bigdit.models.arguments import arguments
-from bigdit.models.conditions import Conditions, guidance
-from bigdit.models.family import Family
+from bigdit.models.family import Conditions, Family, arguments, guidance
 
 # The published checkpoints see the flow's t in [0, 1] as 0 … 1000 (diffusers' FlowMatchEulerDiscreteScheduler).
 TIMESTEP_SCALE = 1000.0

@@ -8,9 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bigdit.models.arguments import arguments
-from bigdit.models.conditions import Conditions, Extra
-from bigdit.models.family import Family
+from bigdit.models.family import Conditions, Extra, Family, arguments
 
 # The published models see the flow's t in [0, 1] as 0 … 1000.
 TIMESTEP_SCALE = 1000.0

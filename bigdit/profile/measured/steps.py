@@ -17,21 +17,21 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from bigdit.dist import world_from_env
-from bigdit.emulator import on_emulated_card
+from bigdit.emulator import on_emulated_gpu
 from bigdit.errors import versions
 from bigdit.loader.batch import Batch, RawBatch
 from bigdit.profile.attempt import StepRequest
 from bigdit.profile.measured.run import CardPhase, CardRun, Spent, Timing
 from bigdit.profile.steps import STEPS, Witness, Workload, build, group, prepare, take, training
 from bigdit.profile.unwritten import fill, fill_noise, unwritten_weights
-from bigdit.train.measure import CardPeaks
+from bigdit.train.measure import GpuPeaks
 
 
 def run(request: StepRequest, timed_steps: int = 0) -> CardRun:
     """Two steps of `request` on this rank's CUDA device, where it has nothing yet, and so many more that are timed."""
     with unwritten_weights():
         workload = prepare(request, build(request))
-    if not on_emulated_card():  # where engines read 0 of what no kernel wrote: nothing overflows
+    if not on_emulated_gpu():  # where engines read 0 of what no kernel wrote: nothing overflows
         workload = _filled(workload)
     device = torch.device("cuda", world_from_env().local_rank)
     torch.cuda.set_device(device)
@@ -78,7 +78,7 @@ class _Peaks(Witness):
     cycles; once closed, steps go on as a trainer's."""
 
     def __init__(self) -> None:
-        self._peaks, self._closed = CardPeaks(), False
+        self._peaks, self._closed = GpuPeaks(), False
         gc.disable()
         gc.collect()
         gc.freeze()

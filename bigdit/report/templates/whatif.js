@@ -165,7 +165,7 @@ function showFacts({ setting, point, room }) {
     ["peak phase", point.phase, "the highest peak of all phases"],
     ["CPU memory", gib(point.host_bytes), `of ${gib(setting.hostMemory)} ${machine}`],
   ];
-  const speed = point.samples_per_second_per_card;
+  const speed = point.samples_per_second_per_gpu;
   if (room === setting.rooms[0]) facts.push([`${given.samples}/s per GPU`, speed, room.card]);
   const pairs = facts.map(([name, value, more]) => {
     const pair = document.createElement("div");

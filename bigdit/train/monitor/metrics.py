@@ -1,7 +1,7 @@
-"""What each step did: `metrics.jsonl` in the output, what of it is shown, and how much of the card was used.
+"""What each step did: `metrics.jsonl`, the figures on the terminal, and model FLOPs utilisation.
 
-Model FLOPs utilisation is the FLOPs that a model needs for what it learns from, of those that the card could do.
-Source: Chowdhery et al., arXiv:2204.02311, appendix B: what is recomputed does not count.
+MFU is the FLOPs that a model needs for what it learns from, as a share of the GPU's. Source: Chowdhery et al.,
+arXiv:2204.02311, appendix B: recomputation does not count.
 """
 
 from __future__ import annotations
@@ -11,14 +11,18 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import xxhash
+from rich.console import RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.text import Text
 from torch.utils.flop_counter import FlopCounterMode
 
 from bigdit import log, models
@@ -31,29 +35,28 @@ from bigdit.loader.batch import Batch
 from bigdit.loader.stream import Micro
 from bigdit.models import Family
 from bigdit.strategy import ModelSpec, Precision, Strategy
-from bigdit.train.monitor.progress import VALIDATED, Sight
 from bigdit.train.monitor.trackers import Trackers
-from bigdit.train.record import numbered, read_metrics
+from bigdit.train.record import read_metrics
 from bigdit.train.step import StepResult
-from bigdit.units import how_many
+from bigdit.units import gib, how_many
 
 _META = torch.device("meta")
 
 
 class Mfu:
-    """`peak`: the card's FLOPs a second. Each shape of a micro-batch is counted once, on tensors without data."""
+    """`peak`: the GPU's FLOPs a second. Each shape of a micro-batch is counted once, on tensors without data."""
 
     def __init__(self, spec: ModelSpec, family: Family, peak: float, *, frozen: bool) -> None:
-        """`frozen`: the model's own weights are (LoRA); what adapters add is not counted."""
+        """`frozen`: the model's own weights are (LoRA). Adapters are not counted."""
         self.peak = peak
         self._family = family
         self._model = models.outline(spec).eval()
-        self._passes = 2 if frozen else 3  # gradients of activations take as much as the forward pass; so do weights'
+        self._passes = 2 if frozen else 3  # gradients of activations take a forward pass each, those of weights another
         self._known: dict[tuple[torch.Size, ...], int | None] = {}
 
     def flops(self, micro_batches: Sequence[Micro]) -> int | None:
-        """Of a step over them, forward and backward; None of a model that reads its tensors, and so needs data, and
-        where features are online: encoders are no part of the model."""
+        """Of a step over them, forward and backward. None for a model that reads values, which needs data, and with
+        features online: encoders are no part of the model."""
         counts = [self._forward(batch) if isinstance(batch, Batch) else None for batch in micro_batches]
         known = [count for count in counts if count is not None]
         return self._passes * sum(known) if len(known) == len(counts) else None
@@ -75,21 +78,21 @@ class Mfu:
 
 
 def mfu_of(spec: ModelSpec, family: Family, strategy: Strategy, device: torch.device, *, emulated: bool) -> Mfu | None:
-    """None on a CPU, on a card that the catalogue does not have, and on an emulated one, which computes nothing."""
+    """None on a CPU, on a GPU outside the catalogue, and on an emulated one, which computes nothing."""
     if device.type != "cuda" or emulated:
         return None
-    card = torch.cuda.get_device_properties(device)
-    peak = peak_flops(card.name, card.total_memory, strategy.precision)
+    gpu = torch.cuda.get_device_properties(device)
+    peak = peak_flops(gpu.name, gpu.total_memory, strategy.precision)
     return None if peak is None else Mfu(spec, family, peak, frozen=strategy.lora is not None)
 
 
-def peak_flops(card: str, nbytes: int, precision: Precision) -> float | None:
-    """FLOPs a second of the card that drivers call `card`, of `nbytes` as torch is told, in the catalogue; None: it is
-    not there."""
-    cards = named(card)
-    if not cards:
+def peak_flops(name: str, nbytes: int, precision: Precision) -> float | None:
+    """FLOPs a second of the GPU that its driver calls `name`, with `nbytes` as torch sees them. None: the catalogue
+    lacks it."""
+    gpus = named(name)
+    if not gpus:
         return None
-    rates = min(cards, key=lambda each: abs(each.usable_bytes - nbytes)).tflops
+    rates = min(gpus, key=lambda each: abs(each.usable_bytes - nbytes)).tflops
     dtype = {"bf16": "bfloat16", "bf16_sr": "bfloat16", "fp16": "float16"}.get(precision, "float32")
     return rates.of(dtype, tf32=precision == "tf32")
 
@@ -98,9 +101,10 @@ FLUSH_EVERY = 10
 
 
 class Metrics:
-    """Collects step results on the device and, every ten steps and after a skipped one, averages, writes, shows them.
+    """Collects step results on the device. Every ten steps, and after a skipped one, it averages, writes and shows
+    them.
 
-    Averaging a loss waits for all processes, and is not done at every step. They meet on the host.
+    An averaged loss waits for all processes, so not every step has one. They exchange numbers through CPU memory.
     """
 
     def __init__(
@@ -120,10 +124,11 @@ class Metrics:
         mfu: Mfu | None = None,
         trackers: Trackers | None = None,
     ) -> None:
-        """`name_samples` of a step is what a line about its loss ends with; `memory` what rows have of it, as it is
-        now; `written` the digest that its rows had when the checkpoint of step `start` was saved. `planned_bytes` of
-        memory, and `mfu`, where they are known; `stage`, which rows name, where a run has several. `trackers` get the
-        rows too."""
+        """`name_samples(step)` ends a line about the step's loss; `memory()` is a row's memory.
+
+        `written`: the digest of the rows at the checkpoint of step `start`. `planned_bytes` and `mfu`: where they are
+        known. `stage`: its number, where a run has several. `trackers` get the rows too.
+        """
         self._peers = peers
         self._name_samples = name_samples
         self._spikes = LossSpikes()
@@ -140,20 +145,20 @@ class Metrics:
         self._constants = {key: value for key, value in constants.items() if value is not None}
         self._mfu, self._flops = mfu, 0
         self._trackers = trackers
-        self._sight = Sight(start, stop, shown=peers.world.is_main)
+        self._display = Display(start, stop, shown=peers.world.is_main)
         if peers.world.is_main:
             self._keep_before(start, written)
 
     def __enter__(self) -> Metrics:
-        self._sight.__enter__()
+        self._display.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._sight.__exit__(*error)
+        self._display.__exit__(*error)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is done within counts for no step: neither its seconds, nor those that the device works off before."""
+        """Time spent within counts for no step. The device finishes its queued work before."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         began = time.perf_counter()
@@ -168,8 +173,10 @@ class Metrics:
         micro_batches: Sequence[Micro] = (),
         more: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """The result of the step with which `step` are finished, what it was taken over, and what its row has `more`.
-        Raises UserError where one was taken that is not finite."""
+        """Add the result of the step that finishes `step` steps; `more` goes into its row.
+
+        Raises UserError where a step was taken that is not finite.
+        """
         self._pending.append((step, lr, result, more))
         if self._mfu is not None:
             self._flops += self._mfu.flops(micro_batches) or 0
@@ -201,11 +208,11 @@ class Metrics:
             for row in rows:
                 self._validated |= {key: row[key] for key in VALIDATED if key in row}
             left = (self._stop - rows[-1]["step"]) * self._seconds[-1]
-            self._sight.show(self._validated | rows[-1] | {"seconds_left": left})
+            self._display.show(self._validated | rows[-1] | {"seconds_left": left})
 
     def _numbers(self) -> list[tuple[float, float | None]]:
-        """This process's loss and norm of each pending step. The device is waited for once, and holds no more for it:
-        a full card has no room for a stack of them."""
+        """This process's loss and norm of each pending step. It waits for the device once, and allocates nothing there:
+        a full GPU has no room."""
         results = [result for _, _, result, _ in self._pending]
         losses = [result.loss.to("cpu", non_blocking=True) for result in results]
         norms = [
@@ -216,7 +223,7 @@ class Metrics:
         return [(float(loss), None if norm is None else float(norm)) for loss, norm in zip(losses, norms, strict=True)]
 
     def _utilisation(self, seconds: float) -> dict[str, float]:
-        """`mfu` of the steps that are pending; nothing where it is not known."""
+        """`mfu` of the pending steps; nothing where it is unknown."""
         flops, self._flops = self._flops, 0
         return {"mfu": flops / (seconds * self._mfu.peak)} if self._mfu is not None and flops else {}
 
@@ -227,7 +234,7 @@ class Metrics:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """The median over all flushes but the first, which has the start in it; None before there is another."""
+        """The median over all flushes but the first, which includes the start. None before there is a second one."""
         return statistics.median(self._seconds[1:]) if self._seconds[1:] else None
 
     def _notice_spikes(self, rows: list[dict[str, Any]]) -> None:
@@ -243,28 +250,27 @@ class Metrics:
                 file.write(text)
         except OSError as error:
             raise UserError(
-                f"cannot write {self.path}: {error.strerror}; once it can be written, the same command goes on from "
+                f"cannot write {self.path}: {error.strerror}; once it can be written, the same command resumes from "
                 "the last checkpoint"
             ) from None
 
     def _keep_before(self, start: int, written: str | None) -> None:
-        """Drop the rows that a resumed run is about to write again; those of a run that begins anew are put aside."""
+        """Drop the rows that a resumed run will write again. Put aside those of an earlier run where training begins at
+        step 0."""
         rows = read_metrics(self.path)
         kept = [row for row in rows if row["step"] <= start]
         if rows and not start:
             aside = self.path.with_name(f"before-{time.strftime('%Y%m%dT%H%M%S')}-{METRICS}")
             self.path.rename(aside)
             found = how_many(len(rows), "row")
-            log.notice(f"note: training begins at step 0; {aside} holds {found} of an earlier course")
+            log.notice(f"note: training begins at step 0; {aside} holds {found} of an earlier run")
         lost = start - len({row["step"] for row in kept})
         if lost:
             log.notice(f"note: {self.path} has no row that can be read of {lost} of the {start} steps before this one")
         text = _lines(kept)
         write_text(self.path, text)
         self._digest.update(text.encode())
-        # A checkpoint of an earlier bigdit knows the rows as they were numbered then, from 0.
-        from_zero = xxhash.xxh3_128_hexdigest(_lines(numbered(kept, -1)).encode())
-        if not lost and written not in (None, self.digest, from_zero):
+        if not lost and written not in (None, self.digest):
             log.notice(f"note: {self.path} was changed: its rows up to step {start} are not those that were written")
 
 
@@ -274,7 +280,7 @@ def _lines(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _row(step: int, loss: float, norm: float | None, lr: float, taken: bool) -> dict[str, Any]:
-    """What is written of a step: of a skipped one, null stands for what is not finite."""
+    """The row of a step. In a skipped one null stands for what is not finite."""
     row = {"step": step, "loss": loss, "grad_norm": norm, "lr": lr}
     if not taken:
         return row | {"loss": _finite(loss), "grad_norm": _finite(norm), "skipped": True}
@@ -292,7 +298,7 @@ def _finite(number: float | None) -> float | None:
 
 WINDOW = 100
 LEAST = 20
-"""Losses that are looked back on, and how many there must be of them."""
+"""How many earlier losses are compared with, at most and at least."""
 
 DEVIATIONS = 5.0
 # Source: Hampel's identifier and the modified z-score (Iglewicz & Hoaglin, How to Detect and Handle Outliers, 1993):
@@ -308,7 +314,7 @@ class LossSpikes:
         self._last: deque[float] = deque(maxlen=WINDOW)
 
     def add(self, loss: float) -> str | None:
-        """What is to be said of this loss where it is more than 5 deviations above the median; takes it in."""
+        """A message where this loss is more than 5 deviations above the median; None else. The loss is added."""
         found = self._compare(loss) if len(self._last) >= LEAST else None
         self._last.append(loss)
         return found
@@ -322,3 +328,73 @@ class LossSpikes:
             f"is {loss:.4f}, {(loss - median) / deviation:.1f} robust deviations above the median of the last "
             f"{len(self._last)}, {median:.4f}"
         )
+
+
+EVERY_S = 60.0
+"""Seconds between two lines where nothing can be redrawn: pipes, files, and terminals without control codes."""
+
+
+VALIDATED = {"validation_loss": "validation", "ema_validation_loss": "EMA validation"}
+"""Keys of rows that stay shown until they are measured again, and their names."""
+
+
+class Display:
+    """Shows rows of metrics; `shown` on the main process alone. The last row is always shown at the end."""
+
+    def __init__(self, start: int, stop: int, *, shown: bool) -> None:
+        self._stop, self._shown = stop, shown
+        self._bar = _WithFigures(
+            *(TextColumn("train"), BarColumn(bar_width=None), MofNCompleteColumn()),
+            console=log.err,
+            disable=not (shown and log.err.is_interactive),
+        )
+        self._task = self._bar.add_task("", total=stop, completed=start)
+        self._since = time.monotonic()
+        self._waiting: dict[str, Any] | None = None
+
+    def __enter__(self) -> Display:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+        self._log()
+
+    def show(self, row: dict[str, Any]) -> None:
+        """Show the row of the last step."""
+        if not self._bar.disable:
+            self._bar.figures = figures(row)
+            self._bar.update(self._task, completed=row["step"])
+        elif self._shown:
+            self._waiting = row
+            if time.monotonic() - self._since >= EVERY_S:
+                self._log()
+
+    def _log(self) -> None:
+        if self._waiting is not None:
+            log.notice(f"step {self._waiting['step']}/{self._stop} · {figures(self._waiting)}")
+            self._waiting, self._since = None, time.monotonic()
+
+
+class _WithFigures(Progress):
+    """A bar, with figures on a line below it."""
+
+    figures = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        yield Text(self.figures)
+
+
+def figures(row: dict[str, Any]) -> str:
+    """`loss 0.1234 · lr 1.00e-04 · …`: the figures of a row."""
+    loss, norm, rate = row["loss"], row["grad_norm"], row["samples_per_second"]
+    parts = [f"stage {row['stage']}"] if "stage" in row else []
+    parts += [f"loss {'–' if loss is None else f'{loss:.4f}'}", f"lr {row['lr']:.2e}"]
+    parts += [f"{name} {row[key]:.4f}" for key, name in VALIDATED.items() if row.get(key) is not None]
+    parts += [] if norm is None else [f"norm {norm:.3g}"]
+    parts += [f"{rate:.0f} samples/s" if rate >= 10 else f"{rate:.2g} samples/s"]
+    parts += [f"MFU {100 * row['mfu']:.1f} %"] if "mfu" in row else []
+    memory = ("memory_bytes", "now"), ("peak_memory_bytes", "peak"), ("planned_memory_bytes", "planned")
+    parts += [", ".join(f"{gib(row[key])} {word}" for key, word in memory if key in row)]
+    return " · ".join([*parts, f"{timedelta(seconds=round(row['seconds_left']))} left"])

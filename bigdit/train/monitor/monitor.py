@@ -1,4 +1,4 @@
-"""What is seen of each step of a stage: its row, the loss of what is held out, pictures, and whether it was taken."""
+"""Monitors each step of a stage: its row, the validation loss, validation images, and skipped steps."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from bigdit.config.run import ValidationConfig
 from bigdit.engines import Ema, Engine, compute_dtype
 from bigdit.errors import UserError
 from bigdit.loader.batch import Batch, CaptionedBatch
+from bigdit.loader.order import ValidationSplit
 from bigdit.loader.raw_store import RawStore
-from bigdit.loader.read import BatchReader
-from bigdit.loader.stream import FeatureStream, Micro
-from bigdit.loader.validation import ValidationSplit
+from bigdit.loader.stream import BatchReader, FeatureStream, Micro
 from bigdit.models import Family
 from bigdit.objective_spec import ObjectiveSpec
 from bigdit.store import FeatureStore
 from bigdit.train.data import TrainData
+from bigdit.train.monitor.images import ValidationImages
 from bigdit.train.monitor.metrics import Metrics, mfu_of
-from bigdit.train.monitor.pictures import Pictures
 from bigdit.train.monitor.trackers import Trackers
 from bigdit.train.resume import Start
 from bigdit.train.state import TrainState
@@ -44,25 +43,27 @@ class Monitor:
     metrics: Metrics
     skipped: SkippedSteps
     validation: Validation | None
-    pictures: Pictures | None
+    images: ValidationImages | None
 
     def add(self, step: int, lr: float, result: StepResult, micro_batches: Sequence[Micro]) -> None:
-        """The result on these micro-batches of the step with which `step` are finished. Raises UserError where it ends
-        the run."""
+        """Add the result, on these micro-batches, of the step that finishes `step` steps. Raises UserError where it
+        ends the run."""
         measured: dict[str, Any] = {}
         if self.validation is not None and self.validation.due(step):
             with self.metrics.aside():
                 measured = self.validation.measure()
         self.metrics.add(step, lr, result, micro_batches, measured)
-        if self.pictures is not None and self.pictures.due(step):
+        if self.images is not None and self.images.due(step):
             with self.metrics.aside():
-                self.pictures.draw(step)
+                self.images.generate(step)
         self.skipped.add(step, lr, result, micro_batches)
 
 
 def open_monitor(start: Start, data: TrainData, stream: FeatureStream, state: TrainState, stack: ExitStack) -> Monitor:
-    """What is seen of the steps of a stream; `stack` ends it. Raises UserError where captions of pictures cannot be
-    encoded."""
+    """The monitor of a stream's steps; `stack` closes it.
+
+    Raises UserError where captions of validation images cannot be encoded.
+    """
     stage, spec, store = start.reached.stage, start.reached.spec, data.store
     run, peers, planned, device = stage.run, state.peers, state.planned, state.engine.device
     samples, is_main = Samples(store, stream), peers.world.is_main
@@ -87,22 +88,22 @@ def open_monitor(start: Start, data: TrainData, stream: FeatureStream, state: Tr
         )
     )
     model = peers, state.engine, state.ema, state.family, state.objective, stage.end
-    validation = pictures = None
+    validation = images = None
     if run.validation is not None and data.order.held is not None and isinstance(store, FeatureStore):
         validation = Validation(run.validation, store, data.order.held, *model)
     if run.samples is not None:
         known = store.schema.classes
-        pictures = stack.enter_context(Pictures(run.samples, run, spec, known, *model, trackers.show))
+        images = stack.enter_context(ValidationImages(run.samples, run, spec, known, state, stage.end, trackers.show))
     skipped = SkippedSteps(state.engine, peers, samples, run.train.most_skipped_steps)
-    return Monitor(metrics, skipped, validation, pictures)
+    return Monitor(metrics, skipped, validation, images)
 
 
 _FIX = "lower strategy.optimizer.lr, lengthen train.warmup_steps, or set strategy.gradient_clipping"
-_MEND = "encode these samples again, where they are a VAE's with encoders.image.dtype fp32, or leave them out"
+_MEND = "encode these samples again, those of a VAE with encoders.image.dtype fp32, or leave them out"
 
 
 class SkippedSteps:
-    """Counts them; all processes call it alike. `most`: how many may follow each other."""
+    """Counts skipped steps; all processes call it alike. `most`: how many may follow each other."""
 
     def __init__(self, engine: Engine, peers: Peers, samples: Samples, most: int) -> None:
         self._engine = engine
@@ -113,10 +114,10 @@ class SkippedSteps:
         self.count = 0
 
     def add(self, step: int, lr: float, result: StepResult, micro_batches: Sequence[Micro]) -> None:
-        """The result on these micro-batches of the step with which `step` are finished. Raises UserError where `most`
-        in a row were skipped.
+        """Add the result, on these micro-batches, of the step that finishes `step` steps.
 
-        In fp16 gradients overflow until the loss is scaled less: such a step is counted, and no more.
+        Raises UserError where `most` in a row were skipped. In fp16 gradients overflow until the loss scale has fallen:
+        such steps are only counted.
         """
         if result.taken:
             self._in_a_row = 0
@@ -133,7 +134,7 @@ class SkippedSteps:
         wrong = list(itertools.chain.from_iterable(names for _, names in found))
         norm = "" if result.grad_norm is None else f", its gradients' norm {float(result.grad_norm):.4g}"
         line = f"the loss of step {step} is {loss:.4g}{norm} at learning rate {lr:.2e}; " + (
-            f"not finite is what the store has of {listed(wrong, len(wrong))}" if wrong else self._samples.of_step(step)
+            f"values are not finite in {listed(wrong, len(wrong))}" if wrong else self._samples.of_step(step)
         )
         if ends:
             raise UserError(
@@ -143,16 +144,16 @@ class SkippedSteps:
         log.notice(f"note: step {step} is skipped: {line}")
 
     def sum_up(self, steps: int, metrics: Path) -> None:
-        """Say how many of the run's `steps` were skipped, where any were; `metrics` says which."""
+        """Log how many of the run's `steps` were skipped, if any. Rows of `metrics` tell which."""
         if self.count:
-            log.notice(f"note: {self.count} of {how_many(steps, 'step')} skipped; {metrics} says which")
+            log.notice(f"note: {self.count} of {how_many(steps, 'step')} skipped; {metrics} marks them")
 
 
 class Validation:
-    """Measures the loss of what is `held` out, by forward passes of the engine that trains, of its micro-batch's size.
+    """Measures the loss of the validation split `held`, by forward passes of the training engine, in its micro-batches.
 
-    All processes call it alike, and share the samples out. Nothing of training changes: weights and average are put
-    back to the bit, and what is drawn comes from the samples' own seeds.
+    All processes call it alike, and share the samples. Training does not change: weights and EMA are restored to the
+    bit, and random numbers come from the samples' own seeds.
     """
 
     def __init__(
@@ -173,11 +174,11 @@ class Validation:
         self._last, self._samples = last, int(held.counts.sum())
 
     def due(self, step: int) -> bool:
-        """Whether it is to be measured after so many steps."""
+        """Whether it is due after `step` steps."""
         return step % self._config.every == 0 or step == self._last
 
     def measure(self) -> dict[str, Any]:
-        """`validation_loss`, of the average `ema_validation_loss`, and both by t, as a row of the metrics has them."""
+        """`validation_loss`, `ema_validation_loss` where there is an EMA, and both by t, as a row has them."""
         found = self._losses("validation_loss")
         if self._ema is not None:
             with self._ema.in_place():
@@ -202,8 +203,8 @@ class Validation:
     def _batches(self) -> Iterator[tuple[Batch, int]]:
         """This process's micro-batches on the device, and how many samples of each count.
 
-        All processes have as many, since those of a sharded model run forward together: where samples do not do for
-        all, some have one that does not count.
+        All processes get as many, because those of a sharded model run forward together. A process without samples of
+        its own gets one that does not count.
         """
         engine, world = self._engine, self._peers.world
         buckets, micro = list(self._store.buckets), engine.strategy.micro_batch_size
@@ -226,15 +227,14 @@ MOST = 4
 
 
 class Samples:
-    """Names the samples of steps of a stream over a store."""
+    """Names the samples of a stream's steps."""
 
     def __init__(self, store: FeatureStore | RawStore, stream: FeatureStream) -> None:
         self._store = store
         self._stream = stream
 
     def of_step(self, step: int) -> str:
-        """Those of the global batch, of all processes, of the step with which `step` are finished, as a line ends with
-        them."""
+        """The end of a line: the samples of all processes in the step that finishes `step` steps."""
         batch = self._stream.order.batch(step - 1)
         bucket = list(self._store.buckets)[batch.bucket]
         places = list(zip(batch.parts.tolist(), batch.rows.tolist(), strict=True))
@@ -242,7 +242,7 @@ class Samples:
         return f"its samples are {listed(names, len(places))}"
 
     def not_finite(self, step: int, micro_batches: Sequence[Batch | CaptionedBatch]) -> list[str]:
-        """Those of this process's micro-batches of that step that came with a value that is not finite."""
+        """The samples of this process's micro-batches of that step that hold a value that is not finite."""
         return [
             self._store.name_of(bucket, int(parts[place]), int(rows[place]))
             for batch, (bucket, parts, rows, _) in zip(micro_batches, self._stream.samples(step - 1), strict=True)

@@ -1,7 +1,7 @@
-"""Rows of metrics for TensorBoard, W&B and others, which a process beside training hands over: nothing waits for it.
+"""Rows of metrics for TensorBoard, W&B and others. A separate process hands them over, so that training never waits.
 
-That process, `python -m` of this module, reads rows as lines of JSON on stdin for accelerate's trackers. It has no card
-and no peers, hears no signal, and ends when stdin does: when training has, however that was.
+That process, `python -m` of this module, reads rows as lines of JSON on stdin for accelerate's trackers. It has no GPU
+and no peers, and ignores signals. It ends when stdin does: when training has ended, however that was.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from bigdit.die_with_parent import undisturbed
 from bigdit.errors import shown
 
 PATIENCE_S = 60.0
-"""How long the end of a run waits for rows to be handed over, at most."""
+"""Seconds that the end of a run waits for the last rows, at most."""
 
 _OURS = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "ACCELERATE_")
 
 
 class Trackers:
-    """Hands rows to `names` of accelerate's trackers; without names, or `shown`, to nobody.
+    """Hands rows to accelerate's trackers of these `names`; without names, or where not `shown`, to nobody.
 
-    What fails there is said once, and training goes on. The rows of `start` steps are there already; `run` is what the
-    trackers keep as its settings.
+    A tracker that fails is logged once, and training goes on. The rows of `start` steps are there already; `run` is
+    what trackers keep as its settings.
     """
 
     def __init__(self, names: Sequence[str], output: Path, start: int, run: Mapping[str, Any], *, shown: bool) -> None:
@@ -50,7 +50,7 @@ class Trackers:
                 stdin=subprocess.PIPE,
                 stdout=sys.stderr,
                 env={name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
-                | {"CUDA_VISIBLE_DEVICES": ""},  # it computes nothing, and takes nothing of the card
+                | {"CUDA_VISIBLE_DEVICES": ""},  # it computes nothing, and needs no GPU
                 text=True,
             )
         self._put({"names": list(names), "folder": str(output.resolve()), "start": start, "run": run})
@@ -70,13 +70,13 @@ class Trackers:
             log.notice(f"note: trackers did not take the last rows within {PATIENCE_S:.0f} s; metrics.jsonl has all")
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """These rows, some time."""
+        """Hand these rows over, without waiting."""
         for row in rows:
             self._put(row)
 
-    def show(self, step: int, picture: Path) -> None:
-        """A grid of pictures that was drawn after `step` steps."""
-        self._put({"step": step, "picture": str(picture.resolve())})
+    def show(self, step: int, image: Path) -> None:
+        """Hand over a grid of images that was generated after `step` steps."""
+        self._put({"step": step, "image": str(image.resolve())})
 
     def _put(self, value: Mapping[str, Any]) -> None:
         self._rows.put(json.dumps(value) + "\n")
@@ -89,7 +89,9 @@ class Trackers:
                     pipe.write(line)
                     pipe.flush()
         except OSError:
-            log.notice("note: the process of the trackers has ended; training goes on without, metrics.jsonl has all")
+            log.notice(
+                "note: the process of the trackers has ended; training goes on without it, metrics.jsonl has all"
+            )
         self._process.wait()
 
 
@@ -97,20 +99,20 @@ PROJECT = "bigdit"
 
 
 def main() -> int:
-    """Hand over what comes until nothing comes any more."""
+    """Hand over rows until stdin ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    said = json.loads(sys.stdin.readline())
+    settings = json.loads(sys.stdin.readline())
     libraries.prepare()
     from accelerate import PartialState
 
-    PartialState(cpu=True)  # without which no tracker logs
-    trackers = {name: _Guarded(name, said) for name in said["names"]}
+    PartialState(cpu=True)  # without it no tracker logs
+    trackers = {name: _Guarded(name, settings) for name in settings["names"]}
     for line in sys.stdin:
         row = json.loads(line)
         for tracker in trackers.values():
-            if "picture" in row:
-                tracker.show(row["step"], Path(row["picture"]))
+            if "image" in row:
+                tracker.show(row["step"], Path(row["image"]))
             else:
                 tracker.do("log", dict(_numbers(row)), step=row["step"])
     for tracker in trackers.values():
@@ -119,37 +121,37 @@ def main() -> int:
 
 
 class _Guarded:
-    """One tracker, until it fails: that is said, and what comes later passes it by."""
+    """One tracker. Where it fails, that is logged, and it gets no more."""
 
-    def __init__(self, name: str, said: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
         self._name = name
         self._tracker: Any = None
-        self._guard(lambda: self._start(said))
+        self._guard(lambda: self._start(settings))
 
     def do(self, method: str, *values: object, **options: object) -> None:
         """Call a method of the tracker, while it works."""
         if self._tracker is not None:
             self._guard(lambda: getattr(self._tracker, method)(*values, **options))
 
-    def show(self, step: int, picture: Path) -> None:
-        """Show a picture, where the tracker shows any."""
+    def show(self, step: int, image: Path) -> None:
+        """Show an image, where the tracker can."""
         if hasattr(self._tracker, "log_images"):
-            said = {"dataformats": "NHWC"} if self._name == "tensorboard" else {}
-            self.do("log_images", {"samples": _pixels(picture)[None]}, step=step, **said)
+            layout = {"dataformats": "NHWC"} if self._name == "tensorboard" else {}
+            self.do("log_images", {"samples": _pixels(image)[None]}, step=step, **layout)
 
-    def _start(self, said: Mapping[str, Any]) -> None:
+    def _start(self, settings: Mapping[str, Any]) -> None:
         kind = _kind(self._name)
-        os.environ.setdefault("WANDB_DIR", said["folder"])  # else it writes where the command was given
+        os.environ.setdefault("WANDB_DIR", settings["folder"])  # else it writes to the working directory
         if self._name == "tensorboard":
-            # What an earlier start wrote of steps that come again is passed over by who reads it.
-            tracker = kind(self._name, said["folder"], purge_step=said["start"] + 1)
+            # Readers skip what an earlier start wrote of steps that come again.
+            tracker = kind(self._name, settings["folder"], purge_step=settings["start"] + 1)
         elif kind.requires_logging_directory:
-            tracker = kind(PROJECT, said["folder"])
+            tracker = kind(PROJECT, settings["folder"])
         else:
             tracker = kind(PROJECT)
         tracker.start()
-        if self._name != "tensorboard":  # whose table of settings would have a row more for every start
-            tracker.store_init_configuration(said["run"])
+        if self._name != "tensorboard":  # its table of settings would grow by a row at every start
+            tracker.store_init_configuration(settings["run"])
         self._tracker = tracker
 
     def _guard(self, work: Callable[[], object]) -> None:
@@ -171,12 +173,12 @@ def _kind(name: str) -> Any:
 
 
 def _any_order() -> Any:
-    """W&B's tracker for rows and pictures in any order: a picture is decoded while later steps are taken."""
+    """W&B's tracker for rows and images in any order: an image is decoded while later steps are taken."""
     from accelerate.tracking import WandBTracker
 
     class AnyOrder(WandBTracker):
-        """W&B drops what comes with a lower step of its own than the last: here `step` is a value beside the others,
-        and the axis that all are drawn over."""
+        """W&B drops rows with a lower step of its own than the last. Here `step` is a value like others, and the axis
+        of all."""
 
         def start(self) -> None:
             """Begin a run."""
@@ -190,14 +192,14 @@ def _any_order() -> Any:
     return AnyOrder
 
 
-def _pixels(picture: Path) -> npt.NDArray[np.uint8]:
+def _pixels(image: Path) -> npt.NDArray[np.uint8]:
     """[height, width, 3]."""
-    with Image.open(picture) as opened:
+    with Image.open(image) as opened:
         return np.asarray(opened.convert("RGB"))
 
 
 def _numbers(row: Mapping[str, Any], under: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers of a row by their names; those of a mapping within as `name/key`."""
+    """The numbers of a row by their names; those of a nested mapping as `name/key`."""
     for key, value in row.items():
         if isinstance(value, Mapping):
             yield from _numbers(value, f"{under}{key}/")

@@ -1,1 +1,1 @@
-"""A run's processes: how they start, meet, hold their output, hear signals, lose each other and end."""
+"""A run's processes: how they start, meet, lock their output, hear signals, lose each other, restart and end."""

@@ -1,7 +1,6 @@
-"""Start a run's processes on this machine, pass signals on to them, and see that none is left behind.
+"""Start a run's processes on this machine, pass signals on to them, and leave none behind.
 
-Not by torchrun or DeepSpeed's launcher, which kill workers 30 s after a signal, the latter one after the other, and
-are killed themselves by SIGUSR1.
+torchrun and DeepSpeed's launcher kill workers 30 s after a signal, the latter one by one, and die of SIGUSR1.
 """
 
 from __future__ import annotations
@@ -36,8 +35,11 @@ PATIENCE_S = 10.0
 
 
 def launch(run: RunConfig, config: Path, overrides: Sequence[str], host_bytes: int = 0) -> int:
-    """Run `python -m bigdit.train` as `strategy.world_size` processes; the exit status, 0 or that of the first to fail.
-    `host_bytes`: what its plans count of this machine's memory, where there are any."""
+    """Run `python -m bigdit.train` as `strategy.world_size` processes; returns 0, or the exit status of the first to
+    fail.
+
+    `host_bytes`: CPU memory of this machine that its plans count, where there are any.
+    """
     arguments = ["--config", str(config), *(part for override in overrides for part in ("--set", override))]
     command = [sys.executable, *own_module("bigdit.train"), *arguments]
     if (count := run.strategy.world_size) > MOST_PROCESSES:
@@ -49,7 +51,7 @@ def launch(run: RunConfig, config: Path, overrides: Sequence[str], host_bytes: i
 
 
 class Ranks:
-    """The processes of a run, each in a session of its own: Ctrl-C reaches them by their parent alone."""
+    """The processes of a run, each in its own session: Ctrl-C reaches them through their parent alone."""
 
     def __init__(self, command: Sequence[str], grace: float, host_bytes: int = 0) -> None:
         self._command = command
@@ -102,18 +104,20 @@ class Ranks:
         failed = self._failed() if failed is None else failed
         if failed is None:
             return 0
-        self._say(failed, killed)
+        self._report(failed, killed)
         status = self._processes[failed].returncode
         return status if status > 0 else 128 - status  # a signal, as a shell reports it
 
     def _failed(self) -> int | None:
-        """The first rank that has failed by itself: those that end since another has failed do so with EXIT_USER."""
+        """The first rank that failed by itself: those that end because another failed do so with EXIT_USER."""
         failed = [rank for rank, process in enumerate(self._processes) if process.returncode]
         return min(failed, key=lambda rank: self._processes[rank].returncode == EXIT_USER, default=None)
 
-    def _say(self, failed: int, killed: list[int]) -> None:
-        """A process that ends with a status has said why; one that was killed could not, and of those that a signal
-        ends before there is anything to save, the main one alone does."""
+    def _report(self, failed: int, killed: list[int]) -> None:
+        """Log which rank was killed. A process that ends with a status has logged why.
+
+        Of processes that a signal ends before there is anything to save, the main one alone has.
+        """
         statuses = [process.returncode for process in self._processes]
         if any(status > 0 and (rank == 0 or status < 128) for rank, status in enumerate(statuses)):
             return
@@ -127,8 +131,8 @@ class Ranks:
 
 
 def _killed(host_bytes: int) -> str:
-    counted = f"its plan counts {gib(host_bytes)} of them" if host_bytes else "`bigdit plan` counts what it takes"
-    return f"by hand, or since memory ran out: this machine has {gib(memory_bytes())}, and {counted}"
+    counted = f"its plan counts {gib(host_bytes)} of it" if host_bytes else "`bigdit plan` counts what the run takes"
+    return f"by hand, or because memory ran out: this machine has {gib(memory_bytes())}, and {counted}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -136,7 +140,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _environment(rank: int, count: int, port: int | None) -> dict[str, str]:
-    """What torchrun and DeepSpeed's launcher tell each process, and the id of this one."""
+    """What torchrun and DeepSpeed's launcher set for each process, and the id of this one."""
     own = {LAUNCHER: str(os.getpid())}
     if port is None:
         return own
@@ -153,7 +157,7 @@ def _environment(rank: int, count: int, port: int | None) -> dict[str, str]:
 
 
 def _store() -> TCPStore:
-    """Where the ranks find each other, on a port that nobody else has."""
+    """Where the ranks meet, on a free port."""
     from torch.distributed import TCPStore  # here: torch takes seconds, and only launching needs it
 
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -1,4 +1,4 @@
-"""What a process has while it trains: its device, its process group, and the lock of the output, for one trainer."""
+"""What a process holds while it trains: its device, its process group, and the lock of the output."""
 
 from __future__ import annotations
 
@@ -22,25 +22,23 @@ from bigdit.dist import World, asked_of_accelerate
 from bigdit.documents import parse_json
 from bigdit.errors import UserError, refused
 from bigdit.files import WITHOUT_LOCKS
-
-STARTS = "BIGDIT_STARTS"
-"""How often a process has started its command anew; each time the processes meet anew, under keys of their own."""
+from bigdit.train.processes.end import STARTS
 
 
 def _processes_here(otherwise: int) -> int:
-    """The processes of this machine, as torchrun and accelerate (LOCAL_WORLD_SIZE) and deepspeed (LOCAL_SIZE) say;
-    `otherwise` where none has."""
+    """The processes of this machine, as torchrun and accelerate (LOCAL_WORLD_SIZE) or deepspeed (LOCAL_SIZE) say;
+    `otherwise` where none does."""
     found = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", ""))
     return int(found) if found.isdigit() and int(found) else otherwise
 
 
-def _card(world: World) -> torch.device:
-    """This process's own: the one of its number on this machine."""
-    processes, cards = _processes_here(world.local_rank + 1), torch.cuda.device_count()
-    if processes > cards:
+def _gpu(world: World) -> torch.device:
+    """This process's GPU: that of its local rank."""
+    processes, gpus = _processes_here(world.local_rank + 1), torch.cuda.device_count()
+    if processes > gpus:
         raise UserError(
-            f"{processes} processes of the run are on this machine, a card each, and torch sees {cards} there: start "
-            f"{cards} (strategy.world_size, or the launcher's own number), or show it more (CUDA_VISIBLE_DEVICES)"
+            f"{processes} processes of the run are on this machine, a GPU each, and torch sees {gpus} there: start "
+            f"{gpus} (strategy.world_size, or the launcher's own number), or show it more (CUDA_VISIBLE_DEVICES)"
         )
     return torch.device("cuda", world.local_rank)
 
@@ -51,25 +49,24 @@ def process_group(
 ) -> Iterator[torch.device]:
     """The device of this process, inside a process group where one is `needed` or several processes run.
 
-    `on_host`: tensors of the host are reduced too, as FSDP2 does with what it keeps there. `timeout`: seconds that a
-    process waits for another, in every group that is made within. Raises UserError where the processes do not find each
-    other, where they are more than the machine's cards, and for cards that accelerate was asked to leave alone.
+    `on_host`: CPU tensors are reduced too, as FSDP2 does with CPU offload. `timeout`: seconds that a process waits for
+    another, in every group that is made within. Raises UserError where the processes do not meet, where they are more
+    than the machine's GPUs, and where accelerate was asked for the CPU.
     """
     device = torch.device("cpu")
     backend = "gloo"
     if torch.cuda.is_available():
         if "cpu" in asked_of_accelerate():
             raise UserError(
-                "accelerate was asked for --cpu (ACCELERATE_USE_CPU), and runs take the cards that they see; leave it "
-                "out, or hide the cards: CUDA_VISIBLE_DEVICES="
+                "accelerate was asked for --cpu (ACCELERATE_USE_CPU), and runs take the GPUs that they see; leave it "
+                "out, or hide the GPUs: CUDA_VISIBLE_DEVICES="
             )
-        device = _card(world)
+        device = _gpu(world)
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl" if on_host else "nccl"
     else:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed guesses at one, and warns
-    # A machine's processes share its cores: torchrun gives each a single one, which an optimizer on the host would
-    # wait for.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed guesses one, and warns
+    # Processes share the machine's cores. torchrun gives each a single one, too few for an optimizer on the CPU.
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // _processes_here(world.world_size)))
     libraries.prepare()
     if not needed and world.world_size == 1:
@@ -78,7 +75,7 @@ def process_group(
     if world.local_rank == 0:
         remove_leftovers()
     with _groups_wait(timedelta(seconds=timeout)):
-        if world.world_size == 1:  # DeepSpeed and FSDP2 want a group even of one, and DeepSpeed this variable
+        if world.world_size == 1:  # DeepSpeed and FSDP2 need a group even of one, and DeepSpeed this variable
             os.environ.setdefault("LOCAL_RANK", "0")
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         else:
@@ -92,7 +89,7 @@ def process_group(
 
 @contextmanager
 def _groups_wait(timeout: timedelta) -> Iterator[None]:
-    """Every group that is made within waits so long: DeepSpeed and device meshes make theirs with torch's defaults.
+    """Every group that is made within waits so long. DeepSpeed and device meshes make theirs with torch's defaults.
 
     Source: _get_default_timeout in torch/distributed/distributed_c10d.py, torch 2.13.
     """
@@ -114,10 +111,10 @@ def _meet(backend: str, timeout: float) -> None:
         if refused(error):
             raise
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        said = (str(error).splitlines() or [""])[0][:200]
+        why = (str(error).splitlines() or [""])[0][:200]
         raise UserError(
             f"the run's processes did not all come to {where} (MASTER_ADDR, MASTER_PORT) within train.timeout, "
-            f"{timeout:g} s, or one ended before: {said}"
+            f"{timeout:g} s, or one ended before: {why}"
         ) from error
 
 
@@ -125,10 +122,7 @@ _SHARED_FILE_SYSTEMS = ("nfs", "cifs", "smb", "lustre", "gpfs", "ceph", "fuse", 
 
 
 def remove_leftovers() -> None:
-    """Remove what no living process has in use, and say so, by name.
-
-    Processes are seen within one PID namespace.
-    """
+    """Remove locks that no living process has in use, and log each. Processes are seen within one PID namespace."""
     for lock in _unheld_locks(_extensions()):
         if _shared(lock):
             log.notice(f"note: {lock} is held by another machine, or was left by a killed process: then remove it")
@@ -143,7 +137,7 @@ def _extensions() -> Path:
 
 
 def _unheld_locks(root: Path) -> list[Path]:
-    """The locks of torch's compilations that no process has open; whoever compiles has, and others wait without end."""
+    """The locks of torch's compilations that no process has open. Who compiles has; others wait for it without end."""
     found = [*root.glob("*/lock"), *root.glob("*/*/lock")]
     held = {file for folder in Path("/proc").glob("[0-9]*/fd") for file in _opened(folder)} if found else set()
     return [lock for lock in sorted(found) if str(lock.resolve()) not in held]
@@ -153,13 +147,13 @@ def _opened(folder: Path) -> list[str]:
     opened: list[str] = []
     with suppress(OSError):  # the process has ended, or is another user's
         for link in folder.iterdir():
-            with suppress(FileNotFoundError):  # closed since, as is what lists this very folder
+            with suppress(FileNotFoundError):  # closed since, as the descriptor of this listing is
                 opened.append(os.readlink(link))
     return opened
 
 
 def _shared(path: Path) -> bool:
-    """Whether other machines may see the file: by the type of the file system that it is on."""
+    """Whether other machines may see the file, by the type of its file system."""
     device = path.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
@@ -181,12 +175,12 @@ PATIENCE_S = 5.0
 
 
 @contextmanager
-def held(output: Path, world: World) -> Iterator[None]:
-    """Hold the output for this group of processes; raises UserError on all of them where another one holds it.
+def output_lock(output: Path, world: World) -> Iterator[None]:
+    """Lock the output for this group of processes. Raises UserError on all of them where another group holds it.
 
-    It is flock(2) by the main process on `OUTPUT/lock`: free when the process has ended. It is seen by all processes
-    of a machine, and by other machines where the file system passes locks on: NFS 4, NFS 3 with lockd, Lustre mounted
-    with flock; not NFS mounted with nolock or local_lock, nor Lustre with localflock.
+    The main process holds flock(2) on `OUTPUT/lock`, which ends with the process. All processes of a machine see it;
+    other machines see it where the file system passes locks on: NFS 4, NFS 3 with lockd, Lustre mounted with flock; not
+    NFS mounted with nolock or local_lock, nor Lustre with localflock.
     """
     descriptor, problem = None, None
     if world.is_main:
@@ -197,7 +191,7 @@ def held(output: Path, world: World) -> Iterator[None]:
     if world.world_size > 1:
         shared = [problem]
         dist.broadcast_object_list(shared)
-        dist.barrier()  # the main process may hold the store that this goes by: it must not end before the others
+        dist.barrier()  # the main process may hold the store of this broadcast: it must not end before the others
         problem = shared[0]
     if problem is not None:
         raise UserError(problem)
@@ -235,7 +229,7 @@ def _take(output: Path) -> int:
 
 
 def _locked(descriptor: int) -> bool:
-    """Whether the lock was had within the patience."""
+    """Whether the lock was acquired within the patience."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -260,7 +254,7 @@ def _sign(descriptor: int) -> None:
 
 
 def _holder(descriptor: int) -> str:
-    """Who signed the lock. The holder may be about to sign, and then it is not known."""
+    """Who signed the lock. A new holder may not have signed yet."""
     with suppress(ValueError, KeyError, TypeError):
         found = parse_json(os.pread(descriptor, 1 << 16, 0))
         command = str(found["command"])

@@ -1,5 +1,5 @@
-"""How training stops: in order by a signal, after a step on which all processes agree, with a checkpoint; or, where one
-is lost, all together, which is said once, in a line, by the first that knows."""
+"""How training stops: on a signal, with a checkpoint, after a step that all processes agree on; or, where a process is
+lost, all at once, with one line of the first that knows."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ ONE_PRESS_S = 0.5
 
 
 class Stopped(Exception):
-    """Training ended in order, by a signal, after `step` steps that are saved in `checkpoint`."""
+    """Training ended on a signal, after `step` steps that are saved in `checkpoint`."""
 
     def __init__(self, signum: int, step: int, checkpoint: Path) -> None:
         super().__init__(
-            f"{signal.Signals(signum).name}: saved {checkpoint}; the same command goes on from step {step}"
+            f"{signal.Signals(signum).name}: saved {checkpoint}; the same command resumes from step {step}"
         )
         self.status = 128 + signum  # as a shell reports it
 
@@ -41,8 +41,8 @@ class Stopped(Exception):
 class Stop:
     """Whether a signal asks for the end, and the processes' agreement on it.
 
-    Before the first step there is nothing to save, and the process ends at once. A second Ctrl-C ends it at once too,
-    and so does the end of `grace` seconds after the signal.
+    Before the first step there is nothing to save, and the process ends at once. So it does at a second Ctrl-C, and
+    `grace` seconds after the signal.
     """
 
     def __init__(self, grace: float, world: World) -> None:
@@ -56,7 +56,7 @@ class Stop:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take the signals that come. A thread hears them while the main one waits for a device or a peer."""
+        """Handle signals. A thread hears them while the main one waits for a device or a peer."""
         hear, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
         before = {each: signal.signal(each, lambda *_: None) for each in heeded()}
@@ -77,7 +77,7 @@ class Stop:
     def begin(self, step: int) -> None:
         """Training begins at `step`: from here on there is something to save. All processes call this.
 
-        They agree through the host's memory, so that none waits for its device.
+        They agree through CPU memory, so that none waits for its device.
         """
         self.step = step
         if self._world.world_size > 1:
@@ -126,9 +126,9 @@ class Stop:
         os._exit(128 + self.signum)
 
 
-# How long a process may take to end, or to say that it lost a peer too, after another's connections broke.
+# How long a process may take to end, or to note that it lost a peer too, after another's connections broke.
 PATIENCE_S = 5.0
-# What gloo, NCCL and torch's store say where another process has ended, or does not answer.
+# Parts of the errors of gloo, NCCL and torch's store where another process has ended, or does not answer.
 SIGNS = (
     "gloo/transport",
     "connection closed",
@@ -144,7 +144,7 @@ SIGNS = (
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process runs; process ids mean something within one `namespace` of one `host`."""
+    """Where a process runs. Process ids are those of one `namespace` of one `host`."""
 
     host: str
     namespace: str
@@ -161,16 +161,16 @@ class Place:
 
 @contextmanager
 def ending_together(world: World, stop: Stop, timeout: float) -> Iterator[None]:
-    """Inside a process group: an error that all have is printed by one; one that a single process has, by that one.
+    """Inside a process group: one process prints an error that all have; a process prints its own.
 
-    Where a peer has ended, or has not answered for `timeout` seconds, this process says which, and ends at once: what
+    Where a peer has ended, or has not answered for `timeout` seconds, this process prints which, and ends at once: what
     waits for a device cannot be taken down.
     """
     if world.world_size == 1:
         yield
         return
     store = _Store(dist.PrefixStore("bigdit", dist.distributed_c10d._get_default_store()))
-    places: list[Place] = []  # known when all have told theirs: one may be lost before
+    places: list[Place] = []  # empty until all have sent theirs: one may be lost before
     try:
         found = [Place.here()] * world.world_size
         dist.all_gather_object(found, Place.here())
@@ -180,7 +180,7 @@ def ending_together(world: World, stop: Stop, timeout: float) -> Iterator[None]:
         problems = error.problems if isinstance(error, UserError) else tuple(filter(None, [refused(error)]))
         for problem in problems:
             if store.first(problem, world.is_main):
-                _say(problem)
+                _print_error(problem)
         store.leave_word(world.rank)
         if problems:
             raise UserError() from error
@@ -189,37 +189,38 @@ def ending_together(world: World, stop: Stop, timeout: float) -> Iterator[None]:
         gone = _gone(places)
         if not any(store.has_word(rank) for rank in gone) and store.first("a peer", True):
             lost = f"{_names(gone, places)} was lost" if gone else _silent(store, places, world, timeout, error)
-            _say(f"{lost} after step {stop.step}: all end; the same command goes on from the last checkpoint")
+            _print_error(f"{lost} after step {stop.step}: all end; the same command resumes from the last checkpoint")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(EXIT_USER)
 
 
-def _say(problem: str) -> None:
+def _print_error(problem: str) -> None:
     print(f"error: {problem}", file=sys.stderr)
 
 
 class _Store:
-    """The store by which the processes meet. Its own process may be the one that has ended, or does not answer."""
+    """The store by which the processes meet. Its own process may have ended, or not answer."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
         self.answers = True
 
     def first(self, what: str, alone: bool) -> bool:
-        """Whether this process is the first to say it; `alone` where the store does not answer."""
-        return self._ask(lambda: bool(self._store.add(f"said/{what}", 1) == 1), alone)
+        """Whether this process is the first to report it; `alone` where the store does not answer."""
+        return self._ask(lambda: bool(self._store.add(f"reported/{what}", 1) == 1), alone)
 
     def leave_word(self, rank: int) -> None:
-        """This process ends, and it or another one says why."""
+        """Note that this process ends; it, or another one, reports why."""
         self._ask(lambda: bool(self._store.add(f"ended/{rank}", 1)), False)
 
     def has_word(self, rank: int) -> bool:
-        """Whether that process has left its word."""
+        """Whether that process has noted its end."""
         return self._ask(lambda: bool(self._store.check([f"ended/{rank}"])), False)
 
     def _ask(self, question: Callable[[], bool], otherwise: bool) -> bool:
-        """Its answer; a store that is not heard within the patience is not asked again, since torch sets no limit."""
+        """Its answer. A store that does not answer within the patience is not asked again, since torch sets no
+        limit."""
         heard: list[bool] = []
 
         def ask() -> None:
@@ -238,7 +239,7 @@ class _Store:
 
 
 def _silent(store: _Store, places: list[Place], world: World, timeout: float, error: Exception) -> str:
-    """Which ranks did not answer: those that are stopped, else those that do not say that they lost a peer too."""
+    """The ranks that did not answer: those that are stopped, else those that noted no end."""
     here = Place.here()
     silent = [rank for rank in range(len(places)) if not store.has_word(rank)]
     if not store.answers:  # rank 0 holds it, or a launcher does, which no rank can name

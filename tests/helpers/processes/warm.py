@@ -47,7 +47,7 @@ READ_AT_IMPORT = ("HF_", "LD_", "OMP_", "MKL_", "BIGDIT_EMULATED_")
 """How variables begin that are read when libraries are imported, and not again."""
 LIBRARIES_OF_CARDS = "BIGDIT_EMULATED_CACHE"
 """Of those, the folder of what is loaded, however it is called."""
-READ_LATER = ("BIGDIT_EMULATED_CARD", "BIGDIT_EMULATED_PEERS", "HF_HUB_OFFLINE")
+READ_LATER = ("BIGDIT_EMULATED_GPU", "BIGDIT_EMULATED_PEERS", "HF_HUB_OFFLINE")
 """Of those, what the emulated card's libraries read when they are first called, and what a clone reads again."""
 SET_BY_BIGDIT = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 """Of those, what bigdit/libraries.py sets where nobody has: a seed is told there, and its process may be told later."""
@@ -117,7 +117,7 @@ def _kind(folder: Path, environment: Mapping[str, str]) -> tuple[Path, str]:
 
 def _seed_for(folder: Path, environment: Mapping[str, str]) -> Seed | None:
     """The seed whose clone such a process would be. It starts when it is first asked, and ends with this process."""
-    on_card = "BIGDIT_EMULATED_CARD" in environment
+    on_card = "BIGDIT_EMULATED_GPU" in environment
     home = _OWN.parents[1] / ".venv-cuda/bin" if on_card else _OWN
     kind, observed = _kind(folder, environment), "BIGDIT_EMULATED_OUT" in environment
     if folder == home and kind not in _seeds and not observed and not _is_a_seed:
@@ -402,7 +402,7 @@ def _import_libraries() -> dict[str, str]:
     """As bigdit's own processes do; the variables that they set."""
     from bigdit import libraries
 
-    before, on_card = dict(os.environ), "BIGDIT_EMULATED_CARD" in os.environ
+    before, on_card = dict(os.environ), "BIGDIT_EMULATED_GPU" in os.environ
     libraries.prepare()
     import torch
 

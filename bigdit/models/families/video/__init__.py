@@ -1,1 +1,1 @@
-"""The families of video, a file each, as those beside this folder."""
+"""Families of video models, one file each."""

@@ -11,9 +11,7 @@ import torch
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from torch import nn
 
-from bigdit.models.arguments import arguments
-from bigdit.models.conditions import Conditions
-from bigdit.models.family import Family
+from bigdit.models.family import Conditions, Family, arguments
 
 TIMESTEP_SCALE = 1000.0
 

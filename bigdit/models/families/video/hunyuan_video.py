@@ -9,12 +9,10 @@ import torch
 from torch import nn
 
 from bigdit.errors import UserError
-from bigdit.models.arguments import arguments
-from bigdit.models.conditions import Conditions, Extra, guidance, text
-from bigdit.models.family import Family
+from bigdit.models.family import Conditions, Extra, Family, arguments, guidance, text
 
 TIMESTEP_SCALE = 1000.0
-# Of a distilled model, whose pipeline multiplies guidance by 1000 too.
+# The pipeline of a distilled model multiplies guidance by 1000 too.
 GUIDANCE_SCALE = 1000.0
 
 
@@ -33,7 +31,7 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
 
 
 def extras(model: nn.Module) -> dict[str, Extra]:
-    """`pooled_text`, CLIP's. Raises UserError for a model that continues an image, whose inputs are others."""
+    """`pooled_text`, CLIP's. Raises UserError for a model that continues an image: it has other inputs."""
     config = arguments(model)
     if config.image_condition_type is not None:
         raise UserError(

@@ -1,7 +1,7 @@
 """Kandinsky 5.0 Video: text refined by attention, then self-attention over a video and cross-attention to that text.
 
-Its attention has no masks: each caption is attended to without its padding, a sample after another. Its input has
-channels of a first frame and its mask, which are zeros from text alone.
+Its attention has no masks: samples are attended one by one, each caption without its padding. Its input has channels of
+a first frame and its mask, which are zeros from text alone.
 
 Source: Kandinsky Lab, arXiv:2511.14993; diffusers' Kandinsky5Transformer3DModel and Kandinsky5T2VPipeline.
 """
@@ -15,19 +15,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from bigdit.errors import UserError
-from bigdit.models.arguments import arguments
-from bigdit.models.conditions import Conditions, Extra, text
-from bigdit.models.family import Family
-from bigdit.models.unpadded import Unpadded, padded
+from bigdit.models.family import Conditions, Extra, Family, arguments, text
+from bigdit.models.packing import Unpadded, padded
 
 TIMESTEP_SCALE = 1000.0
 VAE_SIDE = 8
-# Rows and columns are so much nearer to each other in videos of 480p, and in others, as the pipeline has it.
+# The pipeline scales the distance of rows and columns so, in videos of 480p and in others.
 SIDES_480P, SCALE_480P, SCALE = (480, 854), (1, 2, 2), (1, 3.16, 3.16)
 
 
 class ToText(Unpadded):
-    """Of the tokens of a caption to each other, or of a video to them."""
+    """Attention of a caption's tokens to each other, or of a video to them."""
 
     def __call__(
         self,
@@ -76,7 +74,7 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
 
 
 def _to_text(model: Any) -> ToText:
-    """The attention that all blocks have to text."""
+    """The attention to text that all blocks share."""
     attentions = [block.self_attention for block in model.text_transformer_blocks]
     attentions += [block.cross_attention for block in model.visual_transformer_blocks]
     before = attentions[0].processor
@@ -87,7 +85,7 @@ def _to_text(model: Any) -> ToText:
 
 
 def extras(model: nn.Module) -> dict[str, Extra]:
-    """`pooled_text`, CLIP's. Raises UserError for a model of sparse attention, whose blocks values choose."""
+    """`pooled_text`, CLIP's. Raises UserError for a model of sparse attention, which values choose."""
     config = arguments(model)
     if config.attention_type != "regular":
         raise UserError(

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bigdit.models.conditions import Conditions
-from bigdit.models.family import Family
+from bigdit.models.family import Conditions, Family
 
 TIMESTEP_SCALE = 1000.0
 # Rotary positions are in seconds and pixels: the VAE's 8 frames and 32 × 32 pixels a latent, at 25 frames a second.

@@ -11,9 +11,7 @@ import torch
 from torch import nn
 
 from bigdit.catalog.conditions import CLIP_TOKENS, IMAGE_CONDITION, IMAGE_EMBEDS
-from bigdit.models.arguments import arguments
-from bigdit.models.conditions import Conditions, Extra
-from bigdit.models.family import Family
+from bigdit.models.family import Conditions, Extra, Family, arguments
 
 TIMESTEP_SCALE = 1000.0
 
@@ -31,7 +29,7 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
 
 
 def extras(model: nn.Module) -> dict[str, Extra]:
-    """From an image: `image_condition`, its mask and latents beside the video's, and `image_embeds` of CLIP."""
+    """Image to video: `image_condition`, the mask and latents of the image, and `image_embeds` of CLIP."""
     config, found = arguments(model), {}
     if config.in_channels > config.out_channels:
         found[IMAGE_CONDITION] = Extra((config.in_channels - config.out_channels,), per_latent=True)

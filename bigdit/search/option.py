@@ -1,0 +1,346 @@
+"""An option: strategies that differ in the sizes of their steps alone, and what a few attempts say of other sizes.
+
+Predictions say where to try next; nothing that is shown stands on them. Bytes of a phase grow evenly with the
+micro-batch. A recomputed block spares what it does not keep from the forward to the backward pass. How the allocator's
+pieces fit changes from place to place: each run corrects what is predicted.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+from bigdit.profile.attempt import Attempt
+from bigdit.profile.cards import LARGEST_MICRO_BATCH
+from bigdit.search.plan import Estimate, lossy_by
+from bigdit.speed.work import Work, work_of
+from bigdit.strategy import Strategy
+
+FIRST = 2
+"""The micro-batch size that attempts begin with. At 1, torch takes some tensors as contiguous that are not so else."""
+
+SECOND = 4
+"""The least of the second ones, each about as large as fits."""
+
+OF_ACTIVATIONS = ("encode", "forward", "backward")
+OF_STATE = ("ema", "step")
+"""The phases that a step may end with, the last one first."""
+
+
+class Line(NamedTuple):
+    """A number that grows by `slope` with each sample of the micro-batch; `start` is at FIRST."""
+
+    start: float
+    slope: float
+
+    def at(self, micro_batch_size: float) -> float:
+        return self.start + (micro_batch_size - FIRST) * self.slope
+
+    def plus(self, more: float) -> Line:
+        return Line(self.start + more, self.slope)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Steps with nothing recomputed, or with all blocks.
+
+    Bytes: `peaks` of each phase; `kept` from the forward to the backward pass; `within`, for each sample, what the
+    start of the backward pass takes besides; `left` where it ends. `idle` is what torch reserves beyond what is
+    allocated, `host` what tensors in CPU memory take at most, with saving, `reserved` torch's of the sizes that ran.
+    `work` and `growth`: of a step at FIRST, and of each further sample.
+    """
+
+    peaks: Mapping[str, Line]
+    kept: Line
+    within: float
+    left: Line
+    idle: Mapping[int, int]
+    host: Line
+    work: Work
+    growth: Work
+    reserved: Mapping[int, int]
+
+    @classmethod
+    def of(cls, strategy: Strategy, ran: Mapping[int, Attempt], none: Policy | None = None) -> Policy:
+        """From attempts of `strategy` at FIRST and another micro-batch size, without a limit of bytes; counted at
+        FIRST.
+
+        What recomputing adds to `none`, the same with nothing recomputed, grows with the samples. Without `none` the
+        second attempt is counted too.
+        """
+        (first, second), (small, large) = ran, ran.values()
+
+        def line(low: float, high: float) -> Line:
+            return Line(low, (high - low) / (second - first))
+
+        work = work_of(small.work, strategy)
+        growth = (work_of(large.work, strategy) - work) * (1 / (second - first)) if none is None else none.growth
+        if none is not None:
+            growth += (work - none.work) * (1 / FIRST)
+        end, start = large.phases["backward"], large.phases["forward"]
+        return cls(
+            peaks={
+                phase: line(small.phases[phase].peak_bytes, large.phases[phase].peak_bytes)
+                for phase in small.phases
+                if phase in large.phases
+            },
+            kept=line(small.phases["forward"].end_bytes, start.end_bytes),
+            within=max(end.peak_bytes - start.end_bytes, 0) / second,
+            left=line(small.phases["backward"].end_bytes, end.end_bytes),
+            idle={size: each.peak_reserved_bytes - each.peak_allocated_bytes for size, each in ran.items()},
+            host=line(host_peak(small), host_peak(large)),
+            work=work,
+            growth=growth,
+            reserved={size: each.peak_reserved_bytes for size, each in ran.items()},
+        )
+
+    def varied(self, strategy: Strategy, before: Attempt, after: Attempt) -> Policy:
+        """The same with another optimizer, EMA or masters, from one attempt with each at FIRST.
+
+        Activations stay; the state, and the phases without activations, are those of `after`, that of `strategy`.
+        """
+        more = _left(after) - _left(before)
+        peaks = {
+            phase: self.peaks[phase].plus(more)
+            if phase in OF_ACTIVATIONS and phase in self.peaks
+            else Line(found.peak_bytes, self.peaks[phase].slope if phase in self.peaks else 0.0)
+            for phase, found in after.phases.items()
+        }
+        step = work_of(after.work, strategy).step if after.packed_work else self.work.step
+        return replace(
+            self,
+            peaks=peaks,
+            kept=self.kept.plus(more),
+            left=self.left.plus(more),
+            host=self.host.plus(host_peak(after) - host_peak(before)),
+            work=replace(self.work, step=step),
+            growth=replace(self.growth, step=step * 0.0),
+        )
+
+    def moved(self, peaks: Mapping[str, float], host: float, work: Work) -> Policy:
+        """The same with so many bytes more in each phase and in CPU memory, and more work."""
+        more = peaks["backward"]
+        return replace(
+            self,
+            peaks={phase: line.plus(peaks.get(phase, 0.0)) for phase, line in self.peaks.items()},
+            kept=self.kept.plus(more),
+            left=self.left.plus(more),
+            host=self.host.plus(host),
+            work=self.work + work,
+        )
+
+    def phases(self, micro_batch_size: float) -> dict[str, float]:
+        """The most bytes of each phase. The backward pass is highest at its start, where all is there that was kept, or
+        at its end, where all gradients are."""
+        found = {phase: line.at(micro_batch_size) for phase, line in self.peaks.items()}
+        start = self.kept.at(micro_batch_size) + self.within * micro_batch_size
+        return found | {"backward": max(start, self.left.at(micro_batch_size))}
+
+    def idle_at(self, micro_batch_size: float) -> float:
+        """What torch is expected to reserve beyond what is allocated: between what it did at both sizes."""
+        (small, at_small), (large, at_large) = self.idle.items()
+        share = min(max((micro_batch_size - small) / (large - small), 0.0), 1.0)
+        return at_small + share * (at_large - at_small)
+
+
+def sample_bytes(attempt: Attempt) -> float:
+    """What each sample keeps from the forward to the backward pass, by an attempt at FIRST."""
+    return (attempt.phases["forward"].end_bytes - _left(attempt)) / FIRST
+
+
+def filling(attempt: Attempt, sample: float, capacity_bytes: int) -> int:
+    """About the micro-batch size that fills so many bytes, by an attempt at FIRST, where each takes `sample` bytes."""
+    return int((capacity_bytes - _left(attempt)) / max(sample, 1))
+
+
+def host_peak(attempt: Attempt) -> int:
+    """The most bytes of tensors in CPU memory, as the process starts, steps or saves."""
+    return attempt.host.saving(attempt.checkpoint_bytes)
+
+
+def state_bytes(attempt: Attempt) -> int:
+    """The most that the start and the optimizer's step take: no activation is there."""
+    return max(each.peak_bytes for phase, each in attempt.phases.items() if phase not in OF_ACTIVATIONS)
+
+
+def _left(attempt: Attempt) -> int:
+    """What lives between two steps."""
+    return next(attempt.phases[phase].end_bytes for phase in OF_STATE if phase in attempt.phases)
+
+
+@dataclass(frozen=True)
+class Swapping:
+    """What block swap changes: attempts with no block, the `least` and the `most` of them swapped, and the `work` that
+    each adds."""
+
+    least: int
+    most: int
+    none: Attempt
+    few: Attempt
+    all: Attempt
+    work: Work
+
+    def of(self, policy: Policy, blocks: int) -> Policy:
+        """`policy` with so many blocks swapped: all of it grows evenly from `least` to `most`."""
+        share = (blocks - self.least) / max(self.most - self.least, 1)
+
+        def between(few: float, many: float) -> float:
+            return few + share * (many - few)
+
+        peaks = {
+            phase: between(self.few.phases[phase].peak_bytes, self.all.phases[phase].peak_bytes) - none.peak_bytes
+            for phase, none in self.none.phases.items()
+        }
+        host = between(host_peak(self.few), host_peak(self.all)) - host_peak(self.none)
+        return policy.moved(peaks, host, self.work * blocks)
+
+
+Place = tuple[str, int, int]
+"""An option's title, the micro-batch size, and the number of recomputed blocks."""
+
+
+@dataclass(eq=False)
+class Option:
+    """An engine with an optimizer, precision and EMA, at a micro-batch of one and nothing recomputed.
+
+    `base` is the option whose activations and gradients it has, with another state; None for one of its own kind. Where
+    blocks are swapped (`strategy.blocks_to_swap`), it is the same without, and any number of them up to that is meant.
+    `last_resort`: it pays with much time for little memory, and is looked at where nothing lossless fits: 1; with all
+    weights in CPU memory where swapped blocks do not fit: 2. Where nothing else does, lossy ones are: without copies
+    over PCIe, 3, and with them, 4.
+
+    An explored option predicts by its policies: with nothing (`none`) and with all (`full`) of `count` blocks
+    recomputed. `anchor`: the attempt with nothing recomputed at the smallest of the sizes that they stand on.
+    `corrections`: by what share torch reserved more than was predicted; shared by all with the same activations.
+    `found`: what it reserved without a limit, by recomputed blocks and micro-batch size. `predicted`: estimates by
+    micro-batch size, accumulation and recomputed blocks, before any correction that came later.
+    """
+
+    title: str
+    strategy: Strategy
+    base: Option | None = None
+    last_resort: Literal[0, 1, 2, 3, 4] = 0
+    none: Policy = field(init=False, repr=False)
+    full: Policy = field(init=False, repr=False)
+    count: int = field(init=False)
+    anchor: Attempt = field(init=False, repr=False)
+    corrections: dict[Place, float] = field(default_factory=dict, repr=False)
+    found: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
+    predicted: dict[tuple[int, int, int], Estimate] = field(default_factory=dict, repr=False)
+
+    def predicting(
+        self, none: Policy, full: Policy, count: int, anchor: Attempt, alike: Option | None = None
+    ) -> Option:
+        """This option with what it predicts by; `alike` has the same activations, and so the same corrections."""
+        self.none, self.full, self.count, self.anchor = none, full, count, anchor
+        if alike is not None:
+            self.corrections = alike.corrections
+        return self
+
+    @property
+    def waits(self) -> bool:
+        """Whether steps wait for copies over PCIe."""
+        return bool(self.last_resort in (1, 2, 4) or self.strategy.blocks_to_swap)
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the numbers are those of AdamW with fp32 masters."""
+        return not lossy_by(self.strategy)
+
+    def titled(self, micro_batch_size: int, blocks: int) -> str:
+        """`ZeRO-2 on 8, AdamW, micro-batch 6, 4 of 20 blocks recomputed`."""
+        known = {0: "nothing recomputed", self.count: "all blocks recomputed"}
+        recomputed = known.get(blocks, f"{blocks} of {self.count} blocks recomputed")
+        return f"{self.title}, micro-batch {micro_batch_size}, {recomputed}"
+
+    @property
+    def quarters(self) -> list[int]:
+        """The least number of recomputed blocks (those that are swapped) to all, in quarters of these."""
+        return sorted({max(self.strategy.blocks_to_swap, each) for each in quarters(self.count)})
+
+    def ran(self, blocks: int) -> dict[int, int]:
+        """What torch reserved with so many blocks recomputed, by the micro-batch size, of all sizes that ran."""
+        policy = {0: self.none, self.count: self.full}.get(blocks)
+        found = {} if policy is None or self.base or self.strategy.blocks_to_swap else dict(policy.reserved)
+        return found | {size: nbytes for (of, size), nbytes in self.found.items() if of == blocks}
+
+    def note(self, blocks: int, reserved: Mapping[int, int]) -> None:
+        """What torch reserved at sizes that ran, which moves no prediction."""
+        self.found |= {(blocks, size): nbytes for size, nbytes in reserved.items()}
+
+    def correct(self, micro_batch_size: int, blocks: int, reserved_bytes: int) -> None:
+        """Torch reserved so many bytes here: predict that share more, or less; less of it far away."""
+        self.note(blocks, {micro_batch_size: reserved_bytes})
+        off = reserved_bytes / self.uncorrected(micro_batch_size, blocks) - 1
+        self.corrections[self.title, micro_batch_size, blocks] = off
+
+    def reserved(self, micro_batch_size: float, blocks: int) -> float:
+        """What torch is expected to reserve with expandable segments, or did where it ran."""
+        if micro_batch_size in (ran := self.ran(blocks)):
+            return ran[int(micro_batch_size)]
+        return self.uncorrected(micro_batch_size, blocks) * (1 + self._off(micro_batch_size, blocks))
+
+    def _off(self, micro_batch_size: float, blocks: int) -> float:
+        """The nearest correction, of this option if there is any. What is off is how the allocator's pieces fit, which
+        changes from place to place."""
+        if not self.corrections:
+            return 0.0
+        own = [at for at in self.corrections if at[0] == self.title]
+        away = {
+            at: abs(math.log(at[1] / micro_batch_size)) + abs(at[2] - blocks) / max(self.count, 1)
+            for at in own or self.corrections
+        }
+        nearest = min(away, key=lambda at: away[at])
+        return self.corrections[nearest] * math.exp(-away[nearest] / 2)
+
+    def uncorrected(self, micro_batch_size: float, blocks: int) -> float:
+        """Bytes that torch is expected to reserve, by the policies alone."""
+        ways = {0: (self.none,), self.count: (self.full,)}.get(blocks, (self.none, self.full))
+        return max(self.peaks(micro_batch_size, blocks).values()) + max(each.idle_at(micro_batch_size) for each in ways)
+
+    def peaks(self, micro_batch_size: float, blocks: int) -> dict[str, float]:
+        """Bytes of each phase with the first `blocks` recomputed.
+
+        Until the backward pass comes to those blocks it is as without, less what they do not keep; from there on all
+        behind them is freed, as it is with all of them recomputed.
+        """
+        plain, full = self.none.phases(micro_batch_size), self.full.phases(micro_batch_size)
+        if blocks in (0, self.count):
+            return plain if blocks == 0 else full
+        share = blocks / self.count
+        less = share * (self.none.kept.at(micro_batch_size) - self.full.kept.at(micro_batch_size))
+        return full | {phase: max(full[phase], plain[phase] - less) for phase in OF_ACTIVATIONS if phase in plain}
+
+    def work(self, micro_batch_size: float, blocks: int) -> Work:
+        """What one step does with that many blocks recomputed, each costing the same."""
+        share = blocks / max(self.count, 1)
+        none, full = (each.work + each.growth * (micro_batch_size - FIRST) for each in (self.none, self.full))
+        return none * (1 - share) + full * share
+
+    def host(self, micro_batch_size: float, blocks: int) -> float:
+        """The most bytes of a process's tensors in CPU memory."""
+        return max((self.full if blocks else self.none).host.at(micro_batch_size), 0.0)
+
+    def fewest_blocks(self, micro_batch_size: int, capacity_bytes: float) -> int | None:
+        """The fewest first blocks to recompute so that `capacity_bytes` are enough; None where all are too few."""
+        low, high = self.strategy.blocks_to_swap, self.count
+        if self.reserved(micro_batch_size, high) > capacity_bytes:
+            return None
+        while low < high:
+            middle = (low + high) // 2
+            fits = self.reserved(micro_batch_size, middle) <= capacity_bytes
+            low, high = (low, middle) if fits else (middle + 1, high)
+        return low
+
+    def largest(self, blocks: int, capacity_bytes: float) -> int:
+        """The largest micro-batch that fits with so many recomputed blocks, to LARGEST_MICRO_BATCH; 0 for none."""
+        sizes = range(1, LARGEST_MICRO_BATCH + 1)
+        return bisect_left(sizes, True, key=lambda size: self.reserved(size, blocks) > capacity_bytes)
+
+
+def quarters(count: int) -> list[int]:
+    """None to all of so many blocks, in quarters."""
+    return sorted({0, count // 4, count // 2, 3 * count // 4, count})

@@ -1,0 +1,590 @@
+"""The planner of a question: which strategies may be tried, what emulated GPUs found, how estimates are ordered."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from bigdit.catalog import Gpu
+from bigdit.config.plan_file import LargestMicroBatch
+from bigdit.memory.process import ByteRange, beside_training
+from bigdit.profile.attempt import UNLIMITED, Attempt, Counted, Profile, StepRequest, request_for
+from bigdit.profile.cards import LARGEST_MICRO_BATCH, Cards, Row
+from bigdit.search.calibration import UNPROVED, Calibration
+from bigdit.search.option import (
+    FIRST,
+    SECOND,
+    Option,
+    Place,
+    Policy,
+    Swapping,
+    filling,
+    host_peak,
+    quarters,
+    sample_bytes,
+    state_bytes,
+)
+from bigdit.search.plan import (
+    Estimate,
+    HostNeed,
+    Margin,
+    Question,
+    Rejected,
+    host_need,
+    node_bytes,
+    process,
+    safe_bytes,
+    verdict_of,
+)
+from bigdit.speed.seconds import Launches, StepTime, launches_of
+from bigdit.speed.step import step_time
+from bigdit.speed.work import Work, work_of
+from bigdit.strategy import LEAST_SWAPPED, Strategy
+from bigdit.units import gib
+
+SAME_SPEED = 0.05
+"""Strategies within this share of the fastest one's speed, at both ends of their intervals, are as fast as it: bounds
+that are two to three times apart do not tell smaller differences, whichever of them is true."""
+
+SAME_ROOM = UNPROVED.share
+"""Bytes within this share of each other are as many: more than that is not known of a real GPU. No block is recomputed
+for them."""
+
+RECORDED_ACCUMULATION = 2
+"""Micro-batches of a step in an attempt, at most: from the second on all find the same memory."""
+
+NEAR = 0.05
+"""Of a size whose area is within this share of the planned one, with nothing and with all blocks recomputed, about as
+many fit as of that: they are not looked for."""
+
+CLEARLY = 0.75
+"""A micro-batch for whose last sample less than this share is left does not fit with larger samples either."""
+
+OFFLOADED_BYTES = 12
+"""Bytes a parameter that AdamW takes at least: an fp32 master and two moments."""
+
+Failure = Exception
+"""Why an attempt has no answer."""
+
+Limits = dict[tuple[int, int], LargestMicroBatch]
+"""By the size in pixels."""
+
+
+@dataclass
+class Planner:
+    """The `question`, the emulated GPUs that answer, what receipts say; and what was found.
+
+    `options` were explored, by title; `rejected` are choices with the reason. Of estimates by their titles: `launches`
+    were counted where they ran, and `profiles` are what was recorded.
+    """
+
+    question: Question
+    gpus: Cards
+    calibration: Calibration
+    options: dict[str, Option] = field(default_factory=dict)
+    rejected: list[Rejected] = field(default_factory=list)
+    launches: dict[str, Launches | None] = field(default_factory=dict)
+    profiles: dict[str, Profile] = field(default_factory=dict)
+
+    def about(self, question: Question) -> Planner:
+        """A planner of another question, by the same GPUs and receipts."""
+        return Planner(question, self.gpus, self.calibration)
+
+    @property
+    def margin(self) -> Margin:
+        return self.calibration.margin
+
+    def request(self, strategy: Strategy, resolution: tuple[int, int] | None = None) -> StepRequest:
+        """Steps of `strategy`, with as many micro-batches as tell what all of them take."""
+        if strategy.checkpointed_blocks == 0:  # selective or not: the same steps are asked for once
+            strategy = strategy.model_copy(update={"checkpointing": "full"})
+        if strategy.grad_accum_steps > RECORDED_ACCUMULATION:
+            fewer = strategy.step_size.model_copy(update={"grad_accum_steps": RECORDED_ACCUMULATION})
+            strategy = strategy.sized(fewer)
+        question = self.question
+        size = resolution or question.resolution
+        return request_for(question.model, question.gpu, strategy, resolution=size, frames=question.frames)
+
+    def unlimited(self, strategies: Iterable[Strategy], **counted: Any) -> list[Attempt | Failure]:
+        """An attempt of each, side by side, on a GPU without a limit; cached."""
+        return self.gpus.attempts([(self.request(each), UNLIMITED) for each in strategies], **counted)
+
+    def non_torch(self, strategy: Strategy) -> ByteRange:
+        """What the process takes of the GPU besides torch."""
+        return beside_training(strategy, self.question.gpu.compute_capability, self.question.gpu.multiprocessors)
+
+    def capacity(self, strategy: Strategy) -> int:
+        """What torch may reserve for the strategy to FIT."""
+        return safe_bytes(self.question.gpu, self.non_torch(strategy), self.margin)
+
+    def accumulation(self, micro_batch_size: int, world_size: int) -> int:
+        """The micro-batches of a step for the global batch that is asked for; one where none is."""
+        if self.question.global_batch_size is None:
+            return 1
+        return self.question.global_batch_size // (micro_batch_size * world_size)
+
+    def micro_batch_sizes(self, strategy: Strategy) -> Iterator[int]:
+        """Sizes in order: the fixed one, the divisors of a GPU's share of the global batch, or all to 32 and then
+        ever larger steps. What steps in the backward pass accumulates nothing, and takes its share at once."""
+        question = self.question
+        if question.constraints.micro_batch_size is not None:
+            yield question.constraints.micro_batch_size
+            return
+        share = None if question.global_batch_size is None else question.global_batch_size // strategy.world_size
+        size = share if share is not None and strategy.optimizer_in_backward else 1
+        while size <= min(share or LARGEST_MICRO_BATCH, LARGEST_MICRO_BATCH):
+            if share is None or share % size == 0:
+                yield size
+            size += 1 if share is not None or size < 32 else size // 16
+
+    # Estimates: predicted, run, recorded.
+
+    def estimate(self, option: Option, micro_batch_size: int, blocks: int, accumulated: int | None = None) -> Estimate:
+        """What is predicted of the option at these sizes; `accumulated` to the global batch that is asked for."""
+        if accumulated is None:
+            accumulated = self.accumulation(micro_batch_size, option.strategy.world_size)
+        sizes, reserved = (micro_batch_size, accumulated, blocks), round(option.reserved(micro_batch_size, blocks))
+        found = option.predicted.get(sizes)
+        if found is None:
+            found = option.predicted[sizes] = self._estimate(option, *sizes, reserved)
+        if found.peak_reserved_bytes != reserved:  # corrected since
+            found = found.model_copy(update=self.reserving(reserved, found.non_torch))
+        return found
+
+    def _estimate(
+        self, option: Option, micro_batch_size: int, accumulated: int, blocks: int, reserved_bytes: int
+    ) -> Estimate:
+        strategy = option.strategy.settled(
+            micro_batch_size=micro_batch_size, grad_accum_steps=accumulated, checkpointed_blocks=blocks
+        )
+        phases = {phase: round(nbytes) for phase, nbytes in option.peaks(micro_batch_size, blocks).items()}
+        non_torch = self.non_torch(strategy)
+        return Estimate(
+            option=option.title,
+            title=option.titled(micro_batch_size, blocks),
+            strategy=strategy,
+            source="predicted",
+            phases=phases,
+            peak_allocated_bytes=max(phases.values()),
+            non_torch=non_torch,
+            host_bytes=self.host_bytes(option, micro_batch_size, blocks),
+            lossless=option.lossless,
+            **self.reserving(reserved_bytes, non_torch),
+            **stepped(strategy, self.step(strategy, option.work(micro_batch_size, blocks))),
+        )
+
+    def reserving(self, reserved_bytes: int, non_torch: ByteRange) -> dict[str, Any]:
+        """What an estimate says of the GPU where torch reserves so many bytes."""
+        usable, taken = self.question.gpu.usable_bytes, process(reserved_bytes, non_torch, self.margin)
+        return {
+            "peak_reserved_bytes": reserved_bytes,
+            "process": taken,
+            "verdict": verdict_of(taken, usable),
+            "headroom_bytes": usable - taken.high_bytes,
+        }
+
+    def ran(self, each: Estimate, attempt: Attempt, asked: Strategy) -> Estimate:
+        """The predicted estimate as an attempt of `asked` ran: its bytes, and its seconds by counted launches."""
+        micro_batches = self.request(asked).strategy.grad_accum_steps
+        launches = self.launches[each.title] = launches_of(attempt.launched, micro_batches)
+        work = self.options[each.option].work(each.micro_batch_size, each.blocks)
+        found = {
+            "source": "ran",
+            "phases": attempt.peaks,
+            "peak_allocated_bytes": max(attempt.peaks.values()),
+            **self.reserving(attempt.peak_reserved_bytes, each.non_torch),
+            **stepped(each.strategy, self.step(each.strategy, work, launches=launches)),
+        }
+        return each.model_copy(update=found)
+
+    def run(self, predicted: Sequence[Estimate]) -> list[Estimate | None]:
+        """As each ran on a GPU without a limit: FITS where torch reserved no more than it has for sure, TIGHT where no
+        more than it may have, or where it came through within that by looking for room. None where an attempt failed.
+
+        Options' predictions are moved by what was found.
+        """
+        found: list[Estimate | None] = []
+        for each, attempt in zip(predicted, self.unlimited(each.strategy for each in predicted), strict=True):
+            if not isinstance(attempt, Attempt) or not attempt.ran:
+                found.append(None)
+                continue
+            reserved, most = attempt.peak_reserved_bytes, self.question.gpu.usable_bytes - each.non_torch.low_bytes
+            ran = self.ran(each, attempt, each.strategy)
+            if reserved > most:
+                (last,) = self.gpus.attempts([(self.request(each.strategy), max(most, 1))])
+                if isinstance(last, Attempt) and last.ran:
+                    within = self.reserving(last.peak_reserved_bytes, each.non_torch)
+                    ran = ran.model_copy(update=within | {"verdict": "TIGHT"})
+            self.options[each.option].correct(each.micro_batch_size, each.blocks, reserved)
+            found.append(ran)
+        return found
+
+    def record(self, ran: Estimate) -> Estimate:
+        """What ran, recorded: with seconds and CPU memory of the record. Raises UserError and WorkerError where it
+        cannot be recorded."""
+        profile = self.profiles[ran.title] = self.gpus.profile(self.request(ran.strategy))
+        nbytes = self.host(profile).node_bytes
+        verdict = "DOES NOT FIT" if self.question.short_of_host(nbytes) else ran.verdict
+        found = {"source": "recorded", "host_bytes": nbytes, "verdict": verdict}
+        return ran.model_copy(update=found | stepped(ran.strategy, self.recorded_step(ran, self.question.gpu)))
+
+    def step(
+        self, strategy: Strategy, work: Work, gpu: Gpu | None = None, launches: Launches | None = None
+    ) -> StepTime:
+        """A step that does this work on these GPUs, or on others, of which no receipt tells."""
+        ratio = self.calibration.ratio(strategy) if gpu in (None, self.question.gpu) else None
+        return step_time(work, strategy, gpu or self.question.gpu, self.question.cluster, ratio, launches)
+
+    def recorded_step(self, recorded: Estimate, gpu: Gpu) -> StepTime:
+        """The step of the same kernels on this GPU."""
+        work = work_of(self.profiles[recorded.title].timeline, recorded.strategy)
+        return self.step(recorded.strategy, work, gpu, self.launches[recorded.title])
+
+    def host(self, profile: Profile) -> HostNeed:
+        """What a machine needs for processes that did as recorded."""
+        cluster, samples = self.question.cluster, self.question.samples
+        return host_need(profile.host_timeline, profile.checkpoint_bytes, cluster, samples)
+
+    def host_bytes(self, option: Option, micro_batch_size: int, blocks: int) -> int:
+        """What a machine's processes are expected to take of its memory at most."""
+        nbytes = round(option.host(micro_batch_size, blocks))
+        return node_bytes(nbytes, self.question.cluster, self.question.samples)
+
+    def fitting(self, option: Option) -> Iterator[Estimate]:
+        """At each micro-batch size that fits the GPU and CPU memory, the fewest recomputed blocks with which it does,
+        and the quarters beyond, up to all: what leaves more room may be as fast."""
+        capacity_bytes, fixed = self.capacity(option.strategy), self.question.constraints.checkpointed_blocks
+        for size in self.micro_batch_sizes(option.strategy):
+            if fixed is None:
+                blocks = option.fewest_blocks(size, capacity_bytes)
+            else:
+                blocks = option.count if fixed == "all" else fixed
+                blocks = blocks if option.reserved(size, blocks) <= capacity_bytes else None
+            if blocks is None or self.host_bytes(option, size, blocks) > self.question.host_memory_bytes:
+                return  # bytes never fall as the micro-batch grows
+            more = option.quarters if fixed is None else []
+            for each in (blocks, *(quarter for quarter in more if quarter > blocks)):
+                yield self.estimate(option, size, each)
+
+    def preferred(self, estimates: Iterable[Estimate]) -> list[Estimate]:
+        """Lossless ones first, since nobody's numerics are changed unasked, and what is no last resort before what is
+        one; of those that are as fast as the fastest, the one that takes least, and of those that take as much, to
+        SAME_ROOM, that with fewest recomputed blocks; all others by their speed. Where nothing has to be recomputed,
+        selective checkpointing comes first only if its speed can be told apart: no real GPU has shown smaller gains.
+        """
+        groups: dict[tuple[bool, int], list[Estimate]] = {}
+        for each in estimates:
+            groups.setdefault((not each.lossless, self.options[each.option].last_resort), []).append(each)
+        return [each for _, group in sorted(groups.items()) for each in _roomy(group)]
+
+    # Options: explored by a few attempts of the whole model each.
+
+    def probe(self, strategies: Sequence[Strategy], *, variant: bool = False) -> list[Attempt | Failure]:
+        """Attempts for predictions. Work is counted at FIRST, and at all sizes where nothing is recomputed: what
+        recomputing adds grows with the samples alone. Packed weights have the optimizer's work of plain ones, and each
+        swapped block adds as much. Of a `variant` the update alone is counted."""
+
+        def counted(request: StepRequest) -> Counted:
+            strategy = request.strategy
+            packed = strategy.lora is not None and strategy.lora.base != "bf16"
+            few = strategy.blocks_to_swap == LEAST_SWAPPED < self.question.model.block_count
+            first = strategy.micro_batch_size == FIRST or strategy.checkpointed_blocks == 0
+            if packed or few or not first:
+                return "nothing"
+            return "update" if variant else "step"
+
+        return self.unlimited(strategies, counted=counted)
+
+    def explore(self, proposed: Sequence[Option]) -> list[Rejected]:
+        """Add options, bases before what varies them or explored already; returns those that could not be run."""
+        with ThreadPoolExecutor(max(len(proposed), 1)) as aside:  # none waits for another's first attempts
+            found = [*aside.map(self._attempts_of, proposed)]
+        failed, count = [], self.question.model.block_count
+        for option, (strategies, attempts) in zip(proposed, found, strict=True):
+            ran = [each for each in attempts if isinstance(each, Attempt)]
+            problems = [str(each).splitlines()[0] for each in attempts if not isinstance(each, Attempt)]
+            base = None if option.base is None else self.options.get(option.base.title)
+            if base is None and option.base is not None:
+                problems.append("what it varies could not be run")
+            if problems:
+                failed.append(Rejected(choice=option.title, reason=problems[0]))
+                continue
+            if base is None:
+                none = _policy(option.strategy, strategies[::2], ran[::2])
+                full = _policy(option.strategy, strategies[1::2], ran[1::2], none)
+            else:
+                none, full = (each.varied(option.strategy, base.anchor, ran[0]) for each in (base.none, base.full))
+            self.options.setdefault(option.title, option.predicting(none, full, count, ran[0], base))
+        return failed
+
+    def _firsts(self, option: Option) -> list[Strategy]:
+        """With nothing recomputed, and with all blocks. Of what varies another option the state alone is needed, which
+        is the same whatever is recomputed."""
+        none, full = (_recomputing(option.strategy, each, FIRST) for each in (0, self.question.model.block_count))
+        return [none, full] if option.base is None else [none]
+
+    def _first(self, option: Option) -> Attempt | Failure:
+        return self.probe(self._firsts(option)[:1], variant=option.base is not None)[0]
+
+    def _attempts_of(self, option: Option) -> tuple[list[Strategy], list[Attempt | Failure]]:
+        """The first attempts of an option; and of a base, one of each at about the largest micro-batch that fits."""
+        firsts = self._firsts(option)
+        ran = self.probe(firsts, variant=option.base is not None)
+        seconds = self._seconds(firsts, ran)
+        return [*firsts, *seconds], [*ran, *self.probe(seconds)]
+
+    def _seconds(self, firsts: Sequence[Strategy], found: Sequence[Attempt | Failure]) -> list[Strategy]:
+        """Each at a micro-batch about as large as fits: there predictions are needed."""
+        ran = [each for each in found if isinstance(each, Attempt)]
+        if len(firsts) == 1 or len(ran) < len(firsts):
+            return []
+        none, full = map(sample_bytes, ran)
+        # A block that is recomputed is there with what its backward pass takes.
+        block = max(none - full, 0) / max(self.question.model.block_count, 1)
+        seconds = []
+        for strategy, first, sample in zip(firsts, ran, (none, full + 2 * block), strict=True):
+            largest = [*self.micro_batch_sizes(strategy)][-1]
+            size = min(filling(first, sample, self.capacity(strategy)), largest)
+            seconds.append(strategy.with_micro_batch_size(max(size, SECOND)))
+        return seconds
+
+    def hopeful(self, group: Sequence[Option]) -> tuple[list[Option], list[Option]]:
+        """Engines of the group whose state, with any of their optimizers, leaves anything of the GPU and of a machine's
+        memory; and those of which the GPU holds the state, and the machine does not. The others are rejected."""
+        question, engines, short = self.question, list[Option](), list[Option]()
+        bases = [each for each in group if each.base is None]
+        # Side by side, and cached from here on. A single GPU has one engine as a rule, of which all is explored.
+        soon = [each for each in group if not each.strategy.blocks_to_swap] if question.cluster.gpus == 1 else bases
+        soon = [each for each in soon if self._least_host_bytes(each) <= question.host_memory_bytes]
+        with ThreadPoolExecutor(max(len(soon), 1)) as aside:
+            [*aside.map(self._first, soon)]
+        for base in bases:
+            most = question.gpu.usable_bytes - self.non_torch(base.strategy).low_bytes
+            on_host: dict[str, int] = {}  # of those that the GPU holds
+            for each in (each for each in group if base in (each, each.base)):
+                least = self._least_host_bytes(each)
+                if least > question.host_memory_bytes:
+                    on_host[each.title] = least
+                    continue
+                found = self._first(each)  # where it failed, exploring says why
+                state = host_peak(found) if isinstance(found, Attempt) else 0
+                host = node_bytes(state, question.cluster, question.samples)
+                holds = not isinstance(found, Attempt) or state_bytes(found) <= most
+                if holds and host <= question.host_memory_bytes:
+                    engines.append(base)
+                    for title, taken in on_host.items():  # with those before, AdamW first, the machine has too little
+                        self._reject(title, [taken])
+                    break
+                on_host |= {each.title: host} if holds else {}
+            else:
+                short += [base] if on_host else []
+                self._reject(base.title, on_host.values())
+        return engines, short
+
+    def _least_host_bytes(self, option: Option) -> int:
+        """What an offloaded AdamW takes of a machine's memory at least, without an attempt; 0 of others."""
+        strategy, cluster = option.strategy, self.question.cluster
+        masters = strategy.precision != "bf16_sr" and strategy.optimizer.name == "adamw" and strategy.lora is None
+        if not (strategy.optimizer_in_cpu_memory and masters):
+            return 0
+        params = (self.question.model.params or 0) / strategy.world_size
+        return node_bytes(round(OFFLOADED_BYTES * params), cluster, self.question.samples)
+
+    def _reject(self, title: str, on_host: Collection[int]) -> None:
+        reason = "its state alone takes more than the GPU has"
+        if on_host:
+            least, memory = gib(min(on_host)), gib(self.question.host_memory_bytes)
+            there = "assumed" if self.question.host_assumed else "there"
+            reason = f"its state alone takes {least} of a machine's memory, and {memory} are {there} (--host-memory)"
+        self.rejected.append(Rejected(choice=title, reason=reason))
+
+    def selective(self, options: Sequence[Option]) -> None:
+        """Add `options`, which share activations, with recomputed blocks that keep matrix products and attention.
+
+        None where the model cannot be run so.
+        """
+        base, count = options[0], self.question.model.block_count
+        strategy = base.strategy.model_copy(update={"checkpointing": "selective"})
+        # What it keeps is between nothing and all: so is the micro-batch that fits.
+        sizes = [max(each.reserved) for each in (base.none, base.full)]
+        between = max(round(math.sqrt(sizes[0] * sizes[1])), SECOND)
+        strategies = [_recomputing(strategy, count, size) for size in (FIRST, between)]
+        ran = [each for each in self.probe(strategies) if isinstance(each, Attempt)]
+        if len(ran) < 2:
+            return
+        kept = _policy(strategy, strategies, ran, base.none)
+        for option in options:
+            full = kept if option is base else kept.varied(option.strategy, base.anchor, option.anchor)
+            checkpointing = option.strategy.model_copy(update={"checkpointing": "selective"})
+            made = Option(f"{option.title}, selective", checkpointing, option.base, option.last_resort)
+            self.options[made.title] = made.predicting(option.none, full, option.count, option.anchor, option)
+
+    def swapped(self, group: Sequence[Option]) -> list[Rejected]:
+        """For each of the group that swaps blocks, add options that swap the fewest with which anything fits, and
+        quarters of all beyond these; with their bases that were not explored. Returns what could not be run."""
+        rejected = list[Rejected]()
+        for option in group:
+            if option.base is None or not option.strategy.blocks_to_swap:
+                continue
+            alone = (option.base.base or option.base).strategy  # an EMA is as large, whatever is swapped
+            if option.base.title not in self.options:
+                rejected += self.explore(
+                    [Option(option.base.title, option.base.strategy, None, option.base.last_resort)]
+                )
+            moved = self._swapping(alone, option.strategy.blocks_to_swap)
+            if not isinstance(moved, Swapping):
+                rejected.append(Rejected(choice=option.title, reason=str(moved).splitlines()[0]))
+            elif option.base.title in self.options:
+                self.options |= {each.title: each for each in self._numbers(option, moved)}
+        return rejected
+
+    def _swapping(self, strategy: Strategy, most: int) -> Swapping | Failure:
+        """What swapped blocks spare, from attempts with all blocks recomputed."""
+        least, recomputed = min(LEAST_SWAPPED, most), _recomputing(strategy, self.question.model.block_count, FIRST)
+        places = [recomputed.model_copy(update={"blocks_to_swap": blocks}) for blocks in (0, least, most)]
+        ran = []
+        for each in self.probe(places):
+            if not isinstance(each, Attempt):
+                return each
+            ran.append(each)
+        none, few, every = ran
+        work = work_of(every.work, places[2]) - work_of(none.work, places[0])
+        return Swapping(least, most, none, few, every, work * (1 / most))
+
+    def _numbers(self, option: Option, moved: Swapping) -> list[Option]:
+        """The fewest with which the smallest micro-batch fits where all that may be is recomputed, or all that may be
+        swapped; and the quarters beyond."""
+        assert option.base is not None
+        base, room = self.options[option.base.title], self.capacity(option.strategy)
+        count, most = base.count, option.strategy.blocks_to_swap
+        recomputed = count if self.question.constraints.checkpointed_blocks in (None, "all") else most
+        corrections: dict[Place, float] = {}  # their own: those of packed weights say nothing of these
+        least = next(self.micro_batch_sizes(option.strategy), 1)
+
+        def swapping(first: int) -> Option:
+            title = f"{base.title}, weights of {first} of {count} blocks in CPU memory"
+            strategy = option.strategy.model_copy(update={"blocks_to_swap": first})
+            none, full = (moved.of(each, first) for each in (base.none, base.full))
+            made = Option(title, strategy, option.base, option.last_resort, corrections)
+            return made.predicting(none, full, count, base.anchor)
+
+        numbers = range(LEAST_SWAPPED, most)
+        fewest = bisect_left(numbers, True, key=lambda first: swapping(first).reserved(least, recomputed) <= room)
+        first = LEAST_SWAPPED + fewest
+        return [swapping(each) for each in sorted({first, *(each for each in quarters(count) if first < each <= most)})]
+
+    def limits(self, chosen: Estimate) -> Limits:
+        """The largest micro-batches of each size, looked for from what is predicted of the planned one; without those
+        of which an attempt failed."""
+        question, option, capacity_bytes = self.question, self.options[chosen.option], self.capacity(chosen.strategy)
+        columns = {"none": 0, "recommended": chosen.blocks, "full": option.count}
+        sizes, planned = (question.resolution, *question.buckets), _area(question.resolution)
+
+        def request(size: tuple[int, int], blocks: int, micro_batch_size: int) -> StepRequest:
+            sizes = {"micro_batch_size": micro_batch_size, "checkpointed_blocks": blocks}
+            return self.request(chosen.strategy.model_copy(update=sizes), size)
+
+        def wanted(size: tuple[int, int], blocks: int) -> bool:
+            near = size != question.resolution and abs(_area(size) / planned - 1) <= NEAR
+            return not near or blocks == chosen.blocks
+
+        def largest(blocks: int) -> dict[tuple[int, int], int | None]:
+            """Of each size, from what is predicted of the planned one, and then from what ran last, by their pixels."""
+            if blocks < option.strategy.blocks_to_swap:
+                return dict.fromkeys(sizes, 0)
+            expected = option.largest(blocks, capacity_bytes)
+            pixels, pixel_bytes = float(expected * planned), _sample_bytes(option, expected, blocks) / planned
+            limits: dict[tuple[int, int], int | None] = {}
+            short: dict[int, int] = {}  # what does not fit, clearly, by the area of its samples
+            for size in sizes:
+                if not wanted(size, blocks):
+                    continue
+                if size[::-1] in limits:  # turned by a quarter, the same samples take the same bytes
+                    limits[size] = limits[size[::-1]]
+                    continue
+                known = option.ran(blocks) if size == question.resolution else {}
+                area = _area(size)
+                failing = min((n for smaller, n in short.items() if smaller <= area), default=LARGEST_MICRO_BATCH + 1)
+                row = Row(partial(request, size, blocks), pixels / area, pixel_bytes * area, known, failing)
+                found = self.gpus.largest(row, capacity_bytes)
+                limits[size] = None if found is None else int(found[0])
+                if found is not None:
+                    pixels = found[0] * area
+                    if found[0] % 1 < CLEARLY:
+                        short[area] = int(found[0]) + 1
+                    if size == question.resolution:
+                        option.note(blocks, found[1])
+            return limits
+
+        rows = [*dict.fromkeys(columns.values())]
+        with ThreadPoolExecutor(len(rows)) as aside:  # none waits for another's size
+            ran = dict(zip(rows, aside.map(largest, rows), strict=True))
+        found = {size: {column: ran[blocks].get(size) for column, blocks in columns.items()} for size in sizes}
+        return {
+            size: LargestMicroBatch.model_validate({"height": size[0], "width": size[1], **limits})
+            for size, limits in found.items()
+            if limits["recommended"] is not None
+        }
+
+
+def stepped(strategy: Strategy, step: StepTime) -> dict[str, Any]:
+    """What an estimate says of its speed."""
+    samples = strategy.micro_batch_size * strategy.grad_accum_steps
+    return {"step": step, "samples_per_second_per_gpu": step.seconds.per(samples)}
+
+
+def as_fast_as(one: Estimate, other: Estimate) -> bool:
+    """Whether `one` cannot be told from the other by its speed, or is the faster one."""
+    mine, theirs, least = one.samples_per_second_per_gpu, other.samples_per_second_per_gpu, 1 - SAME_SPEED
+    return mine.low >= least * theirs.low and mine.high >= least * theirs.high
+
+
+def rate(each: Estimate) -> float:
+    """Samples a second of one GPU: the middle of what is possible."""
+    return each.samples_per_second_per_gpu.middle
+
+
+def _roomy(estimates: Sequence[Estimate]) -> list[Estimate]:
+    fastest = max(estimates, key=rate)
+    near = [each for each in estimates if as_fast_as(each, fastest)]
+    least = min(each.peak_reserved_bytes for each in near)
+
+    def room(each: Estimate) -> tuple[float, int, float]:
+        as_much = each.peak_reserved_bytes <= least * (1 + SAME_ROOM)
+        return least if as_much else each.peak_reserved_bytes, each.blocks, each.peak_reserved_bytes
+
+    def selective(each: Estimate) -> bool:
+        return each.strategy.checkpointing == "selective" and each.blocks > 0
+
+    near.sort(key=room)
+    plain = next((each for each in near if not selective(each)), None)
+    if plain is not None and not plain.blocks:
+        near.sort(key=lambda each: selective(each) and as_fast_as(plain, each))
+    rest = [each for each in estimates if not as_fast_as(each, fastest)]
+    return near + sorted(rest, key=lambda each: -rate(each))
+
+
+def _policy(
+    strategy: Strategy, strategies: Sequence[Strategy], ran: Sequence[Attempt], none: Policy | None = None
+) -> Policy:
+    sizes = (each.micro_batch_size for each in strategies)
+    return Policy.of(strategy, dict(zip(sizes, ran, strict=True)), none)
+
+
+def _recomputing(strategy: Strategy, blocks: int, micro_batch_size: int) -> Strategy:
+    return strategy.with_micro_batch_size(micro_batch_size).model_copy(update={"checkpointed_blocks": blocks})
+
+
+def _sample_bytes(option: Option, micro_batch_size: int, blocks: int) -> float:
+    """About what one more takes there."""
+    size = max(micro_batch_size, 2)
+    return max((option.reserved(size, blocks) - option.reserved(size / 2, blocks)) / (size / 2), 1)
+
+
+def _area(size: tuple[int, int]) -> int:
+    return size[0] * size[1]

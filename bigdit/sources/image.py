@@ -1,0 +1,116 @@
+"""Decodes the bytes of a file to an image for encoders: upright, opaque, 8 bits, RGB or gray."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import warnings
+from collections.abc import Iterator
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from bigdit.config.data import MAX_PIXELS
+from bigdit.files import IS_LFS_POINTER, is_lfs_pointer
+from bigdit.sources.protocol import Unusable
+
+# The formats of data sets. Pillow's other decoders are never tried: some start programs.
+FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "BMP", "TIFF", "GIF")
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".bmp", ".tif", ".tiff", ".gif")
+
+# The first bytes of formats that are not read. pillow-heif registers itself, but is not tried either.
+_UNREAD = {
+    rb"....ftyp(hei|hev|mif1|msf1)": "HEIC",
+    rb"\xff\x0a|....JXL ": "JPEG XL",
+    rb"....jP  ": "JPEG 2000",
+    rb"8BPS": "PSD",
+    rb"\s*<(\?xml|svg)": "SVG",
+}
+
+MAX_ASPECT = 100
+"""The most that the longer side is times the shorter one. A bucket would keep next to nothing of longer images."""
+
+# Pillow only warns between its limit and twice the limit. `check_pixels` rejects such images.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+
+
+def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """The first frame as RGB, or as L if it has no color.
+
+    EXIF rotation is applied, transparency becomes white, 16 bits are scaled to 8. Color profiles and densities are not
+    applied. Raises Unusable, with the reason.
+    """
+    with opened(data, max_pixels) as image:
+        image.load()
+        ImageOps.exif_transpose(image, in_place=True)
+        return flat(image)
+
+
+@contextlib.contextmanager
+def opened(data: bytes, max_pixels: int) -> Iterator[Image.Image]:
+    """An image whose pixels are not decoded yet. Raises Unusable, with the reason, for one that is too large, and for
+    whatever Pillow raises while the image is used."""
+    # Pillow has one limit for the process, and raises at twice the limit, before ours is checked.
+    Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, max_pixels)
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            check_pixels(image.width, image.height, max_pixels)
+            yield image
+    except (MemoryError, Unusable):
+        raise
+    except Image.DecompressionBombError as error:
+        pixels = re.search(r"\d+", str(error))
+        raise _too_large(pixels[0] if pixels else "more", max_pixels) from None
+    except UnidentifiedImageError:
+        raise Unusable(_unknown_format(data)) from None
+    except Exception as error:  # Pillow's decoders raise many classes on damaged files
+        # Without addresses of objects, so that the same image gives the same reason.
+        reason = re.sub(r" object at 0x[0-9a-f]+", "", " ".join(str(error).split()))
+        raise Unusable(f"damaged image: {type(error).__name__}: {reason}") from None
+
+
+def check_pixels(width: int, height: int, max_pixels: int) -> None:
+    """Raise Unusable for an image or a frame with too many pixels, or an extreme aspect ratio."""
+    longer, shorter = max(width, height), min(width, height)
+    if longer > MAX_ASPECT * shorter:
+        raise Unusable(f"image of {width} × {height} pixels; one side is at most {MAX_ASPECT} times the other")
+    if width * height > max_pixels:
+        raise _too_large(f"{width} × {height} = {width * height}", max_pixels)
+
+
+def _too_large(pixels: str, max_pixels: int) -> Unusable:
+    return Unusable(f"image of {pixels} pixels; data.max_pixels allows {max_pixels}")
+
+
+def _unknown_format(data: bytes) -> str:
+    """What a file is that Pillow does not know or must not try, by its first bytes."""
+    if is_lfs_pointer(data):
+        return f"image {IS_LFS_POINTER}"
+    for start, kind in _UNREAD.items():
+        if re.match(start, data, re.DOTALL):
+            return f"image in {kind}, which is not supported; convert it to PNG or JPEG"
+    return f"damaged image: it is none of {', '.join(FORMATS)}"
+
+
+def flat(image: Image.Image) -> Image.Image:
+    """The image in mode L or RGB, opaque."""
+    if image.mode.startswith("I;16"):
+        return _eight_bits(image)
+    if image.mode in ("I", "F"):
+        raise Unusable(f"image of 32 bits a sample (mode {image.mode}): its range is unknown; save it with 8 or 16")
+    gray = image.mode in ("1", "L", "LA", "La")
+    if image.has_transparency_data:
+        opaque = Image.new("RGBA", image.size, "white")
+        image = Image.alpha_composite(opaque, image.convert("RGBA"))
+    return image.convert("L" if gray else "RGB")
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """16-bit gray scaled to 8 bits. Pillow's own conversion clips at 255."""
+    deep = np.asarray(image).astype(np.uint32)
+    gray = ((deep + 128) // 257).astype(np.uint8)  # 65535 = 255 · 257
+    transparent = image.info.get("transparency")
+    if transparent is not None:
+        gray[deep == transparent] = 255
+    return Image.fromarray(gray)

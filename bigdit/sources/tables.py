@@ -1,0 +1,376 @@
+"""Tables of any format: their rows, the columns of images, captions or labels, and the source of both. CSV files.
+
+A CSV (RFC 4180) or TSV file is scanned once. The offset of one row in 1024 is kept, and rows are read at offsets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import os
+from array import array
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+import xxhash
+from PIL import Image
+
+from bigdit.config.data import MAX_PIXELS, SourceConfig, SourceKind
+from bigdit.errors import UserError, nearest
+from bigdit.files import lfs_pointer, open_file
+from bigdit.sources.captions import label_of, weighted
+from bigdit.sources.disk import IMAGE_BYTES, check_size, read_file, read_range, sampled_digest, unreadable
+from bigdit.sources.protocol import Caption, Contents, Entry, Item, Unusable
+from bigdit.sources.videos import Clip, contents_of, is_video, video_frames
+from bigdit.units import how_many
+
+# A row by columns, or why it cannot be read.
+Row = Mapping[str, Any] | Unusable
+
+
+@runtime_checkable
+class ImageBytes(Protocol):
+    """Reads the bytes of an image."""
+
+    def read(self) -> bytes: ...
+
+
+class Rows(Protocol):
+    """Rows in a fixed order. Equal rows have equal digests. `where` names the table in errors."""
+
+    where: str
+    digest: str
+    columns: Mapping[str, Cells]
+
+    def __len__(self) -> int: ...
+
+    def read(self, start: int, end: int, columns: Sequence[str]) -> Sequence[Row]:
+        """Some columns of the rows [start, end). The cell of an image is an ImageBytes."""
+        ...
+
+    def entries(self) -> Iterator[Entry]:
+        """The files."""
+        ...
+
+    def name(self, row: int) -> str:
+        """The name of a row for people."""
+        ...
+
+    def base(self, row: int) -> Path:
+        """The folder that the row's paths are relative to."""
+        ...
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """An image file that a table names. It may be missing."""
+
+    path: Path
+
+    def read(self) -> bytes:
+        """Raises Unusable if this file is missing, and UserError if its whole folder is: a disk may come back."""
+        with self._error_if_missing():
+            return read_file(self.path, IMAGE_BYTES)
+
+    def frames(self, clip: Clip, max_pixels: int) -> Iterator[Image.Image]:
+        """Frames of a video. Raises as `read` and `video_frames`."""
+        with self._error_if_missing():
+            yield from video_frames(self.path, clip, max_pixels)
+
+    @contextlib.contextmanager
+    def _error_if_missing(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            if _holds_files(self.path.parent):
+                raise Unusable(f"image {self.path.name} is missing") from None
+            raise unreadable(self.path, error) from None
+        except ValueError:
+            raise Unusable("path with a zero byte") from None
+
+
+def _holds_files(folder: Path) -> bool:
+    """Whether a folder has entries. An empty one may be the mount point of a disk that is gone."""
+    try:
+        with os.scandir(folder) as entries:
+            return any(entries)
+    except OSError:
+        return False
+
+
+@dataclass(frozen=True)
+class TableItem(Item):
+    """One row: its image, and the cells of its captions or label. `clip`: the part of a video to read."""
+
+    index: int
+    name: str
+    row: Row
+    columns: Columns
+    image: ImageBytes | None
+    clip: Clip | None = None
+
+    def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
+        """As Item.read."""
+        if isinstance(self.row, Unusable):
+            raise self.row
+        if self.image is None:
+            raise Unusable(f"column {self.columns.image} names no image")
+        column = self.columns.label
+        label = None if column is None else label_of(self.row[column], f"column {column}")
+        captions = captions_of(self.row, self.columns) if column is None else ()
+        if self.clip is not None and isinstance(self.image, ImageFile) and is_video(self.image.path):
+            frames = partial(self.image.frames, self.clip, max_pixels)
+            return Contents(frames, partial(sampled_digest, self.image.path), captions, label)
+        data = self.image.read()
+        check_size("image", len(data), IMAGE_BYTES)
+        return contents_of(data, self.clip, max_pixels, captions, label)
+
+
+class TableSource:
+    """The rows of a table, each an image with captions or a label."""
+
+    class_names: Collection[str] = ()
+
+    def __init__(self, kind: SourceKind, rows: Rows, config: SourceConfig, key: str, clip: Clip | None = None) -> None:
+        """`clip`: the part of videos to read. Raises UserError, which names `key`, for missing columns or no rows."""
+        self._columns = choose(config, rows.columns, rows.where, key)
+        if not len(rows):
+            raise UserError(f"{key}: {rows.where} has no rows")
+        self._rows, self._clip = rows, clip
+        # The columns are digested too: others give other features.
+        digest = xxhash.xxh3_128_hexdigest(f"{rows.digest} {self._columns}".encode())
+        self.identity = {"kind": kind, "count": len(rows), "digest": digest}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def entries(self) -> Iterator[Entry]:
+        """As Source.entries."""
+        return self._rows.entries()
+
+    def items(self, start: int, end: int) -> list[TableItem]:
+        """Rows [start, end)."""
+        rows = self._rows.read(start, min(end, len(self)), self._columns.names)
+        return [self._item(index, row) for index, row in enumerate(rows, start)]
+
+    def _item(self, index: int, row: Row) -> TableItem:
+        name, image = self._rows.name(index), None
+        if not isinstance(row, Unusable):
+            cell = row[self._columns.image]
+            if isinstance(cell, ImageBytes):
+                image = cell
+            elif cell:
+                name, image = cell, ImageFile(self._rows.base(index) / cell)
+        return TableItem(index, name, row, self._columns, image, self._clip)
+
+
+# The kind of a column's cells. Cells of CSV are always text.
+Cells = Literal["image", "text", "texts", "numbers", "other"]
+
+IMAGE_COLUMNS = ("image", "path", "image_path", "file", "file_name", "filename", "filepath")
+CAPTION_COLUMNS = ("caption", "captions", "text")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The column of images or their paths; the caption columns with their weights; or the column of labels.
+
+    A weight is a number, or the name of the column that holds it.
+    """
+
+    image: str
+    captions: tuple[tuple[str, float | str], ...]
+    label: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """All columns, each once."""
+        weights = [weight for _, weight in self.captions if isinstance(weight, str)]
+        labels = [] if self.label is None else [self.label]
+        return list(dict.fromkeys([self.image, *(column for column, _ in self.captions), *weights, *labels]))
+
+
+def choose(config: SourceConfig, found: Mapping[str, Cells], where: str, key: str) -> Columns:
+    """The columns that `config` names, or those with usual names, in the table `where`.
+
+    Raises UserError with every column that is missing, has another type, or must be named.
+    """
+    problems: list[str] = []
+    image = config.image or _usual(found, IMAGE_COLUMNS, ("image", "text"), problems, where, f"{key}.image")
+    captions = config.captions
+    if not captions and config.label is None:
+        usual = _usual(found, CAPTION_COLUMNS, ("text", "texts"), problems, where, f"{key}.captions")
+        captions = {usual: 1.0} if usual else {}
+    wanted: list[tuple[str, str, tuple[Cells, ...]]] = [("image", image, ("image", "text"))] if image else []
+    for column, weight in captions.items():
+        wanted.append(("captions", column, ("text", "texts")))
+        if isinstance(weight, str):
+            wanted.append(("captions", weight, ("numbers", "text")))  # in CSV, numbers are text
+    if config.label is not None:
+        wanted.append(("label", config.label, ("text", "numbers")))
+    for setting, column, kinds in wanted:
+        if column not in found:
+            problems.append(f"{key}.{setting}: {where} has no column {column}; {nearest(column, found)}")
+        elif found[column] not in kinds:
+            problems.append(f"{key}.{setting}: column {column} of {where} holds {found[column]}, not {kinds[0]}")
+    if problems or image is None:
+        raise UserError(*problems)
+    return Columns(image, tuple(captions.items()), config.label)
+
+
+def captions_of(row: Mapping[str, Any], columns: Columns) -> tuple[Caption, ...]:
+    """The captions of a row. A list of texts has one weight, or a list of weights. Raises Unusable as `weighted`."""
+    texts: list[Any] = []
+    weights: list[Any] = []
+    for column, weight in columns.captions:
+        cell = row[column]
+        if cell is None:
+            continue
+        listed = cell if isinstance(cell, list) else [cell]
+        share = _numbers(row[weight], weight) if isinstance(weight, str) else weight
+        shares = share if isinstance(share, list) else [share] * len(listed)
+        if len(shares) != len(listed):
+            found = f"{how_many(len(listed), 'text')} and {how_many(len(shares), 'weight')}"
+            raise Unusable(f"caption column {column} has {found}")
+        texts += listed
+        weights += shares
+    return weighted(texts, weights, "column " + ", ".join(column for column, _ in columns.captions))
+
+
+def _usual(
+    found: Mapping[str, Cells],
+    names: Sequence[str],
+    kinds: Sequence[Cells],
+    problems: list[str],
+    where: str,
+    key: str,
+) -> str | None:
+    """The only column with a usual name. Without one, the only column of embedded images, if `kinds` allows images."""
+    usual = [name for name in names if found.get(name) in kinds]
+    usual = usual or [name for name, cells in found.items() if cells == "image" and "image" in kinds]
+    if len(usual) == 1:
+        return usual[0]
+    several = f"has {', '.join(usual)}: say which is meant" if usual else f"has none of {', '.join(names)}"
+    problems.append(f"{key}: {where} {several}; its columns: {', '.join(list(found)[:20]) or 'none'}")
+    return None
+
+
+def _numbers(cell: Any, column: str) -> Any:
+    """The cell; text from CSV becomes a number."""
+    if not isinstance(cell, str):
+        return cell
+    try:
+        return float(cell)
+    except ValueError:
+        raise Unusable(f"weight column {column} holds {cell!r}, not a number") from None
+
+
+BLOCK = 1024  # rows that are read at a time
+BLOCK_BYTES = 2**28  # 256 KiB a row: more means that a quote is never closed
+CHUNK_BYTES = 2**22
+
+
+class CsvRows:
+    """Rows of a file with a header line. All cells are text. `digest` is of the file's bytes."""
+
+    def __init__(self, path: Path, key: str) -> None:
+        """Scan the file. Raises UserError if it is missing or empty, or a quote is never closed."""
+        self.where = str(path)
+        self._path = path
+        self._delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+        digest = xxhash.xxh3_128()
+        # The start of each block of records, and the end of the file. The header is the first record.
+        self._offsets = array("Q", [0])
+        records = size = quotes = 0
+        last = b"\n"
+        try:
+            with open_file(path) as file:
+                while chunk := file.read(CHUNK_BYTES):
+                    digest.update(chunk)
+                    ends, quotes = _record_ends(chunk, quotes)
+                    # A block begins after the last record of the one before.
+                    self._offsets.extend((size + 1 + ends[BLOCK - 1 - records % BLOCK :: BLOCK]).tolist())
+                    records, size, last = records + len(ends), size + len(chunk), chunk[-1:]
+        except FileNotFoundError:
+            raise UserError(f"{key}: the file {path} does not exist") from None
+        except OSError as error:
+            raise UserError(f"{key}: {path} cannot be read: {error.strerror}") from None
+        if quotes:
+            raise UserError(f'{key}: a quote in {path} is never closed; a " within quotes is written ""')
+        self._records = records + (last != b"\n")
+        if self._offsets[-1] != size:
+            self._offsets.append(size)
+        self.digest = digest.hexdigest()
+        if pointer := lfs_pointer(path):
+            raise UserError(f"{key}: {pointer}")
+        if not self._records:
+            raise UserError(f"{key}: {path} is empty; its first line should name its columns")
+        self._names = [name.strip() for name in self._block(0)[0]]
+        if len(set(self._names)) < len(self._names):
+            raise UserError(f"{key}: {path} has columns of the same name: {', '.join(self._names)}")
+        self.columns: Mapping[str, Cells] = dict.fromkeys(self._names, "text")
+
+    def __len__(self) -> int:
+        return self._records - 1
+
+    def read(self, start: int, end: int, columns: Sequence[str]) -> list[Row]:
+        """Rows [start, end)."""
+        first, last = start + 1, min(end + 1, self._records)  # after the header
+        wanted = [(column, self._names.index(column)) for column in columns]
+        found: list[Row] = []
+        for block in range(first // BLOCK, -(-last // BLOCK)):
+            begin = block * BLOCK
+            for cells in self._block(block)[max(first - begin, 0) : last - begin]:
+                if len(cells) == len(self._names):
+                    found.append({column: cells[at] for column, at in wanted})
+                else:
+                    columns_there = how_many(len(self._names), "column")
+                    found.append(Unusable(f"row of {how_many(len(cells), 'cell')} under {columns_there}"))
+        return found
+
+    def entries(self) -> Iterator[Entry]:
+        """One entry: the file, with its digest."""
+        yield Entry(self._path.name, len(self), self.digest, "", "")
+
+    def name(self, row: int) -> str:
+        """`file.csv row 17`. Row 1 follows the header."""
+        return f"{self._path.name} row {row + 1}"
+
+    def base(self, row: int) -> Path:
+        """The folder of the file."""
+        return self._path.parent
+
+    def _block(self, number: int) -> list[list[str]]:
+        begin, end = self._offsets[number], self._offsets[number + 1]
+        expected = min(BLOCK, self._records - number * BLOCK)
+        data = read_range(self._path, begin, end - begin) if end - begin <= BLOCK_BYTES else b""
+        # Paths keep bytes that are not UTF-8. A caption with such bytes is rejected later.
+        text = data.decode("utf-8", "surrogateescape")
+        csv.field_size_limit(BLOCK_BYTES)
+        records = list(csv.reader(io.StringIO(text.removeprefix("\ufeff"), newline=""), delimiter=self._delimiter))
+        if len(records) != expected:
+            rows = f"rows {max(number * BLOCK, 1)} to {number * BLOCK + expected - 1}"
+            raise UserError(
+                f"data.images: {self._path} has a stray quote or carriage return within {rows}; "
+                f'a cell that holds either is written in quotes: "a ""b"" c"'
+            )
+        return records
+
+
+def _record_ends(chunk: bytes, quotes: int) -> tuple[np.ndarray, int]:
+    """Offsets of the newlines outside quotes, which end records; and 1 if the chunk ends inside quotes.
+
+    `quotes`: the same number of the chunk before.
+    """
+    data = np.frombuffer(chunk, np.uint8)
+    ends = data == ord("\n")
+    if quotes or b'"' in chunk:
+        inside = (np.cumsum(data == ord('"'), dtype=np.uint8) + np.uint8(quotes)) & 1
+        ends &= inside == 0
+        quotes = int(inside[-1])
+    return np.flatnonzero(ends), quotes
