@@ -66,7 +66,7 @@ def plot_timeline(
 ) -> None:
     """Draw what is allocated after each event, in multiples of `granularity`, to a PNG file.
 
-    `card_bytes` is a GPU's usable memory, drawn as a line. Raises UserError where the file cannot be written.
+    `gpu_bytes` is a GPU's usable memory, plotted as a line. Raises UserError where the file cannot be written.
     """
     figure = timeline_figure(timeline, title=title, gpu_bytes=gpu_bytes, granularity=granularity)
     with replacing(path) as temporary:
