@@ -1,4 +1,4 @@
-"""What a GPU's kernels take: each operator's arithmetic or its bytes, whichever lasts longer (a roofline).
+"""Seconds of a GPU's kernels: each operator's arithmetic or its bytes, whichever takes longer (a roofline).
 
 Source of the model: Williams, Waterman & Patterson, "Roofline", CACM 52(4), 2009. The shares of a GPU's peak that
 kernels reach are intervals, each with where it was read; none is fitted to a measured training speed of the models
@@ -28,7 +28,7 @@ out: what each of them took by torch's profiler beside the bytes and FLOPs that 
 (`git show 8fa40eb:benchmarks/on_gpu/shares.py`)."""
 
 MEASURED = (9, 0)
-"""The compute capability of that GPU: its shares are those of its operators, not of others' whole runs."""
+"""The compute capability of that GPU, whose shares were measured per operator."""
 
 PRODUCTS = {
     (7, 0): Interval(low=0.30, high=0.85),
@@ -127,7 +127,7 @@ GROUPED = Interval(low=0.10, high=0.80)
 (pytorch/pytorch#91735), with the faster one assumed to reach 0.6 to 0.8."""
 
 LAUNCH_SECONDS = Interval(low=5e-6, high=50e-6)
-"""Of the host, for each operator it hands to the GPU: Python, dispatcher, autograd, launch.
+"""CPU time for each operator on the GPU: Python, dispatcher, autograd, launch.
 
 From 5 µs: "PyTorch op to kernel launch" and "Tensor core throughput at scale" (jiahuanglin.xyz, factryze.ai). To 50 µs:
 31 to 49 µs in small models on a virtual machine with 16 cores of a Xeon and Python 3.12 (HERE).

@@ -145,7 +145,7 @@ def test_python_asks_as_the_command_does():
         "import inspect\n"
         "print(*inspect.signature(bigdit.plan).parameters)\n"
         "assert inspect.signature(bigdit.plan).return_annotation == 'Plan'\n"
-        "assert bigdit.plan.__doc__.startswith('The plan that')\n"
+        "assert bigdit.plan.__doc__.startswith('The plan for')\n"
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run(
@@ -289,7 +289,7 @@ def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
         ),
         (
             [*TINY, "--out", "plan", "--engine", "single", "--also-gpus", "2"],
-            "--engine single runs on one GPU, and --also-gpus says 2; use --engine zero1, zero2, zero3 or fsdp2, or "
+            "--engine single runs on one GPU, and --also-gpus has 2; use --engine zero1, zero2, zero3 or fsdp2, or "
             "leave it out",
         ),
         (
