@@ -57,7 +57,7 @@ def run(
             raise UserError("--set needs --config, and --model was given; leave it out")
         question = question_for(**asked)
         others = [_with_gpus(number, asked) for number in _others(also_gpus, question.cluster.gpus, out)]
-        return _plan(question, extra, out, as_json)
+        return _plan(question, others, out, as_json)
     there = os.path.exists(config)  # else reading it raises the error
     extra = {name: value for name, value in asked.items() if name not in BESIDE_A_RUN and value is not None}
     if there and extra:
