@@ -124,12 +124,8 @@ def load_kind(checkpoint: Saved, kind: str, tensors: Mapping[str, torch.Tensor])
 
 def load_tensors(checkpoint: Saved, tensors: dict[str, torch.Tensor]) -> None:
     """Fill whole tensors by the names under which they were saved. Raises UserError where one is missing."""
-    wanted = {name: _whole(tensor) for name, tensor in tensors.items()}
+    wanted = {name: Place(tensor.detach().view(-1), 0, tensor.numel()) for name, tensor in tensors.items()}
     _load(checkpoint, wanted, HuggingFaceStorageReader(str(checkpoint.engine)), Peers())
-
-
-def _whole(tensor: torch.Tensor) -> Place:
-    return Place(tensor.detach().view(-1), 0, tensor.numel())
 
 
 def _load(checkpoint: Saved, wanted: dict[str, Place], reader: HuggingFaceStorageReader, peers: Peers) -> None:
@@ -263,7 +259,8 @@ def _elsewhere(checkpoint: Checkpoint) -> str:
 def changed_since(checkpoint: Checkpoint, run: RunConfig) -> list[str]:
     """How the run differs from the checkpoint's in what is trained, a line a key. Its objective is resolved as the
     checkpoint's is. Keys that are checked elsewhere are left out."""
-    before, now = (_trained_by(each) for each in (_run_of(checkpoint), run))
+    saved = parse_run(checkpoint.state["run"], str(checkpoint.folder))
+    before, now = _trained_by(saved), _trained_by(run)
     ignored = UNTRAINED if run.train.lr_schedule != "constant" else {*UNTRAINED, "train.steps"}
     return [
         f"{checkpoint.folder} was trained with {key} {written(found)[:_SHOWN]}, and resumes with "
@@ -276,10 +273,6 @@ def changed_since(checkpoint: Checkpoint, run: RunConfig) -> list[str]:
 def _trained_by(run: RunConfig) -> dict[str, Any]:
     document = run.model_dump(mode="json")
     return document | {"strategy": {key: document["strategy"][key] for key in _TRAINED}}
-
-
-def _run_of(checkpoint: Checkpoint) -> RunConfig:
-    return parse_run(checkpoint.state["run"], str(checkpoint.folder))
 
 
 def layout(strategy: Strategy) -> str:

@@ -29,24 +29,16 @@ with libraries.uncompiled():  # DeepSpeed imports its Muon to know whether an op
     importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 
 
-def _no_shm_op() -> None:
-    return None
-
-
 # DeepSpeed's collectives for CPUs serve tensor-parallel inference alone: training on a CPU reduces with gloo. Each
 # process would take 66 MiB of shared memory for them, and the first on a machine compiles them for most of a minute.
 # Source: inference_all_reduce in deepspeed/comm/torch.py, DeepSpeed 0.19. (deepspeed.comm.torch is another attribute.)
-importlib.import_module("deepspeed.comm.torch").build_shm_op = _no_shm_op  # type: ignore[attr-defined]
-
-
-def _without_passes() -> bool:
-    return False
+importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
 
 
 # On a GPU each engine registers passes of DeepSpeed's own compiler, and imports torch's compiler for that: a second at
 # each start. Nothing here calls it. Source: DeepSpeedEngine.__init__ in deepspeed/runtime/engine.py, DeepSpeed 0.19.
 _runtime = importlib.import_module("deepspeed.runtime.engine")
-_runtime.is_deepcompile_supported = _without_passes  # type: ignore[attr-defined]
+_runtime.is_deepcompile_supported = lambda: False  # type: ignore[attr-defined]
 
 
 class DeepSpeedEngine(Engine):

@@ -152,7 +152,8 @@ def tensors(
         if left.isdisjoint(names):
             continue
         left.difference_update(names)
-        joined = {"lora_A.weight": _down(names, adapters), "lora_B.weight": _up(names, adapters, rows)}
+        down = torch.cat([adapters[name].down for name in names if name in adapters])
+        joined = {"lora_A.weight": down, "lora_B.weight": _up(names, adapters, rows)}
         if dora:
             joined["dora_scale"] = torch.cat([_dora_scale(weight(name), adapters.get(name)) for name in names])
         for kind, tensor in joined.items():
@@ -171,10 +172,6 @@ def _place(class_name: str, name: str, *, dora: bool) -> str | None:
     match = re.fullmatch(r"(.+?)\.(\d+)\.(.+)", name)
     blocks, layers = _RENAMED[class_name].get(match[1], ("", {})) if match else ("", {})
     return f"diffusion_model.{blocks}.{match[2]}.{layers[match[3]]}" if match and match[3] in layers else None
-
-
-def _down(names: list[str], adapters: Mapping[str, Adapter]) -> torch.Tensor:
-    return torch.cat([adapters[name].down for name in names if name in adapters])
 
 
 def _up(names: list[str], adapters: Mapping[str, Adapter], rows: Mapping[str, int]) -> torch.Tensor:

@@ -225,7 +225,11 @@ def _keep(world: World, record: RunRecord) -> None:
 
 
 def learning_rate(run: RunConfig, step: int) -> float:
-    """The rate of step number `step` (from 0): linear warm-up to the optimizer's lr, then train.lr_schedule."""
+    """The rate of step number `step` (from 0): linear warm-up to the optimizer's lr, then train.lr_schedule.
+
+    Source: Loshchilov & Hutter, arXiv:1608.03983, equation 5, without restarts (cosine); Hägele et al.,
+    arXiv:2405.18392, the cooldown "1 − sqrt" (wsd).
+    """
     train, peak = run.train, run.strategy.optimizer.lr
     if step < train.warmup_steps:
         return peak * (step + 1) / train.warmup_steps
@@ -234,18 +238,9 @@ def learning_rate(run: RunConfig, step: int) -> float:
     past = step - (steps - fall)
     if past <= 0:
         return peak
-    shape = _half_cosine if train.lr_schedule == "cosine" else _one_minus_root
-    return train.min_lr + (peak - train.min_lr) * shape(past / fall)
-
-
-def _half_cosine(done: float) -> float:
-    """Source: Loshchilov & Hutter, arXiv:1608.03983, equation 5, without restarts."""
-    return 0.5 * (1 + math.cos(math.pi * done))
-
-
-def _one_minus_root(done: float) -> float:
-    """Source: Hägele et al., arXiv:2405.18392, the cooldown "1 − sqrt"."""
-    return 1 - math.sqrt(done)
+    done = past / fall
+    left = 0.5 * (1 + math.cos(math.pi * done)) if train.lr_schedule == "cosine" else 1 - math.sqrt(done)
+    return train.min_lr + (peak - train.min_lr) * left
 
 
 def write_receipt(start: Start, data: TrainData, state: TrainState, monitor: Monitor, began: float) -> None:

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None, around: Around = nullcontext) -
     parsed = parse(arguments)
     end_with_launcher()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch prints stack frames of a lost peer
-    status = guard(lambda: _train(parsed.config, _overrides(parsed), around))
+    status = guard(lambda: _train(parsed, around))
     if status == EXIT_USER and os.environ.get("RANK", "0") != "0" and LAUNCHER not in os.environ:
         time.sleep(PATIENCE_S)  # torchrun ends all when one has failed: the one with the message ends first
     return status
@@ -54,10 +54,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _overrides(parsed: argparse.Namespace) -> list[str]:
-    return with_grace(with_ds_config(set_once(parsed.set), parsed.ds_config), parsed.grace)
-
-
 def _set_allocator(world: World) -> None:
     """Set torch's allocator as the plan has it, before the first allocation. A user's own setting stays, and is
     logged."""
@@ -71,9 +67,10 @@ def _set_allocator(world: World) -> None:
         )
 
 
-def _train(config: Path, overrides: Sequence[str], around: Around) -> int:
+def _train(parsed: argparse.Namespace, around: Around) -> int:
     world = world_from_env()
-    stages = load_stages(config, overrides, world.world_size)
+    overrides = with_grace(with_ds_config(set_once(parsed.set), parsed.ds_config), parsed.grace)
+    stages = load_stages(parsed.config, overrides, world.world_size)
     prepared = prepare_stages(stages)
     check_launcher(prepared)
     check_stores(stages)

@@ -46,7 +46,7 @@ def counted():
 
 @pytest.mark.parametrize("said", [{}, AROUND | {"precision": "bf16"}], ids=["alone", "all of it"])
 def test_compiled_blocks_learn_as_others_do_and_share_their_graphs(said, counted):
-    """To the rounding of sums that are taken in another order. Of four blocks two graphs: the first is fed pictures
+    """To the rounding of sums that are taken in another order. Of four blocks two graphs: the first is fed images
     that lie otherwise in memory than what a block gives."""
     said = {"precision": "fp32"} | said
     plain = losses(Strategy(**said))

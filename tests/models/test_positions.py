@@ -14,7 +14,7 @@ SD3 |= {"joint_attention_dim": 12, "caption_projection_dim": 16, "pooled_project
 
 
 def positions(name, kwargs, side):
-    """What is added to the patches of a blank picture of `side` patches: [side, side, width]."""
+    """What is added to the patches of a blank image of `side` patches: [side, side, width]."""
     spec = ModelSpec(name="tiny", class_name=name, kwargs=kwargs)
     model = models.build(spec, device="cpu", dtype=torch.float32, seed=0)
     with torch.no_grad():

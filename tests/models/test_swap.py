@@ -79,7 +79,7 @@ def started(strategy, spec=DEEP):
 
 
 def trained(strategy):
-    """Losses of two steps with a picture drawn between them, the picture, adapters, and all weights as they lie."""
+    """Losses of two steps with an image drawn between them, the image, adapters, and all weights as they lie."""
     family, engine = started(strategy)
     torch.manual_seed(0)  # of stochastic rounding
     batches = [batch(seed) for seed in range(1 if strategy.optimizer_in_backward else 2)]
@@ -277,7 +277,7 @@ RUNS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", RUNS.values(), ids=RUNS)
 def test_a_run_with_swapped_blocks_is_the_same_run(tmp_path, features, kind):
-    """With pictures on the way, held-out losses, exports of average and weights; and it goes on from a checkpoint."""
+    """With validation images, held-out losses, exports of average and weights; and it goes on from a checkpoint."""
     deep = "model.kwargs.num_layers=4"
     spec = model_spec(load_run(DIGITS, [*TINY, *SINGLE, deep]).model)
     models.build(spec, device="cpu", dtype=torch.float32, seed=0).save_pretrained(tmp_path / "base")
@@ -338,7 +338,7 @@ print(json.dumps(found))
 
 
 @pytest.mark.slow
-def test_a_card_computes_the_same_with_weights_that_wait_in_pinned_memory():
+def test_a_gpu_computes_the_same_with_weights_that_wait_in_pinned_memory():
     """An emulated one, which computes small tensors, as this model's are: before and after a backward pass."""
     plain, swapped = answers("a40", ON_CARD, HELPERS=HELPERS, SPEC=DEEP.model_dump_json())
     first, second = (torch.tensor(each) for each in plain["predictions"])

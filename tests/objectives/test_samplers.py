@@ -1,4 +1,4 @@
-"""Samples: a model that knows the picture leads every sampler to it, whatever it predicts; each is diffusers' own."""
+"""Samples: a model that knows the image leads every sampler to it, whatever it predicts; each is diffusers' own."""
 
 import diffusers
 import pytest
@@ -17,7 +17,7 @@ FLOWS = ["euler", "heun", "dpmsolver++", "unipc"]
 
 
 def knowing(objective, asked, *, variance):
-    """The output that follows from the picture and what it is fed, at the timestep that it is told."""
+    """The output that follows from the image and what it is fed, at the timestep that it is told."""
 
     def predict(latents, t):
         assert t.shape == (2,)
@@ -46,7 +46,7 @@ def knowing(objective, asked, *, variance):
     ],
     ids=repr,
 )
-def test_every_sampler_ends_at_the_picture(objective, sampler):
+def test_every_sampler_ends_at_the_image(objective, sampler):
     for variance in (False, True):
         asked = []
         predict = knowing(objective, asked, variance=variance)
@@ -59,7 +59,7 @@ def test_every_sampler_ends_at_the_picture(objective, sampler):
 @pytest.mark.parametrize("steps", [1, 2, 5, 1000])
 @pytest.mark.parametrize("shift", [0.5, 1.0, 12.0])
 @pytest.mark.parametrize("sampler", FLOWS)
-def test_every_sampler_of_a_flow_ends_at_the_picture(sampler, shift, steps):
+def test_every_sampler_of_a_flow_ends_at_the_image(sampler, shift, steps):
     asked = []
 
     def predict(latents, t):

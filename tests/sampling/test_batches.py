@@ -1,4 +1,4 @@
-"""Batches of pictures: halved where memory does not do for them, and no larger than guidance needs."""
+"""Batches of images: halved where memory does not do for them, and no larger than guidance needs."""
 
 import re
 import resource
@@ -62,7 +62,7 @@ def test_a_batch_without_room_is_halved_before_it_is_drawn(sampler, monkeypatch)
     assert sizes == [4, 4, 4, 4, 2, 2]
 
 
-def test_of_one_picture_the_shortage_is_said(sampler, monkeypatch):
+def test_of_one_image_the_shortage_is_said(sampler, monkeypatch):
     sizes = fed(
         sampler, monkeypatch, most=1, error=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     )

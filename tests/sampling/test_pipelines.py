@@ -178,7 +178,7 @@ def saved_beside_encoders(folder, class_name, kwargs, pipeline, vae):
 
 @pytest.mark.parametrize("negative", [None, "a dog in the rain"])
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_pictures_follow_from_what_the_pipeline_encodes(name, negative, tmp_path):
+def test_images_follow_from_what_the_pipeline_encodes(name, negative, tmp_path):
     class_name, kwargs, pipeline_name, vae, shape, conditions = CASES[name]
     saved, parts = saved_beside_encoders(tmp_path, class_name, kwargs, pipeline_name, vae)
     sampler = Sampler(saved, torch.device("cpu"))

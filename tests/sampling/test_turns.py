@@ -57,7 +57,7 @@ def test_what_encoded_is_gone_before_the_model_comes_and_the_model_before_anythi
 
 
 @torch.no_grad()
-def test_pictures_in_fp32_are_those_of_a_loop_with_all_of_it_side_by_side(trained):
+def test_images_in_fp32_are_those_of_a_loop_with_all_of_it_side_by_side(trained):
     found = computed_in("fp32", trained)
     run, spec = parse_run(found.state["run"], ""), ModelSpec.model_validate(found.state["model"])
     encoder, codec = load_text_encoder(run.encoders.text), load_image_codec(run.encoders.image)
@@ -79,7 +79,7 @@ def test_pictures_in_fp32_are_those_of_a_loop_with_all_of_it_side_by_side(traine
     assert not torch.equal(in_bf16, wanted)
 
 
-def test_pictures_come_while_others_are_still_to_be_drawn(trained, capsys):
+def test_images_come_while_others_are_still_to_be_drawn(trained, capsys):
     sampler = Sampler(computed_in("fp32", trained), CPU)
     whole = list(sampler.sample(CAPTIONS, OPTIONS))
     drawn = []

@@ -100,7 +100,7 @@ def test_a_run_goes_on_from_its_checkpoint(digits_by_class, straight, class_name
     assert drawn == [["step-00000004.png"], ["step-00000002.png", "step-00000004.png"]]
 
 
-def test_a_picture_of_a_class_that_there_is_not_is_refused(digits_by_class):
+def test_an_image_of_a_class_that_there_is_not_is_refused(digits_by_class):
     done = trained(digits_by_class, *TINY["PaperDiT"], "samples.captions=[sevn]", output="refused-picture")
     assert done.returncode == 1
     assert (
@@ -118,7 +118,7 @@ def test_a_step_of_the_run_is_predicted_to_the_byte(digits_by_class, class_name)
 
 
 @pytest.mark.parametrize("class_name", TINY)
-def test_pictures_are_drawn_by_names_and_numbers(straight, class_name, tmp_path):
+def test_images_are_drawn_by_names_and_numbers(straight, class_name, tmp_path):
     checkpoint, out = straight(class_name), tmp_path
     asked = ("--label", "seven", "--label", "5", "--caption", "two", "--steps", "3", "--json")
     done = bigdit("sample", "--checkpoint", checkpoint, "--out", out, *asked)
@@ -187,7 +187,7 @@ def test_a_folder_of_one_more_class_is_not_appended(digits_by_class, tmp_path):
 
 
 def test_losses_with_features_online_are_those_of_the_store(digits_by_class, tmp_path):
-    """Pictures that have classes, encoded in each step; pictures drawn on the way; other classes refused."""
+    """Images that have classes, encoded in each step; images drawn on the way; other classes refused."""
     found = []
     for name, reading in {"cached": (), "online": ONLINE}.items():
         chosen = (*TINY["PaperDiT"], "samples={captions: [three, 0], steps: 2, every: 2}", *reading)

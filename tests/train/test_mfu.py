@@ -1,4 +1,4 @@
-"""MFU: a model's FLOPs against those that its step takes, and the peak of the card that drivers name."""
+"""MFU: a model's FLOPs against those that its step takes, and the peak of the GPU that drivers name."""
 
 from contextlib import contextmanager
 
@@ -94,11 +94,11 @@ def test_the_peak_is_the_catalogues_for_the_precision(card, gib, precision, name
     assert peak_flops(card, int(gib * GIB), precision) == getattr(gpu(name).tflops, rate) * 1e12
 
 
-def test_a_card_that_is_not_known_has_no_peak():
+def test_a_gpu_that_is_not_known_has_no_peak():
     assert peak_flops("Riva TNT2", 32 * MIB, "fp32") is None
 
 
-def test_a_cpu_and_an_emulated_card_have_none():
+def test_a_cpu_and_an_emulated_gpu_have_none():
     family = models.family(SANA.class_name)
     assert mfu_of(SANA, family, Strategy(), CPU, emulated=False) is None
     assert mfu_of(SANA, family, Strategy(), torch.device("cuda"), emulated=True) is None

@@ -241,7 +241,7 @@ def test_a_checkpoint_that_the_run_cannot_go_on_from_is_refused(capsys, features
         assert said.startswith(f"error: {problem}")
 
 
-def test_pictures_that_extraction_refuses_are_refused(capsys, tmp_path, features, pictures):
+def test_images_that_extraction_refuses_are_refused(capsys, tmp_path, features, pictures):
     label = ["data.images.path={}", "data.images.captions=[text]"]
     for there in (features, tmp_path / "none"):  # with and without their features
         columns = [each.format(pictures) for each in label]

@@ -34,7 +34,7 @@ print(os.environ.get('PYTORCH_ALLOC_CONF')); sys.exit(status)"
 
 
 def started(plan, config):
-    """The command that runs a plan, as `bigdit plan` prints it, on a machine without cards."""
+    """The command that runs a plan, as `bigdit plan` prints it, on a machine without GPUs."""
     if plan.strategy.engine == "deepspeed":
         options = ("--num_gpus", 2, "--master_port", free_port())
         return BIN / "deepspeed", *options, "launch/train.py", "--config", config

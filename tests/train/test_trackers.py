@@ -69,7 +69,7 @@ def Image(pixels):
 """
 
 
-def test_wandb_takes_rows_and_pictures_in_any_order(tmp_path, monkeypatch):
+def test_wandb_takes_rows_and_images_in_any_order(tmp_path, monkeypatch):
     (tmp_path / "packages/wandb").mkdir(parents=True)
     (tmp_path / "packages/wandb/__init__.py").write_text(WANDB)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"), prepend=os.pathsep)

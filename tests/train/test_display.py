@@ -109,7 +109,7 @@ def test_without_colours_a_terminal_gets_lines_and_no_control_code():
 
 
 class Half:
-    """Steps of half the FLOPs that its card could do in a second."""
+    """Steps of half the FLOPs that its GPU could do in a second."""
 
     peak = 1e12
 

@@ -1,4 +1,4 @@
-"""Pictures on the way: those that `bigdit sample` draws of the same weights, at no cost to training's numbers."""
+"""Validation images: those that `bigdit sample` draws of the same weights, at no cost to training's numbers."""
 
 import numpy as np
 import pytest
@@ -80,7 +80,7 @@ def test_what_fails_is_a_line_and_training_goes_on(features, tmp_path, monkeypat
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [("strategy.engine=fsdp2", "strategy.ds_config=null"), ()], ids=["fsdp2", "zero3"])
 def test_two_processes_draw_what_one_does(features, tmp_path, engine):
-    """Three pictures on two processes of micro-batches of one: the last one is drawn twice, and counts once."""
+    """Three images on two processes of micro-batches of one: the last one is drawn twice, and counts once."""
     document = (ROOT / "ds_configs/zero2.json").read_text().replace('"stage": 2', '"stage": 3')
     (tmp_path / "ds.json").write_text(document)
     more = engine or (f"strategy.ds_config={tmp_path / 'ds.json'}",)

@@ -1,4 +1,4 @@
-"""Sampling: a picture a caption, the same for the same seed, and errors in one line."""
+"""Sampling: an image a caption, the same for the same seed, and errors in one line."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def pixels(folder, rows):
     return [np.asarray(Image.open(folder / row["file"])) for row in rows]
 
 
-def test_one_picture_a_caption_and_a_grid(sampled):
+def test_one_image_a_caption_and_a_grid(sampled):
     out, report = sampled
     rows = report["images"]
     assert [row["caption"] for row in rows] == ["a handwritten six", "a handwritten one", "a handwritten two"]
@@ -47,7 +47,7 @@ def test_one_picture_a_caption_and_a_grid(sampled):
     assert json.loads((out / "first/samples.json").read_text()) == report
 
 
-def test_a_picture_depends_on_its_caption_and_seed_alone(sampled, trained):
+def test_an_image_depends_on_its_caption_and_seed_alone(sampled, trained):
     out, report = sampled
     chosen = ["--caption", "a handwritten one", "--seed", "1", "--size", "8x12", "--steps", "4", "--json"]
     done = bigdit("sample", "--checkpoint", trained / "checkpoints/step-00000008", "--out", out / "second", *chosen)
@@ -65,12 +65,12 @@ def test_a_picture_depends_on_its_caption_and_seed_alone(sampled, trained):
         (["--caption", "x", "--size", "8by8"], "error: --size expects HEIGHTxWIDTH in pixels"),
         (
             ["--caption", "x", "--sampler", "dpm"],
-            "error: --sampler 'dpm': unknown sampler; did you mean dpmsolver++? of flow_matching: euler, ",
+            "error: --sampler 'dpm': unknown sampler; did you mean dpmsolver++? for flow_matching: euler, ",
         ),
-        (["--caption", "x", "--sampler", "DDIM"], "unknown sampler; did you mean ddim? of flow_matching: "),
+        (["--caption", "x", "--sampler", "DDIM"], "unknown sampler; did you mean ddim? for flow_matching: "),
         (
             ["--caption", "x", "--sampler", "lms"],
-            "error: --sampler 'lms': unknown sampler; of flow_matching: ",
+            "error: --sampler 'lms': unknown sampler; for flow_matching: ",
         ),
         (["--label", "3"], "error: --label is '3', and this model takes captions; pass --caption TEXT"),
         (["--caption", "x", "--size", "8x9"], "error: --size 8x9 does not divide by the codec's 2; nearest: 8x8"),
@@ -144,7 +144,7 @@ def test_what_a_killed_command_had_drawn_is_there_and_whole(trained, tmp_path):
     assert not (out / "samples.json").exists()
 
 
-def test_a_folder_of_other_pictures_is_refused(sampled, trained):
+def test_a_folder_of_other_images_is_refused(sampled, trained):
     out, _ = sampled
     before = {file: file.stat().st_mtime_ns for file in (out / "first").iterdir()}
     done = bigdit("sample", "--checkpoint", trained, "--out", out / "first", "--caption", "x")

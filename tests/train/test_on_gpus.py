@@ -1,4 +1,4 @@
-"""bigdit's own trainer on emulated cards: CUDA's paths through every engine and optimizer, with torch's own peaks."""
+"""bigdit's own trainer on emulated GPUs: CUDA's paths through every engine and optimizer, with torch's own peaks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def on_two_cards(features, output, *command, overrides=()):
 
 
 def check(receipt, output, world_size):
-    """A receipt of a card that is not there, with the allocator's own peaks, and a whole checkpoint."""
+    """A receipt of a GPU that is not there, with the allocator's own peaks, and a whole checkpoint."""
     assert receipt["emulated"]
     assert receipt["device"] == "NVIDIA A40"
     assert receipt["strategy"]["world_size"] == world_size
@@ -119,7 +119,7 @@ HELD = 1024
 
 
 @pytest.mark.slow
-def test_encoders_online_take_of_a_card_what_an_attempt_takes(pictures, tmp_path):
+def test_encoders_online_take_of_a_gpu_what_an_attempt_takes(pictures, tmp_path):
     """A VAE and the digits' T5 through every phase, beside what a step takes; encoding has a phase of its own."""
     AutoencoderKL(**KL).save_pretrained(tmp_path / "vae")
     codec = f"encoders.image={{name: vae, class_name: AutoencoderKL, path: {tmp_path / 'vae'}}}"
@@ -175,7 +175,7 @@ ACCELERATE = (
 @pytest.mark.parametrize(
     ("launcher", "stage"), [((*DEEPSPEED, "--master_port"), 2), ((*ACCELERATE, "--main_process_port"), 3)]
 )
-def test_deepspeed_trains_on_two_cards(features, tmp_path, launcher, stage):
+def test_deepspeed_trains_on_two_gpus(features, tmp_path, launcher, stage):
     ds_config = f"ds_configs/zero{stage}_bf16.json"
     command = (*launcher, str(_port()), "launch/train.py", "--ds-config", ds_config)
     check(on_two_cards(features, tmp_path, *command), tmp_path, 2)
@@ -188,13 +188,13 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 @pytest.mark.parametrize(
     ("command", "replicate"), [(TORCHRUN, 1), (BIGDIT, 2)], ids=["torchrun, fsdp2", "bigdit train, hsdp"]
 )
-def test_fsdp2_trains_on_two_cards(features, tmp_path, command, replicate):
+def test_fsdp2_trains_on_two_gpus(features, tmp_path, command, replicate):
     overrides = (*FSDP2, f"strategy.dp_replicate={replicate}")
     check(on_two_cards(features, tmp_path, *command, overrides=overrides), tmp_path, 2)
 
 
 @pytest.mark.slow
-def test_more_processes_than_cards_are_a_line(features, tmp_path):
+def test_more_processes_than_gpus_are_a_line(features, tmp_path):
     done = launched(features, tmp_path, *BIGDIT, cards=1)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
@@ -224,7 +224,7 @@ sys.exit(main(json.loads(os.environ["ARGUMENTS"])))
 
 
 @pytest.mark.slow
-def test_cards_that_accelerate_was_to_leave_alone_are_refused(features, tmp_path):
+def test_gpus_that_accelerate_was_to_leave_alone_are_refused(features, tmp_path):
     overrides = (*TINY, *STEPS, *SINGLE, f"data.features={features}", f"output={tmp_path}")
     arguments = ["--config", str(DIGITS), *with_set(overrides)]
     done = on_card("a40", TRAINED, ARGUMENTS=json.dumps(arguments), ACCELERATE_USE_CPU="True")  # as accelerate says it
@@ -261,7 +261,7 @@ print(json.dumps(found))
 
 
 @pytest.mark.slow
-def test_every_optimizer_steps_on_a_card(features, tmp_path):
+def test_every_optimizer_steps_on_a_gpu(features, tmp_path):
     """In one process, one after another: each trains, and its state is there when it has stepped."""
     # CAME's confidence starts from zero, as published, so that its first steps are some ten times those of the others:
     # at the recipe's rate it diverges, on processors too.
