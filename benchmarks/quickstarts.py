@@ -43,7 +43,6 @@ MODELS = {
     "qwen-image": LORA,
     "z-image": LORA,
     "wan2.1-t2v-1.3b": LORA,
-    "wan2.1-t2v-14b": LORA,
     "wan2.2-ti2v-5b": LORA,
     "dit-xl-2": FULL,
 }
@@ -87,7 +86,7 @@ def answer(model: str, gpu: str, way: str) -> Answer:
         raise UserError(f"{' '.join(words)}: {done.stderr.strip().splitlines()[-1:]}")
     plan = json.loads(done.stdout)
     chosen = plan["chosen"]
-    speed = chosen["samples_per_second_per_card"]
+    speed = chosen["samples_per_second_per_gpu"]
     return Answer(
         model=model,
         gpu=gpu,

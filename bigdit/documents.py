@@ -53,24 +53,24 @@ def indexed_files(index: Path) -> list[Path]:
     return [index.parent / name for name in sorted(set(names.values()))]
 
 
-def read_file(path: Path, said: str, where_missing: str = "") -> bytes:
-    """The bytes of a file, named `said` in errors. Raises UserError, with the hint `where_missing`."""
+def read_file(path: Path, name: str, where_missing: str = "") -> bytes:
+    """The bytes of a file, named `name` in errors. Raises UserError, with the hint `where_missing`."""
     try:
         return read_bytes(path)
     except FileNotFoundError:
-        raise UserError(f"{said} does not exist{where_missing}") from None
+        raise UserError(f"{name} does not exist{where_missing}") from None
     except OSError as error:
-        raise UserError(f"{said} cannot be read: {error.strerror or error}") from None
+        raise UserError(f"{name} cannot be read: {error.strerror or error}") from None
 
 
-def read_mapping(path: Path, parse: Callable[[bytes], Any], said: str, expected: str) -> dict[str, Any]:
+def read_mapping(path: Path, parse: Callable[[bytes], Any], name: str, expected: str) -> dict[str, Any]:
     """The mapping in a file that `parse` reads. Raises UserError where it is missing, damaged, or no mapping."""
     try:
-        document = parse(read_file(path, said))
+        document = parse(read_file(path, name))
     except ValueError as error:
-        raise UserError(f"{said} is {error}") from None
+        raise UserError(f"{name} is {error}") from None
     if not isinstance(document, dict):
-        raise UserError(f"{said} should hold {expected}")
+        raise UserError(f"{name} should hold {expected}")
     return document
 
 

@@ -58,7 +58,7 @@ def prepare() -> None:
     # level when they are imported, by these.
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    # transformers draws a bar for each model that it loads, of many lines in a file.
+    # transformers shows a progress bar for each model that it loads, which fills many lines of a file.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     # diffusers speaks of its own renamed classes when PRXPipeline is made, and normalises queries in fp32 by weights in
     # bf16 (Krea 2, Kandinsky 5), of which torch says that no fused kernel does it.

@@ -71,7 +71,7 @@ def test_stable_diffusion_3_is_encoded_trained_and_sampled(tmp_path, pictures):
 
     done = bigdit("export", "--checkpoint", tmp_path / "run", "--out", tmp_path / "alone")
     assert done.stderr.splitlines()[0] == (
-        "note: the transformer is written, and no pipeline: "
+        "note: the transformer is written without a pipeline: "
         f"{tmp_path}/pipeline/model_index.json has no {CLASS} as its transformer"
     )
     index = tmp_path / "pipeline/model_index.json"

@@ -140,9 +140,9 @@ class MemoryBenchmark:
         asked = [
             (name, strategy, [self._request(strategy, size) for size in sorted(sizes)]) for name, strategy in strategies
         ]  # first: what cannot run is an error at once
-        with Cards(self._gpu, 1, expandable_segments=self.expandable_segments) as cards:
-            params = cards.attempt(asked[0][2][0], self._capacity(asked[0][1])).params
-            found = tuple(self._curve(cards, *each) for each in asked)
+        with Cards(self._gpu, 1, expandable_segments=self.expandable_segments) as runner:
+            params = runner.attempt(asked[0][2][0], self._capacity(asked[0][1])).params
+            found = tuple(self._curve(runner, *each) for each in asked)
         return MemoryBench(
             model=self.model.name,
             params=params,
@@ -152,8 +152,8 @@ class MemoryBenchmark:
             expandable_segments=self.expandable_segments,
             batch=asked[0][2][0].batch,
             curves=found,
-            build=cards.build,
-            versions=versions() | ({} if self._real else {"torch": cards.build.split()[0]}),
+            build=runner.build,
+            versions=versions() | ({} if self._real else {"torch": runner.build.split()[0]}),
         )
 
     def _request(self, strategy: Strategy, size: int) -> StepRequest:
@@ -166,12 +166,12 @@ class MemoryBenchmark:
     def _capacity(self, strategy: Strategy) -> int:
         return max(self._gpu.usable_bytes - self._non_torch(strategy).high_bytes, 1)
 
-    def _curve(self, cards: Cards, name: str, strategy: Strategy, requests: Sequence[StepRequest]) -> Curve:
+    def _curve(self, runner: Cards, name: str, strategy: Strategy, requests: Sequence[StepRequest]) -> Curve:
         points: list[Point] = []
         largest = None
         for request in requests:
             self.progress(f"{name}: micro-batch {request.strategy.micro_batch_size}")
-            points.append(self._point(cards, request))
+            points.append(self._point(runner, request))
             peaks = points[-1].peaks
             largest = request if peaks.fits else largest
             if peaks.ran_out is not None:
@@ -181,12 +181,12 @@ class MemoryBenchmark:
             strategy=strategy,
             points=tuple(points),
             left_out=tuple(request.strategy.micro_batch_size for request in requests[len(points) :]),
-            at_peak={} if largest is None else cards.profile(largest).ledger.at_peak,
+            at_peak={} if largest is None else runner.profile(largest).ledger.at_peak,
         )
 
-    def _point(self, cards: Cards, request: StepRequest) -> Point:
+    def _point(self, runner: Cards, request: StepRequest) -> Point:
         capacity, non_torch = self._capacity(request.strategy), self._non_torch(request.strategy)
-        emulated, ran, run = _emulated(cards.attempt(request, capacity)), None, None
+        emulated, ran, run = _emulated(runner.attempt(request, capacity)), None, None
         if self.own:
             limit, steps = (0 if self.limit_bytes is None else capacity), (self.steps if self._real else 0)
             try:

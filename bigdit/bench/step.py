@@ -77,8 +77,8 @@ def _predicted(request: StepRequest, meter: MemoryMeter) -> Attempt | None:
         return None
     try:
         gpu = catalog.resolve_gpu(meter.device_name)
-        with Cards(gpu, 1, expandable_segments=meter.expandable_segments) as cards:
-            return cards.attempt(request)
+        with Cards(gpu, 1, expandable_segments=meter.expandable_segments) as runner:
+            return runner.attempt(request)
     except (UserError, WorkerError) as error:
         log.notice(f"note: memory is not predicted: {error}")
         return None

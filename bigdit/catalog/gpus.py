@@ -293,19 +293,6 @@ def _scaled(rates: Tflops, share: float) -> Tflops:
     )
 
 
-WARP_SIZE = 32
-"""Threads that execute together, at every compute capability. Source: as of CAPABILITIES."""
-
-THREADS_PER_BLOCK = 1024
-"""The most threads of a block, at every compute capability. Source: as of CAPABILITIES."""
-
-REGISTERS = 65536
-"""Registers of 32 bits of a multiprocessor, and the most of a block, at every one here. Source: as of CAPABILITIES."""
-
-SHARED_PER_BLOCK_BYTES = 48 * KIB
-"""Shared memory that a block has without asking for more, at every one here. Source: as of CAPABILITIES."""
-
-
 class Capability(Strict):
     """Limits of one multiprocessor: resident `threads` and `blocks`, shared memory in bytes, and the part that one
     block may request (`shared_optin_bytes`). `cores`: its fp32 units."""

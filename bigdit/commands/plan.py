@@ -59,11 +59,11 @@ def run(
         others = [_with_gpus(number, asked) for number in _others(also_gpus, question.cluster.gpus, out)]
         return _plan(question, others, out, as_json)
     there = os.path.exists(config)  # else reading it raises the error
-    beside = {name: value for name, value in asked.items() if name not in BESIDE_A_RUN and value is not None}
-    if there and beside:
+    extra = {name: value for name, value in asked.items() if name not in BESIDE_A_RUN and value is not None}
+    if there and extra:
         from bigdit.search.of_run import instead
 
-        raise UserError(*(instead(name, value) for name, value in beside.items()))
+        raise UserError(*(instead(name, value) for name, value in extra.items()))
     if also_gpus is not None:
         raise UserError("--also-gpus needs --model, and --config was given; leave it out")
     return _plan_stages(config, overrides, {name: asked[name] for name in BESIDE_A_RUN}, out, as_json)

@@ -93,7 +93,7 @@ def main(arguments: Sequence[str]) -> int:
     """Answer as nvidia-smi does, with its exit status."""
     parser = _Parser(prog="nvidia-smi", description="nvidia-smi of an emulated GPU.", allow_abbrev=False)
     parser.add_argument("-L", "--list-gpus", action="store_true")
-    parser.add_argument("-i", "--id", metavar="CARDS", help="indices, UUIDs or bus ids")
+    parser.add_argument("-i", "--id", metavar="GPUS", help="indices, UUIDs or bus ids")
     parser.add_argument("--query-gpu", metavar="FIELDS", help=", ".join(GPU_FIELDS))
     parser.add_argument("--query-compute-apps", metavar="FIELDS", help=", ".join(APP_FIELDS))
     parser.add_argument("--format", metavar="csv[,noheader][,nounits]")

@@ -71,20 +71,26 @@ def load_from(kind: Any, key: str, folder: Path, **arguments: Any) -> Any:
     Raises UserError if it cannot be loaded, or weights are missing or have another shape: libraries would initialise
     them at random.
     """
-    model = issubclass(kind, torch.nn.Module)
-    more = {"use_safetensors": True, "output_loading_info": True} if model else {}
     try:
-        found = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **more, **arguments)
+        if not issubclass(kind, torch.nn.Module):
+            tokenizer = kind  # or an image processor; neither has weights
+            return tokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        model, info = kind.from_pretrained(
+            folder,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **arguments,
+        )
     except Exception as error:  # for unexpected files, the libraries raise any class
         raise UserError(f"{key}: {folder} cannot be loaded: {' '.join(str(error).split())}") from None
-    if not model:
-        return found
     for problem in ("missing_keys", "mismatched_keys"):
-        names = sorted(str(name) for name in found[1][problem])
+        names = sorted(str(name) for name in info[problem])
         if names:
             what = problem.removesuffix("_keys")
             raise UserError(f"{key}: {folder} has {how_many(len(names), f'{what} weight')}, the first {names[0]}")
-    return found[0].eval()
+    return model.eval()
 
 
 def weights_sample(folder: Path, dtype: str) -> str | None:

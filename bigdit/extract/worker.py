@@ -24,10 +24,9 @@ import torch
 
 from bigdit.config.data import EncodersConfig, frames_of
 from bigdit.die_with_parent import end_with_parent, undisturbed
-from bigdit.encoders.first_frame import FirstFrames
 from bigdit.encoders.latents import bucket_pixels
-from bigdit.encoders.load import Encoders, Turn, at_once, load_encoders
-from bigdit.encoders.protocol import ImageCodec, TextEncoder, to_unit_range
+from bigdit.encoders.load import Encoders, load_encoders
+from bigdit.encoders.protocol import to_unit_range
 from bigdit.errors import UserError
 from bigdit.extract.report import Stopwatch, UnitSpeed, append
 from bigdit.libraries import switched_on
@@ -118,17 +117,21 @@ def work(pipe: Connection, number: int, encoders: EncodersConfig, schema: StoreS
 def _work_through(pipe: Connection, root: Path, folder: Path, schema: StoreSchema, encoders: Encoders) -> None:
     """Encode each unit while the one before it is written."""
     committed: deque[UnitSpeed] = deque()  # filled by the writer's thread; only this thread uses the pipe
-    condition = encoders.text if schema.classes is None else Classes(schema.classes)
-    assert condition is not None
+    classes = None if schema.classes is None else Classes(schema.classes)
+
+    def on_progress(images: int, skipped: int) -> None:
+        pipe.send(Progress(images, skipped))
+
     with PartWriter(eight_bits=schema.text_encoder.get("stored") == "fp8") as writer:
         clock = _WriterClock()
         watch = Stopwatch()
         while (unit := _next_unit(pipe, committed)) is not None:
             path = part_path(root, unit.start, unit.end)
             _mark(folder / path.name)
-            on_images, first = lambda *counts: pipe.send(Progress(*counts)), encoders.first_frame
-            turn = encoders.of_images
-            encoded = encode_unit(unit.items, schema.buckets, encoders.image, condition, on_images, watch, first, turn)
+            encoding = UnitEncoder(
+                encoders, schema.buckets, classes, lambda *counts: pipe.send(Progress(*counts)), watch
+            )
+            encoded = encoding.encode(unit.items)
             speed = watch.stop(unit.start, unit.end, len(encoded.skipped), str(encoders.device))
             watch = Stopwatch()  # waiting for the writer counts for the next unit
             note = functools.partial(_note, root, folder.name, speed, clock, time.perf_counter(), committed)
@@ -178,42 +181,23 @@ OnImages = Callable[[int, int], None]
 """Called with the images encoded or skipped since the last call, and the number of skipped ones."""
 
 
-def encode_unit(
-    items: Sequence[Item],
-    buckets: Sequence[tuple[int, ...]],
-    codec: ImageCodec,
-    condition: TextEncoder | Classes,
-    on_progress: OnImages,
-    watch: Stopwatch | None = None,
-    first: FirstFrames | None = None,
-    turn: Turn = at_once,
-) -> Encoded:
-    """The features of `items`: latents, texts or classes, and with `first`, first frames. Unusable items are skipped.
+class UnitEncoder:
+    """Encodes the items of one unit: latents, texts or classes, and first frames. Unusable items are skipped.
 
-    All images are encoded before the captions, in the `turn` of their encoders. `watch` adds up the seconds of
-    `reading` and `encoding`.
+    All images are encoded before the captions, in the turn of their encoders. `watch` adds up the seconds of `reading`
+    and `encoding`.
     """
-    unit = _Unit(buckets, codec, condition, on_progress, watch or Stopwatch(), first, turn)
-    for item in items:
-        unit.take(item)
-    return unit.encoded()
-
-
-class _Unit:
-    """Images that wait for a full batch of their bucket, and the features of earlier ones."""
 
     def __init__(
         self,
+        encoders: Encoders,
         buckets: Sequence[tuple[int, ...]],
-        codec: ImageCodec,
-        condition: TextEncoder | Classes,
-        on_progress: OnImages,
-        watch: Stopwatch,
-        first: FirstFrames | None,
-        turn: Turn,
+        classes: Classes | None = None,
+        on_progress: OnImages = lambda images, skipped: None,
+        watch: Stopwatch | None = None,
     ) -> None:
-        self._buckets, self._codec, self._condition = buckets, codec, condition
-        self._on_progress, self._watch, self._first, self._turn = on_progress, watch, first, turn
+        self._encoders, self._buckets, self._classes = encoders, buckets, classes
+        self._on_progress, self._watch = on_progress, watch or Stopwatch()
         self._waiting: dict[tuple[int, ...], list[npt.NDArray[np.uint8]]] = defaultdict(list)
         self._latents: dict[Shape, list[torch.Tensor]] = defaultdict(list)
         self._frames: dict[Shape, list[dict[str, torch.Tensor]]] = defaultdict(list)
@@ -221,64 +205,68 @@ class _Unit:
         self._captions: dict[int, tuple[Caption, ...]] = {}
         self._names: dict[int, str] = {}
         self._contents: dict[int, tuple[int, int]] = {}
-        self._labels: dict[int, int] | None = {} if isinstance(condition, Classes) else None
+        self._labels: dict[int, int] = {}
         self._skipped: list[Skipped] = []
 
-    def take(self, item: Item) -> None:
-        """Read an item, and encode its bucket if a batch is full; or record that it is skipped."""
-        try:
-            with self._watch.at("reading"):
-                contents = item.read()
-                self._contents[item.index] = contents.digests()
-                sample = contents.sample()
-                bucket, pixels = bucket_pixels(sample.image, self._buckets, self._codec.color)
-                label = _number(sample, self._condition) if isinstance(self._condition, Classes) else None
-        except Unusable as error:
-            self._skipped.append(Skipped(item.index, item.name, str(error)))
-            self._on_progress(1, 1)
-            return
-        if self._labels is None or label is None:
-            self._captions[item.index], self._names[item.index] = sample.captions, item.name
-        else:
-            self._labels[item.index] = label
-        self._indices[self._codec.latent_shape(bucket)].append(item.index)
-        self._waiting[bucket].append(pixels)
-        if len(self._waiting[bucket]) * frames_of(bucket) >= self._codec.batch_size:
-            self._encode(bucket)
-
-    def _encode(self, bucket: tuple[int, ...]) -> None:
-        codec, first = self._codec, self._first
-        with self._watch.at("encoding"):
-            shown = torch.from_numpy(np.stack(self._waiting.pop(bucket)))
-            pixels = to_unit_range(shown)
-            shape = codec.latent_shape(bucket)
-            places = self._indices[shape][-len(pixels) :]
-            # Convolutions may return channels_last memory; files have rows of [C, H, W].
-            encoded = self._turn(lambda: codec.encode(pixels, places)).to("cpu", codec.stored_dtype).contiguous()
-            if first is not None:
-                self._frames[shape].append(self._turn(lambda: first.encode(shown)))
-        self._latents[shape].append(encoded)
-        self._on_progress(len(encoded), 0)
-
-    def encoded(self) -> Encoded:
-        """Encode the waiting images and then the captions; returns all features."""
+    def encode(self, items: Sequence[Item]) -> Encoded:
+        """The features of the items. Only call this once."""
+        for item in items:
+            self._take(item)
         for bucket in list(self._waiting):
             self._encode(bucket)
         distinct = list(dict.fromkeys(caption.text for each in self._captions.values() for caption in each))
+        text = self._encoders.text
         with self._watch.at("encoding"):
-            encoded = [] if isinstance(self._condition, Classes) else self._condition.encode(distinct)
+            encoded = [] if self._classes or text is None else text.encode(distinct)
         texts = dict(zip(distinct, encoded, strict=True))
+        frames = {shape: _joined(batches) for shape, batches in self._frames.items()}
         return Encoded(
             {shape: torch.cat(batches) for shape, batches in self._latents.items()},
             self._indices,
             self._captions,
             texts,
             self._skipped,
-            self._labels,
-            None if self._first is None else {shape: _joined(batches) for shape, batches in self._frames.items()},
+            self._labels if self._classes else None,
+            frames if self._encoders.first_frame else None,
             summed(self._cuts(texts)),
             self._contents,
         )
+
+    def _take(self, item: Item) -> None:
+        """Read an item, and encode its bucket if a batch is full; or record that it is skipped."""
+        codec = self._encoders.image
+        try:
+            with self._watch.at("reading"):
+                contents = item.read()
+                self._contents[item.index] = contents.digests()
+                sample = contents.sample()
+                bucket, pixels = bucket_pixels(sample.image, self._buckets, codec.color)
+                if self._classes:
+                    self._labels[item.index] = _number(sample, self._classes)
+        except Unusable as error:
+            self._skipped.append(Skipped(item.index, item.name, str(error)))
+            self._on_progress(1, 1)
+            return
+        if not self._classes:
+            self._captions[item.index], self._names[item.index] = sample.captions, item.name
+        self._indices[codec.latent_shape(bucket)].append(item.index)
+        self._waiting[bucket].append(pixels)
+        if len(self._waiting[bucket]) * frames_of(bucket) >= codec.batch_size:
+            self._encode(bucket)
+
+    def _encode(self, bucket: tuple[int, ...]) -> None:
+        codec, first, turn = self._encoders.image, self._encoders.first_frame, self._encoders.of_images
+        with self._watch.at("encoding"):
+            shown = torch.from_numpy(np.stack(self._waiting.pop(bucket)))
+            pixels = to_unit_range(shown)
+            shape = codec.latent_shape(bucket)
+            places = self._indices[shape][-len(pixels) :]
+            # Convolutions may return channels_last memory; files have rows of [C, H, W].
+            encoded = turn(lambda: codec.encode(pixels, places)).to("cpu", codec.stored_dtype).contiguous()
+            if first is not None:
+                self._frames[shape].append(turn(lambda: first.encode(shown)))
+        self._latents[shape].append(encoded)
+        self._on_progress(len(encoded), 0)
 
     def _cuts(self, texts: Mapping[str, Text]) -> Iterator[Cut]:
         """The cuts of each caption of each image."""

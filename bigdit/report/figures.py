@@ -66,7 +66,7 @@ def plot_timeline(
 ) -> None:
     """Draw what is allocated after each event, in multiples of `granularity`, to a PNG file.
 
-    `card_bytes` is a GPU's usable memory, drawn as a line. Raises UserError where the file cannot be written.
+    `gpu_bytes` is a GPU's usable memory, plotted as a line. Raises UserError where the file cannot be written.
     """
     figure = timeline_figure(timeline, title=title, gpu_bytes=gpu_bytes, granularity=granularity)
     with replacing(path) as temporary:
@@ -201,7 +201,6 @@ def _draw_limits(axes: Axes, timeline: Timeline, peak: int, peak_bytes: int, gpu
         )
 
 
-MOST_MARKERS = 12
 LINES = (
     (COLOURS["gradient"], "s"),
     (COLOURS["parameter"], "o"),

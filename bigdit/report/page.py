@@ -246,7 +246,7 @@ def _setting(plan: Plan, ran: Sequence[Estimate], chosen: Collection[str]) -> di
         "strategy": first.option,
         "words": {key: text for key, text in _words(first.strategy).items() if key in chosen},
         "nonTorch": first.non_torch.high_bytes,
-        "rooms": [{"card": title, "usable_bytes": nbytes} for title, nbytes in plan.same_kernels.items()],
+        "rooms": [{"gpu": title, "usable_bytes": nbytes} for title, nbytes in plan.same_kernels.items()],
         "hostMemory": question.host_memory_bytes,
         "hostAssumed": question.host_assumed,
         "points": [_point(each, plan) for each in ran],

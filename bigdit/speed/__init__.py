@@ -1,4 +1,1 @@
-"""How fast a GPU does what a step asks of it: kernels, launches, copies, collectives, as intervals.
-
-What a step does is counted in an attempt. Which strategies are timed, and what is made of it, is `search`.
-"""
+"""Seconds of a step as intervals: kernels, launches, copies, collectives. Attempts count the work of a step."""

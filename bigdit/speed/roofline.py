@@ -1,4 +1,4 @@
-"""What a GPU's kernels take: each operator's arithmetic or its bytes, whichever lasts longer (a roofline).
+"""Seconds of a GPU's kernels: each operator's arithmetic or its bytes, whichever takes longer (a roofline).
 
 Source of the model: Williams, Waterman & Patterson, "Roofline", CACM 52(4), 2009. The shares of a GPU's peak that
 kernels reach are intervals, each with where it was read; none is fitted to a measured training speed of the models
@@ -23,12 +23,11 @@ from bigdit.strategy import Precision
 Numbers = npt.NDArray[np.float64]
 
 HERE = "benchmarks/gpu_matrix.md"
-"""What operators took in training steps on an H100, measured there with torch 2.11, of the points that are not held
-out: what each of them took by torch's profiler beside the bytes and FLOPs that an attempt counts of it
-(`git show 8fa40eb:benchmarks/on_gpu/shares.py`)."""
+"""Times of operators in training steps on an H100 by torch's profiler (torch 2.11), without the held-out points,
+against the bytes and FLOPs that an attempt counts (`git show 8fa40eb:benchmarks/on_gpu/shares.py`)."""
 
 MEASURED = (9, 0)
-"""The compute capability of that GPU: its shares are those of its operators, not of others' whole runs."""
+"""The compute capability of that GPU, whose shares were measured per operator."""
 
 PRODUCTS = {
     (7, 0): Interval(low=0.30, high=0.85),
@@ -127,7 +126,7 @@ GROUPED = Interval(low=0.10, high=0.80)
 (pytorch/pytorch#91735), with the faster one assumed to reach 0.6 to 0.8."""
 
 LAUNCH_SECONDS = Interval(low=5e-6, high=50e-6)
-"""Of the host, for each operator it hands to the GPU: Python, dispatcher, autograd, launch.
+"""CPU time for each operator on the GPU: Python, dispatcher, autograd, launch.
 
 From 5 µs: "PyTorch op to kernel launch" and "Tensor core throughput at scale" (jiahuanglin.xyz, factryze.ai). To 50 µs:
 31 to 49 µs in small models on a virtual machine with 16 cores of a Xeon and Python 3.12 (HERE).
@@ -146,29 +145,29 @@ class Pace(NamedTuple):
     """How fast a GPU runs an operator: what it reaches of the peak `rate` (FLOPs a second), and how fast it is `moving`
     (bytes a second).
 
-    `beside`: how often what is moved comes on top of the arithmetic at the high end; 0 where both run at the same time.
+    `moves`: how many times the moved bytes are added to the arithmetic at the high end; 0 where both overlap.
     `kinds`: which part of a step it is where it computes, and where it only moves.
     """
 
     rate: float
     efficiency: Interval
     moving: Interval
-    beside: int
+    moves: int
     kinds: tuple[str, str]
 
 
 def kernel_seconds(load: Load, gpu: Gpu, precision: Precision) -> dict[str, Interval]:
     """Seconds of the GPU's kernels by kind: they run one after the other.
 
-    At the high end each call takes what a kernel takes at least, and what computes takes that beside: its first and
-    last tiles leave multiprocessors idle.
+    At the high end each call has the least time of a kernel. Kernels that compute have it in addition, because their
+    first and last tiles leave multiprocessors idle.
     """
     paces = _paces(load.operations.named, gpu, precision)
     calls, flops, nbytes = load.operations.numbers[paces.rows].T
     least, low, high = calls * KERNEL_SECONDS, nbytes / paces.moving[1], nbytes / paces.moving[0]
     arithmetic, computes = flops / paces.rate, flops > 0
     fastest, slowest = arithmetic / paces.efficiency[1], arithmetic / paces.efficiency[0]
-    computed = np.where(paces.beside > 0, slowest + paces.beside * high, np.maximum(slowest, high)) + least
+    computed = np.where(paces.moves > 0, slowest + paces.moves * high, np.maximum(slowest, high)) + least
     kinds = np.where(computes, paces.kinds[0], paces.kinds[1])
     seconds = np.maximum(fastest, low), np.where(computes, computed, np.maximum(high, least))
     lows, highs = (np.bincount(kinds, weights=each, minlength=len(KINDS)).tolist() for each in seconds)
@@ -183,7 +182,7 @@ class _Paces(NamedTuple):
     rate: Numbers
     efficiency: Numbers
     moving: Numbers
-    beside: Numbers
+    moves: Numbers
     kinds: Rows
 
 
@@ -201,14 +200,14 @@ def _paces(named: Keys[Operation], gpu: Gpu, precision: Precision) -> _Paces:
         rate=np.array([each.rate for each in found]),
         efficiency=bounds([each.efficiency for each in found]),
         moving=bounds([each.moving for each in found]),
-        beside=np.array([each.beside for each in found]),
+        moves=np.array([each.moves for each in found]),
         kinds=np.array([[KINDS.index(kind) for kind in each.kinds] for each in found], np.intp).reshape(len(rows), 2).T,
     )
 
 
 def _pace(operation: Operation, gpu: Gpu, precision: Precision) -> Pace:
     rate, measured = _rate(operation, gpu, precision), gpu.compute_capability == MEASURED
-    efficiency, moving, beside = _efficiency(operation, gpu, rate), BANDWIDTH, 0
+    efficiency, moving, moves = _efficiency(operation, gpu, rate), BANDWIDTH, 0
     if measured:
         moving = OPTIMIZER_MEASURED if "_fused_adam" in operation.operator else BANDWIDTH_MEASURED
     if operation.operator.endswith("(grouped)"):
@@ -217,12 +216,12 @@ def _pace(operation: Operation, gpu: Gpu, precision: Precision) -> Pace:
         moving = GROUPED_MEASURED if measured else GROUPED
     elif measured and _is_attention(operation):
         # Where texts are short, it reads and writes as long as it computes.
-        beside = 1
+        moves = 1
     elif "convolution" in operation.operator and not (measured and operation.dtype != "float32"):
         # cuDNN's kernels for tensor cores want channels last, and convert what comes otherwise: read and written
         # once more.
-        beside = 2
-    return Pace(rate, efficiency, moving * (gpu.bandwidth_gbs * 1e9), beside, _kinds(operation))
+        moves = 2
+    return Pace(rate, efficiency, moving * (gpu.bandwidth_gbs * 1e9), moves, _kinds(operation))
 
 
 def _rate(operation: Operation, gpu: Gpu, precision: Precision) -> float:
@@ -257,8 +256,8 @@ def _efficiency(operation: Operation, gpu: Gpu, rate: float) -> Interval:
 
 def _attention_measured(operation: Operation) -> Interval:
     """By the size of the heads, which stands behind the operator's name."""
-    said = re.search(r"\(heads of (\d+)\)$", operation.operator)
-    size = int(said[1]) if said else 128
+    match = re.search(r"\(heads of (\d+)\)$", operation.operator)
+    size = int(match[1]) if match else 128
     if size <= 64:
         return SMALL_HEADS_MEASURED * (size / 64)
     return ATTENTION_MEASURED * (size / (-(-size // 128) * 128))

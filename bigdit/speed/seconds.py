@@ -1,4 +1,5 @@
-"""GPUs, intervals, the seconds of a step, and how measured steps move predicted ones."""
+"""Times of a step as intervals: the GPUs of a run, parts of a step, kernel launches, and calibration by measured
+steps."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from bigdit.strategy import Strict
 
 
 class Cluster(Strict):
-    """The GPUs of the run: `gpus` of them, `gpus_per_node` in a machine, machines joined by `network_gbs`.
+    """The `gpus` of a run, `gpus_per_node` in each machine.
 
     `network_gbs`: 10⁹ bytes per second that one machine sends while it receives as much.
     """
@@ -35,7 +36,7 @@ class Cluster(Strict):
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Between `low` and `high`, both possible; its unit is its holder's. A search makes tens of thousands of them."""
+    """A range from `low` to `high`, both possible. A search makes tens of thousands of them."""
 
     low: NonNegativeFloat
     high: NonNegativeFloat
@@ -72,8 +73,8 @@ PARTS = (
     "collectives",
     "copies to and from CPU memory",
 )
-"""Where the seconds go. `launches` are those in which the GPU waits for the next kernel; `host` is what the host's
-cores compute: optimizer and average that were moved there."""
+"""Parts of a step's seconds. `launches`: the GPU waits for the next kernel. `CPU`: optimizer and EMA that run on its
+cores."""
 
 NO_TIME = Interval(low=0, high=0)
 
@@ -81,9 +82,9 @@ NO_TIME = Interval(low=0, high=0)
 class StepTime(Strict):
     """Seconds of one optimizer step on every GPU of the cluster.
 
-    `parts` (of PARTS) add up to `seconds`, low to low and high to high. What can run at the same time as kernels
-    (launches, collectives, copies) counts in the low bound only by what lasts beyond them, in the high bound whole.
-    `launches`: all of them, whether the GPU waits or not, as no receipt has moved them.
+    `parts` (of PARTS) add up to `seconds`, low to low and high to high. Launches, collectives and copies can overlap
+    with kernels: the low bound has only what lasts beyond them, the high bound all of it. `launches`: all launches,
+    also overlapped ones, without calibration.
     """
 
     seconds: Interval
@@ -92,7 +93,7 @@ class StepTime(Strict):
 
 
 LAUNCHED_SECONDS = Interval(low=5e-6, high=45e-6)
-"""Of the host, for each launch that an emulated GPU counts: Python, dispatcher, autograd, launch.
+"""CPU time for each launch that an emulated GPU counts: Python, dispatcher, autograd, launch.
 
 Low: as LAUNCH_SECONDS in roofline.py. High: the time per launch of steps on an H100 with a virtual machine's Xeon whose
 kernels filled 23 to 68 %: 26 µs (dit-b-4), 27 (Sana with ZeRO-2), 44 (pixart-alpha 256), an upper bound of the CPU
@@ -109,7 +110,7 @@ class Launches:
 
 
 def launches_of(launched: Mapping[str, Launched], micro_batches: int) -> Launches | None:
-    """From what a step of so many micro-batches had an emulated GPU do, by phase; None where none was counted."""
+    """Launches from the counts of an emulated step, by phase; None where none were counted."""
     if not launched:
         return None
     step = sum(each.launches for phase, each in launched.items() if phase in ("step", "ema"))
@@ -134,9 +135,9 @@ def bound(waits: Interval, seconds: Interval) -> Literal["yes", "possible", "no"
 
 
 class StepRatio(Strict):
-    """`count` measured steps took `ratio` times (their median) the middle of the prediction.
+    """`count` measured steps of one GPU took `ratio` (their median) times the middle of the prediction.
 
-    `spread`: how far the farthest of them was from the median, as a logarithm. `source` says all that in words.
+    `spread`: the largest distance from the median, as a logarithm. `source`: the same as text.
     """
 
     ratio: PositiveFloat
@@ -145,11 +146,10 @@ class StepRatio(Strict):
     source: str
 
     def applied(self, parts: Mapping[str, Interval]) -> dict[str, Interval]:
-        """The parts of a step, moved and narrowed alike, so that they still add up.
+        """The parts of a step, all moved and narrowed in the same way, so that they still add up.
 
-        Intervals are of ratios: of half-width w (the logarithm of high to middle), the total keeps the spread of
-        what was measured and 1/(count + 1) of w, as a prior counts beside `count` observations, and never more
-        than w.
+        Of its half-width w (the logarithm of high to middle) the total keeps the measured spread and 1/(count + 1)
+        of w, as a prior with `count` observations, but never more than w.
         """
         total = sum(parts.values(), Interval(low=0, high=0))
         if total.middle == 0:

@@ -32,9 +32,9 @@ def step_time(
 ) -> StepTime:
     """Seconds of a step that does `work` on each `gpu` of `cluster`.
 
-    Of `strategy` counts the precision, grad_accum_steps (whatever the attempt had) and HSDP's groups. Reading data,
-    checkpoints and validation are not in it. `calibration` moves and narrows the interval to what was measured;
-    `launches` were counted where the step ran on an emulated GPU, and else are the operators.
+    Of `strategy` only precision, grad_accum_steps and HSDP's groups count. Data, checkpoints and validation are not
+    included. `calibration` moves and narrows the interval by measured steps. `launches`: counted on an emulated GPU;
+    None: one for each operator.
     """
     micro_batches = (work.micro * strategy.grad_accum_steps + work.last).clamped()
     parts = dict.fromkeys(PARTS, NO_TIME)
@@ -60,8 +60,8 @@ def _stage(load: Load, launches: Interval, strategy: Strategy, gpu: Gpu, cluster
     kernels = kernel_seconds(load, gpu, strategy.precision)
     host = host_seconds(load, cluster)
     overlapping = {
-        # One thread computes on the host and launches, so that both together hide behind the GPU's work.
-        "host": host,
+        # One thread computes on the CPU and launches, so both together hide behind the GPU's work.
+        "CPU": host,
         "launches": launches,
         "collectives": exchange_seconds(load, strategy, gpu, cluster),
         "copies to and from CPU memory": copy_seconds(load, gpu),
@@ -113,7 +113,7 @@ HOST_LINK = Interval(low=0.40, high=0.85)
 """Share of the link to CPU memory that copies of page-locked memory reach.
 
 Peaks: 12 of 15.8 GB/s (V100) and 25 of 31.5 (A100), both measured (ZaidQureshi/bam#54). Low is for GPUs that share
-a root port or the host's memory: assumed.
+a root port or CPU memory: assumed.
 """
 
 HOST_MEMORY = Interval(low=40e9, high=300e9)
@@ -135,7 +135,7 @@ def exchange_seconds(load: Load, strategy: Strategy, gpu: Gpu, cluster: Cluster)
 
 
 def copy_seconds(load: Load, gpu: Gpu) -> Interval:
-    """Seconds of copies between GPU and host: both ways at once in the low bound."""
+    """Seconds of copies between GPU and CPU memory: both ways at once in the low bound."""
     there, back, peak = load.at("to device").nbytes, load.at("to host").nbytes, gpu.host_gbs * 1e9
     return Interval(low=HOST_LINK.per(max(there, back) / peak).low, high=HOST_LINK.per((there + back) / peak).high)
 

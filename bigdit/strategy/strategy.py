@@ -242,7 +242,7 @@ def _deepspeed_values(strategy: Strategy) -> Values:
         "gradient_clipping": (strategy.gradient_clipping or 0.0, "gradient_clipping"),
         **{name: (strategy.precision == name, "precision") for name in PRECISIONS},
         # Our optimizers are torch's and bitsandbytes'. DeepSpeed's list of tested ones knows only some by class. With
-        # offload it wants its DeepSpeedCPUAdam, which compiles for a minute; torch's fused AdamW steps on the CPU too.
+        # offload it needs its DeepSpeedCPUAdam, which compiles for a minute; torch's fused AdamW steps on the CPU too.
         "zero_allow_untested_optimizer": (True, "optimizer"),
         "zero_force_ds_cpu_optimizer": (False, "optimizer"),
     }

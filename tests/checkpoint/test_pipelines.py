@@ -151,7 +151,7 @@ def test_of_a_damaged_pipeline_the_transformer_alone_is_written(damage, why, pip
     damage(pipeline)
     export_command.run(output, tmp_path / "out")
     note, wrote = capfd.readouterr().err.splitlines()
-    assert note.startswith("note: the transformer is written, and no pipeline: ")
+    assert note.startswith("note: the transformer is written without a pipeline: ")
     assert f"{pipeline}{why}" in note
     assert wrote.startswith("wrote ")
     assert names(tmp_path / "out") == {"transformer"}

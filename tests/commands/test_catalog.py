@@ -66,7 +66,7 @@ def test_what_is_in_the_way_of_extraction_is_said(monkeypatch):
     shown = json.loads(options(models.run, "--json").stdout)
     elsewhere = {m["spec"]["name"]: m["extract_obstacle"] for m in shown if not m["extractable"]}
     assert elsewhere.keys() == {"cogview4-6b"}
-    assert "glm-4-9b, of whose pipeline `bigdit extract` has no recipe" in elsewhere["cogview4-6b"]
+    assert "cannot encode the text of its encoder glm-4-9b" in elsewhere["cogview4-6b"]
     assert not [m for m in shown if m["extractable"] and m["extract_obstacle"]]
 
 
@@ -165,7 +165,7 @@ def test_a_filter_that_finds_nothing():
     ):
         gpus.run(min_memory="big")
     with pytest.raises(
-        UserError, match=r"^--min-memory: 24MB is 22.89 MiB, and machines and cards have 1 GiB to .*mean 24GiB\?$"
+        UserError, match=r"^--min-memory: 24MB is 22.89 MiB, and machines and GPUs have 1 GiB to .*mean 24GiB\?$"
     ):
         gpus.run(min_memory="24MB")
 

@@ -145,7 +145,7 @@ def test_python_asks_as_the_command_does():
         "import inspect\n"
         "print(*inspect.signature(bigdit.plan).parameters)\n"
         "assert inspect.signature(bigdit.plan).return_annotation == 'Plan'\n"
-        "assert bigdit.plan.__doc__.startswith('The plan that')\n"
+        "assert bigdit.plan.__doc__.startswith('The plan for')\n"
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run(
@@ -182,7 +182,7 @@ def test_a_run_with_stages_has_a_plan_of_each_by_which_it_trains(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[-1] == f"to train with it: bigdit train --config {plans}/run.yaml"
-    assert done.stdout.count("add --images to see how long it takes") == 2
+    assert done.stdout.count("unknown; add --images") == 2
     done = bigdit("train", "--config", plans / "run.yaml", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "the plan is for another strategy" not in done.stderr
@@ -289,7 +289,7 @@ def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
         ),
         (
             [*TINY, "--out", "plan", "--engine", "single", "--also-gpus", "2"],
-            "--engine single runs on one GPU, and --also-gpus says 2; use --engine zero1, zero2, zero3 or fsdp2, or "
+            "--engine single runs on one GPU, and --also-gpus has 2; use --engine zero1, zero2, zero3 or fsdp2, or "
             "leave it out",
         ),
         (

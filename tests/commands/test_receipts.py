@@ -72,7 +72,7 @@ def test_they_are_compared_with_an_emulated_gpu(folder):
     assert "0 of 1 step inside the estimated interval; ! marks those outside" in done.stdout
     assert "0.100 s !" in done.stdout
     assert "plans for this GPU have" in done.stdout
-    assert "their speed is calibrated by" in done.stdout
+    assert "their speed is calibrated:" in done.stdout
     assert "note: receipts of Nobody's Card are left out: " in done.stderr
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
 

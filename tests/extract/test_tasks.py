@@ -82,9 +82,9 @@ def test_what_an_engine_lacks_is_said_before_encoding(pictures, tmp_path, monkey
         extract(*configured(pictures, tmp_path / "f"), engine=Slurm(1, {}))
     with pytest.raises(UserError, match=r"--resource: submitit rejects it: .*partiton"):
         extract(*configured(pictures, tmp_path / "f"), engine=Slurm(1, {"cluster": "local", "partiton": "gpu"}))
-    with pytest.raises(UserError, match="cluster=lsf was asked, and slurm or local was expected"):
+    with pytest.raises(UserError, match="cluster=lsf is neither slurm nor local"):
         extract(*configured(pictures, tmp_path / "f"), engine=Slurm(1, {"cluster": "lsf"}))
-    with pytest.raises(UserError, match=r"--resource: a Ray task has no num_gpu; did you mean num_gpus"):
+    with pytest.raises(UserError, match=r"--resource: a Ray task has no option num_gpu; did you mean num_gpus"):
         extract(*configured(pictures, tmp_path / "f"), engine=Ray(1, {"num_gpu": 1}))
 
 

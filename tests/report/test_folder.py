@@ -154,7 +154,7 @@ def test_a_users_model_is_paired_with_the_encoders_in_its_folder(made, tmp_path)
     changed(folder / "vae/config.json", _class_name="AutoencoderOfMine")  # the plan is of another VAE
     text = skeleton(of_model(made, user_model(folder)))
     assert yaml.safe_load(text)["encoders"]["image"]["path"] == "path/to/SanaPipeline/vae"
-    assert f"# The plan is of dc-ae-f32c32-sana: the VAE of {folder} is not known here, or there is none.\n" in text
+    assert f"# The plan assumes dc-ae-f32c32-sana: the VAE of {folder} is unknown or missing.\n" in text
 
 
 def test_a_model_of_classes_is_run_by_folders_of_classes(made, tmp_path):
@@ -232,7 +232,7 @@ def test_what_is_assumed_of_a_users_model_is_said_where_its_encoders_are_filled_
     file.write_text(json.dumps({"_class_name": alpha.class_name} | alpha.kwargs))
     text = skeleton(of_model(made, user_model(file)))
     said = "the VAE (sd-vae-ft, 8 × 8 pixels a latent) and 120 text tokens, taken from pixart-alpha-xl-2-512"
-    assert f"# Not verified of mine: {said}.\n" in text
+    assert f"# Not verified for mine: {said}.\n" in text
     assert yaml.safe_load(text)["encoders"]["text"] == {"pipeline": "path/to/pipeline", "max_tokens": 120}
 
 
@@ -306,7 +306,7 @@ def test_what_no_plan_wrote_is_not_deleted(made, tmp_path):
     write_plan(made, folder)
     (folder / "notes").mkdir()
     assert refused(made, folder) == (
-        f"--out: {folder} holds notes, which no plan wrote and a new one would delete; move it, or name another folder"
+        f"--out: {folder} holds notes, which a new plan would delete; move it, or name another folder"
     )
     assert refused(made, tmp_path / "weights.bin") == f"--out: {tmp_path}/weights.bin is a file; name a folder"
     assert refused(made, tmp_path / "weights.bin/plan").startswith(f"--out: cannot write {tmp_path}/weights.bin/plan: ")

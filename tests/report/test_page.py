@@ -126,7 +126,7 @@ def test_on_a_narrow_screen_nothing_is_lost(shown):
 def test_the_cards_mark_has_room_on_a_narrow_screen(percent):
     """400 pixels less the margins of page and section, of which the mark takes 16 letters of 0.85 rem."""
     template = (ROOT / "bigdit/report/templates/plan.html").read_text()
-    after = percent < int(re.search(r"card_line < (\d+)", template)[1])
+    after = percent < int(re.search(r"gpu_line < (\d+)", template)[1])
     width, mark = 400 - 2 * (10 + 14 + 1), len("usable 44.35 GiB") * 0.85 * 16 * 0.6
     line = width * percent / 100
     assert line + 8 + mark <= width if after else line - 6 - mark >= 0

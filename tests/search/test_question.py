@@ -82,12 +82,12 @@ def test_the_host_is_this_machine_s_or_the_usual_one(monkeypatch):
     assert question_for("sana-1600m", "a40").host_assumed
     assert not question_for("sana-1600m", "a40", host_memory="96GiB").host_assumed
     for slip, said in (
-        ("0GiB", "0GiB is 0 B, and machines and cards have 1 GiB to 1024 TiB"),
-        ("64B", "64B is 64 B, and machines and cards have 1 GiB to 1024 TiB; did you mean 64GiB?"),
-        ("512 MB", "512 MB is 0.48 GiB, and machines and cards have 1 GiB to 1024 TiB; did you mean 512GiB?"),
+        ("0GiB", "0GiB is 0 B, and machines and GPUs have 1 GiB to 1024 TiB"),
+        ("64B", "64B is 64 B, and machines and GPUs have 1 GiB to 1024 TiB; did you mean 64GiB?"),
+        ("512 MB", "512 MB is 0.48 GiB, and machines and GPUs have 1 GiB to 1024 TiB; did you mean 512GiB?"),
         (
             "64000TB",
-            "64000TB is 59604644.78 GiB, and machines and cards have 1 GiB to 1024 TiB; did you mean 64000GiB?",
+            "64000TB is 59604644.78 GiB, and machines and GPUs have 1 GiB to 1024 TiB; did you mean 64000GiB?",
         ),
     ):
         assert problems(host_memory=slip) == (f"--host-memory: {said}",)
@@ -203,7 +203,7 @@ def test_sizes_read_as_they_are_written(sizes):
         ),
         (
             {"gpu": "8xA40"},
-            "--gpu '8xA40' is not in the catalogue: how many cards there are, --gpus says; nearest: a40",
+            "--gpu '8xA40' is not in the catalogue: it is a number of GPUs: use --gpus; nearest: a40",
         ),
         ({"model": "no/config.json"}, "--model: no/config.json does not exist; a diffusers config.json was expected"),
         ({"gpus": 0}, "--gpus is 0, and 1 or more was expected"),
@@ -219,7 +219,7 @@ def test_sizes_read_as_they_are_written(sizes):
         ({"images": "0.5"}, "--images expects a number such as 250000, 1.5k or 30M, and '0.5' was found"),
         (
             {"receipts": "no/such"},
-            "--receipts: no/such is no folder; one with receipts, as training writes them, was expected",
+            "--receipts: no/such is no folder; one with receipts of training was expected",
         ),
         (
             {"host_memory": "64"},

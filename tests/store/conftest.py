@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from bigdit.config.data import IdentityCodec, TextEncoderConfig
-from bigdit.encoders.load import load_image_codec
+from bigdit.encoders.load import Encoders, load_image_codec
 from bigdit.encoders.t5 import T5TextEncoder
-from bigdit.extract.worker import encode_unit
+from bigdit.extract.worker import UnitEncoder
 from bigdit.sources.folder import ImageFolder
 from bigdit.store.part import part_path, write_part
 from bigdit.store.schema import StoreSchema, claim, part_identity, store_identity
@@ -63,7 +64,7 @@ def fill(pictures, codec, text_encoder):
         write_null_text(root, text_encoder.null, store_identity(schema))
         for start, end in schema.ranges():
             items = ImageFolder(pictures).items(start, end)
-            encoded = encode_unit(items, BUCKETS, codec, text_encoder, lambda *_: None)
+            encoded = UnitEncoder(Encoders(codec, text_encoder, torch.device("cpu")), BUCKETS).encode(items)
             write_part(part_path(root, start, end), encoded, identity=part_identity(schema, start))
 
     return make

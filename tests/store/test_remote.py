@@ -176,7 +176,7 @@ def test_urls_are_known_behind_paths():
 
 def test_extraction_into_a_url_is_refused(tmp_path):
     run = load_run(DIGITS, [f"data.images={tmp_path}", "data.features=s3://b/x"])
-    with pytest.raises(UserError, match=r"s3://b/x is read, and not extracted to; extract into a folder"):
+    with pytest.raises(UserError, match=r"extraction cannot write to s3://b/x; extract into a folder"):
         extract(run, model_spec(run.model))
 
 

@@ -12,12 +12,12 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from bigdit.config.data import VaeCodec
-from bigdit.encoders.load import load_image_codec
+from bigdit.encoders.load import Encoders, load_image_codec
 from bigdit.encoders.protocol import to_bytes, to_unit_range
 from bigdit.errors import UserError
 from bigdit.extract.report import store_report
 from bigdit.extract.verify import verify
-from bigdit.extract.worker import encode_unit
+from bigdit.extract.worker import UnitEncoder
 from bigdit.sources.folder import ImageFolder
 from bigdit.store import FeatureStore
 from bigdit.store.header import read_header
@@ -63,7 +63,7 @@ def test_a_vaes_latents_are_kept_in_bfloat16(tmp_path, pictures, schema, text_en
     one_part = schema.model_copy(update={"codec": codec.identity, "sources": [{"count": 4}]})
     claim(root, one_part)
     write_null_text(root, text_encoder.null, store_identity(one_part))
-    encoded = encode_unit(items, schema.buckets, codec, text_encoder, lambda *_: None)
+    encoded = UnitEncoder(Encoders(codec, text_encoder, torch.device("cpu")), schema.buckets).encode(items)
     write_part(part_path(root, 0, 4), encoded, identity=part_identity(one_part, 0))
     store = FeatureStore.open(root)
     latents, _, indices = store.read((4, 8, 12), [1])

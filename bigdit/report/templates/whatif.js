@@ -40,7 +40,7 @@ const sizesOf = (setting, key) => distinct(setting.points.map((point) => point[F
 // The chosen point, or the nearest one that ran: the slider that was not moved gives way.
 function answer() {
   const setting = given.settings.find((each) => each.strategy === asked.strategy) ?? given.settings[0];
-  const room = setting.rooms.find((each) => each.card === asked.gpu) ?? setting.rooms[0];
+  const room = setting.rooms.find((each) => each.gpu === asked.gpu) ?? setting.rooms[0];
   let points = setting.points;
   for (const key of Object.keys(FIELDS).sort((a, b) => (b === moved) - (a === moved))) {
     const size = nearest(points.map((point) => point[FIELDS[key]]), asked[key]);
@@ -48,7 +48,7 @@ function answer() {
   }
   const [point] = points;
   const sizes = { "micro-batch": point.micro_batch_size, blocks: point.checkpointed_blocks };
-  asked = { strategy: setting.strategy, ...sizes, gpu: room.card };
+  asked = { strategy: setting.strategy, ...sizes, gpu: room.gpu };
   return { setting, room, point };
 }
 
@@ -94,7 +94,7 @@ function showAsked({ setting, room }) {
     const alike = given.settings.filter((each) => before.every((name) => each.words[name] === setting.words[name]));
     fill(at(key), distinct(alike.map((each) => each.words[key])), setting.words[key]);
   });
-  fill(at("gpu"), setting.rooms.map((each) => each.card), room.card);
+  fill(at("gpu"), setting.rooms.map((each) => each.gpu), room.gpu);
   for (const key of Object.keys(FIELDS)) slide(at(key), sizesOf(setting, key), asked[key]);
 }
 
@@ -106,7 +106,7 @@ function showVerdict({ setting, point, room }) {
   const needs = `needs ${between(process.low_bytes, process.high_bytes)} of ${gib(room.usable_bytes)} usable`;
   const rest = left >= 0 ? `${gib(left)} left` : `${gib(-left)} too much`;
   const cpu = `; ${gib(point.host_bytes)} of CPU memory per machine, of ${gib(setting.hostMemory)}`;
-  const how = `${room === own ? "ran" : "by the bytes that it took"} on an emulated ${own.card}`;
+  const how = `${room === own ? "ran" : "by the bytes that it took"} on an emulated ${own.gpu}`;
   at("verdict").className = `verdict ${CLASSES[verdict]}`;
   at("verdict").querySelector("strong").textContent = verdict;
   at("verdict").querySelector("span").textContent =
@@ -166,7 +166,7 @@ function showFacts({ setting, point, room }) {
     ["CPU memory", gib(point.host_bytes), `of ${gib(setting.hostMemory)} ${machine}`],
   ];
   const speed = point.samples_per_second_per_gpu;
-  if (room === setting.rooms[0]) facts.push([`${given.samples}/s per GPU`, speed, room.card]);
+  if (room === setting.rooms[0]) facts.push([`${given.samples}/s per GPU`, speed, room.gpu]);
   const pairs = facts.map(([name, value, more]) => {
     const pair = document.createElement("div");
     pair.append(made("dt", name), made("dd", value), made("dd", more));
