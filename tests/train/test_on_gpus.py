@@ -230,8 +230,8 @@ def test_gpus_that_accelerate_was_to_leave_alone_are_refused(features, tmp_path)
     done = on_card("a40", TRAINED, ARGUMENTS=json.dumps(arguments), ACCELERATE_USE_CPU="True")  # as accelerate says it
     assert done.returncode == 1, done.stdout + done.stderr
     assert done.stderr.splitlines()[-1] == (
-        "error: accelerate was asked for --cpu (ACCELERATE_USE_CPU), and runs take the cards that they see; leave it "
-        "out, or hide the cards: CUDA_VISIBLE_DEVICES="
+        "error: accelerate was asked for --cpu (ACCELERATE_USE_CPU), and runs take the GPUs that they see; leave it "
+        "out, or hide the GPUs: CUDA_VISIBLE_DEVICES="
     )
 
 

@@ -172,7 +172,7 @@ def test_what_cannot_be_kept_ends_the_run_in_a_line(mixed, tmp_path, engine):
     assert "Exception in thread" not in done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert f"error: step {step + 1} ran out of memory on rank " in line
-    assert f"and what to go on with is not kept: cannot write {tmp_path}/{FILE}: " in line
+    assert f"and the smaller strategy cannot be kept: cannot write {tmp_path}/{FILE}: " in line
     assert (tmp_path / "checkpoints/latest").read_text() == f"step-{step:08}\n"
 
 
