@@ -29,8 +29,8 @@ from bigdit import libraries
 from bigdit.catalog.resolve import model_spec
 from bigdit.config import RunConfig, load_run
 from bigdit.encoders.latents import bucket_pixels
-from bigdit.encoders.load import load_text_encoder
-from bigdit.encoders.protocol import load_image_codec, to_unit_range
+from bigdit.encoders.load import load_image_codec, load_text_encoder
+from bigdit.encoders.protocol import to_unit_range
 from bigdit.extract.extract import extract
 from bigdit.extract.job import encode_in_workers
 from bigdit.extract.report import read_units, worker_speed
