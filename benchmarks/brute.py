@@ -27,7 +27,7 @@ from emulated import non_torch, step_of
 from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.files import write_text
 from bigdit.profile.attempt import UNLIMITED, Attempt, StepRequest, request_for
-from bigdit.profile.cards import Cards, Row
+from bigdit.profile.gpus import EmulatedGpus, Row
 from bigdit.search.answer import make_plan
 from bigdit.search.ask import question_for
 from bigdit.search.calibration import UNPROVED
@@ -105,7 +105,7 @@ class Way:
 class Space:
     """All strategies of a question, on emulated GPUs."""
 
-    def __init__(self, question: Question, cards: Cards) -> None:
+    def __init__(self, question: Question, cards: EmulatedGpus) -> None:
         self.question, self.cards = question, cards
         self.failed: dict[str, None] = {}
 
@@ -248,7 +248,7 @@ def prove(asked: dict[str, Any], *, quick: bool) -> Proof:
     """Run all strategies of a question, and make its plan; `quick`: those of the first group in which anything fits."""
     began = time.perf_counter()
     question = question_for(**asked, buckets="none")
-    with Cards(question.gpu) as cards:
+    with EmulatedGpus(question.gpu) as cards:
         space = Space(question, cards)
         ways = space.ways()
         ran: list[Ran] = []

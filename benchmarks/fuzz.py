@@ -233,7 +233,7 @@ def unanswered() -> Iterator[None]:
     sound = UserError(SOUND)
     with (
         patch("bigdit.search.answer.make_plan", side_effect=sound),
-        patch("bigdit.profile.cards.Cards", side_effect=sound),
+        patch("bigdit.profile.gpus.EmulatedGpus", side_effect=sound),
         patch("bigdit.bench.memory.MemoryBenchmark.curves", side_effect=sound),
         patch("bigdit.bench.step.bench_step", side_effect=sound),
     ):

@@ -23,7 +23,7 @@ from bigdit.config.load import parse_strategy
 from bigdit.errors import UserError, guard
 from bigdit.files import write_json, write_text
 from bigdit.profile.attempt import Attempt, StepRequest, request_for
-from bigdit.profile.cards import Cards, Row
+from bigdit.profile.gpus import EmulatedGpus, Row
 from bigdit.strategy import Strict
 
 HERE = Path(__file__).parent
@@ -108,14 +108,14 @@ def ran(asked: Sequence[Cell], card: catalog.Gpu, gpus: int) -> Iterator[Cell]:
     """The cells of a GPU, with all that was not known. The search for the next cell begins at the last one's size."""
     beside_bytes = non_torch(parse_strategy([strategy("full", gpus)]), card).high_bytes
     guess = dict.fromkeys(MODELS, 1)
-    with Cards(card) as cards:
+    with EmulatedGpus(card) as cards:
         for cell in asked:
             known = cell if cell.searched else searched(cards, cell, guess[cell.model], beside_bytes)
             guess[cell.model] = max(known.largest or 0, 1)
             yield known if known.whole else curved(cards, known, beside_bytes)
 
 
-def searched(cards: Cards, cell: Cell, guess: int, beside_bytes: int) -> Cell:
+def searched(cards: EmulatedGpus, cell: Cell, guess: int, beside_bytes: int) -> Cell:
     """The cell with its largest size. The search begins at the guess."""
     card = catalog.resolve_gpu(cell.gpu)
     cards.unanswered.clear()
@@ -124,7 +124,7 @@ def searched(cards: Cards, cell: Cell, guess: int, beside_bytes: int) -> Cell:
     return cell.model_copy(update={"largest": largest, "why": next(iter(cards.unanswered), None)})
 
 
-def curved(cards: Cards, cell: Cell, beside_bytes: int) -> Cell:
+def curved(cards: EmulatedGpus, cell: Cell, beside_bytes: int) -> Cell:
     """The cell with what it takes at 1, at half of the largest and at the largest."""
     assert cell.largest is not None
     card = catalog.resolve_gpu(cell.gpu)

@@ -24,7 +24,7 @@ from bigdit.catalog.encoders import online_encoders
 from bigdit.config.load import parse_strategy
 from bigdit.errors import UserError
 from bigdit.profile.attempt import StepRequest
-from bigdit.profile.cards import Cards
+from bigdit.profile.gpus import EmulatedGpus
 from bigdit.profile.pool import WorkerError
 from bigdit.units import GIB, MIB
 
@@ -72,7 +72,7 @@ def _predict(row: dict[str, Any]) -> dict[str, int] | str:
         encoders = online_encoders(model, shape) if strategy.features == "online" else None
         request = StepRequest(model=model.spec, batch=shape, strategy=strategy, encoders=encoders)
         beside = non_torch(strategy, gpu)
-        with Cards(gpu, 1, timeout_s=900, expandable_segments=False) as cards:
+        with EmulatedGpus(gpu, 1, timeout_s=900, expandable_segments=False) as cards:
             wanted = cards.attempt(request)
             within = cards.attempt(request, gpu.usable_bytes - beside.high_bytes)
     except (UserError, WorkerError) as error:

@@ -39,7 +39,7 @@ from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.errors import guard
 from bigdit.files import write_json
 from bigdit.profile.attempt import Attempt, StepRequest, request_for
-from bigdit.profile.cards import Cards
+from bigdit.profile.gpus import EmulatedGpus
 from bigdit.receipt import Receipt
 from bigdit.recipes import MEASURED, Extraction, Recipe, Saved, Took, names, recipe
 from bigdit.search.answer import make_plan
@@ -170,7 +170,7 @@ def _bigdit(folder: Path, environment: dict[str, str], *arguments: str) -> None:
 def first_of_many(found: Recipe) -> dict[tuple[int, int], Attempt]:
     """Two steps by the first of the recipe's processes, by bucket. The others are not there."""
     gpu = catalog.resolve_gpu(found.about.gpu)
-    with Cards(gpu) as cards:
+    with EmulatedGpus(gpu) as cards:
         return {size: cards.attempt(request, gpu.usable_bytes) for size, request in requests(found).items()}
 
 
@@ -265,7 +265,7 @@ def _needs(found: Recipe, plans: Sequence[Plan]) -> tuple[int, list[Interval]]:
         return max(plan.host.node_bytes for plan in plans), [plan.run.seconds for plan in plans if plan.run]
     request = requests(found)[tuple(found.run["data"]["buckets"][0])]
     gpu, accumulated = plans[0].question.gpu, strategy["global_batch_size"] // strategy["micro_batch_size"]
-    with Cards(gpu) as cards:
+    with EmulatedGpus(gpu) as cards:
         profile, attempt = cards.profile(request), cards.attempt(request, counted="step")
     host = host_need(profile.host_timeline, profile.checkpoint_bytes, Cluster())
     step = step_of(attempt, request.strategy, gpu, grad_accum_steps=accumulated)

@@ -32,7 +32,7 @@ from bigdit.engines.state import places
 from bigdit.files import write_text
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.profile.attempt import request_for
-from bigdit.profile.cards import Cards
+from bigdit.profile.gpus import EmulatedGpus
 from bigdit.profile.steps import batch
 from bigdit.profile.unwritten import unwritten_weights
 from bigdit.train.step import train_step
@@ -55,7 +55,7 @@ def main() -> None:
     strategy = parse_strategy([options.strategy, "gradient_clipping=null"])
     gpu = catalog.resolve_gpu("a100-80g-sxm")
     request = request_for(model, gpu, strategy, resolution=options.resolution)
-    with Cards(gpu, 1) as cards:
+    with EmulatedGpus(gpu, 1) as cards:
         predicted = cards.attempt(request, counted="step").checkpoint_bytes
     family, cpu = models.family(model.spec.class_name), torch.device("cpu")
     with unwritten_weights():

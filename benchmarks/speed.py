@@ -20,7 +20,7 @@ from pages import kept
 from bigdit import catalog
 from bigdit.config.load import parse_strategy
 from bigdit.profile.attempt import request_for
-from bigdit.profile.cards import Cards
+from bigdit.profile.gpus import EmulatedGpus
 from bigdit.speed.seconds import NO_TIME, Interval, StepTime
 from bigdit.strategy import Strict
 
@@ -88,7 +88,7 @@ def _predicted(claim: Claim) -> StepTime:
 def _timed(claim: Claim, asked: str) -> StepTime:
     gpu, strategy = catalog.gpu(claim.gpu), parse_strategy([asked])
     request = request_for(catalog.model(claim.model), gpu, strategy, resolution=claim.resolution)
-    with Cards(gpu, 1, timeout_s=600) as cards:
+    with EmulatedGpus(gpu, 1, timeout_s=600) as cards:
         return step_of(cards.attempt(request, counted="step"), strategy, gpu)
 
 

@@ -25,7 +25,7 @@ from bigdit.checkpoint import latest
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.files import write_json, write_text
 from bigdit.profile.attempt import StepRequest
-from bigdit.profile.cards import Cards
+from bigdit.profile.gpus import EmulatedGpus
 from bigdit.report.tables import table
 from bigdit.store import FeatureStore
 from bigdit.strategy import ModelSpec, Strategy
@@ -122,7 +122,7 @@ def _planned(demo: Demo) -> int:
         batch=largest_batch_shape(FeatureStore.open(demo.folder / "features")),
         strategy=Strategy.model_validate(demo.read("emulated/receipt.json")["strategy"]),
     )
-    with Cards(catalog.gpu(GPU), 1, expandable_segments=False) as gpus:  # as the launcher leaves torch's allocator
+    with EmulatedGpus(catalog.gpu(GPU), 1, expandable_segments=False) as gpus:  # as the launcher leaves it
         return gpus.attempt(request).peak_reserved_bytes
 
 

@@ -41,7 +41,7 @@ from bigdit.store.lease import WorkerName, all_leases, remove_left
 
 ROUNDS, SEED = (int(os.environ.get(f"BIGDIT_{name}", usual)) for name, usual in (("ROUNDS", 4), ("SEED", 0)))
 LANES, ROOM = 2, "size=1g"
-PICTURES, STEPS, CHANGES, SECONDS = 40, 10, {"extract": 50, "train": 240}, 4.0
+IMAGES, STEPS, CHANGES, SECONDS = 40, 10, {"extract": 50, "train": 240}, 4.0
 """Of an undisturbed command: names that come and go in its folder, and seconds, are about so many."""
 SAVING = (f"train.steps={STEPS}", "train.checkpoint_every=2", "train.export_every=4", "strategy.ema={decay: 0.9}")
 SMALL = (*TINY, *SAVING, "data.part_size=4", "strategy.micro_batch_size=4", "strategy.global_batch_size=8")
@@ -61,7 +61,7 @@ class World:
 
     def __init__(self, once, pictures):
         def make(folder):
-            shutil.copytree(pictures, folder, ignore=lambda _, names: sorted(names)[2 * PICTURES :])
+            shutil.copytree(pictures, folder, ignore=lambda _, names: sorted(names)[2 * IMAGES :])
             (folder / "0007.png").write_bytes(b"no picture")
 
         self.once, self.pictures, self.course = once, once("disturbed", make), cache(self._course)
@@ -166,7 +166,7 @@ class Disturbed(stateful.RuleBasedStateMachine):
         self.start("extract").ends(0)
         self.nothing_is_lost()
         report = json.loads((self.store / "report.json").read_text())
-        assert (report["images"], report["encoded"], len(report["skipped"])) == (PICTURES, PICTURES - 1, 1)
+        assert (report["images"], report["encoded"], len(report["skipped"])) == (IMAGES, IMAGES - 1, 1)
         assert self.parts == self.world.parts.keys()
         assert (self.store / "null_text.safetensors").read_bytes() == self.world.caption
         held = {(each.folder.name, each.fate) for each in all_leases(self.store)}

@@ -1,8 +1,8 @@
 """bigdit, and what it imports, is what was started, whatever lies in the folder where people are."""
 
 import warm
-from cards import empty_cache
 from commands import BIN, DIGITS, SINGLE, TINY, environment_with, with_set
+from gpus import empty_cache
 
 
 def test_no_process_takes_another_checkout_or_a_module_of_the_users_for_its_own(pictures, tmp_path):

@@ -4,8 +4,8 @@ import os
 import subprocess
 
 import pytest
-from cards import A40, TIME_LIMIT_S
 from commands import DIGITS, ROOT, SINGLE, TINY, bigdit, with_set
+from gpus import A40, TIME_LIMIT_S
 from tried.saved import saved
 
 from bigdit.catalog.resolve import model_spec
@@ -14,7 +14,7 @@ from bigdit.config import load_run, load_stages
 from bigdit.emulator import emulated_environment
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.profile.attempt import StepRequest
-from bigdit.profile.cards import Cards
+from bigdit.profile.gpus import EmulatedGpus
 from bigdit.strategy import BatchShape
 
 SAVING = ("train.checkpoint_every=2", "train.keep_checkpoints=2", "train.keep_every=4", "train.export_every=4")
@@ -65,7 +65,7 @@ def test_it_is_what_a_profile_says_that_is_copied(settings, found):
     shape = BatchShape(latents=(4, 4, 6), text=(32, 64))
     asked = StepRequest(model=spec, batch=shape, strategy=strategy)
     tensors = found.weights_bytes + found.optimizer_bytes + found.ema_bytes
-    with Cards(A40, 1) as cards:
+    with EmulatedGpus(A40, 1) as cards:
         assert cards.profile(asked).checkpoint_bytes == tensors
     assert found.ema_bytes == found.weights_bytes  # of fp32, as masters are
     assert 0 < found.checkpoint_bytes - tensors < 64 * 1024

@@ -14,7 +14,7 @@ from emulated import non_torch, step_of
 from bigdit import catalog
 from bigdit.config.load import parse_strategy
 from bigdit.profile.attempt import UNLIMITED
-from bigdit.profile.cards import LARGEST_MICRO_BATCH, Cards
+from bigdit.profile.gpus import LARGEST_MICRO_BATCH, EmulatedGpus
 from bigdit.search.ask import question_for
 from bigdit.search.calibration import UNPROVED, Calibration
 from bigdit.search.explain import BUCKETS, DEEPSPEED_BUCKET, changes, waterfall
@@ -177,7 +177,7 @@ def test_what_16_bits_save_depends_on_the_batch() -> None:
 def test_the_waterfall_leads_from_what_is_copied_to_what_fits() -> None:
     question = question_for(model=SANA, gpu="a40")
     strategy = parse_strategy(["single,micro_batch_size=5"])
-    with Cards(question.gpu) as cards:
+    with EmulatedGpus(question.gpu) as cards:
         planner = Planner(question, cards, Calibration())
         attempt = cards.attempt(planner.request(strategy), UNLIMITED)
         reserved = attempt.peak_reserved_bytes

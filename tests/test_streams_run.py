@@ -9,8 +9,8 @@ import tiny_pipelines
 import tiny_vaes
 import torch
 import yaml
-from cards import benched
 from commands import bigdit
+from gpus import benched
 from stores import stream_of
 from tiny_pipelines import HI_DREAM, HUNYUAN_DIT, HUNYUAN_IMAGE, HUNYUAN_VIDEO_15
 

@@ -9,8 +9,8 @@ import pytest
 import tiny_pipelines
 import torch
 import yaml
-from cards import benched
 from commands import bigdit
+from gpus import benched
 from PIL import Image, ImageSequence
 from tiny_vaes import VIDEO_VAES
 from tiny_videos import moving_square

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 import warm
-from cards import answers
 from commands import environment_with, run_command
+from gpus import answers
 
 from bigdit import catalog, libraries
 

@@ -14,8 +14,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from cards import empty_cache
 from commands import ROOT
+from gpus import empty_cache
 from wheels import wheel
 
 from bigdit.emulator.interpreter import cuda_python

@@ -16,7 +16,7 @@ from bigdit.catalog.encoders import online_encoders
 from bigdit.config.load import parse_strategy
 from bigdit.errors import UserError
 from bigdit.profile.attempt import Attempt, Profile, StepRequest, request_for
-from bigdit.profile.cards import LARGEST_MICRO_BATCH, Cards, Row
+from bigdit.profile.gpus import LARGEST_MICRO_BATCH, EmulatedGpus, Row
 from bigdit.search.answer import make_plan
 from bigdit.search.ask import question_for
 from bigdit.search.calibration import UNPROVED
@@ -68,14 +68,14 @@ def ran(model: str, gpu: str, texts: Sequence[str], vae_dtype: Literal["fp32", "
     """Each strategy of `texts` (as --strategy writes it). Raises UserError for one that cannot run."""
     card = catalog.gpu(gpu)
     requests = [request(model, card, text, vae_dtype) for text in texts]
-    with Cards(card) as cards:
+    with EmulatedGpus(card) as cards:
         return [_found(cards.attempt(each, counted="step"), each, card) for each in requests]
 
 
 def profiles(model: str, gpu: str, texts: Sequence[str]) -> list[Profile]:
     """Each strategy of `texts`, recorded: every byte has a category."""
     card = catalog.gpu(gpu)
-    with Cards(card) as cards:
+    with EmulatedGpus(card) as cards:
         return [cards.profile(request(model, card, text)) for text in texts]
 
 
@@ -101,7 +101,7 @@ def largest(model: str, gpu: str, text: str, blocks: Sequence[int] = (0,)) -> li
     card, strategy = catalog.gpu(gpu), parse_strategy([text])
     room = safe_bytes(card, non_torch(strategy, card), UNPROVED)
     sizes, guess = [], 1
-    with Cards(card) as cards:
+    with EmulatedGpus(card) as cards:
         for each in blocks:
             sized = f"{text},checkpointed_blocks={each},micro_batch_size="
             row = Row(lambda size, sized=sized: request(model, card, f"{sized}{size}"), guess)  # type: ignore[misc]

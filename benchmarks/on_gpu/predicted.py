@@ -13,7 +13,7 @@ from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.errors import UserError
 from bigdit.files import write_json
 from bigdit.profile.attempt import Attempt
-from bigdit.profile.cards import Cards
+from bigdit.profile.gpus import EmulatedGpus
 from bigdit.profile.pool import WorkerError
 from bigdit.speed.seconds import Cluster, StepTime
 from bigdit.strategy import Strict
@@ -61,12 +61,12 @@ def predict(points: Sequence[Point], path: Path) -> None:
 
 def _predicted(points: Sequence[Point]) -> Iterator[Predicted]:
     gpu = catalog.resolve_gpu(GPU)
-    with Cards(gpu, 1) as expandable, Cards(gpu, 1, expandable_segments=False) as default:
+    with EmulatedGpus(gpu, 1) as expandable, EmulatedGpus(gpu, 1, expandable_segments=False) as default:
         for point in points:
             yield predicted(point, expandable if point.expandable_segments else default)
 
 
-def predicted(point: Point, cards: Cards) -> Predicted:
+def predicted(point: Point, cards: EmulatedGpus) -> Predicted:
     """The point, as it runs within the GPU's memory."""
     request, gpu = point.question()
     strategy = request.strategy

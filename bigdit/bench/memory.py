@@ -15,7 +15,7 @@ from bigdit.errors import UserError, versions
 from bigdit.memory import Category
 from bigdit.memory.process import ByteRange, beside_training
 from bigdit.profile.attempt import Attempt, StepRequest, request_for
-from bigdit.profile.cards import Cards
+from bigdit.profile.gpus import EmulatedGpus
 from bigdit.profile.measured.run import CardRun, RanOut, run_on_card
 from bigdit.strategy import BatchShape, Strategy, Strict
 
@@ -140,7 +140,7 @@ class MemoryBenchmark:
         asked = [
             (name, strategy, [self._request(strategy, size) for size in sorted(sizes)]) for name, strategy in strategies
         ]  # first: what cannot run is an error at once
-        with Cards(self._gpu, 1, expandable_segments=self.expandable_segments) as runner:
+        with EmulatedGpus(self._gpu, 1, expandable_segments=self.expandable_segments) as runner:
             params = runner.attempt(asked[0][2][0], self._capacity(asked[0][1])).params
             found = tuple(self._curve(runner, *each) for each in asked)
         return MemoryBench(
@@ -166,7 +166,7 @@ class MemoryBenchmark:
     def _capacity(self, strategy: Strategy) -> int:
         return max(self._gpu.usable_bytes - self._non_torch(strategy).high_bytes, 1)
 
-    def _curve(self, runner: Cards, name: str, strategy: Strategy, requests: Sequence[StepRequest]) -> Curve:
+    def _curve(self, runner: EmulatedGpus, name: str, strategy: Strategy, requests: Sequence[StepRequest]) -> Curve:
         points: list[Point] = []
         largest = None
         for request in requests:
@@ -184,7 +184,7 @@ class MemoryBenchmark:
             at_peak={} if largest is None else runner.profile(largest).ledger.at_peak,
         )
 
-    def _point(self, runner: Cards, request: StepRequest) -> Point:
+    def _point(self, runner: EmulatedGpus, request: StepRequest) -> Point:
         capacity, non_torch = self._capacity(request.strategy), self._non_torch(request.strategy)
         emulated, ran, run = _emulated(runner.attempt(request, capacity)), None, None
         if self.own:

@@ -20,7 +20,7 @@ from bigdit.errors import UserError
 from bigdit.loader.batch import Batch
 from bigdit.objective_spec import ObjectiveSpec
 from bigdit.profile.attempt import Attempt, StepRequest
-from bigdit.profile.cards import Cards
+from bigdit.profile.gpus import EmulatedGpus
 from bigdit.profile.pool import WorkerError
 from bigdit.profile.steps import Workload, build, feed, prepare
 from bigdit.receipt import Receipt
@@ -77,7 +77,7 @@ def _predicted(request: StepRequest, meter: MemoryMeter) -> Attempt | None:
         return None
     try:
         gpu = catalog.resolve_gpu(meter.device_name)
-        with Cards(gpu, 1, expandable_segments=meter.expandable_segments) as runner:
+        with EmulatedGpus(gpu, 1, expandable_segments=meter.expandable_segments) as runner:
             return runner.attempt(request)
     except (UserError, WorkerError) as error:
         log.notice(f"note: memory is not predicted: {error}")

@@ -41,7 +41,7 @@ def run(
     from bigdit.files import check_writable
     from bigdit.memory.process import beside_training
     from bigdit.profile.attempt import parse_resolution, request_for
-    from bigdit.profile.cards import Cards
+    from bigdit.profile.gpus import EmulatedGpus
 
     for option, file in (("--plot", plot), ("--snapshot", snapshot)):
         if file is not None:
@@ -55,7 +55,7 @@ def run(
         frames=frames,
     )
     title = f"{request.model.name} on an emulated {device.title}: {','.join(strategy)}"
-    with log.err.status(f"profiling {request.model.name}"), Cards(device, 1, timeout_s=timeout) as emulated:
+    with log.err.status(f"profiling {request.model.name}"), EmulatedGpus(device, 1, timeout_s=timeout) as emulated:
         found = emulated.profile(request, snapshot)
     non_torch = beside_training(request.strategy, device.compute_capability, device.multiprocessors)
     fits = found.peak_reserved_bytes + non_torch.high_bytes <= device.usable_bytes

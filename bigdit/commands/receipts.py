@@ -47,7 +47,7 @@ def show(gpu: GpuName = None, receipts: Folder = None, as_json: Json = False) ->
 def compare(gpu: GpuName = None, receipts: Folder = None, as_json: Json = False) -> None:
     """Compare each receipt with an emulated GPU, and show the margin and the speed that plans learn from it."""
     from bigdit import log
-    from bigdit.profile.cards import Cards
+    from bigdit.profile.gpus import EmulatedGpus
     from bigdit.report.receipts import compared, summary
     from bigdit.search.calibration import Calibration, check, of_gpu
     from bigdit.units import how_many
@@ -56,7 +56,7 @@ def compare(gpu: GpuName = None, receipts: Folder = None, as_json: Json = False)
     gpus = _gpus(found, gpu)
     document = []
     for device, target in gpus.items():
-        with log.err.status(f"repeating the runs of the {device} on an emulated one"), Cards(target) as emulated:
+        with log.err.status(f"repeating the runs of the {device} on an emulated one"), EmulatedGpus(target) as emulated:
             own = [*of_gpu(found, target), *of_gpu(found, target, emulated=True)]
             checked, notices = check(own, target, emulated)
         lines = summary(checked)
@@ -95,7 +95,7 @@ def calibrate(gpu: GpuName = None, receipts: Folder = None, as_json: Json = Fals
     """Show what plans learn from a GPU's receipts: the safety margin of memory and the factor of speed."""
     from bigdit import log
     from bigdit.errors import UserError
-    from bigdit.profile.cards import Cards
+    from bigdit.profile.gpus import EmulatedGpus
     from bigdit.report.receipts import margins, speeds
     from bigdit.search.calibration import Calibration, check, left_out, of_gpu
     from bigdit.units import how_many
@@ -103,7 +103,10 @@ def calibrate(gpu: GpuName = None, receipts: Folder = None, as_json: Json = Fals
     found = _read(receipts)
     learned = []
     for target in {target.name: target for target in _gpus(found, gpu).values()}.values():
-        with log.err.status(f"repeating the runs of the {target.title} on an emulated one"), Cards(target) as emulated:
+        with (
+            log.err.status(f"repeating the runs of the {target.title} on an emulated one"),
+            EmulatedGpus(target) as emulated,
+        ):
             checked, notices = check(of_gpu(found, target), target, emulated)
         for line in [*left_out(found, target), *notices]:
             log.notice(f"note: {line}")

@@ -1,6 +1,6 @@
 """Two training steps on an emulated GPU, in processes of their own: what they take, and whether they fit.
 
-1. `attempt.py` turns a model, a GPU and a Strategy into a request. `cards.py` looks into the cache, else it starts
+1. `attempt.py` turns a model, a GPU and a Strategy into a request. `gpus.py` looks into the cache, else it starts
    `python -m bigdit.profile` on an emulated GPU. Nothing there imports torch.
 2. That process (`__main__.py`) imports the libraries once and builds each model once. Each question has a fork of its
    own (`pool.py`, both ends). A real GPU would not survive a fork.

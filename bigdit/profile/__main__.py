@@ -1,4 +1,4 @@
-"""The process that answers: `python -m bigdit.profile LANE…`, on an emulated GPU (cards.py), by its forks (pool.py).
+"""The process that answers: `python -m bigdit.profile LANE…`, on an emulated GPU (gpus.py), by its forks (pool.py).
 
 A model is built once for all questions that have it, in a branch of this process. Each question has a fork of its
 own, which begins with that model and a GPU that has nothing.

@@ -154,7 +154,7 @@ def launched(before: Mapping[str, int], after: Mapping[str, int]) -> Launched:
     return Launched(counts=dict(Counter(after) - Counter(before)))
 
 
-PICTURES, TEXTS = "pictures", "texts"
+IMAGES, TEXTS = "images", "texts"
 """The phases of encoders alone."""
 
 

@@ -25,7 +25,7 @@ from bigdit.errors import versions
 from bigdit.files import replacing
 from bigdit.memory import HostMemory, Ledger, Span, Timeline, ledger
 from bigdit.profile.attempt import (
-    PICTURES,
+    IMAGES,
     TEXTS,
     UNLIMITED,
     UPDATE,
@@ -119,7 +119,7 @@ def _encoding(question: Question, watch: _Watch) -> None:
     assert request.encoders is not None
     frozen = FrozenEncoders(request.encoders)
     raw = raw_batch(request.encoders, request.batch, request.strategy)
-    sides = {PICTURES: frozen.of_images(), TEXTS: frozen.of_texts()}
+    sides = {IMAGES: frozen.of_images(), TEXTS: frozen.of_texts()}
     parameters = (each for modules in sides.values() for module in modules for each in module.parameters())
     watch.params = sum(each.numel() for each in parameters)
 
@@ -129,7 +129,7 @@ def _encoding(question: Question, watch: _Watch) -> None:
                 for module in modules:
                     module.to(DEVICE)
             with watch.phase(phase):
-                if phase == PICTURES:
+                if phase == IMAGES:
                     frozen.latents(raw.pixels.to(DEVICE))
                 else:
                     frozen.texts([(ids.to(DEVICE), mask.to(DEVICE)) for ids, mask in raw.tokens])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bigdit.profile.cards import LARGEST_MICRO_BATCH
+from bigdit.profile.gpus import LARGEST_MICRO_BATCH
 from bigdit.search.plan import Estimate, Plan, lossy_by
 from bigdit.speed.seconds import Interval
 from bigdit.strategy import EmaSpec, Strategy

@@ -11,7 +11,7 @@ from bigdit.catalog import FAMILIES, batch_shape
 from bigdit.catalog.names import revision
 from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.profile.attempt import UNLIMITED, Attempt
-from bigdit.profile.cards import SOURCES, Cards
+from bigdit.profile.gpus import SOURCES, EmulatedGpus
 from bigdit.receipt import Receipt
 from bigdit.search.calibration import Calibration, check, own_receipts
 from bigdit.search.plan import DatasetNeed, Estimate, Plan, Question, Run, uncounted
@@ -39,14 +39,14 @@ def make_plan(question: Question, *, progress: Say | None = None) -> Plan:
     decides = (*known, *(receipt.digest() for receipt in own))
     plan = PLANS.find(decides)
     if plan is None:
-        with Cards(question.gpu) as gpus:  # its libraries are imported while the search is
+        with EmulatedGpus(question.gpu) as gpus:  # its libraries are imported while the search is
             plan, lasts = made(question, own, gpus, progress or (lambda line: None))
         if lasts:
             PLANS.keep(decides, plan)
     return plan.noted(notices)  # of files that decide nothing: they may be others the next time
 
 
-def made(question: Question, own: Sequence[Receipt], gpus: Cards, say: Say) -> tuple[Plan, bool]:
+def made(question: Question, own: Sequence[Receipt], gpus: EmulatedGpus, say: Say) -> tuple[Plan, bool]:
     """The plan for `question` by emulated GPUs, and their `own` receipts; and whether it may be cached: what took too
     long or could not be run may be this minute's, as on a busy machine. `say` is told what is going on, in a line.
 

@@ -16,7 +16,7 @@ from bigdit.checkout import ROOT, in_checkout
 from bigdit.documents import read_json
 from bigdit.errors import UserError
 from bigdit.profile.attempt import StepRequest
-from bigdit.profile.cards import Cards
+from bigdit.profile.gpus import EmulatedGpus
 from bigdit.profile.pool import WorkerError
 from bigdit.receipt import Receipt
 from bigdit.search.plan import Margin
@@ -198,7 +198,7 @@ class Calibration:
         return [each for each in self.checked if not each.receipt.emulated]
 
 
-def check(receipts: Iterable[Receipt], gpu: Gpu, gpus: Cards) -> tuple[list[Checked], list[str]]:
+def check(receipts: Iterable[Receipt], gpu: Gpu, gpus: EmulatedGpus) -> tuple[list[Checked], list[str]]:
     """Run what each receipt was asked for on emulated GPUs, and predict it; a line for each that cannot be.
 
     A receipt of torch's default allocator has another reserved peak, which is run with it.
@@ -216,7 +216,7 @@ def check(receipts: Iterable[Receipt], gpu: Gpu, gpus: Cards) -> tuple[list[Chec
     return checked, notices
 
 
-def _checked(each: Receipt, gpu: Gpu, gpus: Cards) -> Checked:
+def _checked(each: Receipt, gpu: Gpu, gpus: EmulatedGpus) -> Checked:
     from bigdit.speed.step import step_time  # here: it imports numpy, and a plan of the cache does without
     from bigdit.speed.work import work_of
 
@@ -224,7 +224,7 @@ def _checked(each: Receipt, gpu: Gpu, gpus: Cards) -> Checked:
     attempt = gpus.attempt(request, counted="step")
     reserved = attempt.peak_reserved_bytes
     if not each.expandable_segments:
-        with Cards(gpu, 1, expandable_segments=False) as others:
+        with EmulatedGpus(gpu, 1, expandable_segments=False) as others:
             reserved = others.attempt(request).peak_reserved_bytes
     cluster = Cluster(gpus=each.strategy.world_size, gpus_per_node=each.gpus_per_node)
     return Checked(each, step_time(work_of(attempt.work, each.strategy), each.strategy, gpu, cluster), reserved)

@@ -18,8 +18,8 @@ from bigdit.encoders.recipes import RECIPES
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
 from bigdit.memory.process import cuda_context
-from bigdit.profile.attempt import PICTURES, TEXTS, Attempt, StepRequest, precision_problems, request_for, weights_of
-from bigdit.profile.cards import Cards
+from bigdit.profile.attempt import IMAGES, TEXTS, Attempt, StepRequest, precision_problems, request_for, weights_of
+from bigdit.profile.gpus import EmulatedGpus
 from bigdit.profile.pool import WorkerError
 from bigdit.search.plan import DatasetNeed, Question
 from bigdit.speed.seconds import Cluster, Interval
@@ -122,7 +122,7 @@ def dataset_need(question: Question, batch: BatchShape, encoding: Encoding) -> D
 
 def _image_seconds(question: Question, samples: int, encoding: Attempt) -> Interval:
     """Seconds of one GPU for the encoders, by image, where so many go through them at once."""
-    work = Work(micro=load_of(encoding.work, (PICTURES, TEXTS), "encode"), last=NOTHING, step=NOTHING)
+    work = Work(micro=load_of(encoding.work, (IMAGES, TEXTS), "encode"), last=NOTHING, step=NOTHING)
     return step_time(work, Strategy(micro_batch_size=samples), question.gpu, Cluster()).seconds * (1 / samples)
 
 
@@ -326,7 +326,7 @@ def encoders_need(encoding: Encoding, text_bytes: int | None = None, frames: int
         return Side(weights, peak - weights, (most - peak) / (many - few) if many > few else 0)
 
     texts = side(TEXTS)
-    return EncodersNeed(side(PICTURES), texts._replace(weights=max(texts.weights, text_bytes or 0)), frames)
+    return EncodersNeed(side(IMAGES), texts._replace(weights=max(texts.weights, text_bytes or 0)), frames)
 
 
 MOST = 256
@@ -380,7 +380,7 @@ def encode_batch(run: RunConfig, gpu: Gpu, processes: int = 1) -> EncodeBatch | 
     if not requests:
         return None
     text = run.encoders.text
-    with Cards(gpu, 1) as gpus:
+    with EmulatedGpus(gpu, 1) as gpus:
         encoding = {samples: gpus.attempt(request) for samples, request in requests.items()}
     need = encoders_need(encoding, None if text is None else text_bytes(text), frames_of(_largest(run)))
     way = need.way(gpu, processes)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from bigdit.catalog import gpus
 from bigdit.errors import UserError
 from bigdit.profile.attempt import Attempt
-from bigdit.profile.cards import Cards
+from bigdit.profile.gpus import EmulatedGpus
 from bigdit.profile.pool import WorkerError
 from bigdit.search.dataset import encoding_requests
 from bigdit.search.plan import OPTIMIZER_TITLES, Constraints, Estimate, Question, Step, process, safe_bytes, verdict_of
@@ -298,7 +298,7 @@ def _larger_gpu(planner: Planner, nearest: Estimate) -> list[Estimate]:
         other = planner.about(question.model_copy(update={"gpu": gpu}))
         room = safe_bytes(gpu, other.non_torch(strategy), planner.margin)
         try:
-            with Cards(gpu, 1) as emulated:
+            with EmulatedGpus(gpu, 1) as emulated:
                 attempt = emulated.attempt(other.request(strategy), room, to_end=False)
         except (UserError, WorkerError):
             continue

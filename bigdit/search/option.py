@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from bigdit.profile.attempt import Attempt
-from bigdit.profile.cards import LARGEST_MICRO_BATCH
+from bigdit.profile.gpus import LARGEST_MICRO_BATCH
 from bigdit.search.plan import Estimate, lossy_by
 from bigdit.speed.work import Work, work_of
 from bigdit.strategy import Strategy

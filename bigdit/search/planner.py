@@ -14,7 +14,7 @@ from bigdit.catalog import Gpu
 from bigdit.config.plan_file import LargestMicroBatch
 from bigdit.memory.process import ByteRange, beside_training
 from bigdit.profile.attempt import UNLIMITED, Attempt, Counted, Profile, StepRequest, request_for
-from bigdit.profile.cards import LARGEST_MICRO_BATCH, Cards, Row
+from bigdit.profile.gpus import LARGEST_MICRO_BATCH, EmulatedGpus, Row
 from bigdit.search.calibration import UNPROVED, Calibration
 from bigdit.search.option import (
     FIRST,
@@ -84,7 +84,7 @@ class Planner:
     """
 
     question: Question
-    gpus: Cards
+    gpus: EmulatedGpus
     calibration: Calibration
     options: dict[str, Option] = field(default_factory=dict)
     rejected: list[Rejected] = field(default_factory=list)

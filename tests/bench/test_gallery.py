@@ -13,7 +13,7 @@ from bigdit import catalog
 from bigdit.bench.memory import Curve
 from bigdit.config.load import parse_strategy
 from bigdit.memory.process import beside_torch
-from bigdit.profile.cards import LARGEST_MICRO_BATCH
+from bigdit.profile.gpus import LARGEST_MICRO_BATCH
 
 CELLS = [gallery.Cell.model_validate(cell) for cell in json.loads(gallery.FOUND.read_text())]
 
@@ -53,8 +53,8 @@ def test_the_page_has_a_command_of_each_kind_that_bench_memory_takes():
 
 
 def test_every_model_has_a_small_picture():
-    pictures = {model: gallery.PICTURES / f"{model}.png" for model in gallery.MODELS}
-    assert sorted(pictures.values()) == sorted(gallery.PICTURES.iterdir())
+    pictures = {model: gallery.IMAGES / f"{model}.png" for model in gallery.MODELS}
+    assert sorted(pictures.values()) == sorted(gallery.IMAGES.iterdir())
     assert all(file.stat().st_size <= 40_000 for file in pictures.values())
     assert all(f"](gallery/{model}.png)" in gallery.PAGE.read_text() for model in pictures)
 
@@ -62,7 +62,7 @@ def test_every_model_has_a_small_picture():
 @pytest.mark.parametrize("model", gallery.MODELS)
 def test_a_cards_curve_has_its_own_colour_in_every_picture(model):
     """Also where it is a single point; all but H100's, which lies below A100's."""
-    with Image.open(gallery.PICTURES / f"{model}.png") as picture:
+    with Image.open(gallery.IMAGES / f"{model}.png") as picture:
         found = [colour for _, colour in picture.convert("RGB").getcolors()]
     drawn = {gallery.named(cell.gpu, cell.gpus) for cell in CELLS if cell.model == model and cell.points} - {"h100-sxm"}
     assert drawn
@@ -75,7 +75,7 @@ def test_a_cards_curve_has_its_own_colour_in_every_picture(model):
 def test_what_is_kept_is_not_run_again(tmp_path, monkeypatch):
     """All curves are there: no card is asked, and pictures are drawn from what is kept."""
     assert [*gallery.cells(CELLS)] == CELLS
-    monkeypatch.setattr(gallery, "PICTURES", tmp_path)
+    monkeypatch.setattr(gallery, "IMAGES", tmp_path)
     gallery.draw_all(CELLS)
     assert {file.stem for file in tmp_path.iterdir()} == {*gallery.MODELS}
 
@@ -128,7 +128,7 @@ def test_cells_run_and_one_more_sample_does_not_fit():
     found = [
         each for each in CELLS if (each.gpu, each.gpus) == (card.name, 1) and 0 < each.largest < LARGEST_MICRO_BATCH
     ]
-    with gallery.Cards(card) as cards:
+    with gallery.EmulatedGpus(card) as cards:
         for cell in random.Random(card.name).sample(found, 2):
             request = gallery.sized(cell.model, card, cell.strategy)
             attempts = cards.attempts([(request(cell.largest + more), room) for more in (0, 1)])

@@ -20,7 +20,7 @@ from on_gpu.predicted import PREDICTED, Predictions, predicted
 from bigdit import catalog
 from bigdit.emulator import emulated_environment
 from bigdit.emulator.interpreter import cuda_python
-from bigdit.profile.cards import Cards
+from bigdit.profile.gpus import EmulatedGpus
 
 LIBRARIES = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
 AGAIN = (
@@ -101,7 +101,7 @@ def test_steps_of_today_reserve_what_an_h100_did(monkeypatch):
     taken = {each.name: each for each in measured()}
     asked = [point for point in POINTS if point.name.startswith(AGAIN) and point.name in taken]
     assert len(asked) == len(AGAIN)
-    with Cards(catalog.resolve_gpu("h100-sxm"), 1) as cards:
+    with EmulatedGpus(catalog.resolve_gpu("h100-sxm"), 1) as cards:
         found = {point.name: predicted(point, cards).emulated for point in asked}
     assert {name: each.reserved for name, each in found.items()} == {
         point.name: taken[point.name].peaks.reserved for point in asked

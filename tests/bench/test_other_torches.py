@@ -1,8 +1,8 @@
 """The oldest torch and the newest that bigdit is tested with: a part of all strategies on an emulated GPU of each."""
 
 import pytest
-from cards import SANA, of_blocks, recorded_as_attempted, request
 from commands import ROOT
+from gpus import SANA, of_blocks, recorded_as_attempted, request
 
 STRATEGIES = (
     "single,checkpointed_blocks=1,checkpointing=selective",

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from cards import A40
+from gpus import A40
 from resuming import IN_GROUPS, save, started, strategy
 from safetensors.torch import load_file, save_file
 from tiny_models import SANA as MODEL
@@ -19,7 +19,7 @@ from bigdit.dist import World
 from bigdit.engines.state import checkpoint_bytes
 from bigdit.errors import UserError
 from bigdit.profile.attempt import StepRequest
-from bigdit.profile.cards import Cards
+from bigdit.profile.gpus import EmulatedGpus
 from bigdit.strategy import OptimizerSpec
 
 _ELSEWHERE = """
@@ -126,7 +126,7 @@ def test_what_a_process_copies_to_save_is_counted_on_an_emulated_gpu(runs):
         "fsdp2": strategy("fsdp2", 2),
     }
     copied = json.loads((runs / "copied.json").read_text())
-    with Cards(A40, 1) as cards:
+    with EmulatedGpus(A40, 1) as cards:
         for name, wanted in strategies.items():
             attempt = cards.attempt(StepRequest(model=MODEL, batch=SHAPE, strategy=wanted), counted="step")
             assert attempt.checkpoint_bytes == copied[name], name

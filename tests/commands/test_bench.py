@@ -6,8 +6,8 @@ import re
 import subprocess
 
 import pytest
-from cards import TIME_LIMIT_S
 from commands import BIN, ROOT, bigdit
+from gpus import TIME_LIMIT_S
 
 from bigdit import catalog
 from bigdit.bench.memory import MemoryBench
@@ -133,7 +133,7 @@ def test_this_machines_gpu_is_measured_and_one_that_is_emulated_says_so(emulated
     (before,) = (point for point in emulated[0]["curves"][0]["points"] if point["micro_batch_size"] == 2)
     assert small["ran"] == small["emulated"] == before["emulated"]
     assert large["process"] is None
-    assert "ran out of the card's memory" in large["ran"]["ran_out"]
+    assert "ran out of the GPU's memory" in large["ran"]["ran_out"]
     text = markdown(MemoryBench.model_validate(report), "")
     assert "| peak in | emulated % |\n" in text
     assert " | +0.00 / +0.00 |\n" in text

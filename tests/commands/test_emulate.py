@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cards import Done, emulate, script
+from gpus import Done, emulate, script
 
 GIB = 2**30
 

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from cards import emulate, script
 from commands import BIN, ROOT
+from gpus import emulate, script
 
 from bigdit.emulator.interpreter import cuda_python
 

@@ -8,8 +8,8 @@ import sys
 import numpy as np
 import pytest
 import yaml
-from cards import empty_cache
 from commands import DIGITS, ROOT, bigdit
+from gpus import empty_cache
 from safetensors.numpy import save_file
 from tiny_models import SANA
 

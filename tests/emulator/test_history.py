@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from accounts import ACCOUNT, CARD, LINE
-from cards import answers
+from gpus import answers
 
 from bigdit.emulator.emulation import Account, read_account
 from bigdit.emulator.inside import history, steps

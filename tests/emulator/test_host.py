@@ -1,6 +1,6 @@
 """Host memory beside an emulated card: what shares pages, what nobody wrote, what is neither copied nor computed."""
 
-from cards import answers
+from gpus import answers
 
 from bigdit.units import MIB
 

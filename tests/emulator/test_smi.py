@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from cards import emulate, script
+from gpus import emulate, script
 
 from bigdit import catalog
 from bigdit.units import GIB, MIB

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cards import answers, on_cards
+from gpus import answers, on_cards
 
 from bigdit import catalog
 from bigdit.emulator import emulated_environment

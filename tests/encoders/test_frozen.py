@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from cards import A40, answers
+from gpus import A40, answers
 from tiny_models import SANA, SHAPE
 
 from bigdit.catalog import batch_shape, model
 from bigdit.catalog.encoders import OnlineEncoders, TextEncoderSpec, VaeSpec, online_encoders
 from bigdit.encoders.frozen import FrozenEncoders
 from bigdit.errors import UserError
-from bigdit.profile.attempt import PICTURES as OF_PICTURES
+from bigdit.profile.attempt import IMAGES as OF_PICTURES
 from bigdit.profile.attempt import TEXTS, StepRequest
-from bigdit.profile.cards import Cards
+from bigdit.profile.gpus import EmulatedGpus
 from bigdit.profile.run_attempt import weights_of
 from bigdit.profile.steps import raw_batch
 from bigdit.speed.work import load_of
@@ -109,8 +109,8 @@ def _strategy(precision: str, chunk: int | None, **changes: object) -> Strategy:
 
 
 @pytest.fixture(scope="module")
-def cards(own_cache: None) -> Iterator[Cards]:
-    with Cards(A40, 1) as found:
+def cards(own_cache: None) -> Iterator[EmulatedGpus]:
+    with EmulatedGpus(A40, 1) as found:
         yield found
 
 
@@ -123,7 +123,7 @@ def _request(vae: VaeSpec, text: TextEncoderSpec, precision: str, chunk: int | N
 @pytest.mark.parametrize(("vae", "text"), [(KL, T5), (DC, GEMMA)], ids=["KL, T5", "DC, Gemma 2"])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_encoders_stay_on_the_gpu_and_chunks_lower_the_peak_of_encoding_alone(
-    cards: Cards, vae: VaeSpec, text: TextEncoderSpec, precision: str
+    cards: EmulatedGpus, vae: VaeSpec, text: TextEncoderSpec, precision: str
 ) -> None:
     whole, chunked = (
         {phase.phase: phase for phase in cards.profile(_request(vae, text, precision, chunk)).ledger.phases}
@@ -138,7 +138,7 @@ def test_encoders_stay_on_the_gpu_and_chunks_lower_the_peak_of_encoding_alone(
 
 
 @pytest.mark.slow
-def test_encoders_alone_take_turns_on_the_gpu(cards: Cards) -> None:
+def test_encoders_alone_take_turns_on_the_gpu(cards: EmulatedGpus) -> None:
     """Each phase has its own weights there, and no others."""
     request = _request(KL, T5, "bf16", None).model_copy(update={"part": "encoders"})
     attempt, frozen = cards.attempt(request), FrozenEncoders(_encoders(KL, T5))
@@ -203,7 +203,7 @@ def test_several_text_encoders_make_one_sequence_and_one_pooled_vector() -> None
     assert batch.extras["pooled_text"].shape == (MICRO_BATCH_SIZE, 10)
 
 
-PICTURES = (
+IMAGES = (
     "dit-xl-2",
     "pixart-sigma-xl-2-512",
     "sana-1600m-1024",
@@ -274,7 +274,7 @@ print(json.dumps(answers))
 def test_the_catalogue_s_encoders_make_what_its_models_are_fed(tmp_path: Path) -> None:
     """The real VAEs and text encoders at full size: the shapes are those of a cached batch."""
     text = {name: model(name).text for name in VIDEOS}
-    shapes = {name: batch_shape(model(name), model(name).resolution) for name in PICTURES} | {
+    shapes = {name: batch_shape(model(name), model(name).resolution) for name in IMAGES} | {
         name: BatchShape(latents=latents, text=text[name] and (text[name].tokens, text[name].dim))
         for name, latents in VIDEOS.items()
     }
@@ -311,7 +311,7 @@ def test_what_has_no_recipe_is_named() -> None:
         online_encoders(wan, BatchShape(latents=(48, 3, 8, 8), text=(512, 4096)))
 
 
-def test_encoders_are_refused_where_features_are_cached(cards: Cards) -> None:
+def test_encoders_are_refused_where_features_are_cached(cards: EmulatedGpus) -> None:
     request = StepRequest(model=SANA, batch=SHAPE, strategy=Strategy(), encoders=_encoders(KL, T5))
     with pytest.raises(UserError, match="encoders were given, and"):
         cards.attempt(request)

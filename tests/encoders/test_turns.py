@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cards import answers
+from gpus import answers
 
 from bigdit.encoders.load import Side, Turns
 from bigdit.errors import UserError

@@ -12,7 +12,7 @@ from bigdit.config.plan_file import LargestMicroBatch
 from bigdit.errors import versions
 from bigdit.memory.process import ByteRange, beside_training
 from bigdit.profile.attempt import request_for
-from bigdit.profile.cards import Cards
+from bigdit.profile.gpus import EmulatedGpus
 from bigdit.report.plan import show
 from bigdit.search.plan import (
     Constraints,
@@ -55,7 +55,7 @@ def made_plan() -> Plan:
     """Sana-1600M on one A40 at 1024 × 1024: recorded; the other strategies, speeds and the data set are made up."""
     model, gpu = catalog.model("sana-1600m"), catalog.gpu("a40")
     # Two micro-batches show all that thirty-two do.
-    with Cards(gpu, 1) as cards:
+    with EmulatedGpus(gpu, 1) as cards:
         found = cards.profile(request_for(model, gpu, strategy(grad_accum_steps=2)))
     margin = Margin(share=0.03, source="9 engines on a GPU like this one")
     process = process_of(found.peak_reserved_bytes, _beside(gpu), margin)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch._dynamo
-from cards import A40
 from commands import HELPERS, ROOT, run_ranks
+from gpus import A40
 from stepping import one_batch
 from tiny_models import SANA, SHAPE
 from torch._dynamo.utils import counters
@@ -15,7 +15,7 @@ from bigdit.errors import UserError, versions
 from bigdit.models.equip import compile_blocks
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.profile.attempt import StepRequest
-from bigdit.profile.cards import Cards
+from bigdit.profile.gpus import EmulatedGpus
 from bigdit.profile.notices import notices
 from bigdit.strategy import LoraSpec, Strategy
 from bigdit.train.record import PlannedMemory
@@ -62,7 +62,7 @@ def test_a_profiled_step_is_of_blocks_as_they_are_written():
         StepRequest(model=SANA, batch=SHAPE, strategy=Strategy(compile_blocks=switch, checkpointed_blocks=1))
         for switch in (False, True)
     )
-    with Cards(A40, 1) as cards:
+    with EmulatedGpus(A40, 1) as cards:
         assert cards.attempt(compiled).memory == cards.attempt(plain).memory
         assert cards.profile(compiled).ledger == cards.profile(plain).ledger
 

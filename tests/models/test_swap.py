@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cards import answers
 from commands import DIGITS, HELPERS, ROOT, SINGLE, TINY, run_command
+from gpus import answers
 from stepping import equipped, one_batch
 from tiny_models import DIT
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cards import recorded_as_attempted
+from gpus import recorded_as_attempted
 from torch import nn
 from views import written_views
 

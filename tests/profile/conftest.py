@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 
 import pytest
-from cards import A40
+from gpus import A40
 
-from bigdit.profile.cards import Cards
+from bigdit.profile.gpus import EmulatedGpus
 
 
 @pytest.fixture(scope="session")
-def cards() -> Iterator[Cards]:
-    with Cards(A40, 2) as found:
+def cards() -> Iterator[EmulatedGpus]:
+    with EmulatedGpus(A40, 2) as found:
         yield found
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from cards import A40, SMALL, empty_cache, of_blocks, request
+from gpus import A40, SMALL, empty_cache, of_blocks, request
 
 from bigdit import catalog
 from bigdit.errors import UserError
 from bigdit.memory import host_memory
 from bigdit.profile.attempt import Attempt
-from bigdit.profile.cards import Cards, Row
+from bigdit.profile.gpus import EmulatedGpus, Row
 from bigdit.speed.work import Load, work_of
 from bigdit.strategy import OptimizerName
 from bigdit.units import GIB, MIB
@@ -45,13 +45,13 @@ STRATEGIES = (
 
 
 @pytest.fixture(scope="module")
-def first(cards: Cards) -> dict[str, Attempt]:
+def first(cards: EmulatedGpus) -> dict[str, Attempt]:
     """An attempt of each strategy, one after another."""
     return {strategy: cards.attempt(request(strategy)) for strategy in STRATEGIES}
 
 
 def test_every_attempt_finds_the_gpu_and_its_host_as_the_first_one_did(
-    cards: Cards, first: dict[str, Attempt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cards: EmulatedGpus, first: dict[str, Attempt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the reverse order, with work counted: neither changes a byte."""
     monkeypatch.setenv("BIGDIT_CACHE", str(empty_cache(tmp_path / "empty")))
@@ -63,7 +63,7 @@ def test_every_attempt_finds_the_gpu_and_its_host_as_the_first_one_did(
 
 
 def test_a_recorded_run_takes_what_an_attempt_takes_and_every_byte_has_a_category(
-    cards: Cards, first: dict[str, Attempt]
+    cards: EmulatedGpus, first: dict[str, Attempt]
 ) -> None:
     with ThreadPoolExecutor(2) as aside:
         profiles = dict(zip(STRATEGIES, aside.map(lambda each: cards.profile(request(each)), STRATEGIES), strict=True))
@@ -87,7 +87,7 @@ def test_a_recorded_run_takes_what_an_attempt_takes_and_every_byte_has_a_categor
 @pytest.mark.parametrize(
     "strategy", ["single", "zero2,world_size=8", "fsdp2,world_size=8", "fsdp2-offload,world_size=8"]
 )
-def test_counted_work_is_that_of_the_recorded_run(cards: Cards, strategy: str) -> None:
+def test_counted_work_is_that_of_the_recorded_run(cards: EmulatedGpus, strategy: str) -> None:
     asked = request(strategy)
     counted, recorded = cards.attempt(asked, counted="step"), cards.profile(asked)
     assert counted.checkpoint_bytes == recorded.checkpoint_bytes
@@ -101,7 +101,7 @@ def amounts(load: Load) -> tuple[dict, dict]:
     return dict(load.operations.items()), dict(load.exchanges.items())
 
 
-def test_an_attempt_within_fewer_bytes_looks_for_room_and_runs_out(cards: Cards) -> None:
+def test_an_attempt_within_fewer_bytes_looks_for_room_and_runs_out(cards: EmulatedGpus) -> None:
     asked = request("fsdp2,world_size=8")
     most = cards.attempt(asked).peak_reserved_bytes
     exact, less, least = (cards.attempt(asked, most - missing * MIB) for missing in (0, 2, 1000))
@@ -113,7 +113,7 @@ def test_an_attempt_within_fewer_bytes_looks_for_room_and_runs_out(cards: Cards)
     assert not at_once.fits
 
 
-def test_the_largest_micro_batch_fits_and_the_next_one_does_not(cards: Cards) -> None:
+def test_the_largest_micro_batch_fits_and_the_next_one_does_not(cards: EmulatedGpus) -> None:
     def sized(size: int):
         return request("single,checkpointed_blocks=all", size)
 
@@ -130,7 +130,7 @@ def test_the_largest_micro_batch_fits_and_the_next_one_does_not(cards: Cards) ->
     assert none[0] < 1
 
 
-def test_an_int8_base_halves_the_weights_of_a_recomputed_model(cards: Cards) -> None:
+def test_an_int8_base_halves_the_weights_of_a_recomputed_model(cards: EmulatedGpus) -> None:
     """Of Flux.1-dev, whose base in bf16 takes 22.2 GiB; the adapters and what is saved stay as they are."""
     model = catalog.model("flux.1-dev")
     requests = [request(f"single,checkpointed_blocks=all,lora.base={base}", 1, model) for base in ("bf16", "int8")]
@@ -139,7 +139,7 @@ def test_an_int8_base_halves_the_weights_of_a_recomputed_model(cards: Cards) -> 
     assert int8 < 15 * GIB
 
 
-def test_an_attempt_tells_what_the_second_step_had_the_gpu_do(cards: Cards, first: dict[str, Attempt]) -> None:
+def test_an_attempt_tells_what_the_second_step_had_the_gpu_do(cards: EmulatedGpus, first: dict[str, Attempt]) -> None:
     single, larger = counts(first["single"]), counts(cards.attempt(request("single", 4)))
     offload, fsdp2 = counts(first["zero2-offload,world_size=8"]), counts(first["fsdp2,world_size=8"])
     assert list(single) == ["forward", "backward", "step"]
@@ -177,7 +177,7 @@ def test_what_takes_other_memory_without_values_is_run_with_them(
     found = []
     for sizes in ((1, 3), (3,)):
         monkeypatch.setenv("BIGDIT_CACHE", str(empty_cache(tmp_path / str(len(found)))))
-        with Cards(catalog.gpu("h100-sxm"), 1) as own:
+        with EmulatedGpus(catalog.gpu("h100-sxm"), 1) as own:
             attempts = [own.attempt(request("single", size, model)) for size in sizes]
         assert all(each.ran for each in attempts)
         found.append(attempts[-1].memory)
@@ -185,7 +185,7 @@ def test_what_takes_other_memory_without_values_is_run_with_them(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_sr"])
-def test_what_an_optimizer_takes_does_not_follow_from_values(cards: Cards, precision: str) -> None:
+def test_what_an_optimizer_takes_does_not_follow_from_values(cards: EmulatedGpus, precision: str) -> None:
     """The first attempt of a kind has values, and those of other optimizers have none."""
     for optimizer in get_args(OptimizerName):
         strategy = f"single,precision={precision},optimizer.name={optimizer}"
@@ -199,7 +199,7 @@ def test_what_an_optimizer_takes_does_not_follow_from_values(cards: Cards, preci
 
 def test_a_process_that_dies_is_a_line_and_the_next_question_has_another() -> None:
     asked = [(request("single", 12), 40 * GIB)]
-    with Cards(A40, 2) as own, ThreadPoolExecutor(1) as aside:
+    with EmulatedGpus(A40, 2) as own, ThreadPoolExecutor(1) as aside:
         before = own.attempt(request("single", 2))
         dies = aside.submit(own.attempts, asked)
         while not dies.done():
@@ -214,7 +214,7 @@ def test_a_process_that_dies_is_a_line_and_the_next_question_has_another() -> No
     assert after.peak_allocated_bytes > before.peak_allocated_bytes
 
 
-def test_attempts_of_any_number_of_processes_follow_each_other(cards: Cards) -> None:
+def test_attempts_of_any_number_of_processes_follow_each_other(cards: EmulatedGpus) -> None:
     """On one GPU; each process has one process group."""
     asked = [request(f"fsdp2,world_size={ranks}", size) for ranks, size in ((2, 2), (4, 2), (2, 1))]
     two, four, less = (cards.attempt(each) for each in asked)

@@ -21,7 +21,7 @@ from bigdit.loader.order import Order
 from bigdit.loader.stream import FeatureStream
 from bigdit.memory import Block, HostMemory, Span, Timeline, host_memory, pinned_bytes
 from bigdit.profile.attempt import StepRequest
-from bigdit.profile.cards import Cards
+from bigdit.profile.gpus import EmulatedGpus
 from bigdit.profile.steps import batch, feed
 from bigdit.profile.unwritten import unwritten_weights
 from bigdit.store import FeatureStore
@@ -96,7 +96,7 @@ def test_the_real_stream_holds_what_profiled_steps_hold(features: Path, ahead: i
 
 
 @pytest.mark.slow
-def test_beside_a_gpu_batches_wait_pinned_on_the_host(cards: Cards) -> None:
+def test_beside_a_gpu_batches_wait_pinned_on_the_host(cards: EmulatedGpus) -> None:
     """The host's timeline holds read_ahead_steps + 1 steps of pinned input."""
     shape = BatchShape(latents=(4, 8, 8), text=(6, 12))
     strategy = Strategy(micro_batch_size=2, grad_accum_steps=2, read_ahead_steps=3)

@@ -6,14 +6,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cards import A40
+from gpus import A40
 from tiny_models import SHAPE, THREE_BLOCKS
 
 from bigdit.config.load import parse_strategy
 from bigdit.emulator import emulated_environment, shared_state
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.profile.attempt import StepRequest
-from bigdit.profile.cards import Cards, worker_environment
+from bigdit.profile.gpus import EmulatedGpus, worker_environment
 from bigdit.profile.measured.run import CardRun
 
 
@@ -35,7 +35,7 @@ def run_all(asked: StepRequest, folder: Path) -> CardRun:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["zero2", "fsdp2"])
-def test_the_first_rank_alone_takes_what_it_takes_among_all(cards: Cards, engine: str, tmp_path: Path) -> None:
+def test_the_first_rank_alone_takes_what_it_takes_among_all(cards: EmulatedGpus, engine: str, tmp_path: Path) -> None:
     strategy = parse_strategy([f"{engine},world_size=2,micro_batch_size=2,grad_accum_steps=2"])
     asked = StepRequest(model=THREE_BLOCKS, batch=SHAPE, strategy=strategy)
     among_all, alone = run_all(asked, tmp_path), cards.attempt(asked)

@@ -13,7 +13,7 @@ from tiny_models import THREE_BLOCKS as TINY
 from bigdit.engines.single import LIST_BYTES
 from bigdit.memory import Ledger, PhasePeak, Timeline
 from bigdit.profile.attempt import Profile, StepRequest
-from bigdit.profile.cards import Cards
+from bigdit.profile.gpus import EmulatedGpus
 from bigdit.strategy import EmaSpec, LoraSpec, Strategy
 
 BLOCKS = 3  # of TINY
@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("recorded policies")]  #
 
 
 @pytest.fixture(scope="module")
-def profiles(cards: Cards) -> Profiles:
+def profiles(cards: EmulatedGpus) -> Profiles:
     def profile(policy: dict[str, object]) -> Profile:
         strategy = Strategy.model_validate({"micro_batch_size": 2, **policy})
         return cards.profile(StepRequest(model=TINY, batch=SHAPE, strategy=strategy))

@@ -12,7 +12,7 @@ from quantities import visible
 
 from bigdit import catalog
 from bigdit.cli import main
-from bigdit.profile.cards import LARGEST_MICRO_BATCH
+from bigdit.profile.gpus import LARGEST_MICRO_BATCH
 from bigdit.report import words
 from bigdit.report.page import Answer, page
 from bigdit.report.plan import needs, speed

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bigdit import catalog
 from bigdit.memory import Block, Span, Timeline
-from bigdit.profile.cards import Cards
+from bigdit.profile.gpus import EmulatedGpus
 from bigdit.search.ask import question_for
 from bigdit.search.dataset import EncodersNeed, Side, _room_notes, dataset_need, encoding_requests, written
 from bigdit.search.plan import LIBRARIES_BYTES, host_need
@@ -163,7 +163,7 @@ def test_an_old_card_encodes_in_what_it_computes():
 def test_extraction_takes_the_encoders_alone():
     """The VAE of DiT: 16 pictures a pass, between its arithmetic at the card's rate and a hundred times that."""
     question = question_for("dit-s-8", "a100-80g-sxm", images=1_000_000)
-    with Cards(question.gpu, 1) as cards:
+    with EmulatedGpus(question.gpu, 1) as cards:
         encoding = {size: cards.attempt(each) for size, each in encoding_requests(question).items()}
     timeline = encoding[16].work
     (encode,) = [span for span, each in enumerate(timeline.spans) if each.phase == "pictures"]

@@ -5,7 +5,7 @@ import pytest
 from bigdit.catalog import gpu, resolve_gpu
 from bigdit.config.load import parse_run
 from bigdit.memory.process import cuda_context
-from bigdit.profile.cards import Cards
+from bigdit.profile.gpus import EmulatedGpus
 from bigdit.search import dataset as encode_batch
 from bigdit.search.dataset import EncodeBatch, EncodersNeed, Side, with_batch_size
 from bigdit.units import GIB
@@ -46,7 +46,7 @@ def test_the_largest_batch_that_fits_is_chosen(card):
     request = encode_batch._requests(run(DIT), card)[1]
     assert (request.batch.latents, request.encoders.vae.dtype) == ((4, 32, 32), "fp32")  # the largest bucket
     sizes = [request.strategy.with_micro_batch_size(size) for size in (chosen, 2 * chosen)]
-    with Cards(card, 1) as cards:
+    with EmulatedGpus(card, 1) as cards:
         answers = [cards.attempt(request.model_copy(update={"strategy": each})) for each in sizes]
     fits, does_not = (answer.phases["pictures"].peak_bytes for answer in answers)
     assert fits <= room < does_not

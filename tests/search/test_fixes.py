@@ -2,7 +2,7 @@
 
 import plans
 import pytest
-from cards import SMALL
+from gpus import SMALL
 
 from bigdit.search.answer import make_plan
 from bigdit.search.ask import question_for

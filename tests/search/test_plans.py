@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from cards import A40, SMALL, request
+from gpus import A40, SMALL, request
 
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.profile.attempt import Attempt
-from bigdit.profile.cards import LARGEST_MICRO_BATCH, Cards, Row
+from bigdit.profile.gpus import LARGEST_MICRO_BATCH, EmulatedGpus, Row
 from bigdit.profile.pool import WorkerError
 from bigdit.report import words
 from bigdit.search.answer import make_plan
@@ -39,7 +39,7 @@ def pinned(pins: Constraints, **changes: object) -> Constraints:
 
 @pytest.mark.slow
 def test_the_largest_is_found_from_any_guess() -> None:
-    with Cards(A40) as cards:
+    with EmulatedGpus(A40) as cards:
         guesses = [(0, GIB), (1, 1), (40.5, MIB), (LARGEST_MICRO_BATCH, 0)]
         rows = [Row(partial(request, "single"), guess, sample_bytes) for guess, sample_bytes in guesses]
         found = [cards.largest(row, 12 * GIB) for row in rows]
@@ -63,7 +63,7 @@ def test_a_plan_ran_and_so_did_its_alternatives_and_its_limit_and_one_more_did_n
     assert 1 <= plan.chosen.strategy.micro_batch_size <= limit.none
     assert all(choice.step.launches is not None and choice.step.launches.counted for choice in plan.front)
     assert not any(choice.verdict == "DOES NOT FIT" for choice in plan.front)
-    with Cards(SMALLER) as cards:
+    with EmulatedGpus(SMALLER) as cards:
         planner = Planner(asked, cards, Calibration())
         room = planner.capacity(plan.chosen.strategy)
         sizes = [plan.chosen.strategy.with_micro_batch_size(limit.none + more) for more in (0, 1)]
@@ -87,7 +87,7 @@ def test_a_plan_ran_and_so_did_its_alternatives_and_its_limit_and_one_more_did_n
 @pytest.mark.slow
 def test_the_verdict_without_a_limit_is_that_within_it() -> None:
     """What torch reserves on a GPU without a limit says whether steps fit: on fewer bytes it has to look for room."""
-    with Cards(A40) as cards:
+    with EmulatedGpus(A40) as cards:
         asked = request("single,checkpointed_blocks=1", 4)
         wanted = cards.attempt(asked).peak_reserved_bytes
         enough, short = cards.attempts([(asked, wanted), (asked, wanted - 2 * MIB)])
@@ -104,7 +104,7 @@ def test_of_images_turned_by_a_quarter_as_many_fit_and_one_more_does_not() -> No
     assert one.none == turned.none
     assert turned.none is not None
     assert (one.full is None, turned.full) == (False, None)  # near the planned size
-    with Cards(SMALLER) as cards:
+    with EmulatedGpus(SMALLER) as cards:
         planner = Planner(question(resolution=(1024, 512)), cards, Calibration())
         sizes = [plan.chosen.strategy.with_micro_batch_size(turned.none + more) for more in (0, 1)]
         room = planner.capacity(plan.chosen.strategy)
@@ -181,7 +181,7 @@ def test_an_engine_whose_state_its_machine_does_not_hold_is_not_looked_at() -> N
     engines, _ = proposals(asked)
     either = question(gpu=A40, constraints=Constraints(engine="single"), host_memory_bytes=MIB)
     both = [each for each in proposals(either)[0] if not each.last_resort]
-    with Cards(A40) as cards:
+    with EmulatedGpus(A40) as cards:
 
         def hopeful(of: Question, group: list[Option]) -> tuple[list[Option], list[Option], list[str]]:
             planner = Planner(of, cards, Calibration())
@@ -219,7 +219,7 @@ def test_what_is_predicted_is_near_what_runs(gpus: int, record_property) -> None
         gpu=A40, constraints=Constraints(engine="single" if gpus == 1 else "fsdp2"), cluster=Cluster(gpus=gpus)
     )
     proposed = [each for each in proposals(asked)[0] if not each.last_resort]
-    with Cards(A40) as cards:
+    with EmulatedGpus(A40) as cards:
         planner = Planner(asked, cards, Calibration())
         rejected = planner.explore(proposed)
         off: list[float] = []

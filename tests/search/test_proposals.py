@@ -13,7 +13,7 @@ from bigdit import catalog
 from bigdit.catalog import CatalogModel
 from bigdit.config.load import parse_strategy
 from bigdit.memory.process import ByteRange
-from bigdit.profile.cards import LARGEST_MICRO_BATCH, Cards
+from bigdit.profile.gpus import LARGEST_MICRO_BATCH, EmulatedGpus
 from bigdit.search.calibration import UNPROVED, Calibration
 from bigdit.search.option import Option, quarters
 from bigdit.search.plan import Constraints, Estimate, Question, lossy_by, process, safe_bytes, verdict_of
@@ -34,7 +34,7 @@ def question(model: str | CatalogModel = "sana-1600m", gpu: str = "a40", **chang
 
 def asking(asked: Question) -> Planner:
     """Of emulated GPUs that nobody asks."""
-    return Planner(asked, cast(Cards, None), Calibration())
+    return Planner(asked, cast(EmulatedGpus, None), Calibration())
 
 
 def titles(asked: Question) -> list[str]:

@@ -12,7 +12,7 @@ from tiny_models import SANA, SHAPE
 
 from bigdit import catalog, receipt
 from bigdit.profile.attempt import StepRequest
-from bigdit.profile.cards import Cards
+from bigdit.profile.gpus import EmulatedGpus
 from bigdit.receipt import Receipt
 from bigdit.search import calibration as receipts
 from bigdit.search.ask import question_for
@@ -28,7 +28,7 @@ GIB = 1 << 30
 @pytest.fixture(scope="module")
 def cards():
     """Emulated A100s."""
-    with Cards(A100, 1) as found:
+    with EmulatedGpus(A100, 1) as found:
         yield found
 
 
@@ -185,7 +185,7 @@ def test_a_receipt_is_held_against_the_allocator_as_it_was_set(cards):
     whole, expandable = check([receipt_of(), receipt_of(expandable_segments=True)], A100, cards)[0]
     request = StepRequest(model=SANA, batch=SHAPE, strategy=receipt_of().strategy)
     assert expandable.peak_reserved_bytes == cards.attempt(request).peak_reserved_bytes
-    with Cards(A100, 1, expandable_segments=False) as others:
+    with EmulatedGpus(A100, 1, expandable_segments=False) as others:
         assert whole.peak_reserved_bytes == others.attempt(request).peak_reserved_bytes
 
 

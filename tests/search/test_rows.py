@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cards import A40, SMALL
+from gpus import A40, SMALL
 
 from bigdit.search.answer import make_plan
 from bigdit.search.plan import Constraints, Question

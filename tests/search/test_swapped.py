@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import plans
 import pytest
-from cards import of_blocks
+from gpus import of_blocks
 
 from bigdit import catalog
 from bigdit.catalog import CatalogModel
-from bigdit.profile.cards import Cards
+from bigdit.profile.gpus import EmulatedGpus
 from bigdit.report.page import page
 from bigdit.search.answer import make_plan
 from bigdit.search.calibration import Calibration
@@ -74,7 +74,7 @@ def test_what_is_lossy_is_not_looked_at_further() -> None:
     """Over a quantised base adapters fit without, which is lossy: limits are asked of the best alone."""
     pins, further = ADAPTERS.model_copy(update={"checkpointed_blocks": 6}), list[Estimate]()
     asked = question(SHORT, 3400, pins, buckets=())
-    with Cards(asked.gpu) as cards:
+    with EmulatedGpus(asked.gpu) as cards:
         planner = Planner(asked, cards, Calibration())
         best = search(planner, further.append)
         assert not cards.unanswered
@@ -103,7 +103,7 @@ def test_adapters_are_named_where_all_weights_train_by_a_last_resort_alone() -> 
 
     def left_out(mib: int, pins: Constraints) -> set[str]:
         asked = question(SANA, mib, pins, buckets=())
-        with Cards(asked.gpu) as cards:
+        with EmulatedGpus(asked.gpu) as cards:
             planner = Planner(asked, cards, Calibration())
             assert search(planner, lambda _: None).verdict == "FITS"
         return {each.choice for each in planner.rejected}

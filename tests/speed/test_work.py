@@ -7,7 +7,7 @@ from bigdit import catalog
 from bigdit.config.load import parse_strategy
 from bigdit.memory import Timeline
 from bigdit.profile.attempt import StepRequest
-from bigdit.profile.cards import Cards
+from bigdit.profile.gpus import EmulatedGpus
 from bigdit.speed.seconds import Cluster, Interval
 from bigdit.speed.step import step_time
 from bigdit.speed.work import Load, Operation, work_of
@@ -38,7 +38,7 @@ STRATEGIES = {
 def recorded(own_cache):
     """Strategy and work of each name in STRATEGIES, of a tiny Sana."""
     found = {}
-    with Cards(A100, 1) as cards:
+    with EmulatedGpus(A100, 1) as cards:
         for name, text in STRATEGIES.items():
             strategy = parse_strategy([text])
             request = StepRequest(model=SANA, batch=SHAPE, strategy=strategy)

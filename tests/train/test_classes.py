@@ -6,8 +6,8 @@ from functools import cache
 
 import numpy as np
 import pytest
-from cards import benched
 from commands import ONLINE, ROOT, bigdit, run_ranks, with_set
+from gpus import benched
 from PIL import Image
 
 from bigdit.train.monitor.metrics import read_metrics

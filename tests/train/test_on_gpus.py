@@ -8,9 +8,9 @@ import os
 import subprocess
 
 import pytest
-from cards import A40, TIME_LIMIT_S, answers, benched, on_card
 from commands import DIGITS, ONLINE, ROOT, SINGLE, TINY, with_set
 from diffusers import AutoencoderKL
+from gpus import A40, TIME_LIMIT_S, answers, benched, on_card
 from plan_files import TINY_KWARGS, plan_of, run_yaml, write
 
 from bigdit import catalog
@@ -20,7 +20,7 @@ from bigdit.config import load_run
 from bigdit.emulator import emulated_environment, shared_state
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.profile.attempt import StepRequest
-from bigdit.profile.cards import Cards
+from bigdit.profile.gpus import EmulatedGpus
 from bigdit.strategy import BatchShape
 from bigdit.train.monitor.metrics import read_metrics
 from bigdit.units import gib
@@ -154,7 +154,7 @@ def test_encoders_online_take_of_a_gpu_what_an_attempt_takes(pictures, tmp_path)
         strategy=run.strategy,
         encoders=OnlineEncoders(pixels=(3, 16, 16), vae=vae, text=(text,)),
     )
-    with Cards(A40, 1) as cards:
+    with EmulatedGpus(A40, 1) as cards:
         attempted = {phase: each.peak_bytes for phase, each in cards.attempt(request).phases.items()}
     assert list(found) == list(attempted) == ["init", "encode", "forward", "backward", "step"]
     assert {phase: found[phase] - attempted[phase] for phase in ("forward", "backward", "step")} == dict.fromkeys(

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from cards import TIME_LIMIT_S
 from commands import DIGITS, ROOT, SINGLE, TINY, bigdit, with_set
+from gpus import TIME_LIMIT_S
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image

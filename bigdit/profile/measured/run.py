@@ -1,4 +1,4 @@
-"""Steps on the CUDA card that this machine has, each question in a process of its own. Nothing here imports torch."""
+"""Steps on the GPU that this machine has, each question in a process of its own. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from bigdit.profile.attempt import StepRequest
 from bigdit.profile.pool import environment, failure
 from bigdit.strategy import Strict
 
-RAN_OUT = "two steps ran out of the card's memory"
+RAN_OUT = "two steps ran out of the GPU's memory"
 """How a worker begins to say so."""
 
 TIMEOUT_S = 600.0
 
 
 class RanOut(UserError):
-    """Two steps took more than the card has."""
+    """Two steps took more than the GPU has."""
 
 
 class CardPhase(Strict):
@@ -74,9 +74,9 @@ def run_on_card(request: StepRequest, capacity_bytes: int, steps: int, expandabl
 
     Raises RanOut, UserError for what the user can mend or takes too long, and WorkerError where the process dies.
     """
-    what = f"{request.model.name} on this machine's card"
+    what = f"{request.model.name} on this machine's GPU"
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    with tempfile.TemporaryDirectory(prefix="bigdit-card-") as folder:
+    with tempfile.TemporaryDirectory(prefix="bigdit-gpu-") as folder:
         asked, answered = Path(folder) / "request.json", Path(folder) / "result.json"
         asked.write_text(request.model_dump_json())
         given = [str(each) for each in (asked, answered, steps, capacity_bytes)]

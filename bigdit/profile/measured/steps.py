@@ -58,7 +58,7 @@ def run(request: StepRequest, timed_steps: int = 0) -> CardRun:
 
 
 def _filled(workload: Workload) -> Workload:
-    """With values that a real card can compute with: of zeros alone gradients have no end, and they cost less power."""
+    """With values that a real GPU can compute with: of zeros alone gradients have no end, and they cost less power."""
     for module in (workload.model, *(workload.frozen.modules() if workload.frozen else ())):
         fill(module)
 

@@ -1,8 +1,8 @@
 """Steps on a GPU in a process of their own: `python -m bigdit.profile.measured.worker REQUEST.json RESULT.json`.
 
 Alone, or as one of the ranks that torchrun started. With STEPS it times so many more, with BYTES torch may reserve no
-more than that: by its own limit, which is all that a real card has, and under which expandable segments look for room
-before a card of so many bytes would have them.
+more than that: by its own limit, which is all that a real GPU has, and under which expandable segments look for room
+before a GPU of so many bytes would have them.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def workers_here() -> int:
     return max(2, min(cores, memory_bytes() // WORKER_BYTES, MOST_WORKERS))
 
 
-class Cards:
+class EmulatedGpus:
     """Emulated GPUs of one kind, `count` of them side by side: each question has a fork of one process.
 
     `done` is called with the number of answers so far. `unanswered`: why a question had no answer, in lines. Raises
@@ -112,19 +112,19 @@ class Cards:
         self._unread: set[str] = set()  # kinds that read nothing of the GPU
         self._first: dict[str, Lock] = {}  # held by the question that finds that out
         self._free: SimpleQueue[int] = SimpleQueue()
-        for card in range(self.count):
-            self._free.put(card)
+        for lane in range(self.count):
+            self._free.put(lane)
         self._threads = ThreadPoolExecutor(self.count)
         self._lock = Lock()
-        self._lanes = Pool(partial(_worker, gpu, expandable_segments), self.count)
+        self._pool = Pool(partial(_worker, gpu, expandable_segments), self.count)
 
-    def __enter__(self) -> Cards:
-        self._threads.submit(self._lanes.start)  # libraries are imported by the time of the first question
+    def __enter__(self) -> EmulatedGpus:
+        self._threads.submit(self._pool.start)  # libraries are imported by the time of the first question
         return self
 
     def __exit__(self, *error: object) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._lanes.close()
+        self._pool.close()
 
     def profile(self, request: StepRequest, snapshot: Path | None = None) -> Profile:
         """Two recorded steps, or what is cached of them. They run where torch's memory snapshot goes to a file.
@@ -133,13 +133,13 @@ class Cards:
         """
         question, kind = Question(what="recorded", request=request), _kind(request)
         decides = self._decides(question)
-        with self._one() as card:
+        with self._one() as lane:
             found = None if snapshot else _PROFILES.find(decides)
             if found is None:
                 file = None if snapshot is None else str(snapshot.absolute())
                 values = self._follows.get(kind, kind not in self._unread)
                 asked = question.model_copy(update={"values": values, "snapshot": file})
-                found = Profile.model_validate_json(self._ask(asked, card))
+                found = Profile.model_validate_json(self._ask(asked, lane))
                 _PROFILES.keep(decides, found)
             return found
 
@@ -154,13 +154,13 @@ class Cards:
         """Two steps where torch may reserve so many bytes, or what is cached of them. Raises as `profile` does."""
         question = Question(request=request, capacity_bytes=capacity_bytes, to_end=to_end, counted=counted)
         decides = self._decides(question)
-        with self._one() as card:
+        with self._one() as lane:
             found = _ATTEMPTS.find(decides)
             more = {"nothing": ("update", "step"), "update": ("step",), "step": ()}[counted]
             for each in more:
                 found = found or _ATTEMPTS.find(self._decides(question.model_copy(update={"counted": each})))
             if found is None:
-                found = self._valueless_or_with(question, card)
+                found = self._valueless_or_with(question, lane)
                 _ATTEMPTS.keep(decides, found)
             return found
 
@@ -221,47 +221,47 @@ class Cards:
     @contextmanager
     def _one(self) -> Iterator[int]:
         """One of the GPUs, which answers a question meanwhile."""
-        card = self._free.get()
+        lane = self._free.get()
         try:
-            yield card
+            yield lane
         finally:
-            self._free.put(card)
+            self._free.put(lane)
             with self._lock:
                 self._made += 1
                 self.done(self._made)
 
-    def _valueless_or_with(self, question: Question, card: int) -> Attempt:
+    def _valueless_or_with(self, question: Question, lane: int) -> Attempt:
         kind = _kind(question.request)
         if self._follows.get(kind):
-            return self._run(question, card, values=True)
+            return self._run(question, lane, values=True)
         try:
-            without = self._run(question, card, values=False)
+            without = self._run(question, lane, values=False)
         except (UserError, WorkerError):  # it asks for values that are not there
             self._follows[kind] = True
-            return self._run(question, card, values=True)
+            return self._run(question, lane, values=True)
         if not without.reads:
             self._unread.add(kind)
             return without
         with self._first.setdefault(kind, Lock()):
             if kind in self._follows:
-                return self._run(question, card, values=True) if self._follows[kind] else without
-            found = self._run(question.model_copy(update={"counted": "nothing"}), card, values=True)
+                return self._run(question, lane, values=True) if self._follows[kind] else without
+            found = self._run(question.model_copy(update={"counted": "nothing"}), lane, values=True)
             self._follows[kind] = found.memory != without.memory
             if not self._follows[kind]:
                 return without
-            return self._run(question, card, values=True) if question.counted != "nothing" else found
+            return self._run(question, lane, values=True) if question.counted != "nothing" else found
 
-    def _run(self, question: Question, card: int, *, values: bool) -> Attempt:
-        return Attempt.model_validate_json(self._ask(question.model_copy(update={"values": values}), card))
+    def _run(self, question: Question, lane: int, *, values: bool) -> Attempt:
+        return Attempt.model_validate_json(self._ask(question.model_copy(update={"values": values}), lane))
 
     def _decides(self, question: Question) -> tuple[str, ...]:
         return self.gpu.model_dump_json(), question.model_dump_json(), self._settings, digest_of(*SOURCES)
 
-    def _ask(self, question: Question, card: int) -> bytes:
+    def _ask(self, question: Question, lane: int) -> bytes:
         check(question.request)
         name = question.request.model.name
         try:
-            return self._lanes.ask(card, f"{name} on an emulated GPU", question, self._timeout_s)
+            return self._pool.ask(lane, f"{name} on an emulated GPU", question, self._timeout_s)
         except TimeoutError:
             raise TookTooLong(
                 f"two steps of {name} on an emulated {self.gpu.name} took more than {self._timeout_s:g} s"

@@ -22,7 +22,7 @@ from bigdit.config.load import parse_strategy
 from bigdit.emulator import build, emulated_environment, shared_state
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.profile.attempt import Profile, StepRequest, request_for
-from bigdit.profile.cards import Cards
+from bigdit.profile.gpus import EmulatedGpus
 
 TIME_LIMIT_S = 240
 
@@ -63,7 +63,7 @@ def request(strategy: str, micro_batch_size: int = 2, model: CatalogModel = SMAL
 
 def recorded_as_attempted(requests: Mapping[str, StepRequest], folder: Path) -> dict[str, Profile]:
     """Recorded runs that take what attempts take, in each phase; every byte has its category there."""
-    with pytest.MonkeyPatch.context() as patch, Cards(A40, 2) as cards, ThreadPoolExecutor(2) as aside:
+    with pytest.MonkeyPatch.context() as patch, EmulatedGpus(A40, 2) as cards, ThreadPoolExecutor(2) as aside:
         patch.setenv("BIGDIT_CACHE", str(empty_cache(folder)))
         attempts = dict(zip(requests, aside.map(cards.attempt, requests.values()), strict=True))
         profiles = dict(zip(requests, aside.map(cards.profile, requests.values()), strict=True))

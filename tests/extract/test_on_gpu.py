@@ -1,7 +1,7 @@
 """Extraction where there is a GPU: libraries initialise CUDA as they are imported, and it does not survive a fork."""
 
-from cards import on_card
 from commands import DIGITS
+from gpus import on_card
 from PIL import Image
 
 from bigdit.store import FeatureStore

@@ -6,7 +6,7 @@ import subprocess
 import time
 
 import pytest
-from cards import answers, on_card
+from gpus import answers, on_card
 
 from bigdit import catalog
 from bigdit.catalog.gpus import capability

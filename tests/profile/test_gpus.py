@@ -11,15 +11,15 @@ import time
 from pathlib import Path
 
 import pytest
-from cards import A40, empty_cache
 from commands import ROOT
 from disks import mounted
+from gpus import A40, empty_cache
 from tiny_models import SANA, SHAPE
 
 from bigdit.errors import UserError, guard
-from bigdit.profile import cards as module
+from bigdit.profile import gpus as module
 from bigdit.profile.attempt import StepRequest, TookTooLong
-from bigdit.profile.cards import Cards, worker_environment
+from bigdit.profile.gpus import EmulatedGpus, worker_environment
 from bigdit.profile.pool import WorkerError, WorkerKilled
 from bigdit.strategy import BatchShape, Strategy
 
@@ -50,14 +50,14 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_an_answer_is_found_again_and_follows_from_the_sources_and_the_build_of_torch(
-    cards: Cards, cache: Path, worker, monkeypatch: pytest.MonkeyPatch
+    cards: EmulatedGpus, cache: Path, worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = (cards.attempt(asked(size)) for size in (1, 2))
     assert two.peak_allocated_bytes > one.peak_allocated_bytes
     assert len(list(cache.iterdir())) == 2
     worker("exit 7")
     began = time.perf_counter()
-    with Cards(A40, 1) as other:
+    with EmulatedGpus(A40, 1) as other:
         assert [other.attempt(asked(size)) for size in (2, 1)] == [two, one]
         assert time.perf_counter() - began < 0.5
         with pytest.raises(WorkerError, match="status 7 and no result"):
@@ -67,12 +67,12 @@ def test_an_answer_is_found_again_and_follows_from_the_sources_and_the_build_of_
             with pytest.raises(WorkerError):
                 other.attempt(asked(1))
     monkeypatch.setattr(module, "cuda_build", lambda python: "another torch")
-    with Cards(A40, 1) as newer, pytest.raises(WorkerError):
+    with EmulatedGpus(A40, 1) as newer, pytest.raises(WorkerError):
         newer.attempt(asked(1))
 
 
 def test_a_damaged_answer_is_not_believed(
-    cards: Cards, cache: Path, worker, capsys: pytest.CaptureFixture[str]
+    cards: EmulatedGpus, cache: Path, worker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = cards.attempt(asked())
     (file,) = cache.iterdir()
@@ -80,7 +80,7 @@ def test_a_damaged_answer_is_not_believed(
     changes = [b"", whole[:-1], whole[65:], whole + b" ", b'{"micro_batch_size": 1}']
     changes += [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in range(0, len(whole), 50)]
     worker("exit 7")
-    with Cards(A40, 1) as other:
+    with EmulatedGpus(A40, 1) as other:
         for changed in changes:
             file.write_bytes(changed)
             with pytest.raises(WorkerError):
@@ -93,7 +93,7 @@ def test_a_damaged_answer_is_not_believed(
 
 
 def test_a_cache_that_cannot_be_written_is_noticed_and_the_answer_stands(
-    cards: Cards, cache: Path, capsys: pytest.CaptureFixture[str]
+    cards: EmulatedGpus, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cache.write_text("a file where the folder should be")
     assert all(cards.attempt(asked(size)).params > 0 for size in (1, 2))
@@ -105,7 +105,7 @@ def test_a_cache_that_cannot_be_written_is_noticed_and_the_answer_stands(
 def test_an_answer_that_takes_too_long_is_a_line_and_is_not_kept(cache: Path, worker) -> None:
     worker("exec sleep 60")
     said = r"^two steps of tiny-sana on an emulated a40 took more than 0\.2 s$"
-    with Cards(A40, 1, timeout_s=0.2) as slow, pytest.raises(TookTooLong, match=said):
+    with EmulatedGpus(A40, 1, timeout_s=0.2) as slow, pytest.raises(TookTooLong, match=said):
         slow.attempt(asked())
     assert not cache.exists()
 
@@ -114,7 +114,7 @@ def test_a_worker_that_is_killed_gives_its_status_and_no_number(
     cache: Path, worker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     worker("echo 'about to be killed' >&2\nkill -9 $$")
-    with Cards(A40, 1) as own:
+    with EmulatedGpus(A40, 1) as own:
         with pytest.raises(WorkerKilled, match=f"status {-signal.SIGKILL} and no result:\nabout to be killed"):
             own.attempt(asked())
         assert guard(lambda: print(own.attempt(asked()))) == 1
@@ -126,11 +126,11 @@ def test_a_worker_that_is_killed_gives_its_status_and_no_number(
 
 ASK = """
 from bigdit import catalog
-from bigdit.profile.cards import Cards
+from bigdit.profile.gpus import EmulatedGpus
 from bigdit.profile.attempt import request_for
 from bigdit.strategy import Strategy
 gpu, model = catalog.gpu("a40"), catalog.model("dit-xl-2")
-with Cards(gpu) as cards:
+with EmulatedGpus(gpu) as cards:
     sizes = [request_for(model, gpu, Strategy(micro_batch_size=size)) for size in range(1, 60)]
     cards.attempts([(each, gpu.usable_bytes) for each in sizes])
 """
@@ -175,7 +175,7 @@ def test_a_full_disk_for_temporary_files_is_no_matter(tmp_path: Path, monkeypatc
         monkeypatch.setenv("TMPDIR", str(small))
 
         def params() -> int:
-            with Cards(A40, 1) as own:
+            with EmulatedGpus(A40, 1) as own:
                 return own.attempt(asked(7)).params
 
         assert params() > 0
@@ -194,14 +194,14 @@ def test_a_full_disk_for_temporary_files_is_no_matter(tmp_path: Path, monkeypatc
         ),
     ],
 )
-def test_what_the_user_can_mend_is_one_line(cards: Cards, changes: dict[str, object], said: str) -> None:
+def test_what_the_user_can_mend_is_one_line(cards: EmulatedGpus, changes: dict[str, object], said: str) -> None:
     for ask in (cards.attempt, cards.profile):
         with pytest.raises(UserError, match=said) as caught:
             ask(asked(**changes))
         assert all("\n" not in problem for problem in caught.value.problems)
 
 
-def test_a_class_that_refuses_its_arguments_is_one_line(cards: Cards) -> None:
+def test_a_class_that_refuses_its_arguments_is_one_line(cards: EmulatedGpus) -> None:
     refused = SANA.model_copy(update={"kwargs": SANA.kwargs | {"num_layers": "many"}})
     with pytest.raises(UserError, match=r"^model\.kwargs\.num_layers is 'many'"):
         cards.attempt(asked(model=refused))
@@ -218,7 +218,7 @@ def test_the_worker_sees_one_gpu_and_no_launched_group(monkeypatch: pytest.Monke
 
 
 def test_asking_imports_no_torch() -> None:
-    code = "import sys, bigdit.profile.cards, bigdit.profile.measured.run; sys.exit('torch' in sys.modules)"
+    code = "import sys, bigdit.profile.gpus, bigdit.profile.measured.run; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
