@@ -11,7 +11,7 @@ from pages import kept
 from pydantic import NonNegativeInt
 
 from bigdit.files import write_json, write_text
-from bigdit.profile.measured.run import CardRun, Timing
+from bigdit.profile.measured.run import GpuRun, Timing
 from bigdit.strategy import Strict
 from bigdit.units import MIB
 from on_gpu.points import POINTS, Point
@@ -182,7 +182,7 @@ def _percentile(values: Sequence[float]) -> float:
 def _measured(point: Point, out: Path) -> Measured | None:
     answer, failed = (out / f"{point.key}.{kind}" for kind in ("json", "failed"))
     if answer.exists():
-        run = CardRun.model_validate_json(answer.read_bytes())
+        run = GpuRun.model_validate_json(answer.read_bytes())
         phases = tuple(
             Phase(phase=each.phase, allocated=each.peak_allocated_bytes, reserved=each.peak_reserved_bytes)
             for each in run.phases

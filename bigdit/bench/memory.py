@@ -16,7 +16,7 @@ from bigdit.memory import Category
 from bigdit.memory.process import ByteRange, beside_training
 from bigdit.profile.attempt import Attempt, StepRequest, request_for
 from bigdit.profile.gpus import EmulatedGpus
-from bigdit.profile.measured.run import CardRun, RanOut, run_on_card
+from bigdit.profile.measured.run import GpuRun, RanOut, run_on_gpu
 from bigdit.strategy import BatchShape, Strategy, Strict
 
 
@@ -190,7 +190,7 @@ class MemoryBenchmark:
         if self.own:
             limit, steps = (0 if self.limit_bytes is None else capacity), (self.steps if self._real else 0)
             try:
-                run = run_on_card(request, limit, steps, self.expandable_segments)
+                run = run_on_gpu(request, limit, steps, self.expandable_segments)
                 ran = _measured(run)
             except RanOut as error:
                 ran = Peaks(ran_out=str(error))
@@ -216,7 +216,7 @@ def _emulated(attempt: Attempt) -> Peaks:
     return Peaks(phases=attempt.peaks, reserved_bytes=attempt.peak_reserved_bytes, retries=attempt.retries)
 
 
-def _measured(run: CardRun) -> Peaks:
+def _measured(run: GpuRun) -> Peaks:
     phases = {each.phase: each.peak_allocated_bytes for each in run.phases}
     reserved = max(each.peak_reserved_bytes for each in run.phases)
     return Peaks(phases=phases, reserved_bytes=reserved, retries=run.alloc_retries)

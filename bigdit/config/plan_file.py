@@ -47,7 +47,7 @@ class Expected(Strict):
     peak_allocated_bytes: PositiveInt
     peak_reserved_bytes: PositiveInt
     process_bytes: tuple[NonNegativeInt, NonNegativeInt]
-    samples_per_second_per_card: tuple[NonNegativeFloat, NonNegativeFloat]
+    samples_per_second_per_gpu: tuple[NonNegativeFloat, NonNegativeFloat]
     host_bytes: NonNegativeInt
 
 

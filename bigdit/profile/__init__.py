@@ -1,16 +1,16 @@
-"""Two training steps on an emulated GPU, in processes of their own: what they take, and whether they fit.
+"""Two training steps on an emulated GPU, in processes of their own: the memory that they need, and whether they fit.
 
 1. `attempt.py` turns a model, a GPU and a Strategy into a request. `gpus.py` looks into the cache, else it starts
    `python -m bigdit.profile` on an emulated GPU. Nothing there imports torch.
-2. That process (`__main__.py`) imports the libraries once and builds each model once. Each question has a fork of its
-   own (`pool.py`, both ends). A real GPU would not survive a fork.
+2. That process (`__main__.py`) imports the libraries once. A fork of it builds each model once. Each question has a
+   fork of that one (`pool.py`, both ends). A real GPU would not survive a fork.
 3. `steps.py` hands the model to `engines.create` and calls `train_step`, for emulated and real GPUs alike.
-4. `run_attempt.py` takes two steps within so many bytes. It reports torch's own counters by phase, bytes of host
+4. `run_attempt.py` takes two steps within so many bytes. It reports torch's own counters by phase, bytes of CPU
    tensors (`emulator/c/host.c` counts them) and launches. A counted attempt takes one more step, whose operators are
-   summed up. Weights are address space without pages, and large host tensors are not computed (`unwritten.py`).
-5. Values of small tensors cost two thirds of the time. An attempt goes without them first. If the host read nothing of
-   the GPU, no byte can follow from a value. Else both ways are compared, once for a kind of attempt.
-6. Of many processes the first one runs, in a group that needs no peers.
+   summed up. Weights are address space without pages, and large CPU tensors are not computed (`unwritten.py`).
+5. Values of small tensors cost two thirds of the time. An attempt goes without them first. If the CPU read
+   nothing from the GPU, no byte can depend on a value. Else both ways are compared, once for each kind of attempt.
+6. Of several processes only the first one runs, in a group that needs no peers.
 7. A profile takes the two steps under `record`. The allocator's history has each block, the recorder says what it
    is, and the categories of a phase sum to torch's own peak.
 """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from bigdit.profile.steps import Built
 
 _built: list[tuple[Built, int]] = []
-"""The model of this branch, and the bytes of the host that it takes."""
+"""The model of this branch, and the bytes of CPU memory that it takes."""
 
 
 def main(given: list[str]) -> None:
@@ -37,7 +37,7 @@ def _request(line: str) -> StepRequest:
 
 
 def _alike(line: str) -> str:
-    """What questions have alike whose steps begin with the same model and encoders on the host."""
+    """The same text for questions whose steps begin with the same model and encoders in CPU memory."""
     request = _request(line)
     if request.part == "encoders":
         return request.part

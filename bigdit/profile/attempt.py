@@ -1,4 +1,4 @@
-"""What an emulated GPU is asked, and what it answers. Nothing here imports torch."""
+"""Questions to an emulated GPU, and its answers. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Question(Strict):
 
 
 class PhaseBytes(Strict):
-    """Bytes that torch had allocated in a phase: the most, and at its end; the highest of all its occurrences."""
+    """Bytes that torch had allocated in a phase: at most, and at its end. Of several occurrences the highest count."""
 
     peak_bytes: NonNegativeInt
     end_bytes: NonNegativeInt
@@ -80,12 +80,12 @@ class Attempt(Strict):
 
     @property
     def fits(self) -> bool:
-        """Whether it ran, and never had to look for room."""
+        """Whether it ran, and the allocator never had to free cached memory."""
         return self.ran and not self.retries
 
     @property
     def memory(self) -> tuple[int, int, int, dict[str, int]]:
-        """What two attempts that take the same memory have alike."""
+        """Equal for two attempts that need the same memory."""
         return self.retries, self.peak_allocated_bytes, self.peak_reserved_bytes, self.peaks
 
     @property
@@ -127,7 +127,7 @@ class Profile(Strict):
 
 
 class TookTooLong(UserError):
-    """An answer did not come in time: on another day, or another machine, it may."""
+    """An answer did not come in time. It may on another day, or on another machine."""
 
 
 class Launched(Strict):
@@ -144,13 +144,13 @@ class Launched(Strict):
 
     @property
     def launches(self) -> int:
-        """All that the host handed over, one thing after another."""
+        """All that the CPU handed to the GPU."""
         apart = ("bytes_", "host_syncs")
         return sum(count for name, count in self.counts.items() if not name.startswith(apart))
 
 
 def launched(before: Mapping[str, int], after: Mapping[str, int]) -> Launched:
-    """What the libraries counted between two readings, without the zeros."""
+    """The difference of two readings of the counters, without zeros."""
     return Launched(counts=dict(Counter(after) - Counter(before)))
 
 

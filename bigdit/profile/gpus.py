@@ -26,7 +26,7 @@ from bigdit.units import GIB
 
 MOST_WORKERS = 4
 WORKER_BYTES = 2 * GIB
-"""Of this machine's memory for each worker beyond two: three times what one holds (benchmarks/README.md)."""
+"""This machine's memory for each worker beyond two: three times what one needs (benchmarks/README.md)."""
 
 LARGEST_MICRO_BATCH = 512
 """Where the search for the largest micro-batch ends."""
@@ -49,14 +49,14 @@ SOURCES = (
     "record",
     "train/step.py",
 )
-"""Whose sources decide an answer."""
+"""An answer in the cache is for these sources."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Two steps by the micro-batch size. `guess`: about how many fit. `sample_bytes`: about what one more takes;
-    0 where nothing is known. `known`: what torch reserves at sizes that ran already, on a GPU without a limit.
-    `failing`: a size that is known not to fit."""
+    """Two steps by the micro-batch size. `guess`: about how many samples fit. `sample_bytes`: about the bytes of one
+    more; 0 if unknown. `known`: bytes that torch reserved at sizes that ran, on a GPU without a limit. `failing`: a
+    size that does not fit."""
 
     request: Callable[[int], StepRequest]
     guess: float
@@ -94,9 +94,9 @@ class EmulatedGpus:
     `done` is called with the number of answers so far. `unanswered`: why a question had no answer, in lines. Raises
     UserError where there is no CUDA build of torch.
 
-    Values of small tensors cost two thirds of the time, so an attempt does without them first. If the host read
-    nothing of the GPU meanwhile, no byte can follow from a value. Else both ways are compared, once for all attempts
-    that differ in sizes or in swapped blocks alone.
+    Values of small tensors cost two thirds of the time, so an attempt goes without them first. If the CPU read nothing
+    from the GPU, no byte can depend on a value. Else both ways are compared, once for all attempts that differ only in
+    sizes or swapped blocks.
     """
 
     def __init__(
@@ -108,8 +108,8 @@ class EmulatedGpus:
         self._settings = f"{self.build}, expandable segments {expandable_segments}"
         self.done: Callable[[int], None] = lambda answers: None
         self._timeout_s, self._made = timeout_s, 0
-        self._follows: dict[str, bool] = {}  # whether memory follows from values, by kind, where both were compared
-        self._unread: set[str] = set()  # kinds that read nothing of the GPU
+        self._follows: dict[str, bool] = {}  # whether memory depends on values, by kind, where both were compared
+        self._unread: set[str] = set()  # kinds that read nothing from the GPU
         self._first: dict[str, Lock] = {}  # held by the question that finds that out
         self._free: SimpleQueue[int] = SimpleQueue()
         for lane in range(self.count):
@@ -183,11 +183,11 @@ class EmulatedGpus:
         return [found[key].result() for key in keys]
 
     def largest(self, row: Row, capacity_bytes: int) -> tuple[float, dict[int, int]] | None:
-        """The largest micro-batch that fits where the next one does not, with about which part of that has room (less
-        than 1: none fits); and what torch reserves at the sizes that ran. None where an attempt failed.
+        """The largest micro-batch that fits, plus about which part of the next one has room (less than 1: none fits);
+        and the bytes that torch reserved at the sizes that ran. None where an attempt failed.
 
-        A GPU without a limit tells how much a size wants. One that is expected to be too much is tried within the
-        capacity, and ends early.
+        A size runs without a limit, which tells its bytes. One that is expected not to fit runs within the capacity,
+        and ends early.
         """
         reserved = dict(row.known)
         below, above = _around(reserved, capacity_bytes)
@@ -269,7 +269,7 @@ class EmulatedGpus:
 
 
 def _kind(request: StepRequest) -> str:
-    """What attempts have alike that differ in sizes, or in what makes no difference to values: fp16 does."""
+    """The same text for attempts that differ in sizes, or in settings without an effect on values (fp16 has one)."""
     settled = request.strategy.settled(micro_batch_size=1, grad_accum_steps=1, checkpointed_blocks=0)
     alike = {
         "optimizer": OptimizerSpec(),
@@ -287,7 +287,7 @@ def _worker(gpu: Gpu, expandable_segments: bool) -> tuple[list[str], dict[str, s
 
 
 def worker_environment(gpu: Gpu, *, expandable_segments: bool = True) -> dict[str, str]:
-    """For one process on this GPU, which needs no peers, whatever its strategy."""
+    """The environment of one process on this GPU, which needs no peers, whatever its strategy."""
     found = environment(expandable_segments=expandable_segments) | emulated_environment(gpu, peers=False)
     for name in ("CUDA_VISIBLE_DEVICES", "BIGDIT_EMULATED_OUT"):  # attempts of an emulated program are no part of it
         found.pop(name, None)

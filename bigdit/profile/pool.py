@@ -53,14 +53,14 @@ class WorkerKilled(WorkerError, Killed):
 class Pool:
     """A process that has imported all libraries, and forks of it that answer, side by side in `count` lanes.
 
-    It starts with the first question, or when it is told to. Once it is closed, whoever asks starts none.
+    It starts with `start`, or with the first question. After `close` none starts.
     """
 
     def __init__(self, started: Started, count: int) -> None:
         self._over = False
         self._started = started
         # What the process and its forks write to stderr: files without a name, of which nothing is left at their end.
-        self._said, *self._said_by = (tempfile.TemporaryFile() for _ in range(1 + count))  # noqa: SIM115
+        self._stderr, *self._stderr_by = (tempfile.TemporaryFile() for _ in range(1 + count))  # noqa: SIM115
         self._process: subprocess.Popen[bytes] | None = None
         self._lanes: list[_Lane] = []  # of this process
         self._lock = threading.Lock()
@@ -75,8 +75,8 @@ class Pool:
         Raises TimeoutError where it takes longer, UserError for what the user can mend, and WorkerError where the
         fork or the process dies. The next question finds a new one.
         """
-        said = self._said_by[lane]
-        before, before_all = _size(said), _size(self._said)  # before it starts: it may be dead when it has
+        stderr = self._stderr_by[lane]
+        before, before_all = _size(stderr), _size(self._stderr)  # before it starts: it may be dead when it has
         process, lanes = self._running()
         own = lanes[lane]
         try:
@@ -90,9 +90,9 @@ class Pool:
             own.close()
             ended = process.wait()
             self._end(process)
-            raise failure(what, ended, _lines(self._said, before_all)) from None
+            raise failure(what, ended, _lines(self._stderr, before_all)) from None
         if status:
-            raise failure(what, status, _lines(said, before))
+            raise failure(what, status, _lines(stderr, before))
         return answer
 
     def close(self) -> None:
@@ -112,14 +112,14 @@ class Pool:
 
     def _start(self) -> tuple[subprocess.Popen[bytes], list[_Lane]]:
         command, environment = self._started()
-        pairs = [socket.socketpair() for _ in self._said_by]
-        files = [(theirs.fileno(), said.fileno()) for (_, theirs), said in zip(pairs, self._said_by, strict=True)]
+        pairs = [socket.socketpair() for _ in self._stderr_by]
+        files = [(theirs.fileno(), stderr.fileno()) for (_, theirs), stderr in zip(pairs, self._stderr_by, strict=True)]
         try:
             process = subprocess.Popen(
-                [*command, *(f"{end}:{said}" for end, said in files)],
+                [*command, *(f"{end}:{stderr}" for end, stderr in files)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=self._said,
+                stderr=self._stderr,
                 env=environment,
                 pass_fds=[number for pair in files for number in pair],
                 start_new_session=True,  # it does not hear Ctrl-C: who asks does, and ends it
@@ -185,7 +185,7 @@ class _Lane:
                 return int(first), rest
 
     def stop(self) -> bool:
-        """End the fork that has the question; False where none has it, or where its end is not told."""
+        """End the fork that has the question; False if none has it, or if its end is not confirmed."""
         if self.fork is None or not self._read_there:
             return False
         with contextlib.suppress(ProcessLookupError):
@@ -221,13 +221,13 @@ class _Lane:
         return line
 
 
-def _size(said: IO[bytes]) -> int:
-    return os.fstat(said.fileno()).st_size
+def _size(file: IO[bytes]) -> int:
+    return os.fstat(file.fileno()).st_size
 
 
-def _lines(said: IO[bytes], since: int) -> list[str]:
+def _lines(file: IO[bytes], since: int) -> list[str]:
     """What was written from that byte on; where the process writes next stays as it is."""
-    return os.pread(said.fileno(), _size(said) - since, since).decode(errors="replace").splitlines()
+    return os.pread(file.fileno(), _size(file) - since, since).decode(errors="replace").splitlines()
 
 
 def environment(*, expandable_segments: bool) -> dict[str, str]:
@@ -237,13 +237,13 @@ def environment(*, expandable_segments: bool) -> dict[str, str]:
     return own | {"PYTORCH_ALLOC_CONF": f"expandable_segments:{expandable_segments}", "HF_HUB_OFFLINE": "1"}
 
 
-def failure(what: str, status: int, said: list[str]) -> Exception:
-    """What `what`, which left no result, ended with: the errors that it said, or its last lines."""
-    problems = [line.removeprefix("error: ") for line in said if line.startswith("error: ")]
+def failure(what: str, status: int, lines: list[str]) -> Exception:
+    """The error of `what`, which left no result: the user's errors among the lines of stderr, or the last lines."""
+    problems = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if status == EXIT_USER and problems:
         return UserError(*problems)
-    end = "\n".join(said[-_LAST_LINES:])
-    why = next((f" {line[:300]}" for line in reversed(said) if re.match(r"[\w.]+Error: ", line)), "")
+    end = "\n".join(lines[-_LAST_LINES:])
+    why = next((f" {line[:300]}" for line in reversed(lines) if re.match(r"[\w.]+Error: ", line)), "")
     kind = WorkerKilled if status == -signal.SIGKILL else WorkerError
     return kind(f"{what} ended with status {status} and no result:{why}\n{end}")
 
@@ -272,9 +272,9 @@ class _Asked(_End):
     """A lane as this process was given it: `SOCKET:FILE`, by their descriptors."""
 
     def __init__(self, given: str) -> None:
-        number, _, said = given.partition(":")
+        number, _, stderr = given.partition(":")
         super().__init__(socket.socket(fileno=int(number)))
-        self.said = int(said)
+        self.stderr = int(stderr)
 
 
 @dataclass(frozen=True)
@@ -389,8 +389,8 @@ def _serve_branch(server: _End, service: Service, lanes: Sequence[_Asked]) -> No
 
 
 def _answer(lane: _Asked, question: str, answer: Callable[[str], str]) -> None:
-    os.dup2(lane.said, 1)
-    os.dup2(lane.said, 2)
+    os.dup2(lane.stderr, 1)
+    os.dup2(lane.stderr, 2)
     lane.tell("fork", os.getpid())
     found: list[str] = []
     status = guard(lambda: found.append(answer(question)))
@@ -418,7 +418,7 @@ def _forked(run: Callable[[], None]) -> int:
 def _succeeds(lane: _Asked, run: Callable[[], None]) -> bool:
     """Run it; what it raises is the answer of the lane."""
     before = os.dup(2)
-    os.dup2(lane.said, 2)
+    os.dup2(lane.stderr, 2)
     status = guard(run)
     sys.stderr.flush()
     os.dup2(before, 2)

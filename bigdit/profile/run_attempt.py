@@ -68,25 +68,25 @@ def _watched(question: Question, host_bytes: int, run: Callable[[_Watch], None])
     torch.cuda.set_device(DEVICE)
     torch.cuda.init()
     importlib.import_module("bigdit_emulated.libraries").limit(question.capacity_bytes, final=not question.to_end)
-    watch, said = _Watch(host_bytes), None
+    watch, message = _Watch(host_bytes), None
     try:
         with unwritten_weights(), large_uncomputed():
             run(watch)
     except torch.OutOfMemoryError as error:
-        said = str(error)
+        message = str(error)
     watch.end()
-    start, host_steps = watch.host_peaks  # page-locked bytes are not told apart
+    start, host_steps = watch.host_peaks  # page-locked bytes are included
     return Attempt(
-        out_of_memory=said,
+        out_of_memory=message,
         retries=torch.cuda.memory_stats().get("num_alloc_retries", 0),
         peak_allocated_bytes=max(each.peak_bytes for each in watch.phases.values()),
         peak_reserved_bytes=watch.reserved_bytes,
         phases=watch.phases,
         params=watch.params,
         host=HostMemory(peak_bytes=max(start, host_steps), steps_bytes=host_steps, page_locked_bytes=0),
-        checkpoint_bytes=0 if said or watch.engine is None else checkpoint_bytes(watch.engine, watch.ema),
+        checkpoint_bytes=0 if message or watch.engine is None else checkpoint_bytes(watch.engine, watch.ema),
         reads=watch.reads,
-        launched={} if said else watch.launched,
+        launched={} if message else watch.launched,
         packed_work=watch.packed_work,
         seconds=round(time.perf_counter() - began, 3),
     )
@@ -142,8 +142,7 @@ def _encoding(question: Question, watch: _Watch) -> None:
 
 
 class _Watch(Witness):
-    """Torch's counters phase by phase, the host's beside the `host_bytes` that it begins with, and what each phase has
-    the GPU do."""
+    """The counters of torch, of CPU memory and of launches, by phase. `host_bytes`: in use before the steps."""
 
     engine: Engine | None = None
     ema: Ema | None = None

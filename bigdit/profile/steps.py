@@ -36,7 +36,7 @@ STEPS = 2  # optimizer state appears in the first one
 
 @dataclass(frozen=True)
 class Workload:
-    """What a request has: a model on the host, with what the strategy adds to it, its encoders, and what feeds it."""
+    """What a request runs: a model in CPU memory with the changes of its strategy, encoders, and batches."""
 
     request: StepRequest
     model: nn.Module
@@ -48,14 +48,14 @@ class Workload:
 
 @dataclass(frozen=True)
 class Built:
-    """What stands on the host before a strategy is arranged: the model with its adapters, and the encoders."""
+    """The model with its adapters, and the encoders, in CPU memory, before `models.arrange`."""
 
     model: nn.Module
     frozen: FrozenEncoders | None
 
 
 def build(request: StepRequest, seed: int | None = None) -> Built:
-    """As the trainer does. Of one many attempts may begin, each in a process of its own."""
+    """Build as the trainer does. Many attempts may begin with one, each in a process of its own."""
     strategy = request.strategy
     model = models.build(request.model, device="cpu", dtype=engines.compute_dtype(strategy), seed=seed)
     models.adapt(model, models.family(request.model.class_name), strategy)
@@ -67,7 +67,7 @@ def build(request: StepRequest, seed: int | None = None) -> Built:
 
 
 def prepare(request: StepRequest, built: Built) -> Workload:
-    """All that is there before anything is recorded."""
+    """Arrange the model for the strategy, and say how batches are made."""
     strategy, encoders, model = request.strategy, request.encoders, built.model
     family = models.family(request.model.class_name)
     models.arrange(model, family, strategy)
@@ -81,7 +81,7 @@ def prepare(request: StepRequest, built: Built) -> Workload:
 
 
 class Witness:
-    """What is told of two steps as they run: this one does not listen."""
+    """Watches the steps as they run: this one ignores them."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Surrounds init, and the phases of `train_step`."""
@@ -91,7 +91,7 @@ class Witness:
         """In init, before the engine takes the model."""
 
     def started(self, engine: Engine, ema: Ema | None) -> Witness | Watch:
-        """In init, when the engine has the model, and the device has the encoders: who is told from here on."""
+        """In init, when the engine has the model and the device the encoders. Returns what watches from here on."""
         return self
 
     def held(self, batch: Any) -> None:
@@ -118,21 +118,21 @@ def training(workload: Workload, device: torch.device, world: World, witness: Wi
             frozen.to(device)
         engine = engines.create(strategy, workload.model, workload.family, device=device, world=world)
         ema = engines.ema_of(engine)
-        told = witness.started(engine, ema)
+        watch = witness.started(engine, ema)
         encoding = None
         if frozen is not None:
-            encoding = told.encoding(functools.partial(encode, frozen, strategy.encode_chunk))
-        steps = feed(workload.make, strategy, pin=device.type != "cpu", seen=told.held)
+            encoding = watch.encoding(functools.partial(encode, frozen, strategy.encode_chunk))
+        steps = feed(workload.make, strategy, pin=device.type != "cpu", seen=watch.held)
     while True:
         micro_batches = next(steps)
         taken = train_step(
             engine,
             workload.family,
             workload.request.objective,
-            told.batches(micro_batches),
+            watch.batches(micro_batches),
             lr=strategy.optimizer.lr,
             ema=ema,
-            phase=told.phase,
+            phase=watch.phase,
             encode=encoding,
         ).taken
         del micro_batches  # before the next ones are read, as the trainer does
@@ -159,7 +159,7 @@ def group(strategy: Strategy) -> Iterator[World]:
 
 
 def _first_of(size: int) -> World:
-    """NCCL over a store that asks nobody; on the host collectives have torch's fake backend."""
+    """NCCL over a store without peers; collectives of CPU tensors use torch's fake backend."""
     from torch.testing._internal.distributed import fake_pg  # registers the backend
 
     assert fake_pg
@@ -167,7 +167,7 @@ def _first_of(size: int) -> World:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     dist.init_process_group("cpu:fake,cuda:nccl", store=dist.HashStore(), rank=0, world_size=size)
     # Since torch 2.15 the group has its device from the start, and parts of it are split off, which asks the peers who
-    # is in which: without a device each part is a group that is told how many it has.
+    # is in which: without a device each part is a group that gets its size.
     dist.distributed_c10d._get_default_group().bound_device_id = None
     return World(rank=0, local_rank=0, world_size=size)
 
@@ -177,7 +177,7 @@ NO_EXTRAS: Mapping[str, models.Extra] = MappingProxyType({})
 
 
 def batch(shape: BatchShape, strategy: Strategy, extras: Mapping[str, models.Extra] = NO_EXTRAS) -> Batch:
-    """A micro-batch on the host as the store gives it: latents as they are stored, text in bf16."""
+    """A micro-batch in CPU memory, as a store gives it: latents as they are stored, text in bf16."""
     count = strategy.micro_batch_size
     text = shape.text
     return Batch(
@@ -192,7 +192,7 @@ def batch(shape: BatchShape, strategy: Strategy, extras: Mapping[str, models.Ext
 def raw_batch(
     encoders: OnlineEncoders, shape: BatchShape, strategy: Strategy, extras: Mapping[str, models.Extra] = NO_EXTRAS
 ) -> RawBatch:
-    """A micro-batch on the host to be encoded: images in uint8, and captions that fill each encoder's tokens.
+    """A micro-batch in CPU memory for the encoders: images in uint8, and captions that fill each encoder's tokens.
 
     Padded captions have masks of [B, 1, T, T] beside them in some encoders, which these do not have.
     """

@@ -1,8 +1,7 @@
-"""What emulated steps leave out on the host: weights are never drawn, and large tensors are not computed.
+"""Emulated steps without values in CPU memory: weights are never initialised, and large tensors are not computed.
 
-A model stands on the host as address space, until its bytes are copied to a GPU. An optimizer on the host would really
-step there: minutes for billions of weights, whose values no byte follows from. A real GPU computes with the weights,
-and draws less power for zeros: `fill` writes something in.
+A model in CPU memory is address space alone. An optimizer on the CPU would take minutes for billions of weights, and no
+byte depends on its values. Steps on a real GPU need values, since zeros need less power: `fill` writes them.
 """
 
 from __future__ import annotations
@@ -31,17 +30,16 @@ _IN_PLACE = (
     *("_foreach_add_.Scalar", "_foreach_mul_.Scalar", "_foreach_lerp_.Scalar", "_foreach_addcmul_.Scalar"),
     *("_foreach_div_.ScalarList", "_foreach_addcdiv_.ScalarList", "_foreach_mul_.Tensor", "_foreach_copy_"),
 )
-"""What engines, offloads, averages and AdamW write the host's tensors by, one by one and by lists. An optimizer that is
-not among them really steps."""
+"""The operators by which engines, offloads, EMA and AdamW write CPU tensors, one by one and by lists. Optimizers
+that use others really step."""
 
 
 @contextmanager
 def unwritten_weights() -> Iterator[None]:
-    """In here initialisers write no large tensor, and a cast of a large host tensor makes an empty one of the other
-    dtype.
+    """Within, initialisers write no large tensor, and casts of large CPU tensors return empty ones.
 
-    Memory that nobody wrote has no pages: a model of any size takes as much of the host as its small tensors. These are
-    initialised: what lay in their memory before may be infinite.
+    Unwritten memory has no pages, so a model of any size needs only the memory of its small tensors. Small tensors are
+    initialised: arbitrary values may be infinite.
     """
     originals = {name: each for name, each in vars(nn.init).items() if name.endswith("_") and name[0] != "_"}
     apply = nn.Module._apply
@@ -57,8 +55,7 @@ def unwritten_weights() -> Iterator[None]:
 
 
 def unwritten(make: Callable[[], T]) -> Callable[[], T]:
-    """`make`, where large zeros that it asks torch for on the host are memory that nobody wrote, and pinned already:
-    pinning them copies nothing."""
+    """`make` with large CPU zeros as unwritten memory. It is pinned from the start, so that pinning copies nothing."""
     zeros = torch.zeros
 
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -77,8 +74,7 @@ def unwritten(make: Callable[[], T]) -> Callable[[], T]:
 
 
 def fill(module: nn.Module) -> None:
-    """Write into all floating-point parameters and large buffers: ones and zeros into vectors, as norms and biases have
-    them, and noise into all others."""
+    """Write all floating-point parameters and large buffers: ones or zeros into vectors, noise into the others."""
     # Half as wide as when they were cast, at least.
     large = ((name, buffer) for name, buffer in module.named_buffers() if 4 * buffer.nbytes >= _LEAST_BYTES)
     for name, tensor in (*module.named_parameters(), *large):
@@ -91,7 +87,7 @@ def fill(module: nn.Module) -> None:
 
 
 def fill_noise(tensor: torch.Tensor, deviation: float) -> None:
-    """Write one piece of normal noise again and again: to draw all of it would take minutes."""
+    """Repeat one piece of normal noise: to generate all of it would take minutes."""
     piece = (_noise() * deviation).to(tensor.dtype)
     flat = tensor.view(-1)
     whole = flat.numel() // len(piece) * len(piece)
@@ -111,7 +107,7 @@ def _of_small(
 
 
 def _casting_unwritten(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    found: dict[tuple[object, torch.dtype], torch.Tensor] = {}  # what a function makes of no elements
+    found: dict[tuple[object, torch.dtype], torch.Tensor] = {}  # results for empty tensors
 
     def applied(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         def cast(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,8 +125,8 @@ def _casting_unwritten(apply: Callable[..., nn.Module]) -> Callable[..., nn.Modu
 
 @contextmanager
 def large_uncomputed() -> Iterator[None]:
-    """In here large tensors of the host that are set to zero read as zeros, their norms are zero, and all else leaves
-    them as they are. Memory is taken as ever, on the host and on the GPU."""
+    """Within, large CPU tensors that are set to zero read as zeros, and their norms are zero. No other operator writes
+    them. Allocations are the same, in CPU memory and on the GPU."""
     library = torch.library.Library("aten", "IMPL")
     runs: dict[str, Callable[..., Any]] = dict.fromkeys(_IN_PLACE, _unwritten)
     runs |= {"zero_": _zeroed, "fill_.Scalar": _zeroed, "linalg_vector_norm": _unmeasured, "_foreach_sqrt": _unfilled}
@@ -147,7 +143,7 @@ def large_uncomputed() -> Iterator[None]:
 
 
 def _unwritten(kernel: Any, keys: Any, to: Any, *args: Any, **named: Any) -> Any:
-    """Of one tensor, or of a list that is stepped as a whole."""
+    """Leave a large tensor, or a list that is stepped as a whole, as it is."""
     listed = isinstance(to, (list, tuple))
     if sum(each.nbytes for each in (to if listed else (to,))) >= _LEAST_BYTES:
         return None if listed else to
@@ -157,14 +153,14 @@ def _unwritten(kernel: Any, keys: Any, to: Any, *args: Any, **named: Any) -> Any
 
 
 def _unfilled(kernel: Any, keys: Any, of: Any) -> Any:
-    """New tensors like those of a list, which nobody writes."""
+    """Unwritten tensors like those of a list."""
     if sum(each.nbytes for each in of) >= _LEAST_BYTES:
         return [torch.empty_like(each) for each in of]
     return kernel.call_boxed(keys, of)
 
 
 def _unjoined(kernel: Any, keys: Any, parts: Any, dim: int = 0) -> Any:
-    """A new tensor as large as the vectors, which DeepSpeed's offload joins: all weights of a model."""
+    """An unwritten tensor as large as the vectors. DeepSpeed's offload joins all weights of a model so."""
     size = sum(map(torch.numel, parts))
     if size * parts[0].itemsize < _LEAST_BYTES or any(
         each.dim() != 1 or each.dtype != parts[0].dtype for each in parts
@@ -174,7 +170,7 @@ def _unjoined(kernel: Any, keys: Any, parts: Any, dim: int = 0) -> Any:
 
 
 def _zeroed(kernel: Any, keys: Any, tensor: torch.Tensor, *value: float) -> Any:
-    """Pages that the system takes back read as zeros, and cost no time until they are read."""
+    """Give the pages back to the system: they read as zeros, and cost no time until they are read."""
     large = tensor.nbytes >= _LEAST_BYTES and tensor.is_contiguous()
     if large and not any(value) and _taken_back(tensor):
         return tensor
@@ -190,7 +186,7 @@ def _unmeasured(
 
 
 def _taken_back(tensor: torch.Tensor) -> bool:
-    """Whether the system took the pages that lie within the tensor; what lies at its ends is written."""
+    """Whether the system took the whole pages of the tensor back; its ends are written."""
     start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
     if ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED):

@@ -407,7 +407,7 @@ def record(plan: Plan, run: str | None = None) -> PlanFile:
             peak_allocated_bytes=chosen.peak_allocated_bytes,
             peak_reserved_bytes=chosen.peak_reserved_bytes,
             process_bytes=(chosen.process.low_bytes, chosen.process.high_bytes),
-            samples_per_second_per_card=(rate.low, rate.high),
+            samples_per_second_per_gpu=(rate.low, rate.high),
             host_bytes=plan.host.node_bytes,
         ),
         micro_batch_sizes=plan.buckets,

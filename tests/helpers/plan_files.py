@@ -45,7 +45,7 @@ def made_up(model, batch, strategy, *, gpus_per_node=8, verdict="FITS", expandab
             peak_allocated_bytes=39 << 30,
             peak_reserved_bytes=40 << 30,
             process_bytes=(40 << 30, 41 << 30),
-            samples_per_second_per_card=(1e-8, 9.25),
+            samples_per_second_per_gpu=(1e-8, 9.25),
             host_bytes=1 << 30,
         ),
         micro_batch_sizes=(),

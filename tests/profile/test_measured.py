@@ -14,10 +14,10 @@ from bigdit.emulator import emulated_environment, shared_state
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.profile.attempt import StepRequest
 from bigdit.profile.gpus import EmulatedGpus, worker_environment
-from bigdit.profile.measured.run import CardRun
+from bigdit.profile.measured.run import GpuRun
 
 
-def run_all(asked: StepRequest, folder: Path) -> CardRun:
+def run_all(asked: StepRequest, folder: Path) -> GpuRun:
     """The first rank's two steps among all, each on an emulated card of its own, with NCCL between them."""
     ranks, request, result = asked.strategy.world_size, folder / "request.json", folder / "result.json"
     request.write_text(asked.model_dump_json())
@@ -30,7 +30,7 @@ def run_all(asked: StepRequest, folder: Path) -> CardRun:
         command = [str(cuda_python()), "-W", "ignore", *launcher, *worker]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    return CardRun.model_validate_json(result.read_bytes())
+    return GpuRun.model_validate_json(result.read_bytes())
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ class Timing(Strict):
     kernels: dict[str, Spent]
 
 
-class CardRun(Strict):
+class GpuRun(Strict):
     """Two steps on a CUDA device.
 
     `beside_bytes`: what the process takes beside the allocator; None where that is not known.
@@ -69,7 +69,7 @@ class CardRun(Strict):
     versions: dict[str, str]
 
 
-def run_on_card(request: StepRequest, capacity_bytes: int, steps: int, expandable_segments: bool) -> CardRun:
+def run_on_gpu(request: StepRequest, capacity_bytes: int, steps: int, expandable_segments: bool) -> GpuRun:
     """Two steps of `request`, and `steps` more that are timed, where torch may reserve `capacity_bytes` (0: all).
 
     Raises RanOut, UserError for what the user can mend or takes too long, and WorkerError where the process dies.
@@ -94,7 +94,7 @@ def run_on_card(request: StepRequest, capacity_bytes: int, steps: int, expandabl
         except subprocess.TimeoutExpired:
             raise UserError(f"two steps of {what} took more than {TIMEOUT_S:g} s") from None
         if answered.exists():
-            return CardRun.model_validate_json(answered.read_bytes())
+            return GpuRun.model_validate_json(answered.read_bytes())
     error = failure(what, done.returncode, done.stderr.splitlines())
     if isinstance(error, UserError) and error.problems[0].startswith(RAN_OUT):
         raise RanOut(*error.problems)

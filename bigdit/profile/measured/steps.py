@@ -21,13 +21,13 @@ from bigdit.emulator import on_emulated_gpu
 from bigdit.errors import versions
 from bigdit.loader.batch import Batch, RawBatch
 from bigdit.profile.attempt import StepRequest
-from bigdit.profile.measured.run import CardPhase, CardRun, Spent, Timing
+from bigdit.profile.measured.run import CardPhase, GpuRun, Spent, Timing
 from bigdit.profile.steps import STEPS, Witness, Workload, build, group, prepare, take, training
 from bigdit.profile.unwritten import fill, fill_noise, unwritten_weights
 from bigdit.train.measure import GpuPeaks
 
 
-def run(request: StepRequest, timed_steps: int = 0) -> CardRun:
+def run(request: StepRequest, timed_steps: int = 0) -> GpuRun:
     """Two steps of `request` on this rank's CUDA device, where it has nothing yet, and so many more that are timed."""
     with unwritten_weights():
         workload = prepare(request, build(request))
@@ -46,7 +46,7 @@ def run(request: StepRequest, timed_steps: int = 0) -> CardRun:
         beside = total - free - torch.cuda.memory_reserved(device)
         retries = torch.cuda.memory_stats()["num_alloc_retries"]
         timing = _timed(steps, timed_steps) if timed_steps else None
-    return CardRun(
+    return GpuRun(
         device=torch.cuda.get_device_name(device),
         params=workload.params,
         phases=phases,
