@@ -41,12 +41,12 @@ from bigdit.files import write_json
 from bigdit.profile.attempt import Attempt, StepRequest, request_for
 from bigdit.profile.gpus import EmulatedGpus
 from bigdit.receipt import Receipt
-from bigdit.recipes import MEASURED, Extraction, Recipe, Saved, Took, names, recipe
+from bigdit.recipes import MEASURED, DiskNeed, Extraction, Recipe, Took, names, recipe
 from bigdit.search.answer import make_plan
 from bigdit.search.ask import question_for
 from bigdit.search.plan import Plan, Question, host_need
 from bigdit.speed.seconds import Cluster, Interval
-from bigdit.store.part import Encoded, part_path, write_part
+from bigdit.store.part import EncodedRange, part_path, write_part
 from bigdit.store.schema import FILE, StoreSchema, part_identity, schema_text, store_identity
 from bigdit.store.store import write_null_text
 from bigdit.store.text import Text
@@ -145,7 +145,7 @@ def receipts_of(found: Recipe, folder: Path) -> list[Receipt]:
     return [Receipt.model_validate_json((folder / "run" / name).read_text()) for name in names]
 
 
-def saved_by(found: Recipe, folder: Path) -> Saved:
+def saved_by(found: Recipe, folder: Path) -> DiskNeed:
     """What the run that was `trained` there has saved, and how much of it there will be of the recipe's own steps."""
     newest, _ = latest(folder / "run")
     assert newest is not None
@@ -208,12 +208,12 @@ def make_store(root: Path, name: str, document: dict[str, Any], arguments: dict[
         shape = batch_shape(model, (height, width), *frames).latents
         latents[shape] = torch.zeros((each, *shape), dtype=torch.bfloat16)
         indices[shape] = list(range(number * each, (number + 1) * each))
-    encoded = Encoded(latents, indices, {}, {}, [], dict.fromkeys(range(schema.count), 0))
+    encoded = EncodedRange(latents, indices, {}, {}, [], dict.fromkeys(range(schema.count), 0))
     if model.text:
         null, text = (_text(length, model.text.dim, arguments) for length in (1, tokens))
         write_null_text(root, lambda: null, store_identity(schema))
         captions: dict[int, Any] = {index: (Caption(),) for index in range(schema.count)}
-        encoded = Encoded(latents, indices, captions, {Caption.text: text}, [])
+        encoded = EncodedRange(latents, indices, captions, {Caption.text: text}, [])
     write_part(part_path(root, 0, schema.count), encoded, identity=part_identity(schema, 0))
 
 

@@ -19,7 +19,7 @@ from bigdit.search.ask import question_for
 from bigdit.search.calibration import UNPROVED, Calibration
 from bigdit.search.explain import BUCKETS, DEEPSPEED_BUCKET, changes, waterfall
 from bigdit.search.option import Option
-from bigdit.search.plan import Estimate, Run, process, safe_bytes, verdict_of
+from bigdit.search.plan import Estimate, WholeRun, process, safe_bytes, verdict_of
 from bigdit.search.planner import Planner
 from bigdit.speed.seconds import Cluster
 from bigdit.strategy import EmaSpec, Strategy
@@ -140,7 +140,7 @@ def test_thirty_million_images_on_32_v100() -> None:
         (found,) = ran(f"pixart-sigma-xl-2-{pixels}", gpu, [text])
         assert found.verdict == "FITS"
         step = step_of(found.attempt, parse_strategy([text]), catalog.gpu(gpu), Cluster(gpus=32))
-        days[pixels] = Run.of(30_000_000, 1, 32 * size, step, 32, None).seconds * (1 / 86_400)
+        days[pixels] = WholeRun.of(30_000_000, 1, 32 * size, step, 32, None).seconds * (1 / 86_400)
     assert days[256].high < 1 < days[1024].low
     assert days[1024].high < 17
     planned = [row for row in stated(5) if not row["strategy"].startswith("as in its repository")]

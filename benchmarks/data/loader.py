@@ -26,7 +26,7 @@ from bigdit.loader.buffers import padded
 from bigdit.loader.order import Order
 from bigdit.loader.stream import FeatureStream
 from bigdit.store import FeatureStore
-from bigdit.store.part import Encoded, Shape, part_path, write_part
+from bigdit.store.part import EncodedRange, Shape, part_path, write_part
 from bigdit.store.schema import FILE, StoreSchema, part_identity, schema_text, store_identity
 from bigdit.store.store import write_null_text
 from bigdit.store.text import TEXT, Text
@@ -63,7 +63,7 @@ def make_store(root: Path, samples: int) -> None:
             write_part(part_path(root, start, end), found, identity=part_identity(schema, start))
 
 
-def random_part(random: np.random.Generator, start: int, end: int) -> Encoded:
+def random_part(random: np.random.Generator, start: int, end: int) -> EncodedRange:
     """Features of the range [start, end)."""
     of = {index: SHAPES[random.integers(len(SHAPES))] for index in range(start, end)}
     indices = {shape: [index for index in of if of[index] == shape] for shape in SHAPES}
@@ -71,7 +71,7 @@ def random_part(random: np.random.Generator, start: int, end: int) -> Encoded:
     lengths = np.clip(random.gamma(4.0, MEAN_TOKENS / 4.0, end - start).round().astype(int), 8, TOKENS)
     texts = {f"caption {start + i}": Text(_noise(random, (length, DIM))) for i, length in enumerate(lengths)}
     captions = {index: (Caption(f"caption {index}"),) for index in of}
-    return Encoded(latents, indices, captions, texts, [])
+    return EncodedRange(latents, indices, captions, texts, [])
 
 
 def _noise(random: np.random.Generator, shape: tuple[int, ...]) -> torch.Tensor:

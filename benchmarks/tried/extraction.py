@@ -16,7 +16,7 @@ from bigdit.config.data import frames_of
 from bigdit.config.load import parse_run
 from bigdit.config.stages import read_stages
 from bigdit.emulator import emulated_environment, shared_state
-from bigdit.emulator.emulation import Run
+from bigdit.emulator.emulation import EmulatedRun
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.emulator.run import run_emulated, workplace
 from bigdit.recipes import MEASURED, Extraction, Recipe
@@ -74,7 +74,7 @@ def extraction(found: Recipe, hub: Path, folder: Path) -> Extraction:
     )
 
 
-def extracted(found: Recipe, hub: Path, folder: Path, each: int, *changed: str, values: bool = True) -> Run:
+def extracted(found: Recipe, hub: Path, folder: Path, each: int, *changed: str, values: bool = True) -> EmulatedRun:
     """`bigdit extract` on the recipe's GPUs, in `folder`, of so many samples of each size; what its processes took.
 
     Without `values` it is sooner done, and a pipeline that keeps the tokens that a mask says, such as Qwen-Image's,

@@ -7,16 +7,16 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from bigdit.checkpoint.folder import Saved as Folder
+from bigdit.checkpoint.folder import DiskNeed as Folder
 from bigdit.checkpoint.saver import kept_steps
 from bigdit.config.run import EXPORTS
 from bigdit.config.stages import Stage
 from bigdit.engines.state import EMA
-from bigdit.recipes import Saved
+from bigdit.recipes import DiskNeed
 from bigdit.train.saves import due, is_due
 
 
-def saved(checkpoint: Folder, output: Path, stages: Sequence[Stage]) -> Saved:
+def saved(checkpoint: Folder, output: Path, stages: Sequence[Stage]) -> DiskNeed:
     """A checkpoint of `output` and its export, and how many there will be of a run of these stages."""
     steps = [step for each in stages for step in range(each.start + 1, each.end + 1) if due(each.run, step, each.end)]
     ends, train = [each.end for each in stages], stages[-1].run.train
@@ -24,7 +24,7 @@ def saved(checkpoint: Folder, output: Path, stages: Sequence[Stage]) -> Saved:
     files, kinds = sorted(checkpoint.engine.iterdir()), Counter[str]()
     for file in files:
         kinds += bytes_of_kinds(file)
-    return Saved(
+    return DiskNeed(
         weights_bytes=kinds["weights"],
         optimizer_bytes=kinds["optimizer"],
         ema_bytes=kinds["averages"],

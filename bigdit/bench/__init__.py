@@ -20,7 +20,7 @@ BUSY = 0.25
 """Share of the cores: a machine with a higher load is busy, and its times are too long."""
 
 
-class Load(Strict):
+class MachineLoad(Strict):
     """The mean number of processes that ran or waited for a core in the last minute (getloadavg(3)), and the cores
     of this process."""
 
@@ -28,7 +28,7 @@ class Load(Strict):
     cores: PositiveInt
 
     @classmethod
-    def now(cls) -> Load:
+    def now(cls) -> MachineLoad:
         """The load now, before a benchmark adds its own."""
         return cls(mean=round(os.getloadavg()[0], 2), cores=len(os.sched_getaffinity(0)))
 
@@ -66,7 +66,7 @@ class Comparison(Strict):
 
     what: str
     written: datetime.date = Field(default_factory=datetime.date.today)
-    load: Load
+    load: MachineLoad
     contenders: tuple[Contender, ...]
     notes: tuple[str, ...] = ()
     versions: dict[str, str] = Field(default_factory=versions)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from bigdit import catalog, engines, log, objectives, optim
-from bigdit.bench import Comparison, Load, take_turns
+from bigdit.bench import Comparison, MachineLoad, take_turns
 from bigdit.dist import World
 from bigdit.engines.ema import shares_of_new
 from bigdit.errors import UserError
@@ -42,7 +42,7 @@ class StepBench:
 
 
 @dataclass(frozen=True)
-class Step:
+class TimedStep:
     """The seconds of a step, until its loss was computed, and the loss."""
 
     seconds: float
@@ -56,7 +56,7 @@ def bench_step(
 
     They are interleaved with a plain loop's where a second model fits. On a GPU an emulated one predicts the peaks.
     """
-    load = Load.now()
+    load = MachineLoad.now()
     with process_group(World(), needed=False) as device:
         request = StepRequest(model=spec, batch=shape, strategy=strategy, objective=objective)
         workload = prepare(request, build(request, seed))
@@ -89,7 +89,7 @@ def _fed(workload: Workload, device: torch.device) -> Iterator[list[Any]]:
     return feed(workload.make, workload.request.strategy, pin=device.type == "cuda")
 
 
-def _own_steps(workload: Workload, device: torch.device, meter: MemoryMeter) -> Iterator[Step]:
+def _own_steps(workload: Workload, device: torch.device, meter: MemoryMeter) -> Iterator[TimedStep]:
     """Steps of the trainer without end; the meter measures the first ones."""
     request, family = workload.request, workload.family
     engine = engines.create(request.strategy, workload.model, family, device=device, world=World())
@@ -101,7 +101,7 @@ def _own_steps(workload: Workload, device: torch.device, meter: MemoryMeter) -> 
         with meter.step() as phase:
             result = train_step(engine, family, request.objective, micro_batches, lr=lr, ema=ema, phase=phase)
         loss = float(result.loss)  # waits for the device
-        taken = Step(time.perf_counter() - began, loss)
+        taken = TimedStep(time.perf_counter() - began, loss)
         del result, micro_batches  # else they would count in the next step
         yield taken
 
@@ -119,13 +119,15 @@ def _obstacle(meter: MemoryMeter, device: torch.device, params: int) -> str | No
     return None
 
 
-def _compared(workload: Workload, device: torch.device, own: Iterator[Step], rounds: int, load: Load) -> Comparison:
+def _compared(
+    workload: Workload, device: torch.device, own: Iterator[TimedStep], rounds: int, load: MachineLoad
+) -> Comparison:
     plain = plain_steps(workload, _fed(workload, device), device)
     for _ in range(STEPS):  # as the engine has taken
         next(plain)
     losses: dict[str, float] = {}
 
-    def turn(name: str, steps: Iterator[Step]) -> float:
+    def turn(name: str, steps: Iterator[TimedStep]) -> float:
         step = next(steps)
         losses[name] = step.loss
         return step.seconds
@@ -142,7 +144,7 @@ def _compared(workload: Workload, device: torch.device, own: Iterator[Step], rou
     )
 
 
-def plain_steps(workload: Workload, fed: Iterator[Sequence[Batch]], device: torch.device) -> Iterator[Step]:
+def plain_steps(workload: Workload, fed: Iterator[Sequence[Batch]], device: torch.device) -> Iterator[TimedStep]:
     """Steps of a plain PyTorch loop without end and without an engine.
 
     bf16 and fp16 have fp32 masters, whose gradients all exist at once; torch's GradScaler scales fp16. The optimizer
@@ -192,7 +194,7 @@ def plain_steps(workload: Workload, fed: Iterator[Sequence[Batch]], device: torc
                     for average, master in zip(each, masters, strict=True):
                         average.lerp_(master.to(place, torch.float32), share)
         seen = float(total)  # waits for the device
-        yield Step(time.perf_counter() - began, seen)
+        yield TimedStep(time.perf_counter() - began, seen)
 
 
 def _receipt(request: StepRequest, meter: MemoryMeter, seconds: list[float]) -> Receipt:

@@ -212,7 +212,7 @@ MEDIA_ENGINES = r"[+-](me\.all|me|gfx)"
 """Parts of a profile's name for video and graphics engines, which change neither memory nor multiprocessors."""
 
 
-class Profile(Strict):
+class MigProfile(Strict):
     """An instance's memory in GiB, multiprocessors and memory slices; `sighted` unless derived from the guide."""
 
     gib: PositiveFloat
@@ -228,7 +228,7 @@ class Layout(Strict):
     sms: PositiveInt
     slices: PositiveInt
     source: str
-    profiles: dict[str, Profile]
+    profiles: dict[str, MigProfile]
 
 
 @cache

@@ -38,7 +38,7 @@ class Vae(Strict):
     notes: str | None
 
 
-class Clip(Strict):
+class PublishedClip(Strict):
     """The video size that a checkpoint was published for: pixels, frames, and frames per second."""
 
     height: PositiveInt
@@ -70,7 +70,7 @@ class CatalogModel(Strict):
     patch_frames: PositiveInt = 1
     resolution: PositiveInt | None
     video: bool
-    clip: Clip | None = None
+    clip: PublishedClip | None = None
     source: tuple[str, ...]
     unverified: str | None
     notes: str | None

@@ -23,7 +23,7 @@ from bigdit.config.load import parse_run
 from bigdit.config.run import RunConfig
 from bigdit.documents import differences, written
 from bigdit.engines import Ema, Engine
-from bigdit.engines.state import EMA, Place, adopt, make_state, places
+from bigdit.engines.state import EMA, SavedSlice, adopt, make_state, places
 from bigdit.errors import UserError
 from bigdit.models.adapters import FILE as ADAPTERS
 from bigdit.objective_spec import ObjectiveSpec, learned
@@ -124,11 +124,11 @@ def load_kind(checkpoint: Saved, kind: str, tensors: Mapping[str, torch.Tensor])
 
 def load_tensors(checkpoint: Saved, tensors: dict[str, torch.Tensor]) -> None:
     """Fill whole tensors by the names under which they were saved. Raises UserError where one is missing."""
-    wanted = {name: Place(tensor.detach().view(-1), 0, tensor.numel()) for name, tensor in tensors.items()}
+    wanted = {name: SavedSlice(tensor.detach().view(-1), 0, tensor.numel()) for name, tensor in tensors.items()}
     _load(checkpoint, wanted, HuggingFaceStorageReader(str(checkpoint.engine)), Peers())
 
 
-def _load(checkpoint: Saved, wanted: dict[str, Place], reader: HuggingFaceStorageReader, peers: Peers) -> None:
+def _load(checkpoint: Saved, wanted: dict[str, SavedSlice], reader: HuggingFaceStorageReader, peers: Peers) -> None:
     try:
         dcp.load(
             dict(wanted),

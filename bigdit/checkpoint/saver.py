@@ -45,7 +45,7 @@ from bigdit.checkpoint.folder import (
 from bigdit.checkpoint.peers import Peers
 from bigdit.config.run import AVERAGES, CHECKPOINTS
 from bigdit.engines import Ema, Engine
-from bigdit.engines.state import EMA, LOCAL, Place, places
+from bigdit.engines.state import EMA, LOCAL, SavedSlice, places
 from bigdit.errors import UserError, versions
 from bigdit.files import TEMPORARY, commit_folder, fsync_folder, write_text
 from bigdit.units import gib, how_many
@@ -146,7 +146,7 @@ class Saver:
             problem, self._problem = self._problem, None
             raise problem
 
-    def _guarded(self, copies: dict[str, Place], state: dict[str, Any], whole: bool, snapshot: bool) -> None:
+    def _guarded(self, copies: dict[str, SavedSlice], state: dict[str, Any], whole: bool, snapshot: bool) -> None:
         try:
             final = (self.root if whole else self._averages) / name_of(state["step"])
             self._peers.agree(_not_finite(copies, final, self.last))
@@ -158,7 +158,7 @@ class Saver:
         except BaseException as error:
             self._problem = error
 
-    def _write(self, copies: dict[str, Place], state: dict[str, Any]) -> None:
+    def _write(self, copies: dict[str, SavedSlice], state: dict[str, Any]) -> None:
         final = self.root / name_of(state["step"])
         way = [*self._lineage, state["step"]]
         kept = kept_steps(way, self._keeping.last, self._keeping.every)
@@ -173,14 +173,14 @@ class Saver:
         write_text(self.root / LATEST, final.name + "\n")
         prune(self.root, way, kept)
 
-    def _write_snapshot(self, copies: dict[str, Place], state: dict[str, Any]) -> None:
+    def _write_snapshot(self, copies: dict[str, SavedSlice], state: dict[str, Any]) -> None:
         final = self._averages / name_of(state["step"])
         self._of_averages.write(final, copies, state)
         if self._peers.world.is_main:
             self._snapshots[final.name] = open_snapshot(final).digest
 
 
-def _copied(place: Place) -> Place:
+def _copied(place: SavedSlice) -> SavedSlice:
     return replace(place, tensor=place.tensor.to("cpu", copy=True))
 
 
@@ -202,7 +202,7 @@ def remove_unfinished(folder: Path) -> None:
         log.notice(f"note: removed {left}, which an interrupted run had left")
 
 
-def _not_finite(copies: dict[str, Place], final: Path, last: Path | None) -> str | None:
+def _not_finite(copies: dict[str, SavedSlice], final: Path, last: Path | None) -> str | None:
     """What is wrong where weights are not finite: they are not saved."""
     counts = {
         name: sum(map(_count_not_finite, place.tensor.split(_AT_ONCE)))
@@ -258,7 +258,7 @@ class SavePlanner(DefaultSavePlanner):
         return found
 
 
-def _item(name: str, place: Place) -> WriteItem:
+def _item(name: str, place: SavedSlice) -> WriteItem:
     offset = torch.Size([place.offset])
     return WriteItem(
         MetadataIndex(name, offset),
@@ -321,7 +321,7 @@ class Writer:
         self._peers, self._kind, self._describe, self._room = peers, kind, describe, room
 
     def write(
-        self, final: Path, copies: dict[str, Place], state: dict[str, Any], then: Callable[[], None] = lambda: None
+        self, final: Path, copies: dict[str, SavedSlice], state: dict[str, Any], then: Callable[[], None] = lambda: None
     ) -> None:
         """Make `final` from the copies and `state`; once it is there, the main process calls `then`. Raises UserError
         on all processes where one cannot write."""
@@ -342,7 +342,7 @@ class Writer:
         }
         self._together(final, lambda: self._commit(temporary, final, state, then) if world.is_main else None)
 
-    def _write_shard(self, copies: dict[str, Place], file: Path) -> None:
+    def _write_shard(self, copies: dict[str, SavedSlice], file: Path) -> None:
         dcp.save(
             dict(copies),
             storage_writer=ShardFileWriter(file),

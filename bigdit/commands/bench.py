@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bigdit.commands.options import Config, Frames, Gpu, Json, Model, Resolution, Set, Stage, listed
+from bigdit.commands.options import Config, Frames, GpuOption, Json, Model, Resolution, Set, StageOption, listed
 
 if TYPE_CHECKING:
     from bigdit import catalog
@@ -29,7 +29,7 @@ STEPS = 5
 @app.command()
 def memory(
     model: Model,
-    gpu: Gpu,
+    gpu: GpuOption,
     micro_batch: Annotated[
         str,
         typer.Option(metavar="N,N,…", help="Micro-batch sizes. They run from the smallest on until memory runs out."),
@@ -180,7 +180,7 @@ def _typed(
 def step(
     config: Config,
     overrides: Set = [],  # noqa: B006  # typer reads the default; it is not changed
-    stage: Stage = None,
+    stage: StageOption = None,
     steps: Annotated[int, typer.Option(min=3, metavar="N", help="Steps; the first two are not timed.")] = 8,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the receipt to this JSON file.")] = None,
     as_json: Json = False,

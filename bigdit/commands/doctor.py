@@ -36,7 +36,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Engine:
+class FoundEngine:
     """An engine; `found`: what was found, or why it cannot run here."""
 
     name: str
@@ -67,7 +67,7 @@ class Health:
     ram_bytes: int
     devices: list[Device] = field(default_factory=list)
     backends: list[str] = field(default_factory=list)
-    engines: list[Engine] = field(default_factory=list)
+    engines: list[FoundEngine] = field(default_factory=list)
     compiler: str | None = None
     emulated: EmulatedGpu | None = None
     fixes: list[str] = field(default_factory=list)
@@ -167,7 +167,9 @@ def _look_at_engines(health: Health, errors: dict[str, str | None]) -> None:
     over = f"over {' and '.join(health.backends)}" if health.backends else "but torch has no gloo and no nccl"
     for name, error in errors.items():
         usable = error is None and (name == "single" or bool(health.backends))
-        health.engines.append(Engine(name, usable, error or f"imports; {'one process' if name == 'single' else over}"))
+        health.engines.append(
+            FoundEngine(name, usable, error or f"imports; {'one process' if name == 'single' else over}")
+        )
     if errors["single"] is None and not health.backends:
         health.fixes.append("torch.distributed has neither gloo nor nccl: install a build of torch that has one")
     if errors["single"] is not None and find_spec("torch") is not None:

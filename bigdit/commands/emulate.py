@@ -11,7 +11,7 @@ from bigdit.commands.options import Json
 
 if TYPE_CHECKING:
     from bigdit.catalog import Gpu
-    from bigdit.emulator.emulation import Emulation, Run
+    from bigdit.emulator.emulation import EmulatedRun, Emulation
 
 
 def run(
@@ -89,7 +89,7 @@ def _emulate(
 
             environment |= lay_out(fake_weights, folder / "hub", environment)
 
-        def once(skip_first: bool) -> Run:
+        def once(skip_first: bool) -> EmulatedRun:
             snapshots = out if not skip_first else None if out is None else out / "first-step-skipped"
             with shared_state() as state:
                 return run_emulated(

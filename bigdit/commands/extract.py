@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from bigdit.commands.options import Config, Json, Set, Stage
+from bigdit.commands.options import Config, Json, Set, StageOption
 
 if TYPE_CHECKING:
     from bigdit.config import RunConfig
-    from bigdit.extract.extract import Engine
+    from bigdit.extract.extract import RunJob
     from bigdit.extract.report import ExtractReport, StoreReport
     from bigdit.store.part import Skipped
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def run(
     config: Config,
     overrides: Set = [],  # noqa: B006  # typer reads the default; it is not changed
-    stage: Stage = None,
+    stage: StageOption = None,
     start_index: Annotated[int | None, typer.Option(help="Encode from this image on.")] = None,
     end_index: Annotated[int | None, typer.Option(help="Encode up to this image, without it.")] = None,
     shard: Annotated[
@@ -94,7 +94,7 @@ def _check(runs: Sequence[RunConfig]) -> None:
         raise UserError(*(f"{line}{why if of_training.match(line) else ''}" for line in error.problems)) from None
 
 
-def _engine(name: str, tasks: int | None, resources: list[str]) -> Engine:
+def _engine(name: str, tasks: int | None, resources: list[str]) -> RunJob:
     from bigdit.errors import UserError
     from bigdit.extract.job import encode_here
     from bigdit.extract.tasks import Ray, Slurm

@@ -23,7 +23,7 @@ Set = Annotated[
     list[str],
     typer.Option("--set", metavar="KEY=VALUE", help="Override a config key; repeatable.", callback=_set_once),
 ]
-Stage = Annotated[
+StageOption = Annotated[
     int | None, typer.Option("--stage", min=0, metavar="N", help="Stage of a run with stages, from 0 on.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
@@ -35,7 +35,7 @@ Model = Annotated[
         help="Name or repository of a model of `bigdit models`, or a config.json or folder of diffusers.",
     ),
 ]
-Gpu = Annotated[
+GpuOption = Annotated[
     str,
     typer.Option(metavar="NAME", help="A GPU of `bigdit gpus`, a MIG slice (GPU:PROFILE), or auto for this machine's."),
 ]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bigdit.commands.options import Frames, Gpu, Json, Model, Resolution
+from bigdit.commands.options import Frames, GpuOption, Json, Model, Resolution
 
 if TYPE_CHECKING:
     from bigdit.memory.process import ByteRange
@@ -22,7 +22,7 @@ def run(
         list[str],
         typer.Option(help="Presets, key=value and YAML files: zero2,world_size=8,checkpointed_blocks=all; repeatable."),
     ] = ["single"],  # noqa: B006
-    gpu: Gpu = "a100-80g-sxm",
+    gpu: GpuOption = "a100-80g-sxm",
     resolution: Resolution = None,
     frames: Frames = None,
     plot: Annotated[Path | None, typer.Option(help="Plot memory over time to this PNG.")] = None,

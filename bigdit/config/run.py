@@ -93,7 +93,7 @@ def _text(value: Any) -> Any:
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-Caption = Annotated[str, BeforeValidator(_text)]
+CaptionText = Annotated[str, BeforeValidator(_text)]
 Time = Annotated[Number, Field(gt=0, lt=1)]
 
 
@@ -101,7 +101,7 @@ class SamplesConfig(Section):
     """Images or videos that the model generates during training, or its EMA where strategy.ema keeps one. They have the
     size of the first of data.buckets."""
 
-    captions: tuple[Caption, ...] = Field(min_length=1)
+    captions: tuple[CaptionText, ...] = Field(min_length=1)
     """What is generated: captions, or of a model of classes their names or numbers."""
     images: tuple[Path, ...] = ()
     """Of models that begin with an image: one for all captions, or one for each. Of a video its first frame counts."""

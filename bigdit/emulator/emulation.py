@@ -25,7 +25,7 @@ Name = Annotated[str, Field(max_length=4096)]
 PhaseName = Literal["start", "forward", "backward", "step"]
 
 
-class Line(Strict):
+class CodeLine(Strict):
     """A line of python. `own`: it is the script's, not an installed library's."""
 
     file: Name
@@ -42,8 +42,8 @@ class Live(Strict):
     be the rest, without a phase.
     """
 
-    script: Line | None
-    library: Line | None
+    script: CodeLine | None
+    library: CodeLine | None
     phase: PhaseName | None
     nbytes: NonNegativeInt
     count: PositiveInt
@@ -57,7 +57,7 @@ class PhasePeaks(Strict):
     peak_reserved_bytes: NonNegativeInt
 
 
-class Span(Strict):
+class PhaseSpan(Strict):
     """The begin of a phase, as a number of allocator events."""
 
     phase: PhaseName
@@ -79,13 +79,13 @@ class GpuAccount(Strict):
     retries: NonNegativeInt
     phases: Annotated[tuple[PhasePeaks, ...], Field(max_length=8)]
     phases_off_bytes: NonNegativeInt
-    spans: Annotated[tuple[Span, ...], Field(max_length=4000)]
+    spans: Annotated[tuple[PhaseSpan, ...], Field(max_length=4000)]
     events: NonNegativeInt
     curve: Annotated[tuple[tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt], ...], Field(max_length=2000)]
     live: Annotated[tuple[Live, ...], Field(max_length=64)]
 
 
-class OutOfMemory(Strict):
+class EmulatedOom(Strict):
     """An out-of-memory error: requested and free bytes, and the stack, innermost first."""
 
     gpu: NonNegativeInt
@@ -95,7 +95,7 @@ class OutOfMemory(Strict):
     allocated_bytes: NonNegativeInt
     phase: PhaseName
     steps: NonNegativeInt
-    frames: Annotated[tuple[Line, ...], Field(max_length=64)]
+    frames: Annotated[tuple[CodeLine, ...], Field(max_length=64)]
     live: Annotated[tuple[Live, ...], Field(max_length=64)]
 
 
@@ -105,7 +105,7 @@ class Uncaught(Strict):
     type: Name
     text: Name
     out_of_memory: bool
-    frames: Annotated[tuple[Line, ...], Field(max_length=64)]
+    frames: Annotated[tuple[CodeLine, ...], Field(max_length=64)]
 
 
 class Notice(Strict):
@@ -113,7 +113,7 @@ class Notice(Strict):
 
     text: Name
     count: PositiveInt
-    place: Line | None
+    place: CodeLine | None
 
 
 class Account(Strict):
@@ -135,7 +135,7 @@ class Account(Strict):
     loss_scaler: bool
     host_bytes: NonNegativeInt
     gpus: Annotated[tuple[GpuAccount, ...], Field(max_length=64)]
-    out_of_memory: Annotated[tuple[OutOfMemory, ...], Field(max_length=32)]
+    out_of_memory: Annotated[tuple[EmulatedOom, ...], Field(max_length=32)]
     out_of_memory_count: NonNegativeInt
     work: dict[str, int]
     work_by_step: Annotated[tuple[dict[str, int], ...], Field(max_length=1000)]
@@ -174,7 +174,7 @@ EXIT_FAILED = 1
 """Replaces a command's own status 2, which would look like EXIT_DOES_NOT_FIT."""
 
 
-class Run(Strict):
+class EmulatedRun(Strict):
     """One run of the command. `lost`: processes that used a GPU and left no account. `crowd`: the number of processes
     that it started on this machine, if larger than the number of GPUs, else 0. `absent`: the hub's repositories that
     processes lacked."""
@@ -198,7 +198,7 @@ class Run(Strict):
         """Whether memory never ran out in this process, or it continued."""
         return account.fits(self.exit_status == 0)
 
-    def shortage(self, account: Account) -> OutOfMemory | None:
+    def shortage(self, account: Account) -> EmulatedOom | None:
         """The out-of-memory error that ended this process, if any."""
         return None if self.holds(account) else next(reversed(account.out_of_memory), None)
 
@@ -223,10 +223,10 @@ class Emulation(Strict):
     command: tuple[str, ...]
     gpu: Gpu
     gpus: PositiveInt
-    runs: tuple[Run, ...]
+    runs: tuple[EmulatedRun, ...]
 
     @property
-    def decisive(self) -> Run:
+    def decisive(self) -> EmulatedRun:
         """The run that decides: one that does not fit, else one without an answer."""
         return min(self.runs, key=lambda run: (False, None, True).index(run.fits))
 
@@ -263,7 +263,7 @@ class Emulation(Strict):
         return list(found.values())
 
 
-def _notices(run: Run) -> Iterator[tuple[str, str]]:
+def _notices(run: EmulatedRun) -> Iterator[tuple[str, str]]:
     """Yields each text, and details that may differ between runs."""
     if not run.accounts and not run.lost:
         why = "the command's python may ignore PYTHONPATH, or it trains on the CPU"
@@ -301,7 +301,7 @@ def times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
-def _of_processes(run: Run) -> Iterator[tuple[str, str]]:
+def _of_processes(run: EmulatedRun) -> Iterator[tuple[str, str]]:
     """The processes' own notices. Equal ones are merged."""
     processes: dict[str, list[str]] = {}
     counts: Counter[str] = Counter()

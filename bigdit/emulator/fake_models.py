@@ -82,12 +82,12 @@ def _class_in(library: Any, name: str, kind: type) -> Any:
     return found
 
 
-def _entries(model: Any, dtype: str) -> list[sparse.Entry]:
+def _entries(model: Any, dtype: str) -> list[sparse.SparseEntry]:
     """The tensors of the model's file: floating-point ones in `dtype`, and each shared one once, under its first
     name."""
     tensors = {id(tensor): (name, tensor) for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
     return [
-        sparse.Entry(
+        sparse.SparseEntry(
             _stored_name(model, name),
             dtype if tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch."),
             tuple(tensor.shape),

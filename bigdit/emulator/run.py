@@ -18,7 +18,7 @@ from types import FrameType
 
 from bigdit import log
 from bigdit.emulator import janitor, smi
-from bigdit.emulator.emulation import Account, Run, read_account
+from bigdit.emulator.emulation import Account, EmulatedRun, read_account
 from bigdit.errors import UserError
 
 
@@ -31,7 +31,7 @@ def run_emulated(
     skip_first: bool = False,
     snapshots: Path | None = None,
     stdout_to_stderr: bool = False,
-) -> Run:
+) -> EmulatedRun:
     """Run `command` with `environment` added to this process's, to its end or for `steps` optimizer steps.
 
     `folder`: from `workplace()`. `skip_first`: the loss scaler's first step overflows. `snapshots`: a folder for files
@@ -126,7 +126,7 @@ def _refuse(folder: Path, status: int) -> None:
         log.notice(f"note: a process of the command was not emulated: {reason}")
 
 
-def _gather(folder: Path, status: int, seconds: float, skip_first: bool, snapshots: Path | None) -> Run:
+def _gather(folder: Path, status: int, seconds: float, skip_first: bool, snapshots: Path | None) -> EmulatedRun:
     accounts: list[Account] = []
     lost = []
     for begun in sorted(folder.glob("begun-*.json")):
@@ -141,7 +141,7 @@ def _gather(folder: Path, status: int, seconds: float, skip_first: bool, snapsho
     accounts.sort(key=lambda each: (each.rank is None, each.rank or 0, each.pid))
     crowds = (_text(path, "processes") for path in folder.glob("crowd-*.json"))
     absent = (_text(path, "repository") for path in folder.glob("absent-*.json"))
-    return Run(
+    return EmulatedRun(
         first_step_skipped=skip_first,
         exit_status=status,
         seconds=seconds,

@@ -28,7 +28,7 @@ _SUPPORTED = "an emulated GPU supports the table, -L, -i, --query-gpu and --quer
 
 
 @dataclass(frozen=True)
-class Gpu:
+class ListedGpu:
     """A GPU of the machine, with the bytes of each of its processes."""
 
     index: int
@@ -52,7 +52,7 @@ class Gpu:
         return f"00000000:{self.index + 1:02X}:00.0"
 
 
-GPU_FIELDS: dict[str, tuple[str, Callable[[Gpu], object]]] = {
+GPU_FIELDS: dict[str, tuple[str, Callable[[ListedGpu], object]]] = {
     "timestamp": ("", lambda _: f"{datetime.datetime.now():%Y/%m/%d %H:%M:%S.%f}"[:-3]),
     "count": ("", lambda gpu: gpu.count),
     "index": ("", lambda gpu: gpu.index),
@@ -77,7 +77,7 @@ GPU_FIELDS: dict[str, tuple[str, Callable[[Gpu], object]]] = {
 }
 """The fields of a GPU: unit and value."""
 
-APP_FIELDS: dict[str, tuple[str, Callable[[tuple[Gpu, int]], object]]] = {
+APP_FIELDS: dict[str, tuple[str, Callable[[tuple[ListedGpu, int]], object]]] = {
     "pid": ("", lambda app: app[1]),
     "process_name": ("", lambda app: program(app[1])),
     "used_memory": ("MiB", lambda app: app[0].processes[app[1]] // MIB),
@@ -124,13 +124,13 @@ class _Parser(argparse.ArgumentParser):
         sys.exit(INVALID)
 
 
-def machine(settings: str) -> list[Gpu]:
+def machine(settings: str) -> list[ListedGpu]:
     """The GPUs in BIGDIT_EMULATED_GPU (launch.py), with their processes."""
     figures, name = f" {settings}".split(" name=", 1)
     has = dict(figure.split("=", 1) for figure in figures.split())
     rows = _rows(has.get("state"))
     return [
-        Gpu(
+        ListedGpu(
             index=index,
             count=int(has["count"]),
             name=name,
@@ -185,7 +185,7 @@ def _csv(
     return 0
 
 
-def table(gpus: Sequence[Gpu]) -> str:
+def table(gpus: Sequence[ListedGpu]) -> str:
     """The table of the command without arguments."""
     line, thick = f"+{'-' * 89}+", f"|{'=' * 41}+{'=' * 24}+{'=' * 22}|"
     parted = thick.replace("|", "+").replace("=", "-")

@@ -101,7 +101,7 @@ def describe(folder: Path, pipeline: Any, dtype: str) -> dict[str, Any]:
                 "weights_sample": weights_sample(folder / name, dtype),
             }
         else:
-            part = part.tokenizer if isinstance(part, Words) else part
+            part = part.tokenizer if isinstance(part, ProcessorTokenizer) else part
             digests = {"vocabulary": tokenizer_digest(part)}
         described[name] = {"class_name": type(part).__name__, **digests}
     return described
@@ -168,7 +168,7 @@ def _class_of(library: str, class_name: str, place: Path) -> Any:
     if library != "transformers":
         return None
     if place.name.startswith("tokenizer") and class_name.endswith("Processor"):
-        return Words
+        return ProcessorTokenizer
     return getattr(transformers, class_name, None) if class_name.removesuffix("Fast") in CLASSES else None
 
 
@@ -192,7 +192,7 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     return lines_digest([type(tokenizer).__name__.encode(), *lines])
 
 
-class Words:
+class ProcessorTokenizer:
     """The tokenizer of a processor of text, images and videos, with the processor's interface for text.
 
     The processor itself needs torchvision. Source: transformers 5.23, ProcessorMixin.
@@ -202,7 +202,9 @@ class Words:
         self.tokenizer = tokenizer
 
     @classmethod
-    def from_pretrained(cls, place: Path, *, local_files_only: bool, trust_remote_code: bool = False) -> Words:
+    def from_pretrained(
+        cls, place: Path, *, local_files_only: bool, trust_remote_code: bool = False
+    ) -> ProcessorTokenizer:
         """Load it from a processor's folder."""
         assert not trust_remote_code
         return cls(AutoTokenizer.from_pretrained(place, local_files_only=local_files_only, trust_remote_code=False))

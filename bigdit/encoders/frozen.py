@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from bigdit.catalog.encoders import POOLED_TEXT, OnlineEncoders, TextEncoderSpec
 from bigdit.catalog.families import mask_of
 from bigdit.encoders.latents import encode_latents, one_by_one
-from bigdit.encoders.protocol import Encoded, to_unit_range
+from bigdit.encoders.protocol import EncodedBatch, to_unit_range
 
 Texts = tuple[torch.Tensor | None, torch.Tensor | None, dict[str, torch.Tensor]]
 
@@ -54,9 +54,9 @@ class FrozenEncoders:
         return [tensor for module in self.modules() for tensor in (*module.parameters(), *module.buffers())]
 
     @torch.no_grad()
-    def encode(self, pixels: torch.Tensor, tokens: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Encoded:
+    def encode(self, pixels: torch.Tensor, tokens: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> EncodedBatch:
         """Encode pixels [B, 3, (F,) H, W] uint8, and (ids, mask) [B, T] int64 of each text encoder, on their device."""
-        return Encoded(self.latents(pixels), *self.texts(tokens))
+        return EncodedBatch(self.latents(pixels), *self.texts(tokens))
 
     @torch.no_grad()
     def latents(self, pixels: torch.Tensor) -> torch.Tensor:

@@ -47,7 +47,7 @@ E = TypeVar("E", bound=HasModules | None)
 
 
 @dataclass
-class Side:
+class EncoderSide:
     """Encoders that are on the device together. For out-of-memory errors: `title`, their name, and `less`, the fix."""
 
     title: str
@@ -69,22 +69,22 @@ class Turns:
     """The sides of one process. All are on `device` until memory runs out. From then on, only the side in use is there,
     and the others are in CPU memory. `note` is called when that begins."""
 
-    def __init__(self, device: torch.device, sides: Sequence[Side], note: Callable[[str], None]) -> None:
+    def __init__(self, device: torch.device, sides: Sequence[EncoderSide], note: Callable[[str], None]) -> None:
         self._device, self._sides, self._note = device, sides, note
         self._apart = False
-        self._here: Side | None = None
+        self._here: EncoderSide | None = None
 
-    def load(self, side: Side, load: Callable[[], E]) -> E:
+    def load(self, side: EncoderSide, load: Callable[[], E]) -> E:
         """Load encoders of a side in its turn. Raises UserError if the device does not hold them alone."""
         encoder: E = self._run(side, load)
         side.modules += [] if encoder is None else encoder.modules()
         return encoder
 
-    def of(self, side: Side) -> Turn:
+    def of(self, side: EncoderSide) -> Turn:
         """The turn of a side. It raises UserError if memory does not suffice for this side alone."""
         return partial(self._run, side)
 
-    def _run(self, side: Side, run: Callable[[], R], /) -> R:
+    def _run(self, side: EncoderSide, run: Callable[[], R], /) -> R:
         if not self._apart and self._device.type != "cpu" and any(other.modules for other in self._others(side)):
             result = _attempt(run)
             if result is not None:
@@ -109,7 +109,7 @@ class Turns:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _others(self, side: Side) -> list[Side]:
+    def _others(self, side: EncoderSide) -> list[EncoderSide]:
         return [other for other in self._sides if other is not side]
 
     def _message(self) -> str:
@@ -159,7 +159,7 @@ def load_encoders(config: EncodersConfig, worker: int = 0, note: Callable[[str],
         # This is as fast on one core (benchmarks/README.md). Matrix products of other shapes round differently: alone,
         # a caption has the same bytes in any part, so any split of the work gives the same store.
         captions = 1
-    texts, images = _text_side(config.text, device), Side("encoders.image", _LESS)
+    texts, images = _text_side(config.text, device), EncoderSide("encoders.image", _LESS)
     turns = Turns(device, (texts, images), note)
     text = None
     if (asked := config.text) is not None:
@@ -170,14 +170,14 @@ def load_encoders(config: EncodersConfig, worker: int = 0, note: Callable[[str],
     return Encoders(image, text, device, frames, turns.of(images))
 
 
-def _text_side(text: TextEncoderConfig | None, device: torch.device) -> Side:
+def _text_side(text: TextEncoderConfig | None, device: torch.device) -> EncoderSide:
     if text is None:
-        return Side("encoders.text", "")
+        return EncoderSide("encoders.text", "")
     nbytes = text_bytes(text)
     weights = "" if nbytes is None else f", whose weights take {gib(nbytes)} in {text.dtype},"
     half = "encoders.text.dtype: bf16 (half the bytes), " if text.dtype == "fp32" else ""
     on_cpu = "" if device.type == "cpu" else " or encoders.device: cpu"
-    return Side(f"encoders.text{weights}", f"use {half}fewer workers{on_cpu}")
+    return EncoderSide(f"encoders.text{weights}", f"use {half}fewer workers{on_cpu}")
 
 
 def load_image_codec(

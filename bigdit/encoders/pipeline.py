@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from bigdit.catalog.families import mask_of
 from bigdit.config.data import TextEncoderConfig
-from bigdit.encoders.components import KEY, TokenizerCalls, Words, describe, load_text_pipeline
+from bigdit.encoders.components import KEY, ProcessorTokenizer, TokenizerCalls, describe, load_text_pipeline
 from bigdit.encoders.folder import DTYPES
 from bigdit.encoders.protocol import MAX_TOKENS, BatchSize, Keep, as_it_is, encode_by_length
-from bigdit.encoders.recipes import RECIPES, Padding, Recipe
+from bigdit.encoders.recipes import RECIPES, EncodingRecipe, Padding
 from bigdit.errors import UserError
 from bigdit.shortage import ran_out
 from bigdit.store.text import Cut, Text
@@ -133,7 +133,7 @@ class PipelineTextEncoder:
             cuts = [one + two for one, two in zip(cuts, self._cuts(recipe, captions, length), strict=True)]
         return [replace(text, cuts=cut) if cut else text for text, cut in zip(texts, cuts, strict=True)]
 
-    def _cuts(self, recipe: Recipe, captions: list[str], length: int) -> list[tuple[Cut, ...]]:
+    def _cuts(self, recipe: EncodingRecipe, captions: list[str], length: int) -> list[tuple[Cut, ...]]:
         """The cuts of each of the captions that were encoded last."""
         found: list[tuple[Cut, ...]] = [()] * len(captions)
         for name, (tokens, limit) in self._calls.lengths(captions).items():
@@ -146,7 +146,7 @@ class PipelineTextEncoder:
                     found[place] += (Cut(name, 1, count - at + shown, shown, key),)
         return found
 
-    def _cuts_of_one(self, recipe: Recipe, caption: str, length: int) -> tuple[Cut, ...]:
+    def _cuts_of_one(self, recipe: EncodingRecipe, caption: str, length: int) -> tuple[Cut, ...]:
         self._returned(recipe, [caption], length)
         return self._cuts(recipe, [caption], length)[0]
 
@@ -164,7 +164,7 @@ class PipelineTextEncoder:
         return max(tokens[0] - len(empty.states), 0) if tokens else 0
 
     @torch.no_grad()
-    def _returned(self, recipe: Recipe, captions: list[str], length: int, **arguments: bool) -> dict[str, Any]:
+    def _returned(self, recipe: EncodingRecipe, captions: list[str], length: int, **arguments: bool) -> dict[str, Any]:
         """The values that `encode_prompt` returns, by name, as `by_name`."""
         asked = self._arguments | dict(recipe.asks) | arguments
         if _LENGTH in asked:
@@ -219,7 +219,7 @@ class PipelineTextEncoder:
 
 def _tokenizers(pipeline: Any) -> dict[str, PreTrainedTokenizerBase]:
     parts = {
-        name: part.tokenizer if isinstance(part, Words) else part
+        name: part.tokenizer if isinstance(part, ProcessorTokenizer) else part
         for name, part in pipeline.components.items()
         if name.startswith("tokenizer")
     }
@@ -243,7 +243,7 @@ def _arguments(pipeline: Any, device: torch.device) -> dict[str, Any]:
     return arguments
 
 
-def by_name(recipe: Recipe, returned: Sequence[Any]) -> dict[str, Any]:
+def by_name(recipe: EncodingRecipe, returned: Sequence[Any]) -> dict[str, Any]:
     """The returned values by the recipe's names, each [B, …]. Several layers [L, B, T, D] become [B, L T, D], and
     joined ones [B, T, L, D] become [B, T, L D]."""
     given = dict(zip(recipe.gives, returned, strict=True))
@@ -261,7 +261,7 @@ def shape_of(states: torch.Tensor) -> tuple[int, int]:
     return tokens, dim
 
 
-def texts_of(recipe: Recipe, given: Mapping[str, Any], prefix: str = "") -> list[Text]:
+def texts_of(recipe: EncodingRecipe, given: Mapping[str, Any], prefix: str = "") -> list[Text]:
     """The texts of returned values, by the names that begin with `prefix`."""
     texts = _sequences(given[f"{prefix}states"], given.get(f"{prefix}mask"), recipe.padding)
     pooled = given.get(f"{prefix}pooled")

@@ -31,7 +31,7 @@ _PATIENCE = 8  # successful batches before a larger one is tried; doubles after 
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedBatch:
     """An encoded micro-batch: latents [B, C, (F,) h, w] fp32; in the encoders' dtype text_embeds [B, T, D], text_mask
     [B, T] and the extras."""
 

@@ -17,7 +17,7 @@ _OWN = ("-", "states", "mask", "pooled")
 
 
 @dataclass(frozen=True)
-class Recipe:
+class EncodingRecipe:
     """`gives`: the names of the returned values, in order. `-` is ignored; `null_…` is of the unconditional text. Other
     names than `states`, `mask` and `pooled` are further texts, with a mask `…_mask`, or stored whole.
 
@@ -35,7 +35,7 @@ class Recipe:
     gives: tuple[str, ...]
     padding: Padding
     asks: Mapping[str, int] = field(default_factory=dict)
-    beside: Mapping[str, Recipe] = field(default_factory=dict)
+    beside: Mapping[str, EncodingRecipe] = field(default_factory=dict)
     rare: tuple[str, ...] = ()
     length: str | None = None
     multiple: int = 1
@@ -69,67 +69,67 @@ class Recipe:
         return tuple(name for name in further if not name.endswith("_mask"))
 
 
-_MASKED = Recipe(("states", "mask", "null_states", "null_mask"), "masked")
+_MASKED = EncodingRecipe(("states", "mask", "null_states", "null_mask"), "masked")
 _NULL_MASKED = ("states", "null_states", "mask", "null_mask")
-_ZEROED = Recipe(("states", "-", "null_states", "-"), "zeroed")
+_ZEROED = EncodingRecipe(("states", "-", "null_states", "-"), "zeroed")
 
 # Source: diffusers 0.42.1, `encode_prompt` and the transformer's call of each pipeline.
-RECIPES: dict[str, Recipe] = {
+RECIPES: dict[str, EncodingRecipe] = {
     "AuraFlowPipeline": _ZEROED,
-    "BriaPipeline": Recipe(("states", "null_states", "-"), "zeroed"),
-    "ChromaPipeline": Recipe(("states", "-", "mask", "null_states", "-", "null_mask"), "masked"),
-    "CogVideoXPipeline": Recipe(("states", "null_states"), "kept"),
-    "CogView3PlusPipeline": Recipe(("states", "null_states"), "kept"),
-    "CogView4Pipeline": Recipe(  # pads to a multiple of 16, and to the longest; the transformer sees all
+    "BriaPipeline": EncodingRecipe(("states", "null_states", "-"), "zeroed"),
+    "ChromaPipeline": EncodingRecipe(("states", "-", "mask", "null_states", "-", "null_mask"), "masked"),
+    "CogVideoXPipeline": EncodingRecipe(("states", "null_states"), "kept"),
+    "CogView3PlusPipeline": EncodingRecipe(("states", "null_states"), "kept"),
+    "CogView4Pipeline": EncodingRecipe(  # pads to a multiple of 16, and to the longest; the transformer sees all
         ("states", "null_states"), "masked", alone=True, multiple=16
     ),
-    "Flux2KleinPipeline": Recipe(("states", "-"), "kept"),
-    "Flux2Pipeline": Recipe(("states", "-"), "kept"),
-    "FluxPipeline": Recipe(("states", "pooled", "-"), "kept"),
-    "HiDreamImagePipeline": Recipe(  # each block reads one of Llama's layers
+    "Flux2KleinPipeline": EncodingRecipe(("states", "-"), "kept"),
+    "Flux2Pipeline": EncodingRecipe(("states", "-"), "kept"),
+    "FluxPipeline": EncodingRecipe(("states", "pooled", "-"), "kept"),
+    "HiDreamImagePipeline": EncodingRecipe(  # each block reads one of Llama's layers
         ("states", "null_states", "llama_text", "null_llama_text", "pooled", "null_pooled"), "kept"
     ),
-    "HunyuanDiTPipeline": Recipe(  # mT5's pooler reads all states; attention follows the mask
+    "HunyuanDiTPipeline": EncodingRecipe(  # mT5's pooler reads all states; attention follows the mask
         _NULL_MASKED,
         "kept",
         {"text_encoder_index": 1},
-        {"clip_text": Recipe(_NULL_MASKED, "masked", {"text_encoder_index": 0})},
+        {"clip_text": EncodingRecipe(_NULL_MASKED, "masked", {"text_encoder_index": 0})},
     ),
-    "HunyuanImagePipeline": Recipe(  # ByT5 encodes text in quotes
+    "HunyuanImagePipeline": EncodingRecipe(  # ByT5 encodes text in quotes
         ("states", "mask", "glyph_text", "glyph_text_mask"),
         "masked",
         rare=("glyph_text",),
         length="tokenizer_max_length",
     ),
-    "HunyuanVideo15Pipeline": Recipe(
+    "HunyuanVideo15Pipeline": EncodingRecipe(
         ("states", "mask", "glyph_text", "glyph_text_mask"),
         "masked",
         rare=("glyph_text",),
         length="tokenizer_max_length",
     ),
-    "HunyuanVideoPipeline": Recipe(("states", "pooled", "mask"), "masked"),
-    "Kandinsky5T2VPipeline": Recipe(  # cuts all captions if one is too long
+    "HunyuanVideoPipeline": EncodingRecipe(("states", "pooled", "mask"), "masked"),
+    "Kandinsky5T2VPipeline": EncodingRecipe(  # cuts all captions if one is too long
         ("states", "pooled", "-"), "masked", alone=True
     ),
-    "Krea2Pipeline": Recipe(  # pads within its template
+    "Krea2Pipeline": EncodingRecipe(  # pads within its template
         ("states", "mask"), "masked", joined=True, settings=("text_encoder_select_layers",)
     ),
-    "LTXPipeline": Recipe(("states", "mask", "null_states", "null_mask"), "attended"),
-    "LongCatImagePipeline": Recipe(("states", "-"), "kept", length="tokenizer_max_length"),
+    "LTXPipeline": EncodingRecipe(("states", "mask", "null_states", "null_mask"), "attended"),
+    "LongCatImagePipeline": EncodingRecipe(("states", "-"), "kept", length="tokenizer_max_length"),
     "Lumina2Pipeline": _MASKED,
     "LuminaPipeline": replace(_MASKED, length="max_sequence_length", multiple=8),
-    "OvisImagePipeline": Recipe(("states", "null_states", "-", "-"), "zeroed"),
+    "OvisImagePipeline": EncodingRecipe(("states", "null_states", "-", "-"), "zeroed"),
     "MochiPipeline": _MASKED,
     "PRXPipeline": replace(_MASKED, length="tokenizer.model_max_length"),
     "PixArtAlphaPipeline": _MASKED,
     "PixArtSigmaPipeline": _MASKED,
-    "QwenImagePipeline": Recipe(("states", "mask"), "masked"),
+    "QwenImagePipeline": EncodingRecipe(("states", "mask"), "masked"),
     "SanaPipeline": _MASKED,
-    "SanaSprintPipeline": Recipe(("states", "mask"), "masked"),
+    "SanaSprintPipeline": EncodingRecipe(("states", "mask"), "masked"),
     "SanaVideoPipeline": _MASKED,
-    "StableDiffusion3Pipeline": Recipe(("states", "null_states", "pooled", "null_pooled"), "kept"),
-    "StableDiffusionXLPipeline": Recipe(("states", "null_states", "pooled", "null_pooled"), "kept"),
-    "WanImageToVideoPipeline": Recipe(("states", "null_states"), "zeroed"),
-    "WanPipeline": Recipe(("states", "null_states"), "zeroed"),
-    "ZImagePipeline": Recipe(("states", "null_states"), "masked"),
+    "StableDiffusion3Pipeline": EncodingRecipe(("states", "null_states", "pooled", "null_pooled"), "kept"),
+    "StableDiffusionXLPipeline": EncodingRecipe(("states", "null_states", "pooled", "null_pooled"), "kept"),
+    "WanImageToVideoPipeline": EncodingRecipe(("states", "null_states"), "zeroed"),
+    "WanPipeline": EncodingRecipe(("states", "null_states"), "zeroed"),
+    "ZImagePipeline": EncodingRecipe(("states", "null_states"), "masked"),
 }

@@ -30,7 +30,7 @@ EMA = "ema"
 
 
 @dataclass(frozen=True)
-class Place:
+class SavedSlice:
     """Elements `offset` to `offset + len(tensor)` of what is saved under a name, and has `numel`.
 
     `tensor` is one-dimensional, and a view of what it stands for; of a `number` it is a copy, which `adopt` puts back.
@@ -42,7 +42,7 @@ class Place:
     number: bool = False
 
 
-def places(engine: Engine, ema: Ema | None, rank: int) -> dict[str, Place]:
+def places(engine: Engine, ema: Ema | None, rank: int) -> dict[str, SavedSlice]:
     """Everything that the next step depends on, by the names under which it is saved."""
     found = _tensors(engine, ema, rank)
     if engine.scaler is not None:
@@ -64,14 +64,14 @@ def checkpoint_bytes(engine: Engine, ema: Ema | None) -> int:
     )
 
 
-def _tensors(engine: Engine, ema: Ema | None, rank: int) -> dict[str, Place]:
+def _tensors(engine: Engine, ema: Ema | None, rank: int) -> dict[str, SavedSlice]:
     """Masters, their EMA, and the optimizer's state."""
-    found: dict[str, Place] = {}
+    found: dict[str, SavedSlice] = {}
     for name, value, shard in _held(engine, ema, rank):
         if shard is not None:
             found[name] = _run(value, shard)
         elif name.startswith(LOCAL):
-            found[name] = Place(value.detach().view(-1), 0, value.numel())
+            found[name] = SavedSlice(value.detach().view(-1), 0, value.numel())
         else:
             found[name] = _number(value)
     return found
@@ -114,7 +114,7 @@ def make_state(engine: Engine, saved: Collection[str], rank: int) -> None:
             master.grad = held
 
 
-def adopt(engine: Engine, filled: dict[str, Place]) -> None:
+def adopt(engine: Engine, filled: dict[str, SavedSlice]) -> None:
     """Put back what is no view: numbers, and the loss scale."""
     for shard in engine.shards():
         state = engine.optimizer.state.get(engine.masters[shard.master], {})
@@ -126,12 +126,12 @@ def adopt(engine: Engine, filled: dict[str, Place]) -> None:
         engine.scaler.load_state_dict({key: filled[f"scaler.{key}"].tensor.item() for key in keys})
 
 
-def _run(tensor: torch.Tensor, shard: Shard) -> Place:
-    return Place(tensor.detach().view(-1)[shard.start : shard.start + shard.length], shard.offset, shard.numel)
+def _run(tensor: torch.Tensor, shard: Shard) -> SavedSlice:
+    return SavedSlice(tensor.detach().view(-1)[shard.start : shard.start + shard.length], shard.offset, shard.numel)
 
 
-def _number(value: Any) -> Place:
-    return Place(torch.as_tensor(value).detach().view(1), 0, 1, number=True)
+def _number(value: Any) -> SavedSlice:
+    return SavedSlice(torch.as_tensor(value).detach().view(1), 0, 1, number=True)
 
 
 def _is_number(value: Any) -> bool:

@@ -44,7 +44,7 @@ from bigdit.store.schema import EXTRACT, Range, StoreSchema, claim, part_identit
 from bigdit.store.store import write_null_text
 from bigdit.strategy import ModelSpec
 
-Engine = Callable[[Job, Source], None]
+RunJob = Callable[[Job, Source], None]
 """Completes a job by processes of this machine or of others. Raises UserError on failure."""
 
 
@@ -56,7 +56,7 @@ def extract(
     start: int | None = None,
     end: int | None = None,
     shard: str | None = None,
-    engine: Engine = encode_here,
+    engine: RunJob = encode_here,
     only: Sequence[Range] | None = None,
 ) -> ExtractReport:
     """Complete the store of `run`. Calling it again resumes it.

@@ -32,7 +32,7 @@ from bigdit.extract.report import Stopwatch, UnitSpeed, append
 from bigdit.libraries import switched_on
 from bigdit.sources.protocol import Caption, Item, Sample, Unusable
 from bigdit.store.lease import own_folder
-from bigdit.store.part import Encoded, PartWriter, Shape, Skipped, part_path
+from bigdit.store.part import EncodedRange, PartWriter, Shape, Skipped, part_path
 from bigdit.store.schema import Classes, StoreSchema, check_same, part_identity, store_identity
 from bigdit.store.store import write_null_text
 from bigdit.store.text import Cut, Text, summed
@@ -208,7 +208,7 @@ class UnitEncoder:
         self._labels: dict[int, int] = {}
         self._skipped: list[Skipped] = []
 
-    def encode(self, items: Sequence[Item]) -> Encoded:
+    def encode(self, items: Sequence[Item]) -> EncodedRange:
         """The features of the items. Only call this once."""
         for item in items:
             self._take(item)
@@ -220,7 +220,7 @@ class UnitEncoder:
             encoded = [] if self._classes or text is None else text.encode(distinct)
         texts = dict(zip(distinct, encoded, strict=True))
         frames = {shape: _joined(batches) for shape, batches in self._frames.items()}
-        return Encoded(
+        return EncodedRange(
             {shape: torch.cat(batches) for shape, batches in self._latents.items()},
             self._indices,
             self._captions,

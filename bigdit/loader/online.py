@@ -12,7 +12,7 @@ from bigdit.config import RunConfig
 from bigdit.config.plan_file import PlanFile
 from bigdit.encoders.fit import plan_misfits, size_misfits
 from bigdit.encoders.load import load_image_codec, load_text_encoder
-from bigdit.encoders.protocol import Encoded, TextEncoder, shapes_of, to_unit_range
+from bigdit.encoders.protocol import EncodedBatch, TextEncoder, shapes_of, to_unit_range
 from bigdit.errors import UserError
 from bigdit.extract.extract import unfit_model
 from bigdit.loader.batch import Captions
@@ -49,17 +49,17 @@ class RunEncoders:
         return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
 
     @torch.no_grad()
-    def encode(self, pixels: torch.Tensor, captions: Captions, indices: Sequence[int]) -> Encoded:
+    def encode(self, pixels: torch.Tensor, captions: Captions, indices: Sequence[int]) -> EncodedBatch:
         """Encode pixels [B, 1 or 3, (F,) H, W] uint8, and captions if the model has text; rounded as in a store."""
         latents = self.image.encode(to_unit_range(pixels), indices).to(self.image.stored_dtype).float()
         if self.text is None or self._null is None:
-            return Encoded(latents, None, None, {})
+            return EncodedBatch(latents, None, None, {})
         encoded = iter(self._counted(captions, indices, self.text))
         texts = [
             (self._null if caption is None else next(encoded)).to(self._device, torch.bfloat16) for caption in captions
         ]
         most = {name: tokens for name, (tokens, _) in shapes_of(self.text).items()}
-        return Encoded(latents, *padded(texts, most))
+        return EncodedBatch(latents, *padded(texts, most))
 
     def _counted(self, captions: Captions, indices: Sequence[int], encoder: TextEncoder) -> list[Text]:
         """The texts of captions that are not dropped. `captions` and `cuts` count them and their cuts."""

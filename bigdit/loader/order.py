@@ -32,7 +32,7 @@ _PARTS, _TURNS, _ROWS = 1, 2, 3  # keys of random generators
 
 
 @dataclass(frozen=True)
-class Stage:
+class EpochStage:
     """From epoch `first_epoch` on, the first `parts` parts of the store are read."""
 
     first_epoch: int
@@ -71,7 +71,7 @@ class Order:
         global_batch_size: int,
         seed: int,
         *,
-        stages: Sequence[Stage] = (),
+        stages: Sequence[EpochStage] = (),
         window_parts: int = WINDOW_PARTS,
         held: ValidationSplit | None = None,
         first_step: int = 0,
@@ -80,7 +80,7 @@ class Order:
         self.held = held
         self.global_batch_size = global_batch_size
         self.first_step = first_step
-        self.stages = tuple(stages) or (Stage(0, len(counts)),)
+        self.stages = tuple(stages) or (EpochStage(0, len(counts)),)
         self._counts = counts
         self._shapes = tuple(shapes)
         self._seed = seed

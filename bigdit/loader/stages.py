@@ -10,7 +10,7 @@ import xxhash
 from pydantic import NonNegativeInt, PositiveInt, ValidationError
 
 from bigdit.errors import UserError
-from bigdit.loader.order import WINDOW_PARTS, Order, Stage, ValidationSplit
+from bigdit.loader.order import WINDOW_PARTS, EpochStage, Order, ValidationSplit
 from bigdit.loader.raw_store import RawStore
 from bigdit.store import FeatureStore
 from bigdit.store.part import shape_name
@@ -105,10 +105,10 @@ def _resumed(
 ) -> tuple[Order, list[str]]:
     """The order of the checkpoint, with new parts of the store; and notes."""
     index, parts = store.index, state.stages[-1][1]
-    stages = [Stage(*each) for each in state.stages]
+    stages = [EpochStage(*each) for each in state.stages]
     held = _held_out(store, stages[0].parts, state.held_out)
 
-    def ordered(stages: Sequence[Stage]) -> Order:
+    def ordered(stages: Sequence[EpochStage]) -> Order:
         return Order(
             index.counts,
             index.shapes,
@@ -125,7 +125,7 @@ def _resumed(
         return order, changed
     epoch = order.epoch_of(step)
     first = epoch if step == order.batches_before(epoch) else epoch + 1
-    order = ordered([*(stage for stage in stages if stage.first_epoch < first), Stage(first, len(index.parts))])
+    order = ordered([*(stage for stage in stages if stage.first_epoch < first), EpochStage(first, len(index.parts))])
     added = len(index.parts) - parts
     samples = int(index.counts[parts:].sum())
     return order, [

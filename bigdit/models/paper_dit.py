@@ -48,7 +48,7 @@ class PaperDiT(ModelMixin, ConfigMixin):
         # A parameter without gradient in the code of the paper; as a buffer it has the same name in the state
         # dict, and engines that shard parameters leave it alone.
         self.register_buffer("pos_embed", sin_cos_positions(hidden_size, sample_size // patch_size))
-        self.blocks = nn.ModuleList(Block(hidden_size, num_heads, mlp_ratio) for _ in range(depth))
+        self.blocks = nn.ModuleList(DiTBlock(hidden_size, num_heads, mlp_ratio) for _ in range(depth))
         self.final_layer = FinalLayer(hidden_size, patch_size**2 * self.out_channels)
         self._initialise()
 
@@ -116,7 +116,7 @@ class LabelEmbedder(nn.Module):
         return self.embedding_table(labels)
 
 
-class Block(nn.Module):
+class DiTBlock(nn.Module):
     """Self-attention and a feed-forward, each shifted, scaled and gated by the condition."""
 
     def __init__(self, hidden_size: int, num_heads: int, mlp_ratio: float) -> None:

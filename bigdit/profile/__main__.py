@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from bigdit import libraries
 from bigdit.die_with_parent import end_with
 from bigdit.errors import guard
-from bigdit.profile.attempt import Question, StepRequest
+from bigdit.profile.attempt import AttemptQuestion, StepRequest
 from bigdit.profile.pool import Service, serve
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def main(given: list[str]) -> None:
 
 
 def _request(line: str) -> StepRequest:
-    return Question.model_validate_json(line).request
+    return AttemptQuestion.model_validate_json(line).request
 
 
 def _alike(line: str) -> str:
@@ -66,7 +66,7 @@ def _build(line: str) -> None:
 def _answer(line: str) -> str:
     from bigdit.profile.run_attempt import attempt, encode, leave_values
 
-    question = Question.model_validate_json(line)
+    question = AttemptQuestion.model_validate_json(line)
     if not question.values:
         leave_values()
     if question.request.part == "encoders":

@@ -28,7 +28,7 @@ UPDATE = ("step", "ema")
 Counted = Literal["nothing", "update", "step"]
 
 
-class Question(Strict):
+class AttemptQuestion(Strict):
     """An attempt, or a recorded run, for which torch may reserve `capacity_bytes`.
 
     Without `to_end` the GPU gives nothing more once the allocator is short of room: the steps do not fit then. Without

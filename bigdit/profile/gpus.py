@@ -19,7 +19,16 @@ from bigdit.emulator import emulated_environment
 from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
-from bigdit.profile.attempt import UNLIMITED, Attempt, Counted, Profile, Question, StepRequest, TookTooLong, check
+from bigdit.profile.attempt import (
+    UNLIMITED,
+    Attempt,
+    AttemptQuestion,
+    Counted,
+    Profile,
+    StepRequest,
+    TookTooLong,
+    check,
+)
 from bigdit.profile.pool import Pool, WorkerError, environment
 from bigdit.strategy import OptimizerSpec
 from bigdit.units import GIB
@@ -131,7 +140,7 @@ class EmulatedGpus:
 
         Raises UserError for what the user can mend, TookTooLong, and WorkerError where the process dies.
         """
-        question, kind = Question(what="recorded", request=request), _kind(request)
+        question, kind = AttemptQuestion(what="recorded", request=request), _kind(request)
         decides = self._decides(question)
         with self._one() as lane:
             found = None if snapshot else _PROFILES.find(decides)
@@ -152,7 +161,7 @@ class EmulatedGpus:
         counted: Counted = "nothing",
     ) -> Attempt:
         """Two steps where torch may reserve so many bytes, or what is cached of them. Raises as `profile` does."""
-        question = Question(request=request, capacity_bytes=capacity_bytes, to_end=to_end, counted=counted)
+        question = AttemptQuestion(request=request, capacity_bytes=capacity_bytes, to_end=to_end, counted=counted)
         decides = self._decides(question)
         with self._one() as lane:
             found = _ATTEMPTS.find(decides)
@@ -230,7 +239,7 @@ class EmulatedGpus:
                 self._made += 1
                 self.done(self._made)
 
-    def _valueless_or_with(self, question: Question, lane: int) -> Attempt:
+    def _valueless_or_with(self, question: AttemptQuestion, lane: int) -> Attempt:
         kind = _kind(question.request)
         if self._follows.get(kind):
             return self._run(question, lane, values=True)
@@ -251,13 +260,13 @@ class EmulatedGpus:
                 return without
             return self._run(question, lane, values=True) if question.counted != "nothing" else found
 
-    def _run(self, question: Question, lane: int, *, values: bool) -> Attempt:
+    def _run(self, question: AttemptQuestion, lane: int, *, values: bool) -> Attempt:
         return Attempt.model_validate_json(self._ask(question.model_copy(update={"values": values}), lane))
 
-    def _decides(self, question: Question) -> tuple[str, ...]:
+    def _decides(self, question: AttemptQuestion) -> tuple[str, ...]:
         return self.gpu.model_dump_json(), question.model_dump_json(), self._settings, digest_of(*SOURCES)
 
-    def _ask(self, question: Question, lane: int) -> bytes:
+    def _ask(self, question: AttemptQuestion, lane: int) -> bytes:
         check(question.request)
         name = question.request.model.name
         try:

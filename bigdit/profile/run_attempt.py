@@ -30,10 +30,10 @@ from bigdit.profile.attempt import (
     UNLIMITED,
     UPDATE,
     Attempt,
+    AttemptQuestion,
     Launched,
     PhaseBytes,
     Profile,
-    Question,
     StepRequest,
     launched,
     weights_of,
@@ -52,18 +52,18 @@ if TYPE_CHECKING:
 DEVICE = torch.device("cuda", 0)
 
 
-def attempt(question: Question, built: Built, host_bytes: int) -> Attempt:
+def attempt(question: AttemptQuestion, built: Built, host_bytes: int) -> Attempt:
     """What the question asks for, where torch may reserve so many bytes of the GPU. What is `built` takes `host_bytes`
     of the host already."""
     return _watched(question, host_bytes, lambda watch: _steps(question, built, watch))
 
 
-def encode(question: Question) -> Attempt:
+def encode(question: AttemptQuestion) -> Attempt:
     """The same of encoders alone."""
     return _watched(question, 0, lambda watch: _encoding(question, watch))
 
 
-def _watched(question: Question, host_bytes: int, run: Callable[[_Watch], None]) -> Attempt:
+def _watched(question: AttemptQuestion, host_bytes: int, run: Callable[[_Watch], None]) -> Attempt:
     began = time.perf_counter()
     torch.cuda.set_device(DEVICE)
     torch.cuda.init()
@@ -97,7 +97,7 @@ def leave_values() -> None:
     importlib.import_module("bigdit_emulated.values").leave()
 
 
-def _steps(question: Question, built: Built, watch: _Watch) -> None:
+def _steps(question: AttemptQuestion, built: Built, watch: _Watch) -> None:
     request = question.request
     workload = prepare(request, built)
     watch.params = workload.params
@@ -111,7 +111,7 @@ def _steps(question: Question, built: Built, watch: _Watch) -> None:
             watch.count_work(lambda: next(steps), UPDATE[0] if question.counted == "update" else None)
 
 
-def _encoding(question: Question, watch: _Watch) -> None:
+def _encoding(question: AttemptQuestion, watch: _Watch) -> None:
     """The encoders of images, then those of texts, as where they take turns; the weights in phases of their own."""
     from bigdit.encoders.frozen import FrozenEncoders  # transformers takes seconds to import
 

@@ -42,7 +42,7 @@ class Extraction(Strict):
     emulated_bytes: PositiveInt | None
 
 
-class Saved(Strict):
+class DiskNeed(Strict):
     """What all processes of a run write to its output.
 
     Bytes are of a checkpoint's tensors by kind, of all its files, and of an export's files. `checkpoints` stay at the
@@ -85,7 +85,7 @@ class Took(Strict):
     encoding_hours: tuple[float, float] | None = None
     waiting_bytes: NonNegativeInt = 0
     extraction: Extraction | None = None
-    saved: Saved | None = None
+    saved: DiskNeed | None = None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from rich.table import Table
 
 from bigdit import log
-from bigdit.bench import Comparison, Load, Spread
+from bigdit.bench import Comparison, MachineLoad, Spread
 from bigdit.bench.memory import Curve, MemoryBench, Point
 from bigdit.files import replacing, write_json, write_text
 from bigdit.memory import CATEGORIES
@@ -331,7 +331,7 @@ def print_notes(found: Comparison) -> None:
         log.out.print(line, highlight=False, markup=False)
 
 
-def load_line(load: Load) -> str:
+def load_line(load: MachineLoad) -> str:
     """`load 0.05 on 2 cores`, with a warning where the machine is busy."""
     line = f"load {load.mean:.2f} on {load.cores} cores before the benchmark"
     return f"{line}: this machine is busy, so times are too long" if load.busy else line

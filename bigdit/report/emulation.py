@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from bigdit import log
-from bigdit.emulator.emulation import Account, Emulation, GpuAccount, Line, Live, OutOfMemory, Run, times
+from bigdit.emulator.emulation import Account, CodeLine, EmulatedOom, EmulatedRun, Emulation, GpuAccount, Live, times
 from bigdit.files import check_writable, write_json, write_text
 from bigdit.memory import CATEGORIES
 from bigdit.memory.process import ByteRange
@@ -75,7 +75,7 @@ def document(emulation: Emulation) -> dict[str, Any]:
     }
 
 
-def _answer(run: Run, emulation: Emulation) -> dict[str, Any]:
+def _answer(run: EmulatedRun, emulation: Emulation) -> dict[str, Any]:
     word, why = verdict(run, emulation)
     return {"fits": run.fits, "verdict": word, "reason": why.lstrip(":, ")}
 
@@ -93,7 +93,7 @@ def subtitle(emulation: Emulation) -> str:
     return f"emulated, kernels not run: {torch}{steps} step{'' if steps == 1 else 's'} in {duration(run.seconds)}"
 
 
-def verdict(run: Run, emulation: Emulation) -> tuple[str, str]:
+def verdict(run: EmulatedRun, emulation: Emulation) -> tuple[str, str]:
     """The verdict, and why."""
     highest = run.highest
     if highest is None:
@@ -114,11 +114,11 @@ def verdict(run: Run, emulation: Emulation) -> tuple[str, str]:
     return "fits", f": {needed}"
 
 
-def _asked(oom: OutOfMemory | None) -> str:
+def _asked(oom: EmulatedOom | None) -> str:
     return "" if oom is None else f" in {oom.phase}: {gib(oom.asked_bytes)} requested, {gib(oom.free_bytes)} free"
 
 
-def ending(run: Run) -> str:
+def ending(run: EmulatedRun) -> str:
     if run.exit_status == 0:
         return "the command ended well"
     if run.exit_status > 128:
@@ -137,7 +137,7 @@ def work(account: Account) -> dict[str, int]:
     return {name: int(statistics.median(step.get(name, 0) for step in steps)) for name in names}
 
 
-def place(line: Line | None) -> str:
+def place(line: CodeLine | None) -> str:
     """`train.py:41`, relative to the working folder; for a library relative to its package."""
     if line is None:
         return DASH
@@ -155,7 +155,7 @@ def shown_path(file: str) -> str:
     return file if len(parts) < 5 else os.path.join("…", *parts[-2:])
 
 
-def _show_run(run: Run, emulation: Emulation) -> None:
+def _show_run(run: EmulatedRun, emulation: Emulation) -> None:
     log.out.print()
     if len(emulation.runs) > 1:
         _say(f"[bold]{_which(run)}[/bold]")
@@ -181,7 +181,7 @@ def _show_run(run: Run, emulation: Emulation) -> None:
         log.out.print(work_table(account))
 
 
-def processes(run: Run, emulation: Emulation) -> Table:
+def processes(run: EmulatedRun, emulation: Emulation) -> Table:
     """The peaks of each process by torch's allocator and in nvidia-smi."""
     numeric = ["GPU", "allocated", "reserved", "process", "steps"]
     rows = table("peaks by process", ["process", *numeric, ""], numeric)
@@ -239,7 +239,7 @@ def made_by(group: Live) -> Iterator[str]:
         yield f"  {place(group.library)} {group.library.name}"
 
 
-def _show_oom(account: Account, oom: OutOfMemory) -> None:
+def _show_oom(account: Account, oom: EmulatedOom) -> None:
     when = f"in {oom.phase}, after {how_many(oom.steps, 'step')}, on GPU {oom.gpu}"
     _say(f"[bold]{account.title} ran out of memory[/bold] {when}:")
     _say(f"  {gib(oom.asked_bytes)} requested, {gib(oom.free_bytes)} free of {gib(oom.total_bytes)}; "
@@ -250,14 +250,14 @@ def _show_oom(account: Account, oom: OutOfMemory) -> None:
     log.out.print(live(oom.live, "live when memory ran out"))
 
 
-def own_lines(oom: OutOfMemory) -> list[Line]:
+def own_lines(oom: EmulatedOom) -> list[CodeLine]:
     """The script's own lines of the traceback, outermost first, then the innermost of a library."""
     own = [line for line in oom.frames if line.own]
     within = [line for line in oom.frames[:1] if not line.own]
     return [*reversed(own), *within]
 
 
-def _which(run: Run) -> str:
+def _which(run: EmulatedRun) -> str:
     return "first step skipped by the loss scaler: " if run.first_step_skipped else "as it is, first step taken: "
 
 
@@ -265,7 +265,7 @@ def steps(account: Account) -> str:
     return f"{account.steps}" + (f" ({account.skipped_steps} skipped)" if account.skipped_steps else "")
 
 
-def end(account: Account, run: Run) -> str:
+def end(account: Account, run: EmulatedRun) -> str:
     if not run.holds(account):
         return "out of memory"
     if account.error is not None:
@@ -318,7 +318,7 @@ def page(emulation: Emulation) -> str:
     return render("emulation.html", filters, shown)
 
 
-def _run(run: Run, at: int, emulation: Emulation) -> dict[str, Any]:
+def _run(run: EmulatedRun, at: int, emulation: Emulation) -> dict[str, Any]:
     """What the template shows of a run."""
     found = [(account, gpu) for account in run.accounts for gpu in account.gpus]
     found.sort(key=lambda each: (run.holds(each[0]), -each[1].peak_reserved_bytes))
@@ -339,7 +339,7 @@ def _run(run: Run, at: int, emulation: Emulation) -> dict[str, Any]:
     }
 
 
-def _inline(account: Account, gpu: GpuAccount, shortage: OutOfMemory | None, emulation: Emulation, name: str) -> Markup:
+def _inline(account: Account, gpu: GpuAccount, shortage: EmulatedOom | None, emulation: Emulation, name: str) -> Markup:
     description = (
         f"Memory of {account.title} in the order of the allocator's events: allocated up to "
         f"{gib(gpu.peak_allocated_bytes)}, in {gpu.peak_phase}, and reserved up to {gib(gpu.peak_reserved_bytes)}, "
@@ -348,7 +348,7 @@ def _inline(account: Account, gpu: GpuAccount, shortage: OutOfMemory | None, emu
     return inline(curve_figure(account, gpu, shortage, emulation), name, "Memory over the run", description)
 
 
-def curve_figure(account: Account, gpu: GpuAccount, shortage: OutOfMemory | None, emulation: Emulation) -> Figure:
+def curve_figure(account: Account, gpu: GpuAccount, shortage: EmulatedOom | None, emulation: Emulation) -> Figure:
     """Allocated and reserved GiB over the run, its phases, and the memory that the GPU leaves to torch."""
     from matplotlib.figure import Figure
 
@@ -412,7 +412,7 @@ def _draw_gpu(axes: Axes, account: Account, gpu: GpuAccount, emulation: Emulatio
     axes.set_ylim(0, 1.15 * max(usable, top) / GIB)
 
 
-def _draw_oom(axes: Axes, oom: OutOfMemory, end: int) -> None:
+def _draw_oom(axes: Axes, oom: EmulatedOom, end: int) -> None:
     """Mark where the process ran out of memory: at the end of its curve."""
     height = (oom.allocated_bytes + oom.asked_bytes) / GIB
     highest = axes.get_ylim()[1]

@@ -103,7 +103,7 @@ class Texts:
 
 
 @dataclass(frozen=True)
-class Words:
+class ConditionOptions:
     """The user's option for classes, and how to turn guidance off."""
 
     label: str = "--label"
@@ -114,7 +114,7 @@ class Labels:
     """Classes, by their names or numbers in a checkpoint."""
 
     def __init__(
-        self, known: Known, spec: ModelSpec, labels: Sequence[str], options: SamplingOptions, words: Words
+        self, known: Known, spec: ModelSpec, labels: Sequence[str], options: SamplingOptions, words: ConditionOptions
     ) -> None:
         """Raises UserError with all unknown classes."""
         asked = [(words.label, label) for label in labels]
@@ -152,7 +152,7 @@ def conditions_of(
     captions: Sequence[str],
     options: SamplingOptions,
     device: torch.device,
-    words: Words = Words(),
+    words: ConditionOptions = ConditionOptions(),
 ) -> Texts | Labels:
     """Those of these captions, if the run has captions, or of classes that are `known` to it; encoded on `device`.
 
@@ -217,7 +217,7 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedConditions:
     """The conditions of so many images; `begun`: the extras of their first frames, a row each."""
 
     count: int
@@ -244,8 +244,8 @@ def encoded(
     options: SamplingOptions,
     codec: ImageCodec,
     device: torch.device,
-    words: Words,
-) -> Encoded:
+    words: ConditionOptions,
+) -> EncodedConditions:
     """Encode captions and `images`, one for all or one for each, with the run's encoders, which use `device` in turn.
 
     `codec` stays in CPU memory. Raises UserError where an encoder cannot be loaded, and in `words` for an unknown
@@ -256,7 +256,7 @@ def encoded(
     begun = _begun(run, images, options, codec, device)
     give_back(device)
     of_each = {name: each.expand(len(captions), *each.shape[1:]) for name, each in begun.items()}
-    return Encoded(len(captions), options.guided, texts, of_each)
+    return EncodedConditions(len(captions), options.guided, texts, of_each)
 
 
 def _begun(

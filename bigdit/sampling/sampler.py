@@ -26,7 +26,15 @@ from bigdit.encoders.protocol import to_bytes
 from bigdit.engines import compute_dtype
 from bigdit.errors import UserError
 from bigdit.models.swap import moved
-from bigdit.sampling.conditions import Encoded, Given, Labels, SamplingOptions, Words, encoded, give_back
+from bigdit.sampling.conditions import (
+    ConditionOptions,
+    EncodedConditions,
+    Given,
+    Labels,
+    SamplingOptions,
+    encoded,
+    give_back,
+)
 from bigdit.shortage import memory_errors, ran_out, room
 from bigdit.store.part import Shape
 from bigdit.strategy import ModelSpec, Strategy
@@ -87,7 +95,7 @@ class Sampler:
         problems: list[str] = []
         for option, each in captions.items():
             try:
-                Labels(self._known, self._spec, each, options, Words(option))
+                Labels(self._known, self._spec, each, options, ConditionOptions(option))
             except UserError as error:
                 problems += error.problems
         if problems:
@@ -125,11 +133,11 @@ class Sampler:
         A batch that does not fit is halved. Raises UserError where an encoder, the model or a single image does not
         fit, for an unknown class, and where images are missing or too many.
         """
-        self.check(options, {Words().label: captions}, len(images))
+        self.check(options, {ConditionOptions().label: captions}, len(images))
         shape = self._latents(options)
         with memory_errors(f"--checkpoint {self._checkpoint.folder}: encoding captions", self._device, _MORE):
             fed = self._run, self._spec, self._known, captions, images
-            given = encoded(*fed, options, self._codec, self._device, Words())
+            given = encoded(*fed, options, self._codec, self._device, ConditionOptions())
         model = self.model()
         start, most = 0, options.micro_batch_size
         while start < len(captions):
@@ -200,7 +208,7 @@ class Sampler:
             )
 
     def _attempt(
-        self, model: nn.Module, given: Encoded, numbers: range, shape: Shape, options: SamplingOptions
+        self, model: nn.Module, given: EncodedConditions, numbers: range, shape: Shape, options: SamplingOptions
     ) -> torch.Tensor | None:
         """Their latents; None where so many do not fit: the error, which holds what was allocated, ends here. Raises
         UserError where one does not fit."""
@@ -221,7 +229,7 @@ class Sampler:
             return self._generate(model, given, numbers, shape, options)
 
     def _generate(
-        self, model: nn.Module, given: Encoded, numbers: range, shape: Shape, options: SamplingOptions
+        self, model: nn.Module, given: EncodedConditions, numbers: range, shape: Shape, options: SamplingOptions
     ) -> torch.Tensor:
         seeds = [options.seed + number for number in numbers]
         noise = objectives.draw_noise(torch.empty((len(seeds), *shape), device=self._device), seeds)

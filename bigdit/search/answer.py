@@ -14,7 +14,7 @@ from bigdit.profile.attempt import UNLIMITED, Attempt
 from bigdit.profile.gpus import SOURCES, EmulatedGpus
 from bigdit.receipt import Receipt
 from bigdit.search.calibration import Calibration, check, own_receipts
-from bigdit.search.plan import DatasetNeed, Estimate, Plan, Question, Run, uncounted
+from bigdit.search.plan import DatasetNeed, Estimate, Plan, Question, WholeRun, uncounted
 from bigdit.strategy import BatchShape
 from bigdit.units import how_many
 
@@ -154,8 +154,8 @@ def _dataset(planner: Planner, batch: BatchShape) -> DatasetNeed | None:
     return dataset_need(planner.question, batch, found if len(found) == len(requests) else {})
 
 
-def _run(question: Question, chosen: Estimate) -> Run | None:
+def _run(question: Question, chosen: Estimate) -> WholeRun | None:
     if question.images is None:
         return None
     images, size = question.images - question.held_out, chosen.strategy.global_batch_size
-    return Run.of(images, question.epochs, size, chosen.step, question.cluster.gpus, question.price)
+    return WholeRun.of(images, question.epochs, size, chosen.step, question.cluster.gpus, question.price)

@@ -264,7 +264,7 @@ KEPT_FREE = 0.1
 """Of the GPU: for the pieces between allocations."""
 
 
-class Side(NamedTuple):
+class EncoderBytes(NamedTuple):
     """Encoders of images, or of texts: bytes of their weights, of what one sample takes, and each further one."""
 
     weights: float
@@ -279,8 +279,8 @@ class Side(NamedTuple):
 class EncodersNeed(NamedTuple):
     """Both sides. `frames` of a sample: 1, or those of a video."""
 
-    images: Side
-    texts: Side
+    images: EncoderBytes
+    texts: EncoderBytes
     frames: int = 1
 
     def taken(self, way: Way, size: int) -> float:
@@ -320,10 +320,10 @@ def encoders_need(encoding: Encoding, text_bytes: int | None = None, frames: int
     loaded, where they are known to be more: a folder's may have parts that encode no text."""
     few, many = min(encoding), max(encoding)
 
-    def side(phase: str) -> Side:
+    def side(phase: str) -> EncoderBytes:
         peak, most = (encoding[samples].phases[phase].peak_bytes for samples in (few, many))
         weights = encoding[few].phases[weights_of(phase)].end_bytes
-        return Side(weights, peak - weights, (most - peak) / (many - few) if many > few else 0)
+        return EncoderBytes(weights, peak - weights, (most - peak) / (many - few) if many > few else 0)
 
     texts = side(TEXTS)
     return EncodersNeed(side(IMAGES), texts._replace(weights=max(texts.weights, text_bytes or 0)), frames)

@@ -11,7 +11,16 @@ from bigdit.profile.attempt import Attempt
 from bigdit.profile.gpus import EmulatedGpus
 from bigdit.profile.pool import WorkerError
 from bigdit.search.dataset import encoding_requests
-from bigdit.search.plan import OPTIMIZER_TITLES, Constraints, Estimate, Question, Step, process, safe_bytes, verdict_of
+from bigdit.search.plan import (
+    OPTIMIZER_TITLES,
+    Constraints,
+    Estimate,
+    Question,
+    WaterfallStep,
+    process,
+    safe_bytes,
+    verdict_of,
+)
 from bigdit.search.planner import Planner, stepped
 from bigdit.search.solve import explore_group
 from bigdit.search.space import proposals
@@ -22,7 +31,7 @@ WORTH_SAYING = 0.005
 """Of the bytes before: smaller effects are called nothing."""
 
 
-class Bar(NamedTuple):
+class WaterfallBar(NamedTuple):
     """Allocated bytes by phase, and what torch reserved."""
 
     peaks: Mapping[str, int]
@@ -34,26 +43,26 @@ class Bar(NamedTuple):
         return max(self.peaks, key=lambda phase: self.peaks[phase])
 
 
-def waterfall(planner: Planner, chosen: Estimate) -> tuple[tuple[Step, ...], tuple[str, ...]]:
+def waterfall(planner: Planner, chosen: Estimate) -> tuple[tuple[WaterfallStep, ...], tuple[str, ...]]:
     """The bars from the naive setting to `chosen`, without those that could not be run, and a line for each such."""
-    shown, notices, before = list[Step](), list[str](), None
+    shown, notices, before = list[WaterfallStep](), list[str](), None
     *ways, last = changes(planner.question, chosen, planner.options[chosen.option].count)
     for change, attempt in zip(ways, planner.unlimited(each.strategy for each in ways), strict=True):
         if not isinstance(attempt, Attempt) or not attempt.ran:
             problem = attempt.out_of_memory if isinstance(attempt, Attempt) else attempt
             notices.append(f"not shown on the way to the recommended one: {change.title}: {problem}".splitlines()[0])
             continue
-        bar = Bar(attempt.peaks, attempt.peak_reserved_bytes)
+        bar = WaterfallBar(attempt.peaks, attempt.peak_reserved_bytes)
         taken = process(bar.reserved_bytes, planner.non_torch(change.strategy), planner.margin)
         verdict, why = verdict_of(taken, planner.question.gpu.usable_bytes), effect(change, before, bar)
-        shown.append(Step(change=change.title, process_bytes=taken.high_bytes, verdict=verdict, saved_by=why))
+        shown.append(WaterfallStep(change=change.title, process_bytes=taken.high_bytes, verdict=verdict, saved_by=why))
         before = bar
-    why, high = effect(last, before, Bar(chosen.phases, chosen.peak_reserved_bytes)), chosen.process.high_bytes
-    shown.append(Step(change=last.title, process_bytes=high, verdict=chosen.verdict, saved_by=why))
+    why, high = effect(last, before, WaterfallBar(chosen.phases, chosen.peak_reserved_bytes)), chosen.process.high_bytes
+    shown.append(WaterfallStep(change=last.title, process_bytes=high, verdict=chosen.verdict, saved_by=why))
     return tuple(shown), tuple(notices)
 
 
-def effect(change: Change, before: Bar | None, bar: Bar) -> str:
+def effect(change: Change, before: WaterfallBar | None, bar: WaterfallBar) -> str:
     """Why the bar is as long as it is: `VAE and text encoders leave the GPU: 8.55 GiB less`."""
     if before is None:
         return f"peak phase: {bar.phase}"

@@ -30,7 +30,7 @@ OF_STATE = ("ema", "step")
 """The phases that a step may end with, the last one first."""
 
 
-class Line(NamedTuple):
+class Growth(NamedTuple):
     """A number that grows by `slope` with each sample of the micro-batch; `start` is at FIRST."""
 
     start: float
@@ -39,8 +39,8 @@ class Line(NamedTuple):
     def at(self, micro_batch_size: float) -> float:
         return self.start + (micro_batch_size - FIRST) * self.slope
 
-    def plus(self, more: float) -> Line:
-        return Line(self.start + more, self.slope)
+    def plus(self, more: float) -> Growth:
+        return Growth(self.start + more, self.slope)
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class Policy:
     `work` and `growth`: of a step at FIRST, and of each further sample.
     """
 
-    peaks: Mapping[str, Line]
-    kept: Line
+    peaks: Mapping[str, Growth]
+    kept: Growth
     within: float
-    left: Line
+    left: Growth
     idle: Mapping[int, int]
-    host: Line
+    host: Growth
     work: Work
     growth: Work
     reserved: Mapping[int, int]
@@ -73,8 +73,8 @@ class Policy:
         """
         (first, second), (small, large) = ran, ran.values()
 
-        def line(low: float, high: float) -> Line:
-            return Line(low, (high - low) / (second - first))
+        def line(low: float, high: float) -> Growth:
+            return Growth(low, (high - low) / (second - first))
 
         work = work_of(small.work, strategy)
         growth = (work_of(large.work, strategy) - work) * (1 / (second - first)) if none is None else none.growth
@@ -106,7 +106,7 @@ class Policy:
         peaks = {
             phase: self.peaks[phase].plus(more)
             if phase in OF_ACTIVATIONS and phase in self.peaks
-            else Line(found.peak_bytes, self.peaks[phase].slope if phase in self.peaks else 0.0)
+            else Growth(found.peak_bytes, self.peaks[phase].slope if phase in self.peaks else 0.0)
             for phase, found in after.phases.items()
         }
         step = work_of(after.work, strategy).step if after.packed_work else self.work.step
@@ -198,7 +198,7 @@ class Swapping:
         return policy.moved(peaks, host, self.work * blocks)
 
 
-Place = tuple[str, int, int]
+SizeKey = tuple[str, int, int]
 """An option's title, the micro-batch size, and the number of recomputed blocks."""
 
 
@@ -227,7 +227,7 @@ class Option:
     full: Policy = field(init=False, repr=False)
     count: int = field(init=False)
     anchor: Attempt = field(init=False, repr=False)
-    corrections: dict[Place, float] = field(default_factory=dict, repr=False)
+    corrections: dict[SizeKey, float] = field(default_factory=dict, repr=False)
     found: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
     predicted: dict[tuple[int, int, int], Estimate] = field(default_factory=dict, repr=False)
 

@@ -218,7 +218,7 @@ class DatasetNeed(Strict):
 HOUR = 3600.0
 
 
-class Run(Strict):
+class WholeRun(Strict):
     """The whole training: optimizer steps, and seconds, GPU-hours and money as intervals."""
 
     steps: PositiveInt
@@ -230,7 +230,7 @@ class Run(Strict):
     @classmethod
     def of(
         cls, images: int, epochs: float, global_batch_size: int, step: StepTime, gpus: int, price: float | None
-    ) -> Run:
+    ) -> WholeRun:
         """`images` trained on `epochs` times in steps of `global_batch_size`, the last one full too.
 
         `price` is of one GPU-hour. What the GPUs cost while nothing is trained (reading the first data, checkpoints,
@@ -248,7 +248,7 @@ class Run(Strict):
         )
 
 
-class Step(Strict):
+class WaterfallStep(Strict):
     """One bar of the waterfall from the naive setting to what fits: what was changed, and what it left.
 
     Each ran on an emulated GPU.
@@ -305,8 +305,8 @@ class Plan(Strict):
     smaller: tuple[StepSize, ...]
     fixes: tuple[Estimate, ...]
     dataset: DatasetNeed | None
-    run: Run | None
-    waterfall: tuple[Step, ...]
+    run: WholeRun | None
+    waterfall: tuple[WaterfallStep, ...]
     calibration: str
     notices: tuple[str, ...]
     versions: dict[str, str]

@@ -20,8 +20,8 @@ from bigdit.search.option import (
     FIRST,
     SECOND,
     Option,
-    Place,
     Policy,
+    SizeKey,
     Swapping,
     filling,
     host_peak,
@@ -463,7 +463,7 @@ class Planner:
         base, room = self.options[option.base.title], self.capacity(option.strategy)
         count, most = base.count, option.strategy.blocks_to_swap
         recomputed = count if self.question.constraints.checkpointed_blocks in (None, "all") else most
-        corrections: dict[Place, float] = {}  # their own: those of packed weights say nothing of these
+        corrections: dict[SizeKey, float] = {}  # their own: those of packed weights say nothing of these
         least = next(self.micro_batch_sizes(option.strategy), 1)
 
         def swapping(first: int) -> Option:

@@ -40,7 +40,7 @@ from bigdit.sources.videos import Clip, contents_of, decoded_frames
 ROWS = 1024  # rows of an index that are decoded at a time
 TARS_A_WORKER = 8  # a process starts in seconds; a tar of ten thousand members takes half a second
 
-Span = tuple[int, int] | None  # offset and size of a member
+MemberSpan = tuple[int, int] | None  # offset and size of a member
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class TarItem(Item):
     name: str
     tar: Path
     problem: str | None
-    image: Span
-    json: Span
-    txt: Span
+    image: MemberSpan
+    json: MemberSpan
+    txt: MemberSpan
     label: str | None = None
-    video: Span = None
+    video: MemberSpan = None
     clip: Clip | None = None
 
     def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
@@ -162,7 +162,7 @@ class WebDataset:
 
 
 def _item(index: int, tar: Path, row: dict, label: str | None, clip: Clip | None) -> TarItem:
-    def span(role: str) -> Span:
+    def span(role: str) -> MemberSpan:
         return None if row[f"{role}_offset"] is None else (row[f"{role}_offset"], row[f"{role}_size"])
 
     name = f"{tar.name}/{row['name']}"
@@ -196,7 +196,7 @@ def _index_one(pair: tuple[Path, Path]) -> str | None:
     tar, index = pair
     try:
         write_index(tar, index)
-    except Refused as error:
+    except RangeRefused as error:
         return f"{tar} {error}"
     return None
 
@@ -293,7 +293,7 @@ TAIL_BYTES = 2**20  # zeros after the end: tools fill up a record, mostly of 10 
 COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 
 
-class Refused(Exception):
+class RangeRefused(Exception):
     """Why a tar is rejected."""
 
 
@@ -315,18 +315,18 @@ def members(path: Path) -> Iterator[Member]:
     try:
         yield from _members(path)
     except OSError as error:
-        raise Refused(f"cannot be read: {error.strerror}") from None
+        raise RangeRefused(f"cannot be read: {error.strerror}") from None
 
 
 def _members(path: Path) -> Iterator[Member]:
     with open_file(path) as file:
         headers = _Headers(file.fileno())
         if headers.pread(0, 6).startswith(COMPRESSED):
-            raise Refused("is compressed, so members cannot be read at offsets; decompress it")
+            raise RangeRefused("is compressed, so members cannot be read at offsets; decompress it")
         if is_lfs_pointer(headers.pread(0, TAR_BLOCK)):
-            raise Refused(IS_LFS_POINTER)
+            raise RangeRefused(IS_LFS_POINTER)
         if not headers.size:
-            raise Refused("is empty")
+            raise RangeRefused("is empty")
         try:
             archive = tarfile.open(fileobj=headers, mode="r:")  # type: ignore[call-overload]  # noqa: SIM115
             while (member := archive.next()) is not None:
@@ -335,7 +335,7 @@ def _members(path: Path) -> Iterator[Member]:
                 if not member.isdir():
                     yield _checked(member, headers.size)
         except (tarfile.TarError, ValueError, ArithmeticError, RecursionError, LookupError) as error:
-            raise Refused(f"is damaged or cut: {error}") from None
+            raise RangeRefused(f"is damaged or cut: {error}") from None
         _check_end(headers, archive.offset)
 
 
@@ -358,7 +358,7 @@ class _Headers:
     def read(self, count: int) -> bytes:
         self._left -= count
         if count < 0 or self._left < 0:
-            raise Refused(f"has a member whose headers take more than {HEADER_BYTES} bytes")
+            raise RangeRefused(f"has a member whose headers take more than {HEADER_BYTES} bytes")
         data = self.pread(self._position, count)
         self._position += len(data)
         return data
@@ -374,15 +374,15 @@ def _checked(member: tarfile.TarInfo, size: int) -> Member:
     name = member.name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     shown = ascii(name[:100])
     if name.startswith("/") or ".." in name.split("/"):
-        raise Refused(f"has the member {shown}, whose name leads out of it")
+        raise RangeRefused(f"has the member {shown}, whose name leads out of it")
     if member.issym() or member.islnk():
-        raise Refused(f"has the member {shown}, a link to {member.linkname[:100]!a}")
+        raise RangeRefused(f"has the member {shown}, a link to {member.linkname[:100]!a}")
     if member.issparse():
-        raise Refused(f"has the member {shown}, a sparse file")
+        raise RangeRefused(f"has the member {shown}, a sparse file")
     if not member.isreg():
-        raise Refused(f"has the member {shown}, a device or an unknown type")
+        raise RangeRefused(f"has the member {shown}, a device or an unknown type")
     if member.size < 0 or member.offset_data + member.size > size:
-        raise Refused(f"is cut: {shown} of {member.size} bytes goes beyond its end")
+        raise RangeRefused(f"is cut: {shown} of {member.size} bytes goes beyond its end")
     return Member(name.removeprefix("./"), member.offset_data, member.size)
 
 
@@ -390,8 +390,8 @@ def _check_end(headers: _Headers, end: int) -> None:
     """Check what follows the last member: tarfile stops at anything that is no header."""
     tail = headers.size - end
     if tail < TAR_BLOCK:
-        raise Refused("is cut: the mark of its end is missing")
+        raise RangeRefused("is cut: the mark of its end is missing")
     if any(headers.pread(end, TAR_BLOCK)):
-        raise Refused(f"has a damaged header at byte {end}")
+        raise RangeRefused(f"has a damaged header at byte {end}")
     if tail > TAIL_BYTES or any(headers.pread(end, tail)):
-        raise Refused(f"has data after the mark of its end at byte {end}; tars cannot be joined by cat")
+        raise RangeRefused(f"has data after the mark of its end at byte {end}; tars cannot be joined by cat")

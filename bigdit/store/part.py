@@ -38,7 +38,7 @@ import numpy as np
 import torch
 
 from bigdit.store.tensors import Pieces, bytes_of, chained_digest, commit, header_bytes, row_digest
-from bigdit.store.text import Caption, Cut, Text, caption_columns
+from bigdit.store.text import Cut, StoredCaption, Text, caption_columns
 
 FIRST_FRAME = "first_frame"
 FRAME_COLUMNS = (FIRST_FRAME, "image_embeds")
@@ -58,7 +58,7 @@ class Skipped:
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedRange:
     """The features of one range.
 
     By shape: latents [n, *shape], or [n, 2, *shape] of mean and deviation; source indices; first frames by the names of
@@ -68,7 +68,7 @@ class Encoded:
 
     latents: Mapping[Shape, torch.Tensor]
     indices: Mapping[Shape, list[int]]
-    captions: Mapping[int, tuple[Caption, ...]]
+    captions: Mapping[int, tuple[StoredCaption, ...]]
     texts: Mapping[str, Text]
     skipped: list[Skipped]
     labels: Mapping[int, int] | None = None
@@ -113,7 +113,7 @@ def shape_name(shape: Shape) -> str:
 
 
 def write_part(
-    path: Path, encoded: Encoded, workspace: Path | None = None, *, identity: str, eight_bits: bool = False
+    path: Path, encoded: EncodedRange, workspace: Path | None = None, *, identity: str, eight_bits: bool = False
 ) -> None:
     """Write and commit a part, through `workspace` as in files.replacing. The same features give the same bytes.
 
@@ -189,7 +189,7 @@ class PartWriter:
     def write(
         self,
         path: Path,
-        encoded: Encoded,
+        encoded: EncodedRange,
         identity: str,
         workspace: Path | None = None,
         committed: Callable[[], None] = lambda: None,
@@ -202,7 +202,7 @@ class PartWriter:
         self._waiting.append(self._thread.submit(self._commit, path, encoded, identity, workspace, committed))
 
     def _commit(
-        self, path: Path, encoded: Encoded, identity: str, workspace: Path | None, committed: Callable[[], None]
+        self, path: Path, encoded: EncodedRange, identity: str, workspace: Path | None, committed: Callable[[], None]
     ) -> None:
         if self._failed:
             return

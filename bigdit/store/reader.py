@@ -19,7 +19,7 @@ from bigdit.store.text import TEXT, Text, chosen, column_name, dequantise
 
 
 @dataclass(frozen=True)
-class _Sequence:
+class _TextSequence:
     """A sequence of every caption: the columns of its states and their scales in 8 bits.
 
     `places`: int64 [m, 3] of first state, states, and states that the mask shows.
@@ -206,10 +206,10 @@ class Part:
         columns = {name: self.header.columns.get(f"{name}/{shape_name(shape)}") for name in FRAME_COLUMNS}
         return {name: column for name, column in columns.items() if column is not None}
 
-    def _sequence(self, name: str) -> _Sequence:
+    def _sequence(self, name: str) -> _TextSequence:
         columns = self.header.columns
         places = self.captions[:, [0, 1, 4]] if name == TEXT else self._table(columns[f"stream/{name}"])
-        return _Sequence(columns[column_name("text", name)], columns.get(column_name("text_scale", name)), places)
+        return _TextSequence(columns[column_name("text", name)], columns.get(column_name("text_scale", name)), places)
 
     def _extent(self, caption: int, name: str) -> tuple[int, int]:
         """The first state of a caption's sequence, and the number of states."""

@@ -122,7 +122,7 @@ def dequantise(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = t
     return (values.float() * scale[:, None]).to(dtype)
 
 
-class Caption(Protocol):
+class StoredCaption(Protocol):
     """A caption's text, and its weight among the captions of its image."""
 
     @property
@@ -144,12 +144,12 @@ def column_name(kind: str, name: str) -> str:
 
 
 def caption_columns(
-    captions: Mapping[int, tuple[Caption, ...]], texts: Mapping[str, Text], eight_bits: bool
+    captions: Mapping[int, tuple[StoredCaption, ...]], texts: Mapping[str, Text], eight_bits: bool
 ) -> tuple[dict[str, Pieces], dict[str, Pieces], dict[int, int]]:
     """Tables `caption` and `stream/…`; columns `text…`, `text_scale…` and `pooled`; the first caption of each index."""
     stored = {text: _Stored.of(found, eight_bits) for text, found in texts.items()}
     names = list(next(iter(stored.values())).sequences) if stored else [TEXT]
-    chosen: list[Caption] = []
+    chosen: list[StoredCaption] = []
     firsts = {}
     for index, some in captions.items():
         firsts[index] = len(chosen)

@@ -12,7 +12,7 @@ import torch
 from torch.profiler import record_function
 
 from bigdit import objectives, optim
-from bigdit.encoders.protocol import Encoded
+from bigdit.encoders.protocol import EncodedBatch
 from bigdit.engines import Ema, Engine, compute_dtype
 from bigdit.loader.batch import Batch, CaptionedBatch, RawBatch
 from bigdit.models import Family
@@ -26,7 +26,7 @@ class Encodes(Protocol):
     """What encodes a chunk of a micro-batch: a run's encoders, or an attempt's."""
 
     @property
-    def encode(self) -> Callable[..., Encoded]: ...
+    def encode(self) -> Callable[..., EncodedBatch]: ...
 
 
 def encode(encoders: Encodes, chunk: int | None, batch: RawBatch | CaptionedBatch, compute_dtype: torch.dtype) -> Batch:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bigdit.bench import Load, Spread, take_turns
+from bigdit.bench import MachineLoad, Spread, take_turns
 
 
 def test_turns_go_to_and_fro_and_ratios_are_of_the_same_round():
@@ -25,5 +25,5 @@ def test_one_value_is_its_own_spread():
 
 @pytest.mark.parametrize(("mean", "busy"), [(0.1, False), (0.5, False), (0.6, True)])
 def test_a_machine_is_busy_by_its_cores(mean, busy):
-    assert Load(mean=mean, cores=2).busy is busy
-    assert Load.now().cores >= 1
+    assert MachineLoad(mean=mean, cores=2).busy is busy
+    assert MachineLoad.now().cores >= 1

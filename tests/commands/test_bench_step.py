@@ -6,7 +6,7 @@ import pytest
 import step
 from commands import DIGITS, SINGLE, TINY, bigdit, with_set
 
-from bigdit.bench import Comparison, Load, take_turns
+from bigdit.bench import Comparison, MachineLoad, take_turns
 from bigdit.receipt import Receipt
 
 
@@ -46,7 +46,7 @@ def test_a_step_is_held_against_a_plain_loop_and_its_receipt_stays_one(features,
 )
 def test_a_step_that_is_too_far_from_the_plain_loops_fails_the_benchmark(monkeypatch, capsys, own, plain, status):
     turns = {"plain PyTorch": iter(plain).__next__, "bigdit": iter(own).__next__}
-    found = Comparison(what="", load=Load.now(), contenders=tuple(take_turns(turns, 3)))
+    found = Comparison(what="", load=MachineLoad.now(), contenders=tuple(take_turns(turns, 3)))
     monkeypatch.setattr(step, "compare", lambda *asked: found)
     assert step.main([]) == status
     said = capsys.readouterr().out

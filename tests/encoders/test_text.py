@@ -12,7 +12,7 @@ from tiny_pipelines import CAPTIONS, PARTS, pipeline_of
 from bigdit.catalog.families import PIPELINES
 from bigdit.catalog.models import models
 from bigdit.config.data import TextEncoderConfig
-from bigdit.encoders.components import Words
+from bigdit.encoders.components import ProcessorTokenizer
 from bigdit.encoders.load import load_text_encoder
 from bigdit.encoders.recipes import RECIPES
 from bigdit.errors import UserError
@@ -335,13 +335,13 @@ def test_a_processor_s_tokenizer_makes_of_words_what_the_processor_does(begins, 
     asked = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
     asked |= {"padding": "max_length", "truncation": True, "max_length": 64}
     expected = made.apply_chat_template(chats, **asked)
-    found = Words.from_pretrained(tmp_path, local_files_only=True).apply_chat_template(chats, **asked)
+    found = ProcessorTokenizer.from_pretrained(tmp_path, local_files_only=True).apply_chat_template(chats, **asked)
     assert found["input_ids"].shape == (len(CAPTIONS), 64)
     assert torch.equal(found["input_ids"], expected["input_ids"])
     assert torch.equal(found["attention_mask"], expected["attention_mask"])
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(UserError, match=f"^encoders.text.pipeline: {tmp_path} has no chat_template.jinja, which its"):
-        Words.from_pretrained(tmp_path, local_files_only=True).apply_chat_template(chats, **asked)
+        ProcessorTokenizer.from_pretrained(tmp_path, local_files_only=True).apply_chat_template(chats, **asked)
 
 
 def test_captions_are_cut_where_the_run_says(saved):

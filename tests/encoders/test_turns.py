@@ -4,7 +4,7 @@ import pytest
 import torch
 from gpus import answers
 
-from bigdit.encoders.load import Side, Turns
+from bigdit.encoders.load import EncoderSide, Turns
 from bigdit.errors import UserError
 
 SCRIPT = """
@@ -151,7 +151,7 @@ def test_features_are_the_same_to_the_bit(found):
 
 def test_a_host_that_runs_out_has_no_turns():
     notes = []
-    sides = Side("encoders.text", "bf16 takes half"), Side("encoders.image", "")
+    sides = EncoderSide("encoders.text", "bf16 takes half"), EncoderSide("encoders.image", "")
     sides[1].modules.append(torch.nn.Linear(1, 1))
     with pytest.raises(UserError, match=r"^encoders\.text ran out of memory: .* were free; bf16 takes half$"):
         Turns(torch.device("cpu"), sides, notes.append).of(sides[0])(lambda: torch.empty(2**60, dtype=torch.uint8))
@@ -167,7 +167,7 @@ class Unmovable(torch.nn.Linear):
 
 def test_a_host_without_room_for_those_that_wait_is_a_line():
     notes, short = [], [True]
-    sides = Side("encoders.text", "bf16 takes half"), Side("encoders.image", "tiling takes less")
+    sides = EncoderSide("encoders.text", "bf16 takes half"), EncoderSide("encoders.image", "tiling takes less")
     sides[0].modules.append(Unmovable(1, 1))
 
     def ask():

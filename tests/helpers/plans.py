@@ -22,9 +22,9 @@ from bigdit.search.plan import (
     Plan,
     Question,
     Rejected,
-    Run,
-    Step,
     Verdict,
+    WaterfallStep,
+    WholeRun,
     host_need,
 )
 from bigdit.search.plan import process as process_of
@@ -123,7 +123,7 @@ def made_plan() -> Plan:
             extraction_seconds=interval(1.6e5, 3.1e5),
             notes=("text is stored unpadded; captions of 30 to 300 tokens are taken",),
         ),
-        run=Run(
+        run=WholeRun(
             steps=IMAGES // GLOBAL_BATCH,
             seconds=step.seconds * (IMAGES // GLOBAL_BATCH),
             gpu_hours=step.seconds * (IMAGES // GLOBAL_BATCH / 3600),
@@ -197,15 +197,27 @@ REJECTED = (
     Rejected(choice="fp16", reason="needs loss scaling, and the A40 computes bf16 at the same rate"),
 )
 WATERFALL = (
-    Step(change="as is: AdamW, micro-batch 16, online encoders", process_bytes=92 * GIB, verdict="DOES NOT FIT",
-         saved_by="–"),
-    Step(change="features cached", process_bytes=84 * GIB, verdict="DOES NOT FIT",
-         saved_by="Gemma-2 and the VAE leave the GPU"),
-    Step(change="DeepSpeed's buckets left out", process_bytes=82 * GIB, verdict="DOES NOT FIT",
-         saved_by="a single GPU needs none"),
-    Step(change="micro-batch 8", process_bytes=54 * GIB, verdict="DOES NOT FIT", saved_by="fewer activations"),
-    Step(change="12 of 20 blocks checkpointed", process_bytes=40 * GIB, verdict="FITS", saved_by="recomputed"),
-)  # fmt: skip
+    WaterfallStep(
+        change="as is: AdamW, micro-batch 16, online encoders",
+        process_bytes=92 * GIB,
+        verdict="DOES NOT FIT",
+        saved_by="–",
+    ),
+    WaterfallStep(
+        change="features cached",
+        process_bytes=84 * GIB,
+        verdict="DOES NOT FIT",
+        saved_by="Gemma-2 and the VAE leave the GPU",
+    ),
+    WaterfallStep(
+        change="DeepSpeed's buckets left out",
+        process_bytes=82 * GIB,
+        verdict="DOES NOT FIT",
+        saved_by="a single GPU needs none",
+    ),
+    WaterfallStep(change="micro-batch 8", process_bytes=54 * GIB, verdict="DOES NOT FIT", saved_by="fewer activations"),
+    WaterfallStep(change="12 of 20 blocks checkpointed", process_bytes=40 * GIB, verdict="FITS", saved_by="recomputed"),
+)
 
 
 def unfitting_plan() -> Plan:

@@ -8,7 +8,7 @@ import torch
 from bigdit.dist import World
 from bigdit.loader.order import Order
 from bigdit.loader.stream import FeatureStream
-from bigdit.store.part import Encoded, part_path, write_part
+from bigdit.store.part import EncodedRange, part_path, write_part
 from bigdit.store.schema import FILE, StoreSchema, part_identity, schema_text, store_identity
 from bigdit.store.store import write_null_text
 from bigdit.store.text import Text
@@ -74,7 +74,7 @@ def make_store(
         for shape, chosen in indices.items():
             for sample, index in zip(latents[shape], chosen, strict=True):
                 truth[index] = (sample, [texts[caption.text] for caption in captions.get(index, ())])
-        encoded = Encoded(latents, indices, captions, texts, [], labels)
+        encoded = EncodedRange(latents, indices, captions, texts, [], labels)
         write_part(part_path(root, start, end), encoded, identity=part_identity(schema, start), eight_bits=eight_bits)
     return truth
 

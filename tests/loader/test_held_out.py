@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from stores import make_store
 
 from bigdit.errors import UserError
-from bigdit.loader.order import Order, Stage, ValidationSplit
+from bigdit.loader.order import EpochStage, Order, ValidationSplit
 from bigdit.loader.stages import data_state, plan_order
 from bigdit.store import FeatureStore
 from bigdit.store.store import Index
@@ -46,7 +46,7 @@ def test_what_is_held_out_never_comes_and_all_else_does(pair, batch, data):
     assume(np.sum(table) > 1)
     index = index_of([*table, *more])
     held = ValidationSplit(index, len(table), data.draw(st.integers(1, int(np.sum(table)) - 1)))
-    stages = (Stage(0, len(table)), Stage(2, len(index.parts)))
+    stages = (EpochStage(0, len(table)), EpochStage(2, len(index.parts)))
     order = Order(index.counts, index.shapes, batch, 0, stages=stages, window_parts=3, held=held)
     seen = set()
     for step in range(order.batches_before(2) + 2 * int(index.counts.sum())):

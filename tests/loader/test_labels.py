@@ -10,7 +10,7 @@ from bigdit.loader.stages import data_state, plan_order
 from bigdit.models import Extra
 from bigdit.profile.steps import batch
 from bigdit.store import FeatureStore
-from bigdit.store.part import Encoded, part_path, write_part
+from bigdit.store.part import EncodedRange, part_path, write_part
 from bigdit.store.schema import StoreSchema, claim, part_identity
 from bigdit.strategy import BatchShape, Strategy
 
@@ -27,7 +27,7 @@ def store(tmp_path):
     for start, end in schema.ranges():
         indices = list(range(start, end))
         latents = torch.tensor(indices, dtype=torch.bfloat16)[:, None, None, None].expand(-1, *SHAPE).contiguous()
-        encoded = Encoded({SHAPE: latents}, {SHAPE: indices}, {}, {}, [], {index: index % 5 for index in indices})
+        encoded = EncodedRange({SHAPE: latents}, {SHAPE: indices}, {}, {}, [], {index: index % 5 for index in indices})
         write_part(part_path(tmp_path / "store", start, end), encoded, identity=part_identity(schema, start))
     return FeatureStore.open(tmp_path / "store")
 

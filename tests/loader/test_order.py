@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from bigdit.loader.order import Order, Stage, sample_seed
+from bigdit.loader.order import EpochStage, Order, sample_seed
 
 SHAPES = ((4, 4, 4), (4, 4, 6), (4, 6, 4), (4, 8, 8))
 
@@ -79,7 +79,7 @@ def test_added_parts_leave_what_was_planned_and_all_come_in_the_next_epoch(both,
     assume(np.sum(table))
     before = order_of(table, global_batch_size)
     first = before.epoch_of(step) + 1
-    stages = (Stage(0, len(table)), Stage(first, len(table) + len(more)))
+    stages = (EpochStage(0, len(table)), EpochStage(first, len(table) + len(more)))
     after = order_of([*table, *more], global_batch_size, stages=stages)
     planned = before.batches_before(first)
     assert walked(after, 0, planned) == walked(before, 0, planned)
@@ -101,7 +101,7 @@ def test_added_parts_leave_what_was_planned_and_all_come_in_the_next_epoch(both,
 def test_a_bucket_that_comes_later_does_not_disturb_the_others():
     old = np.array([[3, 5], [4, 2], [6, 1]])
     first = order_of(old, 4)
-    stages = (Stage(0, 3), Stage(2, 5))
+    stages = (EpochStage(0, 3), EpochStage(2, 5))
     wider = np.zeros((5, 3), np.int64)
     wider[:3, [0, 2]], wider[3:, 1] = old, 7  # the new shape sorts between the two
     later = Order(wider, (SHAPES[0], (4, 4, 5), SHAPES[1]), 4, 0, stages=stages, window_parts=3)

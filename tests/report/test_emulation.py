@@ -12,7 +12,7 @@ from accounts import ACCOUNT, CARD, LINE
 
 from bigdit import log
 from bigdit.catalog import gpu
-from bigdit.emulator.emulation import EXIT_DOES_NOT_FIT, Account, Emulation, Run
+from bigdit.emulator.emulation import EXIT_DOES_NOT_FIT, Account, EmulatedRun, Emulation
 from bigdit.report.emulation import document, own_lines, page, place, show, verdict, work, write_emulation
 from bigdit.units import GIB
 
@@ -25,13 +25,13 @@ OOM = {
 LARGE = CARD | {"total_bytes": 44 * GIB, "peak_reserved_bytes": 43 * GIB, "curve": [[0, 0, 0], [1, 42 * GIB, 43 * GIB]]}
 
 
-def run(*changed: dict[str, Any], status: int = 0, skipped: bool = False, **more: Any) -> Run:
+def run(*changed: dict[str, Any], status: int = 0, skipped: bool = False, **more: Any) -> EmulatedRun:
     accounts = [Account.model_validate_json(json.dumps(ACCOUNT | each)) for each in changed]
     fields = {"lost": (), "crowd": 0} | more
-    return Run(first_step_skipped=skipped, exit_status=status, seconds=1.0, accounts=tuple(accounts), **fields)
+    return EmulatedRun(first_step_skipped=skipped, exit_status=status, seconds=1.0, accounts=tuple(accounts), **fields)
 
 
-def emulation(*runs: Run) -> Emulation:
+def emulation(*runs: EmulatedRun) -> Emulation:
     return Emulation(command=("python", "<i>train.py"), gpu=gpu("a40"), gpus=1, runs=runs)
 
 

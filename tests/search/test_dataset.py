@@ -12,11 +12,11 @@ from bigdit import catalog
 from bigdit.memory import Block, Span, Timeline
 from bigdit.profile.gpus import EmulatedGpus
 from bigdit.search.ask import question_for
-from bigdit.search.dataset import EncodersNeed, Side, _room_notes, dataset_need, encoding_requests, written
+from bigdit.search.dataset import EncoderBytes, EncodersNeed, _room_notes, dataset_need, encoding_requests, written
 from bigdit.search.plan import LIBRARIES_BYTES, host_need
 from bigdit.sources.protocol import Caption
 from bigdit.speed.seconds import Cluster
-from bigdit.store.part import Encoded, write_part
+from bigdit.store.part import EncodedRange, write_part
 from bigdit.store.text import Text
 from bigdit.units import GIB, KIB, MIB
 
@@ -33,7 +33,7 @@ def test_a_real_store_takes_as_many_bytes(tmp_path):
     sizes = []
     for count in (1, 9):
         texts = {f"{index:04d}": Text(torch.zeros(100, 4096, dtype=torch.bfloat16)) for index in range(count)}
-        encoded = Encoded(
+        encoded = EncodedRange(
             latents={(4, 32, 32): torch.zeros(count, 4, 32, 32, dtype=torch.bfloat16)},
             indices={(4, 32, 32): list(range(count))},
             captions={index: (Caption(text),) for index, text in enumerate(texts)},
@@ -80,7 +80,7 @@ def test_a_real_store_of_classes_takes_as_many_bytes(tmp_path):
     for count in (100, 900):  # in whose headers no number grows
         indices = list(range(count))
         latents = torch.zeros(count, 4, 32, 32, dtype=torch.bfloat16)
-        encoded = Encoded({(4, 32, 32): latents}, {(4, 32, 32): indices}, {}, {}, [], dict.fromkeys(indices, 7))
+        encoded = EncodedRange({(4, 32, 32): latents}, {(4, 32, 32): indices}, {}, {}, [], dict.fromkeys(indices, 7))
         write_part(tmp_path / f"{count}.safetensors", encoded, identity="")
         sizes.append((tmp_path / f"{count}.safetensors").stat().st_size)
     assert (sizes[1] - sizes[0]) / 800 == pytest.approx(need("dit-xl-2", images=1).store_bytes.low, abs=0.1)
@@ -178,7 +178,7 @@ def test_extraction_takes_the_encoders_alone():
 def test_a_plan_says_where_encoders_have_no_room_together():
     """By made-up needs: the attempts that give them are those of extraction, tested with it."""
     question = question_for("flux.1-dev", "rtx-3060-12g", images=1000)
-    pictures = Side(GIB, GIB, GIB)
+    pictures = EncoderBytes(GIB, GIB, GIB)
     for gibs, said in (
         (7, []),
         (
@@ -196,7 +196,7 @@ def test_a_plan_says_where_encoders_have_no_room_together():
             ],
         ),
     ):
-        assert _room_notes(EncodersNeed(pictures, Side(gibs * GIB, GIB / 2, 0)), question) == said
+        assert _room_notes(EncodersNeed(pictures, EncoderBytes(gibs * GIB, GIB / 2, 0)), question) == said
 
 
 @given(st.floats(1, 1e18))

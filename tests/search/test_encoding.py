@@ -7,7 +7,7 @@ from bigdit.config.load import parse_run
 from bigdit.memory.process import cuda_context
 from bigdit.profile.gpus import EmulatedGpus
 from bigdit.search import dataset as encode_batch
-from bigdit.search.dataset import EncodeBatch, EncodersNeed, Side, with_batch_size
+from bigdit.search.dataset import EncodeBatch, EncoderBytes, EncodersNeed, with_batch_size
 from bigdit.units import GIB
 
 
@@ -71,9 +71,12 @@ def test_a_run_takes_the_size_where_it_leaves_it_open_and_there_is_a_card(card, 
 
 
 def test_what_takes_turns_and_what_has_no_room_is_said():
-    small, few = resolve_gpu("rtx-3060-12g"), Side(GIB, GIB, GIB)
+    small, few = resolve_gpu("rtx-3060-12g"), EncoderBytes(GIB, GIB, GIB)
     asked = run(DIT)
-    by_turns, nothing = EncodersNeed(few, Side(9.5 * GIB, 0, GIB / 16)), EncodersNeed(few, Side(12 * GIB, 0, 0))
+    by_turns, nothing = (
+        EncodersNeed(few, EncoderBytes(9.5 * GIB, 0, GIB / 16)),
+        EncodersNeed(few, EncoderBytes(12 * GIB, 0, 0)),
+    )
     assert (by_turns.way(small), nothing.way(small), nothing.way(resolve_gpu("a40"))) == ("in turns", None, "together")
     assert by_turns.taken("in turns", 9) == max(10 * GIB, 10 * GIB)
     assert by_turns.taken("together", 1) == 11.5 * GIB
@@ -88,7 +91,7 @@ def test_what_takes_turns_and_what_has_no_room_is_said():
         "encoders, and 11.10 GiB are free; encoders.device: cpu takes nothing of a GPU"
     )
     assert encode_batch._fit(EncodeBatch(1, None, by_turns), asked, small, 2, 2).endswith("; fewer data.workers")
-    large = EncodeBatch(1, None, EncodersNeed(Side(GIB, 20 * GIB, 0), Side(GIB, 0, 0)))
+    large = EncodeBatch(1, None, EncodersNeed(EncoderBytes(GIB, 20 * GIB, 0), EncoderBytes(GIB, 0, 0)))
     assert encode_batch._fit(large, asked, small, 1, 1).endswith(
         "21.00 GiB are needed for the VAE, and 11.10 GiB are free; encoders.image.dtype: bf16, encoders.image.tiling "
         "or smaller data.buckets take less"
@@ -96,7 +99,7 @@ def test_what_takes_turns_and_what_has_no_room_is_said():
 
 
 def test_a_host_that_has_less_than_what_waits_is_told_of_before_anything_starts():
-    need, half = EncodersNeed(Side(GIB, GIB, GIB), Side(9.5 * GIB, 0, 0)), run(DIT)
+    need, half = EncodersNeed(EncoderBytes(GIB, GIB, GIB), EncoderBytes(9.5 * GIB, 0, 0)), run(DIT)
     whole = run(DIT, text={"pipeline": "pipeline", "dtype": "fp32"})
     said = [
         encode_batch._waiting(need, *asked) for asked in ((half, 2, 20 * GIB), (half, 2, 16 * GIB), (whole, 1, GIB))
@@ -113,7 +116,7 @@ def test_a_host_that_has_less_than_what_waits_is_told_of_before_anything_starts(
 
 
 def test_videos_are_encoded_whole_and_weights_that_encode_nothing_are_counted():
-    videos = EncodersNeed(Side(0, GIB, GIB), Side(0, 0, GIB), frames=81)
+    videos = EncodersNeed(EncoderBytes(0, GIB, GIB), EncoderBytes(0, 0, GIB), frames=81)
     assert [videos.images.taken(-(-size // 81)) for size in (1, 81, 82)] == [GIB, GIB, 2 * GIB]
     assert (videos.taken("in turns", 1), videos.taken("in turns", 128)) == (GIB, 127 * GIB)
 

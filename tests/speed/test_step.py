@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from bigdit import catalog
 from bigdit.profile.attempt import launched
-from bigdit.search.plan import Run
+from bigdit.search.plan import WholeRun
 from bigdit.speed.roofline import BANDWIDTH, KERNEL_SECONDS, LAUNCH_SECONDS, PRODUCTS
 from bigdit.speed.seconds import LAUNCHED_SECONDS, PARTS, Cluster, Interval, Launches, StepRatio, StepTime, launches_of
 from bigdit.speed.step import HOST_LINK, HOST_MEMORY, LATENCY, NVLINK, step_time
@@ -267,11 +267,11 @@ def test_the_optimizer_on_the_host_waits_for_the_gradients_and_shares_the_memory
 
 def test_the_whole_training():
     step = StepTime(seconds=Interval(low=1, high=2), parts={})
-    found = Run.of(images=1000, epochs=1.5, global_batch_size=256, step=step, gpus=8, price=3.0)
+    found = WholeRun.of(images=1000, epochs=1.5, global_batch_size=256, step=step, gpus=8, price=3.0)
     assert found.steps == 6
     assert found.seconds == Interval(low=6, high=12)
     assert found.gpu_hours.high == pytest.approx(12 * 8 / 3600)
     assert found.money is not None
     assert found.money.low == pytest.approx(6 * 8 / 3600 * 3)
     assert (found.samples_per_second.low, found.samples_per_second.high) == (128, 256)
-    assert Run.of(images=1, epochs=1, global_batch_size=256, step=step, gpus=1, price=None).money is None
+    assert WholeRun.of(images=1, epochs=1, global_batch_size=256, step=step, gpus=1, price=None).money is None

@@ -6,7 +6,7 @@ from stores import Caption, make_store
 
 from bigdit.errors import UserError
 from bigdit.store import FeatureStore
-from bigdit.store.part import Encoded, part_path, write_part
+from bigdit.store.part import EncodedRange, part_path, write_part
 from bigdit.store.reader import Part
 from bigdit.store.schema import (
     Classes,
@@ -34,7 +34,7 @@ def written(root, labels, schema=SCHEMA):
     """A store of one part with these classes; the part's file."""
     root.mkdir()
     claim(root, schema)
-    encoded = Encoded({SHAPE: torch.randn(3, *SHAPE)}, {SHAPE: [0, 1, 2]}, {}, {}, [], dict(enumerate(labels)))
+    encoded = EncodedRange({SHAPE: torch.randn(3, *SHAPE)}, {SHAPE: [0, 1, 2]}, {}, {}, [], dict(enumerate(labels)))
     file = part_path(root, 0, 3)
     write_part(file, encoded, identity=part_identity(schema, 0))
     return file
@@ -73,7 +73,7 @@ def test_labels_beyond_the_classes_are_refused(tmp_path, label):
 def test_a_part_of_captions_is_none_of_a_store_of_classes(tmp_path):
     file = written(tmp_path / "store", [0, 0, 0])
     texts = {"x": Text(torch.randn(1, 4))}
-    encoded = Encoded(
+    encoded = EncodedRange(
         {SHAPE: torch.randn(3, *SHAPE)}, {SHAPE: [0, 1, 2]}, dict.fromkeys(range(3), (Caption("x"),)), texts, []
     )
     write_part(file, encoded, identity=part_identity(SCHEMA, 0))

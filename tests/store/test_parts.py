@@ -16,7 +16,7 @@ from stores import Caption, make_store
 from bigdit.errors import UserError
 from bigdit.store.files import READERS
 from bigdit.store.header import LONGEST_HEADER, read_header
-from bigdit.store.part import WAITING_PARTS, Encoded, PartWriter, part_path, write_part
+from bigdit.store.part import WAITING_PARTS, EncodedRange, PartWriter, part_path, write_part
 from bigdit.store.reader import Part
 from bigdit.store.text import Text
 
@@ -169,7 +169,7 @@ def test_a_file_that_is_too_short_for_a_read_is_an_error(tmp_path, reader):
 
 def encoded(start, tokens=4):
     texts = {"a": Text(torch.randn(tokens, 8))}
-    return Encoded({(4, 2, 2): torch.randn(1, 4, 2, 2)}, {(4, 2, 2): [start]}, {start: (Caption("a"),)}, texts, [])
+    return EncodedRange({(4, 2, 2): torch.randn(1, 4, 2, 2)}, {(4, 2, 2): [start]}, {start: (Caption("a"),)}, texts, [])
 
 
 def test_the_writer_commits_in_the_background_and_the_same_bytes(tmp_path):
@@ -236,7 +236,7 @@ def test_the_bytes_of_a_part_stay_those_of_its_version(tmp_path):
     found = {}
     for eight_bits in (False, True):
         path = part_path(tmp_path, 0, 2)
-        encoded = Encoded({shape: latents}, {shape: [0, 1]}, captions, texts, [])
+        encoded = EncodedRange({shape: latents}, {shape: [0, 1]}, captions, texts, [])
         write_part(path, encoded, identity="x", eight_bits=eight_bits)
         found[eight_bits] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     assert found == {False: "08d5b021e9cd8d5e", True: "2c35c40c1d9926de"}

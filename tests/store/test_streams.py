@@ -9,7 +9,7 @@ from stores import DIM, NULL, PART, STREAMS, Caption, make_store, null_of_stream
 from bigdit.errors import UserError
 from bigdit.extract.verify import verify
 from bigdit.store import FeatureStore
-from bigdit.store.part import Encoded, part_path, write_part
+from bigdit.store.part import EncodedRange, part_path, write_part
 from bigdit.store.reader import Part
 from bigdit.store.schema import part_identity, read_schema, store_identity
 from bigdit.store.store import NULL_TEXT, read_null_text, write_null_text
@@ -26,7 +26,7 @@ def root(tmp_path):
 
 def rewritten(root, text):
     """The store's only part, with this text for all captions."""
-    encoded = Encoded(
+    encoded = EncodedRange(
         {SHAPE: torch.zeros(1, *SHAPE, dtype=torch.bfloat16)}, {SHAPE: [0]}, {0: (Caption("a"),)}, {"a": text}, []
     )
     write_part(part_path(root, 0, PART), encoded, identity=part_identity(read_schema(root), 0))

@@ -136,7 +136,7 @@ def _groups(tensors: Iterable[replay.Tensor], replayed: replay.Replay) -> list[d
     return largest
 
 
-def _key(line: notices.Line | None) -> tuple[Any, ...] | None:
+def _key(line: notices.LineDict | None) -> tuple[Any, ...] | None:
     return None if line is None else (line["file"], line["line"])
 
 

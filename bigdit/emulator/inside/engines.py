@@ -98,7 +98,7 @@ def _driving(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def start(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with steps.Engine():
+        with steps.DrivenOptimizers():
             return original(self, *args, **kwargs)
 
     return start
@@ -129,7 +129,7 @@ def _engine_step(original: Callable[..., Any]) -> Callable[..., Any]:
         before, _overflows = self.skipped_steps, bool(scaled and _first)
         steps.enter(steps.STEP)
         try:
-            with steps.Engine():
+            with steps.DrivenOptimizers():
                 return original(self, *args, **kwargs)
         finally:
             steps.leave(steps.STEP)

@@ -11,7 +11,7 @@ from functools import cache
 from types import FrameType
 from typing import Any
 
-Line = dict[str, Any]
+LineDict = dict[str, Any]
 """`file`, `line`, `name` of the function, `code` of the line, `own`: it is the script's, not a library's."""
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -34,18 +34,18 @@ def owner(file: str) -> str:
 
 
 @cache
-def line(file: str, number: int, name: str) -> Line:
+def line(file: str, number: int, name: str) -> LineDict:
     code = linecache.getline(file, number).strip()[:_LONGEST]
     return {"file": file, "line": number, "name": name, "code": code, "own": owner(file) == "script"}
 
 
-def places(frames: Iterable[tuple[str, int, str]]) -> tuple[Line | None, Line | None]:
+def places(frames: Iterable[tuple[str, int, str]]) -> tuple[LineDict | None, LineDict | None]:
     """The script's innermost line in frames (innermost first), and the innermost line of a library within it.
 
     Other libraries are preferred to torch, which they call.
     """
-    library: Line | None = None
-    torch: Line | None = None
+    library: LineDict | None = None
+    torch: LineDict | None = None
     for file, number, name in frames:
         whose = owner(file)
         if file in _COMPUTING:  # within it the emulation calls torch, not the library
@@ -73,7 +73,7 @@ def of_stack(frame: FrameType | None) -> list[tuple[str, int, str]]:
     return found
 
 
-def shown(frames: Sequence[tuple[str, int, str]]) -> list[Line]:
+def shown(frames: Sequence[tuple[str, int, str]]) -> list[LineDict]:
     """A stack for a report: innermost first, with frames of scripts and libraries only."""
     return [line(*frame) for frame in frames if owner(frame[0]) != "none"][:_INNERMOST]
 

@@ -46,7 +46,7 @@ DTYPES = {
 """The format's name of each dtype of torch, and the bytes of an element."""
 
 
-class Entry(NamedTuple):
+class SparseEntry(NamedTuple):
     """One tensor of a file: its name, its dtype (torch's name without `torch.`), and its shape."""
 
     name: str
@@ -54,7 +54,7 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
 
 
-def nbytes(entry: Entry) -> int:
+def nbytes(entry: SparseEntry) -> int:
     """The bytes of a tensor's data. Raises KeyError for an unsupported dtype."""
     count = DTYPES[entry.dtype][1]
     for size in entry.shape:
@@ -62,7 +62,7 @@ def nbytes(entry: Entry) -> int:
     return count
 
 
-def header(entries: Iterable[Entry], metadata: Mapping[str, str] | None = None) -> tuple[bytes, int]:
+def header(entries: Iterable[SparseEntry], metadata: Mapping[str, str] | None = None) -> tuple[bytes, int]:
     """The header of a file with these tensors, and the bytes of its data.
 
     The widest elements come first, as in safetensors, so that each tensor is aligned. Raises KeyError for an
@@ -82,7 +82,9 @@ def header(entries: Iterable[Entry], metadata: Mapping[str, str] | None = None) 
     return len(text).to_bytes(8, "little") + text, end
 
 
-def write(path: str | os.PathLike[str], entries: Iterable[Entry], metadata: Mapping[str, str] | None = None) -> int:
+def write(
+    path: str | os.PathLike[str], entries: Iterable[SparseEntry], metadata: Mapping[str, str] | None = None
+) -> int:
     """Write a safetensors file whose data is a hole; returns the bytes of the data. On a file system without holes, the
     data takes disk. Raises OSError if the file cannot be written."""
     head, data_bytes = header(entries, metadata)
@@ -191,7 +193,7 @@ def _saving_safetensors(module: Any, save_file: Callable[..., None]) -> Callable
     return saving
 
 
-def _tensor_entries(module: Any, tensors: Any) -> list[Entry] | None:
+def _tensor_entries(module: Any, tensors: Any) -> list[SparseEntry] | None:
     """The tensors of the file; None if safetensors would raise."""
     if not isinstance(tensors, dict):
         return None
@@ -200,7 +202,7 @@ def _tensor_entries(module: Any, tensors: Any) -> list[Entry] | None:
         dtype = str(getattr(tensor, "dtype", None)).removeprefix("torch.")
         if dtype not in DTYPES or str(tensor.layout) != "torch.strided" or not tensor.is_contiguous():
             return None
-        entries.append(Entry(name, dtype, tuple(tensor.shape)))
+        entries.append(SparseEntry(name, dtype, tuple(tensor.shape)))
     shared = any(len(names) > 1 for names in module._find_shared_tensors(tensors))
     return None if shared else entries
 

@@ -111,7 +111,7 @@ def before_backward() -> None:
     backwards += 1
 
 
-class Engine:
+class DrivenOptimizers:
     """A context in which an engine drives optimizers, which are not counted themselves."""
 
     def __enter__(self) -> None:

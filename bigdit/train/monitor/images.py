@@ -19,7 +19,7 @@ from bigdit.encoders.protocol import to_bytes
 from bigdit.engines import compute_dtype
 from bigdit.errors import UserError
 from bigdit.files import replacing
-from bigdit.sampling.conditions import Given, SamplingOptions, Words, asked_image, encoded
+from bigdit.sampling.conditions import ConditionOptions, Given, SamplingOptions, asked_image, encoded
 from bigdit.sampling.grid import grid_png, moving_grid, small, stills_png, webp
 from bigdit.store.part import Shape
 from bigdit.store.schema import Known
@@ -27,7 +27,7 @@ from bigdit.strategy import ModelSpec
 from bigdit.train.state import TrainState
 
 _CPU = torch.device("cpu")
-_WORDS = Words("samples.captions", "set samples.guidance to 1")
+_WORDS = ConditionOptions("samples.captions", "set samples.guidance to 1")
 
 
 class ValidationImages:

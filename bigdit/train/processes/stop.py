@@ -143,7 +143,7 @@ SIGNS = (
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessPlace:
     """Where a process runs. Process ids are those of one `namespace` of one `host`."""
 
     host: str
@@ -151,10 +151,10 @@ class Place:
     pid: int
 
     @classmethod
-    def here(cls) -> Place:
+    def here(cls) -> ProcessPlace:
         return cls(socket.gethostname(), os.readlink("/proc/self/ns/pid"), os.getpid())
 
-    def state(self, here: Place) -> str:
+    def state(self, here: ProcessPlace) -> str:
         """The process's `state_of`, or nothing for one of another machine."""
         return state_of(self.pid) if (self.host, self.namespace) == (here.host, here.namespace) else ""
 
@@ -170,10 +170,10 @@ def ending_together(world: World, stop: Stop, timeout: float) -> Iterator[None]:
         yield
         return
     store = _Store(dist.PrefixStore("bigdit", dist.distributed_c10d._get_default_store()))
-    places: list[Place] = []  # empty until all have sent theirs: one may be lost before
+    places: list[ProcessPlace] = []  # empty until all have sent theirs: one may be lost before
     try:
-        found = [Place.here()] * world.world_size
-        dist.all_gather_object(found, Place.here())
+        found = [ProcessPlace.here()] * world.world_size
+        dist.all_gather_object(found, ProcessPlace.here())
         places = found
         yield
     except Exception as error:
@@ -238,9 +238,9 @@ class _Store:
         return heard[0] if heard else otherwise
 
 
-def _silent(store: _Store, places: list[Place], world: World, timeout: float, error: Exception) -> str:
+def _silent(store: _Store, places: list[ProcessPlace], world: World, timeout: float, error: Exception) -> str:
     """The ranks that did not answer: those that are stopped, else those that noted no end."""
-    here = Place.here()
+    here = ProcessPlace.here()
     silent = [rank for rank in range(len(places)) if not store.has_word(rank)]
     if not store.answers:  # rank 0 holds it, or a launcher does, which no rank can name
         silent = [0] if places and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ else []
@@ -252,13 +252,13 @@ def _silent(store: _Store, places: list[Place], world: World, timeout: float, er
     return f"of {world.world_size} processes one on another machine, or one that does not answer ({found}), was lost"
 
 
-def _names(ranks: list[int], places: list[Place]) -> str:
+def _names(ranks: list[int], places: list[ProcessPlace]) -> str:
     return ", ".join(f"rank {rank} (process {places[rank].pid} on {places[rank].host})" for rank in ranks)
 
 
-def _gone(places: list[Place]) -> list[int]:
+def _gone(places: list[ProcessPlace]) -> list[int]:
     """The ranks of this machine that have ended."""
-    here, deadline = Place.here(), time.monotonic() + PATIENCE_S
+    here, deadline = ProcessPlace.here(), time.monotonic() + PATIENCE_S
     while True:
         gone = [rank for rank, place in enumerate(places) if place.state(here) in ENDED]
         if gone or not places or time.monotonic() > deadline:
