@@ -178,7 +178,7 @@ def _bytes(option: str, asked: Any, parse: Callable[[str], int]) -> int | None:
 def _folder(asked: Path | str | None) -> str | None:
     folder = _text("--receipts", asked)
     if folder is not None and not os.path.isdir(folder):
-        raise UserError(f"--receipts: {asked} is no folder; one with receipts, as training writes them, was expected")
+        raise UserError(f"--receipts: {asked} is no folder; one with receipts of training was expected")
     return folder
 
 

@@ -115,7 +115,7 @@ def test_damage_is_found_named_and_repaired(store, pictures):
 
     refused = bigdit("features", "verify", store, "--repair")
     assert refused.returncode == 1
-    assert refused.stderr.startswith("error: --repair: the damaged parts are encoded again")
+    assert refused.stderr.startswith("error: --repair encodes the damaged parts again")
     mended = bigdit("features", "verify", store, "--repair", "--config", DIGITS, *settings)
     assert mended.returncode == 0, mended.stderr
     assert f"{PART}: encoded again" in mended.stdout

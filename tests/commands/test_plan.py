@@ -181,7 +181,7 @@ def test_a_run_with_stages_has_a_plan_of_each_by_which_it_trains(tmp_path):
         "plan", "--config", config, "--gpu", "rtx-4090", "--out", plans, "--set", "strategy.precision=bf16_sr"
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr.splitlines()[-1] == f"to train with it: bigdit train --config {plans}/run.yaml"
+    assert done.stderr.splitlines()[-1] == f"to train: bigdit train --config {plans}/run.yaml"
     assert done.stdout.count("unknown; add --images") == 2
     done = bigdit("train", "--config", plans / "run.yaml", "--dry-run")
     assert done.returncode == 0, done.stderr

@@ -69,7 +69,7 @@ def test_nothing_is_encoded_for_a_run_that_cannot_train(flawed, tmp_path):
     done = command(flawed, tmp_path / "f", "--set", "train.steps=20")
     assert done.returncode == 1
     assert done.stderr == (
-        "error: train.warmup_steps is 50, beyond train.steps 20; nothing is encoded for a run that cannot train\n"
+        "error: train.warmup_steps is 50, beyond train.steps 20; a run that cannot train is not encoded\n"
     )
     assert not (tmp_path / "f").exists()
 

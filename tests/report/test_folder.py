@@ -164,7 +164,7 @@ def test_a_model_of_classes_is_run_by_folders_of_classes(made, tmp_path):
     assert (run.data.images[0].label, run.encoders.text) == ("folder", None)
     assert prepare(run) == plan.question.model.spec
     assert commands(plan, tmp_path)[0].words[:2] == ("bigdit", "extract")
-    assert "does not encode text" not in skeleton(plan)
+    assert "cannot encode" not in skeleton(plan)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_a_model_of_videos_is_run_with_frames_and_their_rate(made, tmp_path, nam
     assert run.encoders.image.class_name == plan.question.model.vae.class_name
     assert prepare(run) == plan.question.model.spec
     assert commands(plan, tmp_path)[0].words[:2] == ("bigdit", "extract")
-    assert "does not encode text" not in skeleton(plan)
+    assert "cannot encode" not in skeleton(plan)
 
 
 @pytest.mark.parametrize(
@@ -217,10 +217,10 @@ def test_text_that_is_encoded_elsewhere_is_told_of_the_model_it_is_of(made, tmp_
     known = model("flux.2-klein-4b")
     other = known.model_copy(update={"text": known.text.model_copy(update={"dim": 4096})})
     klein, unknown = (of_model(made, each) for each in (known, other))
-    assert "does not encode text" not in skeleton(klein)
+    assert "cannot encode" not in skeleton(klein)
     assert yaml.safe_load(skeleton(klein))["encoders"]["text"]["pipeline"] == "models/FLUX.2-klein-4B"
     assert commands(klein, tmp_path)[0].words[:2] == ("bigdit", "extract")
-    assert "`bigdit extract` does not encode text as Flux2Transformer2DModel is fed it" in skeleton(unknown)
+    assert "`bigdit extract` cannot encode the text of Flux2Transformer2DModel" in skeleton(unknown)
     assert commands(unknown, tmp_path)[0].words[:2] != ("bigdit", "extract")
 
 
@@ -246,7 +246,10 @@ def test_no_encoders_are_named_that_a_users_model_cannot_take(made, tmp_path):
     changed(file, in_channels=16, caption_channels=640)
     text = skeleton(of_model(made, user_model(file)))
     assert "Sana" not in yaml.safe_load(text)["encoders"]["text"]["pipeline"]
-    assert "# The VAE must give 16 channels and 32 × 32 pixels a latent, the text encoder states of 640:\n" in text
+    assert (
+        "# The VAE must give 16 channels and 32 × 32 pixels a latent, and the text encoder states of width 640:\n"
+        in text
+    )
 
 
 def test_a_newer_plan_takes_the_place_of_an_older_one(made, tmp_path):
@@ -277,7 +280,7 @@ def test_the_strategy_of_an_edited_run_is_the_new_plans_and_its_constants_stay(m
     edited = (
         (folder / "run.yaml")
         .read_text()
-        .replace("path/to/pictures", "mine # of last year")
+        .replace("path/to/images", "mine # of last year")
         .replace("lr: 2.0e-05", "lr: 3.0e-05")
     )
     (folder / "run.yaml").write_text(edited)

@@ -184,9 +184,9 @@ def test_sliders_move_over_all_that_ran_by_the_keyboard(page, document):
         for value in sorted({each[keys[moved]] for each in points}):
             ran = [each[keys[other]] for each in points if each[keys[moved]] == value]
             wanted, nearest = now[other], min(ran, key=lambda each: abs(each - now[other]))
-            assert at(page, f"{moved}-said").text == slider.get_attribute("aria-valuetext") == str(value)
-            assert at(page, f"{other}-said").text == str(nearest)
-            instead = f"Not among what ran: {other} “{wanted}” (shown: {nearest})"
+            assert at(page, f"{moved}-value").text == slider.get_attribute("aria-valuetext") == str(value)
+            assert at(page, f"{other}-value").text == str(nearest)
+            instead = f"These did not run: {other} “{wanted}” (shown: {nearest})"
             assert at(page, "instead").text == (instead if wanted != nearest else "")
             now = {moved: value, other: nearest}
             shows(page, *point(document, ADAMW, now["micro-batch"], now["blocks"]))
@@ -213,15 +213,15 @@ def test_all_is_reached_with_the_tabulator(page):
 def test_a_choice_leaves_only_what_ran_with_it(page, document):
     optimizer = Select(at(page, "optimizer"))
     assert [each.text for each in optimizer.options] == ["AdamW", "8-bit AdamW", "CAME"]
-    assert not at(page, "average").is_enabled()
+    assert not at(page, "ema").is_enabled()
     optimizer.select_by_visible_text("CAME")
     assert state(page)["strategy"] == "single GPU, CAME"
-    Select(at(page, "average")).select_by_visible_text("in fp32 on the GPU")
+    Select(at(page, "ema")).select_by_visible_text("in fp32 on the GPU")
     assert state(page)["strategy"] == "single GPU, CAME, EMA on the GPU"
     shows(page, *shown(page, document))
     optimizer.select_by_visible_text("8-bit AdamW")
     assert state(page)["strategy"] == "single GPU, 8-bit AdamW"
-    assert not at(page, "average").is_enabled()
+    assert not at(page, "ema").is_enabled()
     shows(page, *shown(page, document))
 
 
@@ -246,7 +246,7 @@ def test_the_address_keeps_what_is_asked(page, document):
     assert (state(page), page.current_url) == (before, address)
     shows(page, *shown(page, document))
     assert at(page, "optimizer").get_attribute("value") == "8-bit AdamW"
-    assert at(page, "blocks-said").text == "20"
+    assert at(page, "blocks-value").text == "20"
 
 
 def test_an_address_that_means_nothing_shows_what_is_recommended(page, folder, document):
@@ -254,7 +254,7 @@ def test_an_address_that_means_nothing_shows_what_is_recommended(page, folder, d
     page.get(f"{(folder / 'report.html').as_uri()}#{urlencode(nonsense)}")
     shows(page, *point(document, ADAMW, 8, 12))
     instead = at(page, "instead").text
-    assert instead.startswith(f"Not among what ran: strategy “</script><b>” (shown: {ADAMW})")
+    assert instead.startswith(f"These did not run: strategy “</script><b>” (shown: {ADAMW})")
     assert "micro-batch “many” (shown: 8); blocks “few” (shown: 12)" in instead
     assert "gpu “abacus” (shown: NVIDIA A40)" in instead
     Select(at(page, "gpu")).select_by_visible_text(LARGER.title)
@@ -265,7 +265,7 @@ def test_an_address_that_asks_for_too_much_says_what_is_shown_instead(page, fold
     page.get(f"{(folder / 'report.html').as_uri()}#{urlencode({'micro-batch': '9999', 'blocks': '-1e9', 'size': '3'})}")
     shows(page, *point(document, ADAMW, 24, 20))
     said = "micro-batch “9999” (shown: 24); blocks “-1e9” (shown: 20); size “3” (no such choice)"
-    assert at(page, "instead").text == f"Not among what ran: {said}"
+    assert at(page, "instead").text == f"These did not run: {said}"
 
 
 @pytest.mark.parametrize("pixels", [400, 1200])
@@ -314,7 +314,7 @@ def test_without_scripts_all_else_is_there(chromium, folder):
         text = chromium.find_element(By.TAG_NAME, "main").text
     finally:
         chromium.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
-    assert "With scripts, sliders here show other settings." in text
+    assert "Sliders that show other settings need JavaScript." in text
     assert re.search(r"Memory by phase", text)
 
 
@@ -327,7 +327,7 @@ def test_another_number_of_gpus_is_another_plans(chromium, plan, tmp_path):
     write_plan(plan, tmp_path / "plan", [other])
     written = tmp_path / "plan" / "report.html"
     chromium.get(written.as_uri())
-    assert "Settings and sizes that ran for plans of 1, 8 GPUs;" in chromium.page_source
+    assert "All settings and sizes here ran for plans of 1, 8 GPUs;" in chromium.page_source
     cards = Select(at(chromium, "gpus"))
     assert [each.text for each in cards.options] == ["1", "8"]
     assert cards.first_selected_option.text == "1"

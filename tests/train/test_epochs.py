@@ -113,4 +113,4 @@ def test_stages_by_epochs_go_on_to_the_bit(staged, tmp_path):
     assert all(torch.equal(weights[name], weights_again[name]) for name in weights)
     assert "has its 11 steps already; raise stages.1.train.epochs to go on" in " ".join(staged(stopped).stderr.split())
     moved = " ".join(staged(stopped, "stages.0.train.epochs=0.6").stderr.split())
-    assert "was saved in one that begins at step 8, and the one that took its last step begins at 9 now" in moved
+    assert "that began at step 8, and that stage begins at 9 now" in moved

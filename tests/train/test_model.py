@@ -133,7 +133,7 @@ def test_what_its_class_refuses_is_one_line(capsys, overrides, line):
             "in_channels",
             ["encoders.image.color=rgb"],
             "encoders.image gives 12 channels (factor 2, rgb), and the model's in_channels is 32; set encoders.image "
-            "to the VAE that the model was made for (name: vae, class_name, path)",
+            "to the model's VAE (name: vae, class_name, path)",
         ),
         ("caption_channels", [], "encoders.text.config.d_model is 64, and the model's caption_channels is 2304"),
     ],

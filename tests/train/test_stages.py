@@ -129,7 +129,7 @@ def test_one_command_goes_through_all_stages(alone):
     page = (alone / "report.html").read_text()
     assert "all of 16 steps" in page
     assert page.count(">stages.1</text>") == page.count("<figure>") > 3
-    assert "<dd>stages.1, whose settings these are</dd>" in page
+    assert "<dd>stages.1: these are its settings</dd>" in page
 
 
 @pytest.mark.slow
