@@ -69,7 +69,7 @@ def once(tmp_path_factory):
 @pytest.fixture(scope="module")
 def own_cache(tmp_path_factory):
     """Of a module that asks for it nothing is kept from before, and nothing afterwards."""
-    from cards import empty_cache
+    from gpus import empty_cache
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BIGDIT_CACHE", str(empty_cache(tmp_path_factory.mktemp("cache"))))

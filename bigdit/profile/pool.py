@@ -46,7 +46,11 @@ class WorkerError(RuntimeError):
     of its stderr."""
 
 
-class WorkerKilled(WorkerError, Killed):
+class WorkerEnded(WorkerError):
+    """It raised nothing in Python before it ended."""
+
+
+class WorkerKilled(WorkerEnded, Killed):
     """It was ended by SIGKILL, which is nobody's bug."""
 
 
@@ -244,7 +248,7 @@ def failure(what: str, status: int, lines: list[str]) -> Exception:
         return UserError(*problems)
     end = "\n".join(lines[-_LAST_LINES:])
     why = next((f" {line[:300]}" for line in reversed(lines) if re.match(r"[\w.]+Error: ", line)), "")
-    kind = WorkerKilled if status == -signal.SIGKILL else WorkerError
+    kind = WorkerKilled if status == -signal.SIGKILL else WorkerError if why else WorkerEnded
     return kind(f"{what} ended with status {status} and no result:{why}\n{end}")
 
 

@@ -15,6 +15,7 @@ from bigdit.config.plan_file import LargestMicroBatch
 from bigdit.memory.process import ByteRange, beside_training
 from bigdit.profile.attempt import UNLIMITED, Attempt, Counted, Profile, StepRequest, request_for
 from bigdit.profile.gpus import LARGEST_MICRO_BATCH, EmulatedGpus, Row
+from bigdit.profile.pool import WorkerEnded
 from bigdit.search.calibration import UNPROVED, Calibration
 from bigdit.search.option import (
     FIRST,
@@ -80,7 +81,7 @@ class Planner:
     """The `question`, the emulated GPUs that answer, what receipts say; and what was found.
 
     `options` were explored, by title; `rejected` are choices with the reason. Of estimates by their titles: `launches`
-    were counted where they ran, and `profiles` are what was recorded.
+    were counted where they ran, and `profiles` are what was recorded. `crash`: a process that ended in an attempt.
     """
 
     question: Question
@@ -90,6 +91,7 @@ class Planner:
     rejected: list[Rejected] = field(default_factory=list)
     launches: dict[str, Launches | None] = field(default_factory=dict)
     profiles: dict[str, Profile] = field(default_factory=dict)
+    crash: WorkerEnded | None = None
 
     def about(self, question: Question) -> Planner:
         """A planner of another question, by the same GPUs and receipts."""
@@ -308,6 +310,7 @@ class Planner:
         for option, (strategies, attempts) in zip(proposed, found, strict=True):
             ran = [each for each in attempts if isinstance(each, Attempt)]
             problems = [str(each).splitlines()[0] for each in attempts if not isinstance(each, Attempt)]
+            self.crash = next((each for each in attempts if isinstance(each, WorkerEnded)), self.crash)
             base = None if option.base is None else self.options.get(option.base.title)
             if base is None and option.base is not None:
                 problems.append("what it varies could not be run")

@@ -33,6 +33,8 @@ def search(planner: Planner, ahead: Ahead) -> Estimate:
         short_of_host += short
         failed = explore_group(planner, group, engines)
         if planner.question.model.params is None and failed and not planner.options:  # a user's model takes no step
+            if planner.crash is not None:  # which is not the user's error
+                raise planner.crash
             name = planner.question.model.name
             raise UserError(*dict.fromkeys(f"{name}: {each.reason.removeprefix('model.kwargs.')}" for each in failed))
         planner.rejected += failed

@@ -12,7 +12,7 @@ import torch
 from torch.profiler import record_function
 
 from bigdit import objectives, optim
-from bigdit.encoders.protocol import EncodedBatch
+from bigdit.encoders import EncodedBatch
 from bigdit.engines import Ema, Engine, compute_dtype
 from bigdit.loader.batch import Batch, CaptionedBatch, RawBatch
 from bigdit.models import Family
