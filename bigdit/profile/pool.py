@@ -283,8 +283,8 @@ class _Asked(_End):
 
 @dataclass(frozen=True)
 class Service:
-    """How questions are answered. `prepare` imports what a question needs, in the server. Questions with the same `alike`
-    share a branch, a fork of the server that has run `build`. `answer` runs in a fork of the branch."""
+    """How questions are answered. `prepare` imports what a question needs, in the server. Questions with the same
+    `alike` share a branch, a fork of the server that has run `build`. `answer` runs in a fork of the branch."""
 
     prepare: Callable[[str], None]
     alike: Callable[[str], str]
