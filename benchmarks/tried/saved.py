@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from bigdit.checkpoint.folder import DiskNeed as Folder
+from bigdit.checkpoint.folder import Saved as Folder
 from bigdit.checkpoint.saver import kept_steps
 from bigdit.config.run import EXPORTS
 from bigdit.config.stages import Stage

@@ -14,9 +14,8 @@ from torch.nn import functional as F
 
 from bigdit.catalog.encoders import POOLED_TEXT, OnlineEncoders, TextEncoderSpec
 from bigdit.catalog.families import mask_of
-from bigdit.encoders import EncodedBatch
 from bigdit.encoders.latents import encode_latents, one_by_one
-from bigdit.encoders.protocol import to_unit_range
+from bigdit.encoders.protocol import EncodedBatch, to_unit_range
 
 Texts = tuple[torch.Tensor | None, torch.Tensor | None, dict[str, torch.Tensor]]
 

@@ -4,6 +4,7 @@ codec."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -27,6 +28,17 @@ MAX_TOKENS = "encoders.text.max_tokens"
 """The key with the most tokens of a caption."""
 
 _PATIENCE = 8  # successful batches before a larger one is tried; doubles after each failure
+
+
+@dataclass(frozen=True)
+class EncodedBatch:
+    """An encoded micro-batch: latents [B, C, (F,) h, w] fp32; in the encoders' dtype text_embeds [B, T, D], text_mask
+    [B, T] and the extras."""
+
+    latents: torch.Tensor
+    text_embeds: torch.Tensor | None
+    text_mask: torch.Tensor | None
+    extras: dict[str, torch.Tensor]
 
 
 class ImageCodec(Protocol):

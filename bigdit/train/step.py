@@ -6,17 +6,19 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.profiler import record_function
 
 from bigdit import objectives, optim
-from bigdit.encoders import EncodedBatch
 from bigdit.engines import Ema, Engine, compute_dtype
 from bigdit.loader.batch import Batch, CaptionedBatch, RawBatch
 from bigdit.models import Family
 from bigdit.objective_spec import ObjectiveSpec
+
+if TYPE_CHECKING:  # it imports what reads images
+    from bigdit.encoders.protocol import EncodedBatch
 
 Encode = Callable[[Any, torch.dtype], Batch]
 """Makes features of a micro-batch that has none yet, with its conditions in a dtype."""

@@ -53,8 +53,8 @@ def test_the_page_has_a_command_of_each_kind_that_bench_memory_takes():
 
 
 def test_every_model_has_a_small_picture():
-    pictures = {model: gallery.IMAGES / f"{model}.png" for model in gallery.MODELS}
-    assert sorted(pictures.values()) == sorted(gallery.IMAGES.iterdir())
+    pictures = {model: gallery.PICTURES / f"{model}.png" for model in gallery.MODELS}
+    assert sorted(pictures.values()) == sorted(gallery.PICTURES.iterdir())
     assert all(file.stat().st_size <= 40_000 for file in pictures.values())
     assert all(f"](gallery/{model}.png)" in gallery.PAGE.read_text() for model in pictures)
 
@@ -62,7 +62,7 @@ def test_every_model_has_a_small_picture():
 @pytest.mark.parametrize("model", gallery.MODELS)
 def test_a_cards_curve_has_its_own_colour_in_every_picture(model):
     """Also where it is a single point; all but H100's, which lies below A100's."""
-    with Image.open(gallery.IMAGES / f"{model}.png") as picture:
+    with Image.open(gallery.PICTURES / f"{model}.png") as picture:
         found = [colour for _, colour in picture.convert("RGB").getcolors()]
     drawn = {gallery.named(cell.gpu, cell.gpus) for cell in CELLS if cell.model == model and cell.points} - {"h100-sxm"}
     assert drawn
@@ -75,7 +75,7 @@ def test_a_cards_curve_has_its_own_colour_in_every_picture(model):
 def test_what_is_kept_is_not_run_again(tmp_path, monkeypatch):
     """All curves are there: no card is asked, and pictures are drawn from what is kept."""
     assert [*gallery.cells(CELLS)] == CELLS
-    monkeypatch.setattr(gallery, "IMAGES", tmp_path)
+    monkeypatch.setattr(gallery, "PICTURES", tmp_path)
     gallery.draw_all(CELLS)
     assert {file.stem for file in tmp_path.iterdir()} == {*gallery.MODELS}
 

@@ -195,9 +195,9 @@ def test_deepspeed_checkpoints(tmp_path):
 
 def test_headers_are_aligned_and_of_every_dtype(tmp_path):
     entries = [
-        sparse.Entry("flag", "bool", (3,)),
-        sparse.Entry("wide", "float64", (5,)),
-        sparse.Entry("none", "int8", (0,)),
+        sparse.SparseEntry("flag", "bool", (3,)),
+        sparse.SparseEntry("wide", "float64", (5,)),
+        sparse.SparseEntry("none", "int8", (0,)),
     ]
     data_bytes = sparse.write(tmp_path / "a.safetensors", entries)
     text = (tmp_path / "a.safetensors").read_bytes()
@@ -208,6 +208,6 @@ def test_headers_are_aligned_and_of_every_dtype(tmp_path):
     assert data_bytes == 3 + 40
     assert header["wide"]["data_offsets"] == [0, 40]
     with pytest.raises(KeyError):
-        sparse.nbytes(sparse.Entry("a", "complex128", (1,)))
+        sparse.nbytes(sparse.SparseEntry("a", "complex128", (1,)))
     for name, (_, size) in sparse.DTYPES.items():
         assert getattr(torch, name).itemsize == size

@@ -10,7 +10,7 @@ from bigdit.errors import UserError
 SCRIPT = """
 import json
 import torch
-from bigdit.encoders.load import Side, Turns
+from bigdit.encoders.load import EncoderSide as Side, Turns
 from bigdit.errors import UserError
 
 CARD = torch.device("cuda", 0)

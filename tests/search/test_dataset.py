@@ -166,7 +166,7 @@ def test_extraction_takes_the_encoders_alone():
     with EmulatedGpus(question.gpu, 1) as cards:
         encoding = {size: cards.attempt(each) for size, each in encoding_requests(question).items()}
     timeline = encoding[16].work
-    (encode,) = [span for span, each in enumerate(timeline.spans) if each.phase == "pictures"]
+    (encode,) = [span for span, each in enumerate(timeline.spans) if each.phase == "images"]
     flops = sum(each.flops for each in timeline.operators if each.span == encode)
     fastest = flops / 16 / (question.gpu.tflops.fp32 * 1e12)
     one, many = (need("dit-s-8", encoding, images=1_000_000, gpus=gpus).extraction_seconds for gpus in (1, 8))

@@ -48,7 +48,7 @@ def test_the_largest_batch_that_fits_is_chosen(card):
     sizes = [request.strategy.with_micro_batch_size(size) for size in (chosen, 2 * chosen)]
     with EmulatedGpus(card, 1) as cards:
         answers = [cards.attempt(request.model_copy(update={"strategy": each})) for each in sizes]
-    fits, does_not = (answer.phases["pictures"].peak_bytes for answer in answers)
+    fits, does_not = (answer.phases["images"].peak_bytes for answer in answers)
     assert fits <= room < does_not
     assert size_of(run(DIT), card, processes=2) <= chosen / 2
     assert size_of(run(DIT), resolve_gpu("a40")) > chosen
