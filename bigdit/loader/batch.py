@@ -41,6 +41,7 @@ class _Tensors:
                 return {name: each(inner) for name, inner in value.items()}
             return tuple(map(each, value)) if isinstance(value, tuple) else value
 
+        # mypy does not see that Self is a dataclass here, in two places of the line.
         return replace(self, **{one.name: each(getattr(self, one.name)) for one in fields(self) if one.name != but})  # type: ignore
 
 

@@ -6,6 +6,7 @@ import html
 import json
 import os
 import subprocess
+from typing import get_args
 
 import pytest
 from commands import DIGITS, ONLINE, ROOT, SINGLE, TINY, with_set
@@ -21,7 +22,7 @@ from bigdit.emulator import emulated_environment, shared_state
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.profile.attempt import StepRequest
 from bigdit.profile.gpus import EmulatedGpus
-from bigdit.strategy import BatchShape
+from bigdit.strategy import BatchShape, OptimizerName
 from bigdit.train.monitor.metrics import read_metrics
 from bigdit.units import gib
 
@@ -235,17 +236,7 @@ def test_gpus_that_accelerate_was_to_leave_alone_are_refused(features, tmp_path)
     )
 
 
-OPTIMIZERS = (
-    "adamw",
-    "adamw_8bit",
-    "paged_adamw_8bit",
-    "lion_8bit",
-    "adamw_8bit_ao",
-    "adamw_4bit_ao",
-    "adafactor",
-    "came",
-    "came_8bit",
-)
+OPTIMIZERS = get_args(OptimizerName)
 
 EACH = """
 import json, os, sys
