@@ -5,20 +5,9 @@ from __future__ import annotations
 from bigdit.profile.gpus import LARGEST_MICRO_BATCH
 from bigdit.search.plan import Estimate, Plan, lossy_by
 from bigdit.speed.seconds import Interval
-from bigdit.strategy import EmaSpec, Strategy
+from bigdit.strategy import BITSANDBYTES, OPTIMIZERS, EmaSpec, Strategy
 from bigdit.units import GIB, count, gib, how_many, unit_of
 
-OPTIMIZERS = {
-    "adamw": "AdamW",
-    "adamw_8bit": "8-bit AdamW (bitsandbytes)",
-    "paged_adamw_8bit": "paged 8-bit AdamW (bitsandbytes)",
-    "lion_8bit": "8-bit Lion (bitsandbytes)",
-    "adamw_8bit_ao": "8-bit AdamW (torchao)",
-    "adamw_4bit_ao": "4-bit AdamW (torchao)",
-    "adafactor": "Adafactor",
-    "came": "CAME",
-    "came_8bit": "8-bit CAME",
-}
 PRECISIONS = {
     "fp32": "fp32",
     "tf32": "fp32, with TF32 matrix products",
@@ -156,6 +145,15 @@ def engine(strategy: Strategy) -> str:
     return text + (f", CPU offload of {' and '.join(offloaded)}" if offloaded else "")
 
 
+def optimizer(strategy: Strategy) -> str:
+    """The optimizer, with its library or implementation, and where it steps."""
+    spec = strategy.optimizer
+    text = OPTIMIZERS[spec.name]
+    text += " (bitsandbytes)" if spec.name in BITSANDBYTES else ""
+    text += f" ({spec.implementation.replace('_', '-')})" if spec.name == "adamw" else ""
+    return text + (", stepped in the backward pass" if strategy.optimizer_in_backward else "")
+
+
 def reason(choice: Estimate) -> str:
     """Why a choice is listed, without the word `recommended`."""
     return choice.reason.removeprefix("recommended: ")
@@ -170,15 +168,10 @@ def why(choice: Estimate) -> str:
 def settings(choice: Estimate, plan: Plan) -> dict[str, str]:
     """The settings of a strategy, by name."""
     strategy = choice.strategy
-    optimizer = OPTIMIZERS[strategy.optimizer.name]
-    if strategy.optimizer.name == "adamw":
-        optimizer += f" ({strategy.optimizer.implementation.replace('_', '-')})"
-    if strategy.optimizer_in_backward:
-        optimizer += ", stepped within the backward pass"
     found = {
         "engine": engine(strategy),
         "precision": PRECISIONS[strategy.precision],
-        "optimizer": optimizer,
+        "optimizer": optimizer(strategy),
         "checkpointing": checkpointing(strategy, blocks(plan)),
         "batch": batch(strategy),
         "EMA": ema(strategy),

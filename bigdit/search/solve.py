@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from bigdit.errors import UserError
+from bigdit.profile.pool import WorkerEnded
 from bigdit.search.option import Option
 from bigdit.search.plan import Estimate, Rejected, Verdict
-from bigdit.search.planner import SAME_SPEED, Planner, rate
+from bigdit.search.planner import SAME_SPEED, Failed, Planner, rate
 from bigdit.search.space import proposals
 from bigdit.units import GIB, LARGEST
 
@@ -33,11 +34,12 @@ def search(planner: Planner, ahead: Ahead) -> Estimate:
         short_of_host += short
         failed = explore_group(planner, group, engines)
         if planner.question.model.params is None and failed and not planner.options:  # a user's model takes no step
-            if planner.crash is not None:  # which is not the user's error
-                raise planner.crash
-            name = planner.question.model.name
-            raise UserError(*dict.fromkeys(f"{name}: {each.reason.removeprefix('model.kwargs.')}" for each in failed))
-        planner.rejected += failed
+            for each in failed:
+                if isinstance(each.error, WorkerEnded):  # which is not the user's error
+                    raise each.error
+            name, reasons = planner.question.model.name, (each.reason for each in failed)
+            raise UserError(*dict.fromkeys(f"{name}: {each.removeprefix('model.kwargs.')}" for each in reasons))
+        planner.rejected += [Rejected(choice=each.title, reason=each.reason) for each in failed]
         lossless_later = any(each.lossless for each in proposed if each.last_resort > resort)
         wanted = [each for each in _ranked(planner) if each.lossless or not lossless_later]
         _selective(planner, wanted[:1])
@@ -50,7 +52,7 @@ def search(planner: Planner, ahead: Ahead) -> Estimate:
     if not planner.options:  # state alone is too much everywhere: by how much is still an answer
         failed = planner.explore([each for each in proposed if each.base is None][-1:])
         if not planner.options:
-            raise UserError(*(f"{each.choice}: {each.reason}" for each in failed))
+            raise UserError(*(f"{each.title}: {each.reason}" for each in failed))
     least = _least_host(planner)
     if least is not None and planner.question.host_assumed:
         needed = math.ceil(least.host_bytes / GIB) * GIB
@@ -68,18 +70,18 @@ def _nearest(planner: Planner, least: Estimate) -> Estimate:
     return planner.record(ran)
 
 
-def explore_group(planner: Planner, group: Sequence[Option], engines: Sequence[Option]) -> list[Rejected]:
+def explore_group(planner: Planner, group: Sequence[Option], engines: Sequence[Option]) -> list[Failed]:
     """Add options: the group's `engines`, other optimizers, masters and EMAs of the best of them (of all where nothing
     fits yet), and swapped blocks. Returns what could not be run."""
     variants = [each for each in group if each.base in engines and not each.strategy.blocks_to_swap]
     if planner.question.cluster.gpus == 1:  # one engine as a rule: all side by side
         engines, variants = [*engines, *variants], []
-    rejected = planner.explore(engines)
+    failed = planner.explore(engines)
     found = [planner.options[each.title] for each in engines if each.title in planner.options]
     ranked = _ranked(planner, found)
     bases = {ranked[0].option} if ranked else {each.title for each in found}
-    rejected += planner.explore([each for each in variants if each.base and each.base.title in bases])
-    return [*rejected, *planner.swapped(group)]
+    failed += planner.explore([each for each in variants if each.base and each.base.title in bases])
+    return [*failed, *planner.swapped(group)]
 
 
 def _selective(planner: Planner, best: Sequence[Estimate]) -> None:

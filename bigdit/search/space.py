@@ -12,8 +12,8 @@ from bigdit.config.load import parse_strategy
 from bigdit.errors import UserError
 from bigdit.profile.attempt import precision_problems
 from bigdit.search.option import Option
-from bigdit.search.plan import OPTIMIZER_TITLES, Constraints, Question, Rejected
-from bigdit.strategy import FACTORED, LoraBase, Precision, Strategy
+from bigdit.search.plan import Constraints, Question, Rejected
+from bigdit.strategy import FACTORED, OPTIMIZERS, LoraBase, Precision, Strategy
 from bigdit.units import gib
 
 ENGINE_TITLES = {
@@ -202,7 +202,7 @@ def _engine_title(question: Question, engine: str) -> str:
 
 
 def _setting_title(question: Question, settings: dict[str, Any]) -> str:
-    parts = [OPTIMIZER_TITLES[settings["optimizer.name"]]]
+    parts = [OPTIMIZERS[settings["optimizer.name"]]]
     if settings["precision"] == "bf16_sr":
         parts.append("bf16 without masters")
     if settings["lora.base"] is not None:
@@ -236,7 +236,7 @@ def _left_out(question: Question) -> list[Rejected]:
             "it communicates as much as ZeRO-1 and ZeRO-2 do, and keeps the whole optimizer state on every GPU"
         )
     if fixed.optimizer is None and not one_gpu:
-        named = " and ".join(OPTIMIZER_TITLES[name] for name in FACTORED[1:2])
+        named = " and ".join(OPTIMIZERS[name] for name in FACTORED[1:2])
         reasons[f"{named} under ZeRO"] = (
             "ZeRO hands the optimizer flat partitions, which cannot be factored: it takes as much as AdamW there"
         )

@@ -59,6 +59,19 @@ OptimizerName = Literal[
     "came_8bit",
 ]
 
+OPTIMIZERS: dict[OptimizerName, str] = {
+    "adamw": "AdamW",
+    "adamw_8bit": "8-bit AdamW",
+    "paged_adamw_8bit": "paged 8-bit AdamW",
+    "lion_8bit": "8-bit Lion",
+    "adamw_8bit_ao": "8-bit AdamW (torchao)",
+    "adamw_4bit_ao": "4-bit AdamW (torchao)",
+    "adafactor": "Adafactor",
+    "came": "CAME",
+    "came_8bit": "8-bit CAME",
+}
+"""Their titles in plans and on pages."""
+
 BITSANDBYTES: tuple[OptimizerName, ...] = ("adamw_8bit", "paged_adamw_8bit", "lion_8bit")
 TORCHAO: tuple[OptimizerName, ...] = ("adamw_8bit_ao", "adamw_4bit_ao")
 FACTORED: tuple[OptimizerName, ...] = ("adafactor", "came", "came_8bit")
