@@ -28,7 +28,7 @@ MOST_OTHERS = 3
 def run(
     config: Annotated[
         Path | None,
-        typer.Option(help="Plan this run's YAML: all but the GPUs and the data set, with a plan for each stage."),
+        typer.Option(help="Plan this run.yaml. What it sets is fixed, and each stage gets a plan."),
     ] = None,
     overrides: Set = [],  # noqa: B006  # typer reads the default; it is not changed
     out: Annotated[
@@ -37,7 +37,7 @@ def run(
     also_gpus: Annotated[
         str | None,
         typer.Option(
-            metavar="N,N", help="Also plan these numbers of GPUs, for the what-if of report.html; at most three."
+            metavar="N,N", help="Also plan up to three other numbers of GPUs, for the sliders of report.html."
         ),
     ] = None,
     as_json: Json = False,

@@ -73,7 +73,7 @@ def largest(micro_batch_size: int | None) -> str:
 def limited(plan: Plan) -> list[str]:
     """What the largest micro-batches are for, and what a `+` means."""
     found = (getattr(limit, key) for limit in plan.buckets for key in limits(plan))
-    most, notes = LARGEST_MICRO_BATCH, ["by recomputed blocks, with the settings above"]
+    most, notes = LARGEST_MICRO_BATCH, ["by number of recomputed blocks, with the settings above"]
     if plan.chosen.strategy.checkpointing == "selective":
         notes.append("blocks keep matrix products and attention; larger ones may fit if these are recomputed too")
     if max((each or 0 for each in found), default=0) >= most:
@@ -230,7 +230,7 @@ def step_size(strategy: Strategy, note: str = "") -> str:
         parts.append(f"{strategy.grad_accum_steps} accumulated")
     if strategy.world_size > 1:
         parts.append(f"{strategy.world_size} GPUs")
-    return " × ".join(parts) + (f" = {strategy.global_batch_size:,} a step" if len(parts) > 1 else " a step")
+    return " × ".join(parts) + (f" = {strategy.global_batch_size:,} a step" if len(parts) > 1 else ", one per step")
 
 
 def verdict(plan: Plan) -> str:
@@ -288,10 +288,10 @@ EXPLAINED = "each ran on an emulated GPU without a memory limit"
 def accuracy(plan: Plan) -> str:
     """How the memory was found, and how it may differ on a real GPU."""
     other, share = plan.chosen.non_torch, f"{100 * plan.margin.share:.2g}"
-    group = "CUDA's context varies" if plan.chosen.strategy.engine == "single" else "CUDA's context and NCCL vary"
+    varying = "the CUDA context" if plan.chosen.strategy.engine == "single" else "the CUDA context and NCCL"
     return (
         f"{how(plan)}; safety margin {gib(margin(plan))} ({share} %), "
-        f"{group} by {gib(other.high_bytes - other.low_bytes)}"
+        f"uncertainty of {varying} {gib(other.high_bytes - other.low_bytes)}"
     )
 
 

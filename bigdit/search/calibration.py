@@ -176,7 +176,7 @@ class Calibration:
     def source(self, strategy: Strategy) -> str:
         """Where the seconds come from, in a sentence."""
         found = self.ratio(strategy)
-        unknown = "a roofline with published efficiencies; no receipt of this GPU calibrates it"
+        unknown = "a roofline with published efficiencies, not calibrated by a receipt of this GPU"
         return unknown if found is None else found.source
 
     def learnt(self, gpu: Gpu) -> Learnt:

@@ -137,8 +137,8 @@ def _later(proposed: Sequence[Option], resort: int) -> list[Rejected]:
     """What comes after the `resort` in which something lossless fits."""
     copies = "every step would wait for copies over PCIe and for CPU cores, and something fits without that"
     if resort:
-        copies = "every step would copy all weights over PCIe, and something fits that copies fewer"
-    reasons = {True: copies, False: "it is lossy, and something lossless fits; --optimizer and --lora ask for it"}
+        copies = "every step would copy all weights over PCIe, and something that copies fewer fits"
+    reasons = {True: copies, False: "it is lossy, and something lossless fits; choose it with --optimizer or --lora"}
     later = [each for each in proposed if each.last_resort > resort]
     later = [each for each in later if each.lossless or (each.strategy.world_size > 1 and not each.waits)]
     titles = {kept: [each.title for each in later if each.lossless == kept] for kept in reasons}
@@ -149,7 +149,7 @@ def _adapters(planner: Planner) -> list[Rejected]:
     """Named where full fine-tuning fits by a last resort alone."""
     if planner.question.constraints.lora_rank is not None or planner.question.constraints.full:
         return []
-    reason = "frozen weights have no gradients and no state, and adapters are another training; --lora 16 asks for them"
+    reason = "it trains adapters, not the weights, and takes much less memory; choose it with --lora 16"
     return [Rejected(choice="LoRA", reason=reason)]
 
 

@@ -129,8 +129,8 @@ def test_all_that_is_shown_ran_on_an_emulated_gpu(made):
         assert f"<dt>safety margin</dt><dd>3 %: {plan.margin.source}</dd>" in shown_page
         for text in (shown, visible(shown_page)):
             assert not re.search(r"~|predicted|confirmed|\bcards?\b|\bwants\b", text)
-    assert f"{how}; {margin}, CUDA's context varies by " in " ".join(plans.shown(made).split())
-    assert f"{margin}, CUDA's context and NCCL vary by " in " ".join(plans.shown(plans.sharded_plan()).split())
+    assert f"{how}; {margin}, uncertainty of the CUDA context " in " ".join(plans.shown(made).split())
+    assert f"{margin}, uncertainty of the CUDA context and NCCL " in " ".join(plans.shown(plans.sharded_plan()).split())
 
 
 @pytest.mark.slow
@@ -187,7 +187,7 @@ def test_a_tight_plan_says_so(made):
 
 def test_what_may_not_fit_is_not_called_the_fastest_that_fits(made):
     chosen = tight(made, made.chosen.process.high_bytes - MIB).chosen
-    assert recommended(chosen, [chosen]).startswith("nothing of what was asked for is sure to fit")
+    assert recommended(chosen, [chosen]).startswith("nothing that the options allow is sure to fit")
 
 
 def tight(plan, usable_bytes):
@@ -429,7 +429,7 @@ def test_what_takes_less_than_a_thousandth_of_the_step_is_less():
     parts = made.chosen.step.parts | {"copies": plans.interval(0, 0.02), "waits": plans.interval(0, 0)}
     step = made.chosen.step.model_copy(update={"parts": parts})
     text = plans.shown(made.model_copy(update={"chosen": made.chosen.model_copy(update={"step": step})}))
-    assert "compute 26.0–32.2 s, memory 2.40–4.90 s, and less" in " ".join(text.split())
+    assert "compute 26.0–32.2 s, memory 2.40–4.90 s, and smaller parts" in " ".join(text.split())
 
 
 def test_what_is_below_one_has_two_figures():
