@@ -102,9 +102,9 @@ def test_the_numbers_are_the_plans(made):
     assert f"total allocated   {gib(made.ledger.peak_allocated_bytes)}  100.0 %" in text
     *parts, total = words.held(made).values()
     assert sum(parts) == total == process.high_bytes
-    assert "step   28.4–37.1 s: compute 26.0–32.2 s, memory 2.40–4.90 s" in text
-    assert "run    30,000,000 images × 1 epoch, 117,187 steps: 38.5–50.3 days" in text
-    assert "cost   924–1,208 GPU-hours, 453–592 at 0.49 per GPU-hour" in text
+    assert "step    28.4–37.1 s: compute 26.0–32.2 s, memory 2.40–4.90 s" in text
+    assert "run     30,000,000 images × 1 epoch, 117,187 steps: 38.5–50.3 days" in text
+    assert "cost    924–1,208 GPU-hours, 453–592 at 0.49 per GPU-hour" in text
     assert "disk        5,693–40,455 GiB for 30,000,000 encoded images" in text
     assert "each        0.06 MiB of latents, 0.13–1.32 MiB of text (1.32 MiB padded)" in text
     assert "encoding    1.85–3.59 days on all GPUs" in text

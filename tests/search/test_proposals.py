@@ -55,7 +55,7 @@ def test_one_card_is_not_sharded_and_offload_is_a_last_resort() -> None:
         "FSDP2, weights and optimizer in CPU memory, AdamW",
     }
     assert (
-        "on one GPU shard nothing"
+        "on one GPU they only add buffers"
         in reasons(question())["ZeRO-1, ZeRO-2, ZeRO-3 and FSDP2 on one GPU, without CPU offload"]
     )
 
