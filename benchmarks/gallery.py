@@ -106,33 +106,33 @@ def cells(kept: Sequence[Cell]) -> Iterator[Cell]:
 
 def ran(asked: Sequence[Cell], card: catalog.Gpu, gpus: int) -> Iterator[Cell]:
     """The cells of a GPU, with all that was not known. The search for the next cell begins at the last one's size."""
-    beside_bytes = non_torch(parse_strategy([strategy("full", gpus)]), card).high_bytes
+    non_torch_bytes = non_torch(parse_strategy([strategy("full", gpus)]), card).high_bytes
     guess = dict.fromkeys(MODELS, 1)
     with EmulatedGpus(card) as cards:
         for cell in asked:
-            known = cell if cell.searched else searched(cards, cell, guess[cell.model], beside_bytes)
+            known = cell if cell.searched else searched(cards, cell, guess[cell.model], non_torch_bytes)
             guess[cell.model] = max(known.largest or 0, 1)
-            yield known if known.whole else curved(cards, known, beside_bytes)
+            yield known if known.whole else curved(cards, known, non_torch_bytes)
 
 
-def searched(cards: EmulatedGpus, cell: Cell, guess: int, beside_bytes: int) -> Cell:
+def searched(cards: EmulatedGpus, cell: Cell, guess: int, non_torch_bytes: int) -> Cell:
     """The cell with its largest size. The search begins at the guess."""
     card = catalog.resolve_gpu(cell.gpu)
     cards.unanswered.clear()
-    found = cards.largest(Row(sized(cell.model, card, cell.strategy), guess), card.usable_bytes - beside_bytes)
+    found = cards.largest(Row(sized(cell.model, card, cell.strategy), guess), card.usable_bytes - non_torch_bytes)
     largest = None if found is None else int(found[0])
     return cell.model_copy(update={"largest": largest, "why": next(iter(cards.unanswered), None)})
 
 
-def curved(cards: EmulatedGpus, cell: Cell, beside_bytes: int) -> Cell:
+def curved(cards: EmulatedGpus, cell: Cell, non_torch_bytes: int) -> Cell:
     """The cell with what it takes at 1, at half of the largest and at the largest."""
     assert cell.largest is not None
     card = catalog.resolve_gpu(cell.gpu)
-    request, capacity = sized(cell.model, card, cell.strategy), card.usable_bytes - beside_bytes
+    request, capacity = sized(cell.model, card, cell.strategy), card.usable_bytes - non_torch_bytes
     sizes = sorted({1, (1 + cell.largest) // 2, cell.largest})
     attempts = cards.attempts([(request(size), capacity) for size in sizes])
     points = [
-        Point(micro_batch=size, process_bytes=attempt.peak_reserved_bytes + beside_bytes)
+        Point(micro_batch=size, process_bytes=attempt.peak_reserved_bytes + non_torch_bytes)
         for size, attempt in zip(sizes, attempts, strict=True)
         if isinstance(attempt, Attempt) and attempt.fits
     ]

@@ -40,7 +40,7 @@ from bigdit.store.lease import FOLDER as WORKERS
 from bigdit.store.lease import WorkerName, all_leases, remove_left
 
 ROUNDS, SEED = (int(os.environ.get(f"BIGDIT_{name}", usual)) for name, usual in (("ROUNDS", 4), ("SEED", 0)))
-LANES, ROOM = 2, "size=1g"
+PARTS, ROOM = 2, "size=1g"
 IMAGES, STEPS, CHANGES, SECONDS = 40, 10, {"extract": 50, "train": 240}, 4.0
 """Of an undisturbed command: names that come and go in its folder, and seconds, are about so many."""
 SAVING = (f"train.steps={STEPS}", "train.checkpoint_every=2", "train.export_every=4", "strategy.ema={decay: 0.9}")
@@ -365,14 +365,14 @@ class Disturbed(stateful.RuleBasedStateMachine):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300 + 60 * ROUNDS)
-@pytest.mark.parametrize("lane", range(LANES))
-def test_nothing_is_lost_and_nothing_is_silent(lane, once, pictures, record_property):
-    draws = (Random(f"{SEED} {lane} {number}") for number in count())
+@pytest.mark.parametrize("part", range(PARTS))
+def test_nothing_is_lost_and_nothing_is_silent(part, once, pictures, record_property):
+    draws = (Random(f"{SEED} {part} {number}") for number in count())
     machine = type("Machine", (Disturbed,), {"world": World(once, pictures), "seen": Counter(), "draws": draws})
     settings = hypothesis.settings(
-        max_examples=max(ROUNDS // LANES, 1), stateful_step_count=3, database=None,
+        max_examples=max(ROUNDS // PARTS, 1), stateful_step_count=3, database=None,
         phases=[hypothesis.Phase.generate], suppress_health_check=list(hypothesis.HealthCheck),
     )  # fmt: skip
-    stateful.run_state_machine_as_test(hypothesis.seed(SEED * LANES + lane)(machine), settings=settings)
+    stateful.run_state_machine_as_test(hypothesis.seed(SEED * PARTS + part)(machine), settings=settings)
     for (fault, how), times in sorted(machine.seen.items()):
         record_property("found", f"{fault}: {how}: {times}")

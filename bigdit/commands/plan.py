@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from bigdit.search.plan import Question
 
 EXIT_DOES_NOT_FIT = 2
-BESIDE_A_RUN = (
+WITH_CONFIG = (
     *("gpu", "gpu_memory", "reserve", "gpus", "gpus_per_node", "network", "host_memory"),
     *("images", "price", "receipts", "explain"),
 )
@@ -59,14 +59,14 @@ def run(
         others = [_with_gpus(number, asked) for number in _others(also_gpus, question.cluster.gpus, out)]
         return _plan(question, others, out, as_json)
     there = os.path.exists(config)  # else reading it raises the error
-    extra = {name: value for name, value in asked.items() if name not in BESIDE_A_RUN and value is not None}
+    extra = {name: value for name, value in asked.items() if name not in WITH_CONFIG and value is not None}
     if there and extra:
         from bigdit.search.of_run import instead
 
         raise UserError(*(instead(name, value) for name, value in extra.items()))
     if also_gpus is not None:
         raise UserError("--also-gpus needs --model, and --config was given; leave it out")
-    return _plan_stages(config, overrides, {name: asked[name] for name in BESIDE_A_RUN}, out, as_json)
+    return _plan_stages(config, overrides, {name: asked[name] for name in WITH_CONFIG}, out, as_json)
 
 
 def _with_options(command: Callable[..., int]) -> None:

@@ -15,7 +15,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, Valid
 
 from bigdit.catalog import Gpu
 from bigdit.emulator.fake_weights import option_for
-from bigdit.memory.process import ByteRange, beside_torch
+from bigdit.memory.process import ByteRange, non_torch_memory
 from bigdit.strategy import Strict
 
 MOST_BYTES = 64 * 2**20
@@ -250,7 +250,7 @@ class Emulation(Strict):
     def beside(self, account: Account) -> ByteRange:
         """The non-torch memory of a process: CUDA context and NCCL."""
         gpu = self.gpu
-        return beside_torch(gpu.compute_capability, account.world_size, multiprocessors=gpu.multiprocessors)
+        return non_torch_memory(gpu.compute_capability, account.world_size, multiprocessors=gpu.multiprocessors)
 
     @property
     def notices(self) -> list[str]:

@@ -269,8 +269,8 @@ def host(plan: Plan) -> list[str]:
 
 def numerics(plan: Plan) -> str:
     """A note for the headline of a plan that is lossy although nobody asked for that."""
-    pins = plan.question.constraints
-    asked = (pins.optimizer, pins.precision) != (None, None) or pins.lora_rank is not None
+    fixed = plan.question.constraints
+    asked = (fixed.optimizer, fixed.precision) != (None, None) or fixed.lora_rank is not None
     if plan.chosen.lossless or asked:
         return ""
     memory = f"{gib(plan.question.host_memory_bytes)} of {'assumed ' * plan.question.host_assumed}CPU memory"

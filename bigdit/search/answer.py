@@ -36,13 +36,13 @@ def make_plan(question: Question, *, progress: Say | None = None) -> Plan:
     """
     own, notices = own_receipts(question.gpu, question.receipts)
     known = question.model_dump_json(), installed(), revision(), digest_of(*_SOURCES), cuda_build(cuda_python())
-    decides = (*known, *(receipt.digest() for receipt in own))
-    plan = PLANS.find(decides)
+    key = (*known, *(receipt.digest() for receipt in own))
+    plan = PLANS.find(key)
     if plan is None:
         with EmulatedGpus(question.gpu) as gpus:  # its libraries are imported while the search is
             plan, lasts = made(question, own, gpus, progress or (lambda line: None))
         if lasts:
-            PLANS.keep(decides, plan)
+            PLANS.keep(key, plan)
     return plan.noted(notices)  # of files that decide nothing: they may be others the next time
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from bigdit.catalog import Gpu
 from bigdit.config.plan_file import LargestMicroBatch
 from bigdit.errors import UserError
-from bigdit.memory.process import ByteRange, beside_training
+from bigdit.memory.process import ByteRange, non_torch_memory_of
 from bigdit.profile.attempt import UNLIMITED, Attempt, Counted, Profile, StepRequest, request_for
 from bigdit.profile.gpus import LARGEST_MICRO_BATCH, EmulatedGpus, Row
 from bigdit.search.calibration import UNPROVED, Calibration
@@ -129,7 +129,7 @@ class Planner:
 
     def non_torch(self, strategy: Strategy) -> ByteRange:
         """What the process takes of the GPU besides torch."""
-        return beside_training(strategy, self.question.gpu.compute_capability, self.question.gpu.multiprocessors)
+        return non_torch_memory_of(strategy, self.question.gpu.compute_capability, self.question.gpu.multiprocessors)
 
     def capacity(self, strategy: Strategy) -> int:
         """What torch may reserve for the strategy to FIT."""

@@ -12,7 +12,7 @@ from PIL import Image, ImageColor
 from bigdit import catalog
 from bigdit.bench.memory import Curve
 from bigdit.config.load import parse_strategy
-from bigdit.memory.process import beside_torch
+from bigdit.memory.process import non_torch_memory
 from bigdit.profile.gpus import LARGEST_MICRO_BATCH
 
 CELLS = [gallery.Cell.model_validate(cell) for cell in json.loads(gallery.FOUND.read_text())]
@@ -124,7 +124,10 @@ def test_a_cell_is_what_bench_memory_finds_where_one_more_runs_by_retries_alone(
 def test_cells_run_and_one_more_sample_does_not_fit():
     """Some of a card, drawn by a seed."""
     card = catalog.resolve_gpu("rtx-4090")
-    room = card.usable_bytes - beside_torch(card.compute_capability, 1, multiprocessors=card.multiprocessors).high_bytes
+    room = (
+        card.usable_bytes
+        - non_torch_memory(card.compute_capability, 1, multiprocessors=card.multiprocessors).high_bytes
+    )
     found = [
         each for each in CELLS if (each.gpu, each.gpus) == (card.name, 1) and 0 < each.largest < LARGEST_MICRO_BATCH
     ]

@@ -138,7 +138,7 @@ from pathlib import Path
 from training import run_to
 
 def end():
-    while not Path(sys.argv[1], "averages/step-00000008").exists():
+    while not Path(sys.argv[1], "ema_snapshots/step-00000008").exists():
         time.sleep(0.001)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -159,9 +159,9 @@ def test_a_run_that_was_killed_between_snapshots_makes_the_same_averages(feature
     resumed = run_to(24, tmp_path / "run", features, *every)
     names = [f"step-{step:08d}" for step in range(2, 25, 2)]
     for output in ("straight", "run"):
-        assert sorted(each.name for each in (tmp_path / output / "averages").iterdir()) == names
+        assert sorted(each.name for each in (tmp_path / output / "ema_snapshots").iterdir()) == names
     for name in names:
-        one, other = (_tensors(tmp_path / output / "averages" / name) for output in ("straight", "run"))
+        one, other = (_tensors(tmp_path / output / "ema_snapshots" / name) for output in ("straight", "run"))
         assert {key.split(".")[0] for key in one} == {"ema", "ema2"}
         assert one.keys() == other.keys()
         assert all(torch.equal(one[key], other[key]) for key in one)
@@ -184,7 +184,7 @@ def refused(output, width=0.07):
 
 
 def test_what_averages_cannot_be_made_of_is_a_line(copied):
-    root = copied / "averages"
+    root = copied / "ema_snapshots"
     assert refused(copied, 0.3) == "--ema-width is 0.3, and a number above 0 and below 0.288 was expected"
     assert refused(copied, 0.02) == (
         "--ema-width: the EMA of width 0.02 from 16 others: the error of its profile is 24.7%, and 5% is the "
@@ -219,7 +219,7 @@ def test_averages_are_made_at_the_step_of_any_checkpoint(kept):
 
 
 def test_a_snapshot_is_no_checkpoint(kept):
-    folder = kept.folder.parents[1] / "averages/step-00000020"
+    folder = kept.folder.parents[1] / "ema_snapshots/step-00000020"
     assert open_snapshot(folder).step == 20
     with pytest.raises(UserError, match=r"neither a checkpoint nor the output of a run that saved one"):
         checkpoint.find_checkpoint(folder)
@@ -250,6 +250,6 @@ def test_what_snapshots_take_of_the_disk_is_said_and_a_full_one_is_a_line(featur
     said = capfd.readouterr().err
     assert "note: each snapshot of 2 EMAs takes " in said
     assert " of disk, and all 4 of train.steps 8 (train.snapshot_every 2) take " in said
-    assert f"error: cannot write the snapshot of the EMA {tmp_path}/averages/step-00000002: " in said
+    assert f"error: cannot write the snapshot of the EMA {tmp_path}/ema_snapshots/step-00000002: " in said
     assert " are free there; make room, raise train.snapshot_every, or choose another output\n" in said
-    assert not list((tmp_path / "averages").iterdir())
+    assert not list((tmp_path / "ema_snapshots").iterdir())

@@ -10,7 +10,7 @@ from rich.console import Console
 from bigdit import catalog
 from bigdit.config.plan_file import LargestMicroBatch
 from bigdit.errors import versions
-from bigdit.memory.process import ByteRange, beside_training
+from bigdit.memory.process import ByteRange, non_torch_memory_of
 from bigdit.profile.attempt import request_for
 from bigdit.profile.gpus import EmulatedGpus
 from bigdit.report.plan import show
@@ -47,7 +47,7 @@ def strategy(**changes: Any) -> Strategy:
 
 
 def _beside(gpu: catalog.Gpu) -> ByteRange:
-    return beside_training(strategy(), gpu.compute_capability, gpu.multiprocessors)
+    return non_torch_memory_of(strategy(), gpu.compute_capability, gpu.multiprocessors)
 
 
 @functools.cache

@@ -203,7 +203,7 @@ def test_a_process_that_dies_is_a_line_and_the_next_question_has_another() -> No
         before = own.attempt(request("single", 2))
         dies = aside.submit(own.attempts, asked)
         while not dies.done():
-            for fork in filter(None, (lane.fork for lane in own._pool._lanes)):
+            for fork in filter(None, (slot.fork for slot in own._pool._slots)):
                 with suppress(ProcessLookupError):
                     os.kill(fork, signal.SIGKILL)
         assert not isinstance(dies.result()[0], Attempt)

@@ -22,7 +22,7 @@ from bigdit.loader.stream import FeatureStream
 from bigdit.memory import Block, HostMemory, Span, Timeline, host_memory, pinned_bytes
 from bigdit.profile.attempt import StepRequest
 from bigdit.profile.gpus import EmulatedGpus
-from bigdit.profile.steps import batch, feed
+from bigdit.profile.steps import batch, step_batches
 from bigdit.profile.unwritten import unwritten_weights
 from bigdit.store import FeatureStore
 from bigdit.strategy import BatchShape, Strategy
@@ -85,7 +85,7 @@ def test_the_real_stream_holds_what_profiled_steps_hold(features: Path, ahead: i
             trained = next(steps)
             real.append(_settled())
             del trained
-    with closing(feed(make, strategy, pin=False)) as steps:
+    with closing(step_batches(make, strategy, pin=False)) as steps:
         for _ in range(3):
             trained = next(steps)
             profiled.append(_held())

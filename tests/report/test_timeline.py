@@ -18,7 +18,7 @@ from traces import MIB, timeline, timelines
 
 from bigdit.errors import UserError
 from bigdit.memory import CATEGORIES, Block, Span, Timeline, ledger
-from bigdit.memory.process import beside_torch
+from bigdit.memory.process import non_torch_memory
 from bigdit.report import plan as tables
 from bigdit.report.figures import COLOURS, MOST_COLUMNS, columns, live_bytes, plot_timeline
 
@@ -138,7 +138,7 @@ total allocated    0.13 GiB  100.0 %
 def test_the_way_to_what_nvidia_smi_shows() -> None:
     # Beside torch, at 8.6, lie 133 MiB and stacks of 10 multiprocessors, 15 MiB, to 519 and stacks of 84, 126 MiB.
     assert (
-        text(tables.process(150 * MIB, beside_torch((8, 6), 1), 751 * MIB))
+        text(tables.process(150 * MIB, non_torch_memory((8, 6), 1), 751 * MIB))
         == """\
 on the GPU
                                 low        high

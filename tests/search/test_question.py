@@ -48,7 +48,7 @@ def test_what_is_left_out_is_as_the_question_has_it():
 def test_what_is_reserved_is_not_usable(gpu, reserve, kept):
     """By the kind of GPU where nobody says how much; what a process is told stays the driver's."""
     asked, card = question_for("sana-1600m", gpu, reserve=reserve).gpu, catalog.gpu(gpu)
-    assert (asked.reserved_bytes, asked.told_bytes) == (kept, card.told_bytes)
+    assert (asked.reserved_bytes, asked.driver_bytes) == (kept, card.driver_bytes)
     assert asked.usable_bytes == card.usable_bytes - kept
 
 
@@ -59,7 +59,7 @@ def test_adapters_have_weights_to_adapt():
 
 
 def test_what_is_reserved_leaves_something():
-    for reserve in ("30GiB", f"{catalog.gpu('rtx-4090').told_bytes}B"):
+    for reserve in ("30GiB", f"{catalog.gpu('rtx-4090').driver_bytes}B"):
         (problem,) = problems(gpu="rtx-4090", reserve=reserve)
         assert problem == f"--reserve {reserve} leaves nothing of the rtx-4090, which has 23.60 GiB"
     (problem,) = problems(reserve="512")
