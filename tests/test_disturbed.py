@@ -59,22 +59,22 @@ NAMES = st.sampled_from(["extract", "train", "train"])
 class World:
     """Digits, and what extraction and trainings make of them when nobody disturbs them."""
 
-    def __init__(self, once, pictures):
+    def __init__(self, once, images):
         def make(folder):
-            shutil.copytree(pictures, folder, ignore=lambda _, names: sorted(names)[2 * IMAGES :])
-            (folder / "0007.png").write_bytes(b"no picture")
+            shutil.copytree(images, folder, ignore=lambda _, names: sorted(names)[2 * IMAGES :])
+            (folder / "0007.png").write_bytes(b"no image")
 
-        self.once, self.pictures, self.course = once, once("disturbed", make), cache(self._course)
+        self.once, self.images, self.course = once, once("disturbed", make), cache(self._course)
         self.features = once("disturbed-features", lambda folder: self.does("extract", "single", folder))
         self.caption = (self.features / "null_text.safetensors").read_bytes()
         self.parts = {file.name: file.read_bytes() for file in self.features.glob("part-*")}
 
     def words(self, command, course, features, *overrides):
-        own = [*COURSES[course], f"data.images={self.pictures}", f"data.features={features}", *overrides]
+        own = [*COURSES[course], f"data.images={self.images}", f"data.features={features}", *overrides]
         return command, "--config", DIGITS, *with_set(own)
 
     def does(self, *asked):
-        done = bigdit(*self.words(*asked), BIGDIT_RECEIPTS=str(self.pictures.parent / "receipts"))
+        done = bigdit(*self.words(*asked), BIGDIT_RECEIPTS=str(self.images.parent / "receipts"))
         assert done.returncode == 0, done.stderr
 
     def _course(self, name):
@@ -366,9 +366,9 @@ class Disturbed(stateful.RuleBasedStateMachine):
 @pytest.mark.slow
 @pytest.mark.timeout(300 + 60 * ROUNDS)
 @pytest.mark.parametrize("part", range(PARTS))
-def test_nothing_is_lost_and_nothing_is_silent(part, once, pictures, record_property):
+def test_nothing_is_lost_and_nothing_is_silent(part, once, images, record_property):
     draws = (Random(f"{SEED} {part} {number}") for number in count())
-    machine = type("Machine", (Disturbed,), {"world": World(once, pictures), "seen": Counter(), "draws": draws})
+    machine = type("Machine", (Disturbed,), {"world": World(once, images), "seen": Counter(), "draws": draws})
     settings = hypothesis.settings(
         max_examples=max(ROUNDS // PARTS, 1), stateful_step_count=3, database=None,
         phases=[hypothesis.Phase.generate], suppress_health_check=list(hypothesis.HealthCheck),

@@ -39,7 +39,7 @@ SPEC = ModelSpec(
 @pytest.mark.parametrize(
     ("name", "said"), [("a.png", f"image {SAID}"), ("a.txt", f"caption a.txt {SAID}"), ("a.mp4", f"video {SAID}")]
 )
-def test_of_a_folder_of_pictures(tmp_path, name, said):
+def test_of_a_folder_of_images(tmp_path, name, said):
     save(tmp_path / "a.png")
     if name == "a.mp4":
         (tmp_path / "a.png").unlink()

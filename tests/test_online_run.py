@@ -1,4 +1,4 @@
-"""Features online, hurt: pictures that are damaged, changed or gone, kills, full disks. A line each, and what goes on
+"""Features online, hurt: images that are damaged, changed or gone, kills, full disks. A line each, and what goes on
 is what nothing disturbed."""
 
 import io
@@ -22,15 +22,15 @@ COUNT = 10
 
 @pytest.fixture
 def folder(tmp_path):
-    """Ten gray pictures, which are of the bucket's size, and their captions."""
+    """Ten gray images, which are of the bucket's size, and their captions."""
     for number in range(COUNT):
-        picture = tiny_sources.gradient(8, 8).convert("L").point(lambda value, add=number: value // 2 + 9 * add)
-        tiny_sources.save(tmp_path / "pictures" / f"{number}.png", f"digit {number}", picture)
+        image = tiny_sources.gradient(8, 8).convert("L").point(lambda value, add=number: value // 2 + 9 * add)
+        tiny_sources.save(tmp_path / "pictures" / f"{number}.png", f"digit {number}", image)
     return tmp_path / "pictures"
 
 
 def online(*images):
-    """Overrides of the digits' tiny run that encodes these pictures in each step, four to a part."""
+    """Overrides of the digits' tiny run that encodes these images in each step, four to a part."""
     listed = ",".join(map(str, images))
     sizes = ("data.buckets=[[8,8]]", "data.part_size=4", "strategy.micro_batch_size=4")
     return (f"data.images=[{listed}]", *sizes, "train.warmup_steps=0")
@@ -71,7 +71,7 @@ DAMAGES = {
 }
 
 
-def test_a_picture_that_is_damaged_on_the_way_is_named_and_the_run_goes_on_when_it_is_mended(folder, tmp_path, capfd):
+def test_a_image_that_is_damaged_on_the_way_is_named_and_the_run_goes_on_when_it_is_mended(folder, tmp_path, capfd):
     """Whatever it is: nothing was trained on in its place, and the checkpoint before it stands."""
     output = tmp_path / "run"
     assert run(None, output, *online(folder), "train.steps=1") == 0
@@ -93,7 +93,7 @@ def test_a_picture_that_is_damaged_on_the_way_is_named_and_the_run_goes_on_when_
     assert taken(output) == [1, 2, 3]
 
 
-def test_pictures_that_are_others_when_a_run_goes_on_are_said_or_refused(folder, tmp_path, capfd):
+def test_images_that_are_others_when_a_run_goes_on_are_said_or_refused(folder, tmp_path, capfd):
     """Their order follows from how many there are, and their names."""
     output, more = tmp_path / "run", tmp_path / "more"
     assert run(None, output, *online(folder), "train.steps=1") == 0
@@ -124,7 +124,7 @@ def test_pictures_that_are_others_when_a_run_goes_on_are_said_or_refused(folder,
     assert "was trained on: 10 now, and 10 + 2 then; " in line
 
 
-def test_a_picture_that_vanishes_and_a_folder_that_is_none_are_lines(folder, tmp_path, capfd):
+def test_a_image_that_vanishes_and_a_folder_that_is_none_are_lines(folder, tmp_path, capfd):
     (folder / "3.png").unlink()
     (folder / "3.png").symlink_to(tmp_path / "nothing")
     assert run(None, tmp_path / "run", *online(folder), "train.steps=2") == 1
@@ -181,7 +181,7 @@ def test_killed_and_told_to_end_it_comes_to_the_weights_of_a_run_that_was_not(fo
 
 
 @pytest.mark.slow
-def test_of_two_processes_one_that_is_killed_or_finds_a_damaged_picture_ends_both_in_a_line(folder, tmp_path):
+def test_of_two_processes_one_that_is_killed_or_finds_a_damaged_image_ends_both_in_a_line(folder, tmp_path):
     output, two = tmp_path / "run", ("strategy.engine=fsdp2", "strategy.ds_config=null", *online(folder))
     with running(BIGDIT, None, output, *two) as first:
         ranks = first.until_it_trains().ranks()

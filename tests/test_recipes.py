@@ -47,8 +47,8 @@ def test_the_last_command_draws_on_the_gpu_that_trained(name, folder):
     found = recipe(name)
     *frames, height, width = stages_of(found)[-1]["data"]["buckets"][0]
     path = drawn(found, folder)
-    with Image.open(path) as picture:  # all of its frames are alike, and written as one
-        assert (picture.size, path.suffix) == ((width, height), ".webp" if frames else ".png")
+    with Image.open(path) as image:  # all of its frames are alike, and written as one
+        assert (image.size, path.suffix) == ((width, height), ".webp" if frames else ".png")
 
 
 @pytest.mark.slow
@@ -68,7 +68,7 @@ def test_the_first_of_many_reserves_what_it_did_among_all_of_them(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_a_recipe_extracts_on_its_gpu(name, hub, tmp_path, capfd):
-    """One picture of each size; of all recipes, and of more, it is seen where figures are made."""
+    """One image of each size; of all recipes, and of more, it is seen where figures are made."""
     found = recipe(name)
     run = extracted(found, hub, tmp_path, 1, values=False)
     said = capfd.readouterr()

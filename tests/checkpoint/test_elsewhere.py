@@ -126,9 +126,9 @@ def test_what_a_process_copies_to_save_is_counted_on_an_emulated_gpu(runs):
         "fsdp2": strategy("fsdp2", 2),
     }
     copied = json.loads((runs / "copied.json").read_text())
-    with EmulatedGpus(A40, 1) as cards:
+    with EmulatedGpus(A40, 1) as gpus:
         for name, wanted in strategies.items():
-            attempt = cards.attempt(StepRequest(model=MODEL, batch=SHAPE, strategy=wanted), counted="step")
+            attempt = gpus.attempt(StepRequest(model=MODEL, batch=SHAPE, strategy=wanted), counted="step")
             assert attempt.checkpoint_bytes == copied[name], name
 
 

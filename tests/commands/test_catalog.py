@@ -262,7 +262,7 @@ def test_doctor_where_torch_is_broken(monkeypatch, tmp_path, capsys):
     assert not any(engine["usable"] for engine in found["engines"])
 
 
-def test_a_card_is_found_by_its_drivers_name_and_memory():
+def test_a_gpu_is_found_by_its_drivers_name_and_memory():
     assert doctor._in_catalog("NVIDIA GeForce RTX 3080", 12_500_000_000) == "rtx-3080-12g"
     assert doctor._in_catalog("NVIDIA GH200 120GB", 101_468_602_368) == "gh200-96g"
     assert doctor._in_catalog("NVIDIA A40", 20 * 2**30) is None

@@ -206,9 +206,9 @@ def test_interrupted_ends_with_130(capsys, monkeypatch):
     ],
     ids=["plan", "extract"],
 )
-def test_ctrl_c_says_so_and_no_worker_of_the_command_says_more(arguments, workers, pictures, tmp_path):
+def test_ctrl_c_says_so_and_no_worker_of_the_command_says_more(arguments, workers, images, tmp_path):
     """As a terminal sends it: to every process of the command's group, which those of a plan are not in."""
-    places = with_set([f"data.images={pictures}", f"data.features={tmp_path / 'features'}"])
+    places = with_set([f"data.images={images}", f"data.features={tmp_path / 'features'}"])
     with open(tmp_path / "said", "w") as said:
         command = subprocess.Popen(
             [BIN / "bigdit", *arguments, *(places if "--config" in arguments else ())],

@@ -1,4 +1,4 @@
-"""`bigdit emulate`: scripts as they stand, on cards that are not there, through the command line."""
+"""`bigdit emulate`: scripts as they stand, on GPUs that are not there, through the command line."""
 
 from __future__ import annotations
 
@@ -154,11 +154,11 @@ def test_peaks_are_those_that_torch_tells_the_script(trained: tuple[Done, Path, 
     assert done.returncode == 0, done.stderr
     told = re.findall(r"^peak (\d+) (\d+)$", done.stderr, re.MULTILINE)  # what it prints gives way to the JSON
     assert len(told) == 3
-    card = done.account["gpus"][0]
-    assert [card["peak_allocated_bytes"], card["peak_reserved_bytes"]] == [int(nbytes) for nbytes in told[-1]]
-    assert card["phases_off_bytes"] == 0
-    assert max(point[1] for point in card["curve"]) == card["peak_allocated_bytes"]
-    assert max(point[2] for point in card["curve"]) == card["peak_reserved_bytes"]
+    gpu = done.account["gpus"][0]
+    assert [gpu["peak_allocated_bytes"], gpu["peak_reserved_bytes"]] == [int(nbytes) for nbytes in told[-1]]
+    assert gpu["phases_off_bytes"] == 0
+    assert max(point[1] for point in gpu["curve"]) == gpu["peak_allocated_bytes"]
+    assert max(point[2] for point in gpu["curve"]) == gpu["peak_reserved_bytes"]
     assert done.report["fits"]
     assert done.report["notices"] == []
     assert done.account["ended"] == "steps"
@@ -180,15 +180,15 @@ def test_phases_are_told_apart(trained: tuple[Done, Path, Path]) -> None:
 
 def test_live_tensors_are_named_by_the_scripts_lines(trained: tuple[Done, Path, Path]) -> None:
     done, file, _ = trained
-    card = done.account["gpus"][0]
-    assert sum(group["nbytes"] for group in card["live"]) == card["peak_allocated_bytes"]
+    gpu = done.account["gpus"][0]
+    assert sum(group["nbytes"] for group in gpu["live"]) == gpu["peak_allocated_bytes"]
     code = "loss = model(x).square().mean()"
-    saved = next(group for group in card["live"] if group["script"]["code"] == code)  # the largest comes first
+    saved = next(group for group in gpu["live"] if group["script"]["code"] == code)  # the largest comes first
     assert saved["script"]["file"] == str(file)
     assert saved["script"]["line"] == 7
     assert saved["library"]["file"].endswith("torch/nn/modules/linear.py")
     assert saved["phase"] == "forward"
-    states = [group for group in card["live"] if group["phase"] == "step"]
+    states = [group for group in gpu["live"] if group["phase"] == "step"]
     assert {group["script"]["code"] for group in states} == {"optimizer.step()"}
     assert sum(group["nbytes"] for group in states) >= 2 * 8 * (1024 + 1) * 1024 * 4
 
@@ -277,7 +277,7 @@ def test_an_optimizer_that_steps_chunk_by_chunk_takes_one_step(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("how", ["fsdp", "ddp"])
-def test_two_processes_on_two_cards(tmp_path: Path, how: str) -> None:
+def test_two_processes_on_two_gpus(tmp_path: Path, how: str) -> None:
     command = ("torchrun", "--standalone", "--nproc-per-node", 2, script(tmp_path, SHARDS))
     done = emulate("--gpu", "a40", "--processes", 2, "--steps", 2, "--json", "--", *command, HOW=how)
     assert done.returncode == 0, done.stderr
@@ -287,7 +287,7 @@ def test_two_processes_on_two_cards(tmp_path: Path, how: str) -> None:
     state = 2 * parameters // (2 if how == "fsdp" else 1)
     held = sum(group["nbytes"] for group in accounts[0]["gpus"][0]["live"] if group["phase"] == "step")
     assert held >= state
-    assert not any("shared its memory" in notice for notice in done.report["notices"])  # a snapshot is of all cards
+    assert not any("shared its memory" in notice for notice in done.report["notices"])  # a snapshot is of all GPUs
     process = accounts[0]["gpus"][0]["process"]
     assert process["high_bytes"] - process["low_bytes"] > GIB // 2  # NCCL's buffers, whose size is not known
 
@@ -304,7 +304,7 @@ def test_fp16_has_two_answers(tmp_path: Path) -> None:
     assert "step" not in peaks(skipped["accounts"][0])
 
 
-def test_more_processes_than_cards(tmp_path: Path) -> None:
+def test_more_processes_than_gpus(tmp_path: Path) -> None:
     command = ("torchrun", "--standalone", "--nproc-per-node", 2, script(tmp_path, SHARDS))
     done = emulate("--gpu", "a40", "--json", "--", *command, HOW="fsdp")
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""How `bigdit emulate` ends: bad input, commands that die or use no card, signals; and that nothing is left of it."""
+"""How `bigdit emulate` ends: bad input, commands that die or use no GPU, signals; and that nothing is left of it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_build_for_cpus_is_said_once(tmp_path: Path) -> None:
         assert re.match(grade + NO_CUDA, line), line
 
 
-def test_a_command_that_uses_no_card_is_no_answer() -> None:
+def test_a_command_that_uses_no_gpu_is_no_answer() -> None:
     done = emulate("--gpu", "a40", "--", "true")
     assert done.returncode == 0
     assert "no process used a GPU" in done.stdout

@@ -27,7 +27,7 @@ def test_recipes_are_listed(tmp_path):
 
 
 @pytest.mark.parametrize("name", names())
-def test_a_recipe_is_a_run_of_the_catalogues_model_on_its_card(name):
+def test_a_recipe_is_a_run_of_the_catalogues_model_on_its_gpu(name):
     found = recipe(name)
     assert len(found.text.splitlines()) <= 40
     stages = prepare_stages(load_stages(RECIPES / f"{name}.yaml"))

@@ -296,7 +296,7 @@ def test_one_way_to_name_the_model():
     ]
 
 
-def test_what_is_drawn_on_the_way_begins_with_pictures_where_the_run_does():
+def test_what_is_drawn_on_the_way_begins_with_images_where_the_run_does():
     drawn = ["data.buckets=[[9, 8, 8]]", "data.fps=8", "samples.captions=[a one, a two, a six]"]
     for images, count in (("[]", 0), ("[a.png, b.png]", 2)):
         found = problems([*drawn, "encoders.first_frame={}", f"samples.images={images}"])

@@ -1,4 +1,4 @@
-"""The emulated card's libraries: how they are built, kept and found, and what is said where they cannot be."""
+"""The emulated GPU's libraries: how they are built, kept and found, and what is said where they cannot be."""
 
 import os
 import shutil

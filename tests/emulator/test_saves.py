@@ -1,4 +1,4 @@
-"""What scripts save on an emulated card: small files as they are, large ones with holes that load as zeros."""
+"""What scripts save on an emulated GPU: small files as they are, large ones with holes that load as zeros."""
 
 import json
 import os

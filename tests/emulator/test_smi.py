@@ -1,4 +1,4 @@
-"""`nvidia-smi` of the emulated card, as scripts and launchers ask it, and against what CUDA says of that card."""
+"""`nvidia-smi` of the emulated GPU, as scripts and launchers ask it, and against what CUDA says of that GPU."""
 
 import json
 
@@ -51,7 +51,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return json.loads((folder / "found.json").read_text())
 
 
-def test_launchers_find_the_card(found):
+def test_launchers_find_the_gpu(found):
     names = ["NVIDIA A40", "NVIDIA A40"]
     assert found["launcher"] == [[names, 2], "580.00"]
     driver, listed = found["collect_env"]

@@ -226,7 +226,7 @@ def test_all_layers_of_llama_are_kept_beside_t5(saved):
 
 
 def test_what_stands_in_quotes_is_a_text_of_its_own(saved):
-    """HunyuanImage: ByT5's, of no tokens where nothing is to be written in the picture."""
+    """HunyuanImage: ByT5's, of no tokens where nothing is to be written in the image."""
     folder, parts = saved("HunyuanImagePipeline")
     encoder = load_text_encoder(TextEncoderConfig(pipeline=folder))
     assert (encoder.dim, encoder.max_tokens, encoder.streams) == (16, 1000, {"glyph_text": (128, 12)})

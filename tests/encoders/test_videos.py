@@ -41,10 +41,10 @@ def test_a_video_goes_to_the_most_frames_and_then_the_nearest_ratio(count, sides
     assert pixels[:, :, 0, 0].tolist() == [list(range(bucket[0]))] * 3
 
 
-def test_pictures_are_videos_of_one_frame_and_stay_pictures():
-    picture = Image.new("RGB", (8, 8))
-    assert bucket_pixels(picture, [(8, 8), (5, 8, 8)], "rgb")[1].shape == (3, 8, 8)
-    assert bucket_pixels(picture, [(1, 8, 8), (5, 8, 8)], "gray")[1].shape == (1, 1, 8, 8)
+def test_images_are_videos_of_one_frame_and_stay_images():
+    image = Image.new("RGB", (8, 8))
+    assert bucket_pixels(image, [(8, 8), (5, 8, 8)], "rgb")[1].shape == (3, 8, 8)
+    assert bucket_pixels(image, [(1, 8, 8), (5, 8, 8)], "gray")[1].shape == (1, 1, 8, 8)
     with pytest.raises(Unusable, match=r"^video of 4 frames at data\.fps; the shortest bucket has 5$"):
         bucket_pixels(frames(4), [(9, 8, 8), (5, 8, 8)], "rgb")
     with pytest.raises(Unusable, match=r"^video without frames$"):
@@ -120,7 +120,7 @@ def test_tiles_are_blended_and_said(tmp_path):
     assert tiled.identity == whole.identity | {"tiling": True}
 
 
-def test_a_vae_of_pictures_takes_no_videos(tmp_path):
+def test_a_vae_of_images_takes_no_videos(tmp_path):
     kl().save_pretrained(tmp_path)
     codec = load_image_codec(VaeCodec(class_name="AutoencoderKL", path=tmp_path))
     with pytest.raises(UserError, match=r"5 × 16 × 24 has frames, and AutoencoderKL encodes images; use \[16, 24\]$"):
@@ -152,7 +152,7 @@ def test_latents_that_a_model_does_not_take_are_named(model, shape, misfits):
 
 
 def test_frames_are_brought_to_size_one_by_one():
-    picture = Image.fromarray(np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3))
-    _, alone = bucket_pixels(picture, [(8, 8)], "rgb")
-    _, moving = bucket_pixels(iter([picture] * 3), [(3, 8, 8)], "rgb")
+    image = Image.fromarray(np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3))
+    _, alone = bucket_pixels(image, [(8, 8)], "rgb")
+    _, moving = bucket_pixels(iter([image] * 3), [(3, 8, 8)], "rgb")
     assert (moving == alone[:, None]).all()

@@ -33,7 +33,7 @@ COUNT = 48
 
 @pytest.fixture(scope="module")
 def noise(tmp_path_factory):
-    """Pictures large enough that encoding takes a while."""
+    """Images large enough that encoding takes a while."""
     folder = tmp_path_factory.mktemp("noise")
     random = np.random.default_rng(0)
     for i in range(COUNT):

@@ -55,8 +55,8 @@ def made_plan() -> Plan:
     """Sana-1600M on one A40 at 1024 × 1024: recorded; the other strategies, speeds and the data set are made up."""
     model, gpu = catalog.model("sana-1600m"), catalog.gpu("a40")
     # Two micro-batches show all that thirty-two do.
-    with EmulatedGpus(gpu, 1) as cards:
-        found = cards.profile(request_for(model, gpu, strategy(grad_accum_steps=2)))
+    with EmulatedGpus(gpu, 1) as gpus:
+        found = gpus.profile(request_for(model, gpu, strategy(grad_accum_steps=2)))
     margin = Margin(share=0.03, source="9 engines on a GPU like this one")
     process = process_of(found.peak_reserved_bytes, _beside(gpu), margin)
     host = host_need(found.host_timeline, found.checkpoint_bytes, Cluster())
@@ -141,7 +141,7 @@ def made_plan() -> Plan:
 
 
 def curve(chosen: Estimate, share: float) -> dict[int, int]:
-    """A line that is flat while the step decides, and then rises by a `share` of what a picture takes here."""
+    """A line that is flat while the step decides, and then rises by a `share` of what an image takes here."""
     sizes = (1, 2, 4, 6, 8, 12, 16, 24, 32)
     flat, peak = chosen.phases["step"] + GIB, chosen.process.high_bytes
     each = share * (peak - 21 * GIB) / chosen.strategy.micro_batch_size
@@ -221,7 +221,7 @@ WATERFALL = (
 
 
 def unfitting_plan() -> Plan:
-    """The same on a card of 16 GB: what is nearest does not fit, and what would."""
+    """The same on a GPU of 16 GB: what is nearest does not fit, and what would."""
     plan = made_plan()
     gpu = catalog.gpu("rtx-4080")
     reserved = plan.chosen.peak_reserved_bytes
@@ -253,7 +253,7 @@ def unfitting_plan() -> Plan:
 
 
 def sharded_plan(world_size: int = 32) -> Plan:
-    """The same by ZeRO-2 with an average on the host, on four machines; the ledger stays that of one card."""
+    """The same by ZeRO-2 with an average on the host, on four machines; the ledger stays that of one GPU."""
     from bigdit.config.load import parse_strategy
 
     plan = made_plan()

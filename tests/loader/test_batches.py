@@ -18,7 +18,7 @@ from bigdit.loader.order import draw
 from bigdit.loader.stages import data_state, plan_order
 from bigdit.loader.stream import BatchReader
 from bigdit.profile.steps import batch as profiled_batch
-from bigdit.profile.steps import feed
+from bigdit.profile.steps import step_batches
 from bigdit.store import FeatureStore
 from bigdit.store.part import part_path
 from bigdit.store.text import Text, dequantise, quantise
@@ -266,7 +266,7 @@ def test_the_host_memory_that_is_predicted_is_what_the_loader_takes(tmp_path, mo
     shape = BatchShape(latents=(4, 64, 64), latents_dtype="bf16", text=(64, 512))
     one = sum(tensor.nbytes for tensor in profiled_batch(shape, strategy).tensors())
     live = []
-    fed = feed(lambda: profiled_batch(shape, strategy), strategy, pin=False, seen=live.append)
+    fed = step_batches(lambda: profiled_batch(shape, strategy), strategy, pin=False, on_batch=live.append)
     next(fed)
     predicted = sum(tensor.nbytes for batch in live for tensor in batch.tensors())
     assert predicted == (ahead + 1) * one

@@ -38,11 +38,11 @@ def test_the_context_of_an_a100_by_hand():
     assert cuda_context((8, 0)) == ByteRange(low_bytes=(112 + 133) * MIB, high_bytes=(216 + 263 + 256) * MIB)
 
 
-def test_the_context_of_a_known_card_has_its_own_stacks():
-    # The range of a compute capability is that of its cards: 52 multiprocessors are 104 MiB of stacks.
+def test_the_context_of_a_known_gpu_has_its_own_stacks():
+    # The range of a compute capability is that of its GPUs: 52 multiprocessors are 104 MiB of stacks.
     for gpu in gpus():
-        own, any_card = cuda_context(gpu.compute_capability, gpu.multiprocessors), cuda_context(gpu.compute_capability)
-        assert any_card.low_bytes <= own.low_bytes < own.high_bytes <= any_card.high_bytes
+        own, any_gpu = cuda_context(gpu.compute_capability, gpu.multiprocessors), cuda_context(gpu.compute_capability)
+        assert any_gpu.low_bytes <= own.low_bytes < own.high_bytes <= any_gpu.high_bytes
         assert own.high_bytes - own.low_bytes == (263 - 133 + 256) * MIB
     a30, a100 = cuda_context((8, 0), 56), cuda_context((8, 0), 108)
     assert a100.high_bytes - a30.high_bytes == 52 * 2 * MIB
@@ -88,7 +88,7 @@ def test_what_lies_beside_grows_with_communicators(compute_capability, world_siz
     assert non_torch_memory(compute_capability, world_size, communicators + 1).high_bytes >= beside.high_bytes
 
 
-def test_every_card_of_the_catalogue_is_known():
+def test_every_gpu_of_the_catalogue_is_known():
     for gpu in gpus():
         assert non_torch_memory(gpu.compute_capability, 8).high_bytes < gpu.usable_bytes
 

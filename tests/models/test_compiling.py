@@ -62,9 +62,9 @@ def test_a_profiled_step_is_of_blocks_as_they_are_written():
         StepRequest(model=SANA, batch=SHAPE, strategy=Strategy(compile_blocks=switch, checkpointed_blocks=1))
         for switch in (False, True)
     )
-    with EmulatedGpus(A40, 1) as cards:
-        assert cards.attempt(compiled).memory == cards.attempt(plain).memory
-        assert cards.profile(compiled).ledger == cards.profile(plain).ledger
+    with EmulatedGpus(A40, 1) as gpus:
+        assert gpus.attempt(compiled).memory == gpus.attempt(plain).memory
+        assert gpus.profile(compiled).ledger == gpus.profile(plain).ledger
 
 
 def test_a_plan_and_a_profile_say_that_they_are_of_blocks_as_they_are_written():

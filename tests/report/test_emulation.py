@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accounts import ACCOUNT, CARD, LINE
+from accounts import ACCOUNT, GPU, LINE
 
 from bigdit import log
 from bigdit.catalog import gpu
@@ -22,7 +22,7 @@ OOM = {
     "phase": "backward", "steps": 1, "frames": [LINE | {"own": False, "name": "inner"}, HOSTILE, LINE],
     "live": [{"script": HOSTILE, "library": None, "phase": "backward", "nbytes": 43 * GIB, "count": 2}],
 }  # fmt: skip
-LARGE = CARD | {"total_bytes": 44 * GIB, "peak_reserved_bytes": 43 * GIB, "curve": [[0, 0, 0], [1, 42 * GIB, 43 * GIB]]}
+LARGE = GPU | {"total_bytes": 44 * GIB, "peak_reserved_bytes": 43 * GIB, "curve": [[0, 0, 0], [1, 42 * GIB, 43 * GIB]]}
 
 
 def run(*changed: dict[str, Any], status: int = 0, skipped: bool = False, **more: Any) -> EmulatedRun:
@@ -141,7 +141,7 @@ def test_notices_are_said_once() -> None:
     assert "2 processes used GPU 0, and shared its memory" in lines
 
 
-def test_no_card_is_no_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_gpu_is_no_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = emulation(run())
     assert "no process used a GPU" in " ".join(shown(found, monkeypatch, capsys).split())
     assert verdict(found.runs[0], found)[0] == "no answer"

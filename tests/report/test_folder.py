@@ -45,8 +45,8 @@ def test_the_folder_of_a_plan(made, tmp_path):
     document = json.loads((folder / "plan.json").read_text())
     assert document.pop("fits") is True
     assert Plan.model_validate(document) == made
-    for picture in ("memory.png", "curve.png"):
-        assert (folder / picture).read_bytes().startswith(b"\x89PNG")
+    for image in ("memory.png", "curve.png"):
+        assert (folder / image).read_bytes().startswith(b"\x89PNG")
     assert list(folder.parent.iterdir()) == [folder]
 
 

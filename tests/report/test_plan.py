@@ -30,7 +30,7 @@ def made():
 WAYS = {
     "fits": plans.made_plan,
     "does not fit": plans.unfitting_plan,
-    "32 cards": plans.sharded_plan,
+    "32 GPUs": plans.sharded_plan,
 }
 
 
@@ -191,7 +191,7 @@ def test_what_may_not_fit_is_not_called_the_fastest_that_fits(made):
 
 
 def tight(plan, usable_bytes):
-    """The plan on a card of so many bytes, where it is tight."""
+    """The plan on a GPU of so many bytes, where it is tight."""
     gpu = plan.question.gpu.model_copy(update={"usable_mib": usable_bytes // MIB})
     left = gpu.usable_bytes - plan.chosen.process.high_bytes
     chosen = plan.chosen.model_copy(update={"headroom_bytes": left, "verdict": "TIGHT"})
@@ -299,7 +299,7 @@ def test_videos_are_not_called_images(made):
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("plan")
-def test_where_the_search_ends_is_no_limit_of_the_card(made):
+def test_where_the_search_ends_is_no_limit_of_the_gpu(made):
     assert "512+" not in plans.shown(made)
     limit = made.buckets[0].model_copy(update={"full": LARGEST_MICRO_BATCH})
     plan = made.model_copy(update={"buckets": (limit, *made.buckets[1:])})

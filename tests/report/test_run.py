@@ -139,13 +139,13 @@ def test_it_needs_nothing_beside_itself_and_captions_are_text(planned):
     assert set(re.findall(r"var\((--[\w-]+)\)", text)) <= defined | {"--colour"}
 
 
-def test_many_large_pictures_make_no_large_page(run, monkeypatch):
+def test_many_large_images_make_no_large_page(run, monkeypatch):
     monkeypatch.setattr(report, "IMAGE_BYTES", 15_000)
     (run / "samples").mkdir()
     pixels = np.random.default_rng(0).integers(0, 256, (300, 500, 3), dtype=np.uint8)
     for step in range(1, 12):
         Image.fromarray(pixels).save(run / f"samples/step-{step:08d}.png")
-    (run / "samples/step-00000011.png").write_text("no picture")
+    (run / "samples/step-00000011.png").write_text("no image")
     text = page(read_run(run))
     shown = re.findall(r'src="data:image/jpeg;base64,([^"]+)"', text)
     assert 40_000 < sum(map(len, shown)) <= 120_000

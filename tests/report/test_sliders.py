@@ -328,10 +328,10 @@ def test_another_number_of_gpus_is_another_plans(chromium, plan, tmp_path):
     written = tmp_path / "plan" / "report.html"
     chromium.get(written.as_uri())
     assert "All settings and sizes here ran for plans of 1, 8 GPUs;" in chromium.page_source
-    cards = Select(at(chromium, "gpus"))
-    assert [each.text for each in cards.options] == ["1", "8"]
-    assert cards.first_selected_option.text == "1"
-    cards.select_by_visible_text("8")
+    gpus = Select(at(chromium, "gpus"))
+    assert [each.text for each in gpus.options] == ["1", "8"]
+    assert gpus.first_selected_option.text == "1"
+    gpus.select_by_visible_text("8")
     asked = state(chromium)
     assert asked["strategy"] == own.option
     shows(chromium, *shown(chromium, json.loads(other.model_dump_json())))

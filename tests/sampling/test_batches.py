@@ -24,8 +24,8 @@ def sampler(trained):
 
 
 def draw(sampler, captions=CAPTIONS, **chosen):
-    pictures = sampler.sample(captions, SamplingOptions(8, 8, steps=2, **chosen))
-    return torch.stack(list(pictures)).int()
+    images = sampler.sample(captions, SamplingOptions(8, 8, steps=2, **chosen))
+    return torch.stack(list(images)).int()
 
 
 def fed(sampler, monkeypatch, most=None, error=None):

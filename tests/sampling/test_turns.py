@@ -50,10 +50,10 @@ def test_what_encoded_is_gone_before_the_model_comes_and_the_model_before_anythi
     latents = sampler.generate(CAPTIONS, OPTIONS)
     first = next(latents)
     assert held["model"]() is not None
-    pictures = sampler.decode([first, *latents], OPTIONS)
-    next(pictures)
+    images = sampler.decode([first, *latents], OPTIONS)
+    next(images)
     assert held["model"]() is None
-    assert len(list(pictures)) == len(CAPTIONS) - 1
+    assert len(list(images)) == len(CAPTIONS) - 1
 
 
 @torch.no_grad()
@@ -90,10 +90,10 @@ def test_images_come_while_others_are_still_to_be_drawn(trained, capsys):
             drawn.append(each)
             yield each
 
-    pictures = sampler.sample(CAPTIONS, replace(OPTIONS, micro_batch_size=1), shown=shown)
-    for number, picture in enumerate(pictures, 1):
+    images = sampler.sample(CAPTIONS, replace(OPTIONS, micro_batch_size=1), shown=shown)
+    for number, image in enumerate(images, 1):
         assert len(drawn) == number
-        assert (picture.int() - whole[number - 1].int()).abs().max() <= 1  # another batch size takes other kernels
+        assert (image.int() - whole[number - 1].int()).abs().max() <= 1  # another batch size takes other kernels
     assert (len(drawn), capsys.readouterr().err) == (len(CAPTIONS), "")
 
 

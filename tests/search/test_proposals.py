@@ -45,7 +45,7 @@ def reasons(asked: Question) -> dict[str, str]:
     return {rejected.choice: rejected.reason for rejected in proposals(asked)[1]}
 
 
-def test_one_card_is_not_sharded_and_offload_is_a_last_resort() -> None:
+def test_one_gpu_is_not_sharded_and_offload_is_a_last_resort() -> None:
     found, _ = proposals(question())
     assert {option.strategy.engine for option in found if not option.last_resort} == {"single"}
     (stepped,) = (option.title for option in found if option.last_resort == 3)
@@ -60,7 +60,7 @@ def test_one_card_is_not_sharded_and_offload_is_a_last_resort() -> None:
     )
 
 
-def test_engines_of_several_cards_depend_on_accumulation_and_machines() -> None:
+def test_engines_of_several_gpus_depend_on_accumulation_and_machines() -> None:
     eight = question(cluster=Cluster(gpus=8))
     assert titles(eight)[0] == "ZeRO-2 on 8, AdamW"
     assert "ZeRO-1" in reasons(eight)
@@ -92,7 +92,7 @@ def test_deepspeed_s_buckets_hold_a_block_and_not_half_a_billion() -> None:
         assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"]
 
 
-def test_a_card_without_bf16_trains_in_fp16() -> None:
+def test_a_gpu_without_bf16_trains_in_fp16() -> None:
     found, _ = proposals(question("pixart-sigma-xl-2-1024", "v100-32g-sxm2", cluster=Cluster(gpus=32)))
     assert {option.strategy.precision for option in found} == {"fp16"}
     assert "does not compute it" in reasons(question(gpu="v100-32g-sxm2"))["bf16"]
@@ -164,7 +164,7 @@ def test_a_settled_strategy_says_the_same_in_deepspeed_s_document() -> None:
 
 
 @given(st.integers(1, 64), st.integers(1, 64))
-def test_micro_batches_divide_a_card_s_share_of_the_global_batch(gpus: int, share: int) -> None:
+def test_micro_batches_divide_a_gpu_s_share_of_the_global_batch(gpus: int, share: int) -> None:
     asked = question(cluster=Cluster(gpus=gpus), global_batch_size=gpus * share)
     sizes = list(asking(asked).micro_batch_sizes(Strategy(engine="fsdp2", world_size=gpus)))
     assert sizes == [size for size in range(1, share + 1) if share % size == 0]

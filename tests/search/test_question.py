@@ -47,9 +47,9 @@ def test_what_is_left_out_is_as_the_question_has_it():
 )
 def test_what_is_reserved_is_not_usable(gpu, reserve, kept):
     """By the kind of GPU where nobody says how much; what a process is told stays the driver's."""
-    asked, card = question_for("sana-1600m", gpu, reserve=reserve).gpu, catalog.gpu(gpu)
-    assert (asked.reserved_bytes, asked.driver_bytes) == (kept, card.driver_bytes)
-    assert asked.usable_bytes == card.usable_bytes - kept
+    asked, device = question_for("sana-1600m", gpu, reserve=reserve).gpu, catalog.gpu(gpu)
+    assert (asked.reserved_bytes, asked.driver_bytes) == (kept, device.driver_bytes)
+    assert asked.usable_bytes == device.usable_bytes - kept
 
 
 def test_adapters_have_weights_to_adapt():

@@ -133,7 +133,7 @@ def test_what_a_part_is_of_follows_from_its_own_source_alone(schema):
     assert part_identity(grown, 4) == own == part_identity(schema, 8)
     later = schema.model_copy(update={"sources": [{"count": 4}, *schema.sources]})
     end = schema.sources[0]["count"]
-    others = [part_identity(grown, end), part_identity(later, 4)]  # the same pictures, from another place on
+    others = [part_identity(grown, end), part_identity(later, 4)]  # the same images, from another place on
     for key, value in {"buckets": [(8, 8), (12, 8)], "codec": {"name": "other"}, "text_encoder": {}}.items():
         others.append(part_identity(schema.model_copy(update={key: value}), 4))
     assert len({own, *others}) == 6

@@ -81,7 +81,7 @@ def test_a_model_that_reads_its_masks_has_none():
 
 
 @pytest.mark.parametrize(
-    ("card", "gib", "precision", "name", "rate"),
+    ("device", "gib", "precision", "name", "rate"),
     [
         ("NVIDIA H100 80GB HBM3", 79.2, "bf16", "h100-sxm", "bf16"),
         ("NVIDIA GeForce RTX 4090", 23.5, "fp16", "rtx-4090", "fp16"),
@@ -90,8 +90,8 @@ def test_a_model_that_reads_its_masks_has_none():
         ("NVIDIA A40", 44.4, "fp32", "a40", "fp32"),
     ],
 )
-def test_the_peak_is_the_catalogues_for_the_precision(card, gib, precision, name, rate):
-    assert peak_flops(card, int(gib * GIB), precision) == getattr(gpu(name).tflops, rate) * 1e12
+def test_the_peak_is_the_catalogues_for_the_precision(device, gib, precision, name, rate):
+    assert peak_flops(device, int(gib * GIB), precision) == getattr(gpu(name).tflops, rate) * 1e12
 
 
 def test_a_gpu_that_is_not_known_has_no_peak():

@@ -241,14 +241,14 @@ def test_a_checkpoint_that_the_run_cannot_go_on_from_is_refused(capsys, features
         assert said.startswith(f"error: {problem}")
 
 
-def test_images_that_extraction_refuses_are_refused(capsys, tmp_path, features, pictures):
+def test_images_that_extraction_refuses_are_refused(capsys, tmp_path, features, images):
     label = ["data.images.path={}", "data.images.captions=[text]"]
     for there in (features, tmp_path / "none"):  # with and without their features
-        columns = [each.format(pictures) for each in label]
+        columns = [each.format(images) for each in label]
         status, _, said = dry_run(capsys, "data.images={}", *columns, f"data.features={there}")
         assert (status, said) == (
             1,
-            f"error: data.images: {pictures} is of kind folder, which has no columns; leave out image and captions\n",
+            f"error: data.images: {images} is of kind folder, which has no columns; leave out image and captions\n",
         )
     status, _, said = dry_run(capsys, f"data.images={tmp_path}", f"data.features={tmp_path / 'none'}")
     assert (status, said.partition(" (")[0]) == (1, f"error: data.images: {tmp_path} holds no images")

@@ -29,7 +29,7 @@ BORDER, END = 8, 16
 
 
 @pytest.fixture(scope="module")
-def staged(once, pictures, features):
+def staged(once, images, features):
     """A run's YAML: the digits as they are, and at twice their side; half the micro-batch, and another rate."""
 
     def make(folder):
@@ -39,7 +39,7 @@ def staged(once, pictures, features):
         high["strategy"] = {"micro_batch_size": 4, "checkpointed_blocks": 1, "optimizer": {"lr": 1e-3}}
         high["train"] = {"steps": END - BORDER, "warmup_steps": 0}
         document = yaml.safe_load(DIGITS.read_text()) | {"stages": [low, high]}
-        document["data"]["images"] = str(pictures)
+        document["data"]["images"] = str(images)
         (folder / "run.yaml").write_text(yaml.safe_dump(document))
         done = bigdit("extract", "--config", folder / "run.yaml", *with_set(SMALL))
         assert done.returncode == 0, done.stderr

@@ -81,9 +81,9 @@ def test_wandb_takes_rows_and_images_in_any_order(tmp_path, monkeypatch):
         trackers.show(2, tmp_path / "grid.png")  # it took long to decode
     logged = [json.loads(line) for line in (tmp_path / "logged").read_text().splitlines()]
     assert all(axes == {"*": "step"} for axes, _ in logged)
-    rows, pictures = ([values for _, values in logged if key in values] for key in ("loss", "samples"))
+    rows, images = ([values for _, values in logged if key in values] for key in ("loss", "samples"))
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
-    assert pictures == [{"samples": [[2, 3, 3]], "step": 4}, {"samples": [[2, 3, 3]], "step": 2}]
+    assert images == [{"samples": [[2, 3, 3]], "step": 4}, {"samples": [[2, 3, 3]], "step": 2}]
 
 
 def test_a_process_that_is_gone_is_a_line(tmp_path, capfd, monkeypatch):

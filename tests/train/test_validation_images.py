@@ -59,8 +59,8 @@ def test_they_are_those_of_the_checkpoints_average_and_training_is_the_same(feat
     read = EventAccumulator(str(tmp_path / "run/tensorboard"), size_guidance={"images": 0})
     read.Reload()
     shown = read.Images("samples/image_0") if "samples/image_0" in read.Tags()["images"] else read.Images("samples")
-    with Image.open(tmp_path / "run/samples/step-00000003.png") as picture:
-        assert [(each.step, each.width, each.height) for each in shown] == [(step, *picture.size) for step in (2, 3)]
+    with Image.open(tmp_path / "run/samples/step-00000003.png") as image:
+        assert [(each.step, each.width, each.height) for each in shown] == [(step, *image.size) for step in (2, 3)]
 
 
 def test_what_fails_is_a_line_and_training_goes_on(features, tmp_path, monkeypatch, capfd):
@@ -91,8 +91,8 @@ def test_two_processes_draw_what_one_does(features, tmp_path, engine):
     found, _ = checkpoint.latest(tmp_path / "run")
     options = SamplingOptions(8, 8, steps=2, guidance=3.0, seed=7)
     wanted = [each[0].numpy() for each in Sampler(found, torch.device("cpu"), ema=True).sample(CAPTIONS, options)]
-    with Image.open(tmp_path / "run/samples/step-00000003.png") as picture:
-        grid = np.asarray(picture.convert("L"))
+    with Image.open(tmp_path / "run/samples/step-00000003.png") as image:
+        grid = np.asarray(image.convert("L"))
     (tmp_path / "wanted.png").write_bytes(png(wanted))
-    with Image.open(tmp_path / "wanted.png") as picture:
-        assert np.abs(np.asarray(picture.convert("L")).astype(int) - grid).max() <= 2 * ROUNDING
+    with Image.open(tmp_path / "wanted.png") as image:
+        assert np.abs(np.asarray(image.convert("L")).astype(int) - grid).max() <= 2 * ROUNDING
