@@ -131,10 +131,10 @@ def pytest_collection_finish():
 def pytest_terminal_summary(terminalreporter):
     """What tests recorded as `found` is said at the end: how far predictions are off, where they hold too."""
     reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
-    said = [value for report in reports for name, value in report.user_properties if name == "found"]
-    if said:
+    printed = [value for report in reports for name, value in report.user_properties if name == "found"]
+    if printed:
         terminalreporter.section("found")
-        for line in sorted(said):
+        for line in sorted(printed):
             terminalreporter.write_line(line)
 
 

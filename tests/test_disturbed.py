@@ -182,12 +182,16 @@ class Disturbed(stateful.RuleBasedStateMachine):
         last = last or self.start("train")
         last.ends(0)
         self.nothing_is_lost()
-        said, latest, steps = last.text().replace("\n", " "), self.output / "checkpoints/latest", steps_of(self.output)
-        done = "steps already" in said  # nothing was left to train, to measure, to save and to prune
-        assert (done and "saved last" in said and not latest.exists()) or latest.read_text() == f"step-{STEPS:08d}\n"
+        printed, latest, steps = (
+            last.text().replace("\n", " "),
+            self.output / "checkpoints/latest",
+            steps_of(self.output),
+        )
+        done = "steps already" in printed  # nothing was left to train, to measure, to save and to prune
+        assert (done and "saved last" in printed and not latest.exists()) or latest.read_text() == f"step-{STEPS:08d}\n"
         assert on.exports_of(self.output) == self.course.exports
         assert not rows or rows_of(self.output) == self.course.rows
-        assert (self.output / "receipt.json").exists() or (done and "receipt.json is missing" in said), said
+        assert (self.output / "receipt.json").exists() or (done and "receipt.json is missing" in printed), printed
         kept = kept_steps(sorted({*range(2, STEPS + 1, 2), *self.saved}), *self.keeping.values())
         assert kept == steps or (done and {*kept} <= {*steps}), (kept, steps)
         assert not list(self.output.rglob(".tmp-*"))
@@ -227,14 +231,14 @@ class Disturbed(stateful.RuleBasedStateMachine):
         status = command.ends(0, -signum, 128 + signum, refused=lambda _: lost in command.text())
         text, saved = command.text(), f"{signum.name}: saved"
         ways = (saved, early, "ended at once, without a checkpoint", lost, "interrupted\n", "")
-        said = next(way for way in ways if way in text)
-        if said == saved:
+        printed = next(way for way in ways if way in text)
+        if printed == saved:
             step = int(text.rpartition("resumes from step ")[2].split()[0])
             assert (self.output / "checkpoints/latest").read_text() == f"step-{step:08d}\n", text
-        elif status and said in (lost, "interrupted\n", ""):
-            assert said or status == -signum, f"nothing was said: {text}"
+        elif status and printed in (lost, "interrupted\n", ""):
+            assert printed or status == -signum, f"nothing was said: {text}"
             assert rows_of(self.output) in (before, self.course.rows), f"ended in the middle of training: {text}"
-        return f"status {status}, {said.strip() or 'nothing said'}"
+        return f"status {status}, {printed.strip() or 'nothing printed'}"
 
     @rule(name=NAMES, hangs=st.booleans())
     def two_run_at_once(self, name, hangs):
@@ -335,9 +339,9 @@ class Disturbed(stateful.RuleBasedStateMachine):
         if of != "a run" or "exports/" in path or (hurt and ended == "went on" and folder_of(root, hurt).exists()):
             on.bring_back(file, whole)  # nobody has read it
         if path == "metrics.jsonl":  # every row is there once, and right; or its loss was said
-            rows, said = rows_of(root), first.text().replace("\n", "")
-            assert rows == self.course.rows or path in said, f"nothing was said of {rows}: {said}"
-            assert {*rows} <= {*self.course.rows} or "was changed: its rows" in said, rows
+            rows, printed = rows_of(root), first.text().replace("\n", "")
+            assert rows == self.course.rows or path in printed, f"nothing was said of {rows}: {printed}"
+            assert {*rows} <= {*self.course.rows} or "was changed: its rows" in printed, rows
             assert len({row[0] for row in rows}) == len(rows), rows
         if name == "train":
             self.trains(last, rows=path != "metrics.jsonl")

@@ -53,13 +53,13 @@ def probed(popen, script):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with popen(command, env=environment, cwd=script.parent, process_group=0, pass_fds=[read], **pipes) as process:
         os.close(read)
-        said, errors = process.communicate("to be read", timeout=120)
+        printed, errors = process.communicate("to be read", timeout=120)
     assert process.returncode == 7, errors
-    found = json.loads(said)
+    found = json.loads(printed)
     assert (found.pop("parent"), found.pop("pid")) == (os.getpid(), process.pid)
     for each in (found, found["child"]):
         del each["variables"], each["environ"], each["libraries"]
-    return json.loads(said), found, errors
+    return json.loads(printed), found, errors
 
 
 @pytest.fixture

@@ -92,9 +92,9 @@ def test_the_sdist_is_the_whole_project_and_wheels_lose_no_package(tmp_path):
         [sys.executable, "-c", build],
         cwd=tmp_path / "source", capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    assert "would be ignored" not in said
+    printed = done.stdout + done.stderr
+    assert done.returncode == 0, printed
+    assert "would be ignored" not in printed
     sdist, wheel = sorted((tmp_path / "source/out").iterdir(), key=lambda file: file.suffix)
     with tarfile.open(sdist) as packed:
         source = {name.partition("/")[2] for name in packed.getnames()}

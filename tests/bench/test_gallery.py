@@ -80,7 +80,7 @@ def test_what_is_kept_is_not_run_again(tmp_path, monkeypatch):
     assert {file.stem for file in tmp_path.iterdir()} == {*gallery.MODELS}
 
 
-def test_cells_stay_until_they_are_found_anew(tmp_path, monkeypatch):
+def test_cells_stay_until_they_are_found_again(tmp_path, monkeypatch):
     """Also where the command is interrupted; and who asks for its help runs nothing."""
     kept = tmp_path / "gallery.json"
     kept.write_bytes(gallery.FOUND.read_bytes())

@@ -179,7 +179,7 @@ def test_the_machines_own_gpus(nvidia_smi, capsys):
     assert resolve_gpu("AUTO", "40GiB").usable_bytes == 40 * GIB
 
 
-def test_one_name_of_two_gpus_is_told_apart_by_memory(nvidia_smi):
+def test_one_name_of_two_gpus_is_reported_apart_by_memory(nvidia_smi):
     nvidia_smi("0, GPU-1, NVIDIA GeForce RTX 3080, 12288, 400, 11600, [N/A]")
     assert resolve_gpu("auto").name == "rtx-3080-12g"
     nvidia_smi("0, GPU-1, NVIDIA GeForce RTX 4090, 49140, 1, 48600, [N/A]")
@@ -203,7 +203,7 @@ def test_the_gpus_that_cuda_would_show(nvidia_smi, monkeypatch):
             found_gpus()
 
 
-def test_memory_in_use_by_others_is_said(nvidia_smi, capsys):
+def test_memory_in_use_by_others_is_reported(nvidia_smi, capsys):
     nvidia_smi("0, GPU-1, NVIDIA A40, 46068, 20000, 25465, [N/A]")
     assert resolve_gpu("auto").usable_mib == 45465
     assert capsys.readouterr().err == (
@@ -211,7 +211,7 @@ def test_memory_in_use_by_others_is_said(nvidia_smi, capsys):
     )
 
 
-def test_gpus_that_cannot_be_planned_for_are_all_said_at_once(nvidia_smi):
+def test_gpus_that_cannot_be_planned_for_are_all_reported_at_once(nvidia_smi):
     nvidia_smi(
         "0, GPU-1, NVIDIA GeForce RTX 4090 Laptop GPU, 16376, 10, 15900, [N/A]",
         "1, GPU-2, GRID A100D-10C, 10240, 0, 10000, [N/A]",

@@ -111,9 +111,9 @@ ASKED_BACK = {
 
 @pytest.mark.parametrize("asked", ASKED_BACK)
 def test_what_may_be_several_is_asked_back_with_a_short_list(asked):
-    find, said = ASKED_BACK[asked]
+    find, printed = ASKED_BACK[asked]
     problem = _refused(find, asked)
-    assert said in problem
+    assert printed in problem
     assert len(re.search("(?:one of|mean) (.*)", problem)[1].split(", ")) <= SUGGESTED
 
 

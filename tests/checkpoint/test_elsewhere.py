@@ -97,7 +97,7 @@ def test_one_process_takes_up_what_two_had(runs, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero2", "zero3", "fsdp2"])
-def test_a_snapshot_has_the_averages_of_all_processes(runs, name):
+def test_a_snapshot_has_the_emas_of_all_processes(runs, name):
     found = checkpoint.latest(runs / name)[0]
     (snapshot,) = snapshots_of(found)
     verify(snapshot)

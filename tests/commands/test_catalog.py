@@ -59,7 +59,7 @@ def test_models_read_well_at_80_columns(printed):
     assert "83 models" in text
 
 
-def test_what_is_in_the_way_of_extraction_is_said(monkeypatch):
+def test_what_is_in_the_way_of_extraction_is_reported(monkeypatch):
     """Where a row points to --json, a reason stands there."""
     assert all(m["extractable"] for m in json.loads(options(models.run, "--json").stdout))
     monkeypatch.delitem(PIPELINES, "CogView4Transformer2DModel")

@@ -152,10 +152,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Done, Path, Path]
 def test_peaks_are_those_that_torch_tells_the_script(trained: tuple[Done, Path, Path]) -> None:
     done, _, _ = trained
     assert done.returncode == 0, done.stderr
-    told = re.findall(r"^peak (\d+) (\d+)$", done.stderr, re.MULTILINE)  # what it prints gives way to the JSON
-    assert len(told) == 3
+    reported = re.findall(r"^peak (\d+) (\d+)$", done.stderr, re.MULTILINE)  # what it prints gives way to the JSON
+    assert len(reported) == 3
     gpu = done.account["gpus"][0]
-    assert [gpu["peak_allocated_bytes"], gpu["peak_reserved_bytes"]] == [int(nbytes) for nbytes in told[-1]]
+    assert [gpu["peak_allocated_bytes"], gpu["peak_reserved_bytes"]] == [int(nbytes) for nbytes in reported[-1]]
     assert gpu["phases_off_bytes"] == 0
     assert max(point[1] for point in gpu["curve"]) == gpu["peak_allocated_bytes"]
     assert max(point[2] for point in gpu["curve"]) == gpu["peak_reserved_bytes"]
@@ -165,7 +165,7 @@ def test_peaks_are_those_that_torch_tells_the_script(trained: tuple[Done, Path, 
     assert done.account["steps"] == 3
 
 
-def test_phases_are_told_apart(trained: tuple[Done, Path, Path]) -> None:
+def test_phases_are_reported_apart(trained: tuple[Done, Path, Path]) -> None:
     """Eight layers of 1024 × 1025 parameters in fp32, and 2000 rows of 1024 saved for each."""
     done, _, _ = trained
     found = peaks(done.account)
@@ -238,7 +238,7 @@ def test_a_script_that_catches_it_and_trains_on_fits(tmp_path: Path) -> None:
     assert sum(group["nbytes"] for group in live) == done.account["out_of_memory"][0]["allocated_bytes"]
 
 
-def test_a_program_that_begins_anew_and_takes_less_ended_well(tmp_path: Path) -> None:
+def test_a_program_that_begins_again_and_takes_less_ended_well(tmp_path: Path) -> None:
     """It trains nothing: the first time it becomes another program, the second it goes on with a quarter."""
     command = ("python", script(tmp_path, BEGINS_ANEW), 2**23)
     done = emulate("--gpu", "a40", "--out", tmp_path / "out", "--json", "--", *command)
@@ -257,13 +257,13 @@ def test_a_program_that_begins_anew_and_takes_less_ended_well(tmp_path: Path) ->
     assert "the script caught it and continued" in went_on
 
 
-def test_what_would_make_figures_wrong_is_said(tmp_path: Path) -> None:
+def test_what_would_make_figures_wrong_is_reported(tmp_path: Path) -> None:
     done = emulate("--gpu", "a40", "--json", "--", "python", script(tmp_path, NOTICES))
     assert done.returncode == 0, done.stderr
-    said = "\n".join(done.report["notices"])
-    assert "Stateless has no state after its step" in said
-    assert "first at train.py:13" in said
-    assert "the script records the allocator's history itself" in said
+    printed = "\n".join(done.report["notices"])
+    assert "Stateless has no state after its step" in printed
+    assert "first at train.py:13" in printed
+    assert "the script records the allocator's history itself" in printed
     assert int(done.stderr.strip().splitlines()[-1]) > 0  # which it finds as it left it
 
 

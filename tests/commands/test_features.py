@@ -167,9 +167,9 @@ def test_processes_that_verify_end_with_who_started_them(tmp_path):
 def test_a_killed_process_that_verified_is_a_line(tmp_path):
     with verifying(tmp_path / "store") as (main, others):
         os.kill(max(others()), signal.SIGKILL)  # the last to start is one that reads
-        said = main.communicate()[1].decode()
+        printed = main.communicate()[1].decode()
     assert main.returncode == 1
-    assert said.splitlines()[-1] == (
+    assert printed.splitlines()[-1] == (
         f"error: a process that verified {tmp_path}/store was killed, perhaps for lack of memory, or crashed. Nothing "
         "was changed; verify again, with fewer --workers"
     )

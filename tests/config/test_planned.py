@@ -98,7 +98,7 @@ def test_a_plan_that_is_missing_is_named(tmp_path):
     ]
 
 
-def test_what_the_plan_did_not_foresee_is_said(tmp_path):
+def test_what_the_plan_did_not_foresee_is_reported(tmp_path):
     plan = plan_of()
     run = stage_of(tmp_path, plan).run
     assert plan_notices(run, plan, plan.catalogue) == []

@@ -64,7 +64,7 @@ def shown(page, text):
                 yield Shown(page, command.replace("\\\n", " ").strip(), part[len(command) :])
 
 
-def said():
+def tried_by():
     """How each kind of command is tried, by its beginning: the table of contributing.md."""
     rows = re.findall(r"^\| `(.+?)` \| (\w+) \| (.+) \|$", (ROOT / "docs/contributing.md").read_text(), re.MULTILINE)
     assert len({start for start, _, _ in rows}) == len(rows)
@@ -234,7 +234,7 @@ def made(command, _):
 
 
 TRIED = {way.__name__: way for way in (run, reading, listed, parsed, asked, launched, submitted, downloaded, made)}
-WAYS = said()
+WAYS = tried_by()
 
 
 def way_of(command):
@@ -268,7 +268,7 @@ def test_a_reader_gets_what_stands_there(command, request):
     reading(command, request.getfixturevalue(who))
 
 
-def test_all_that_is_said_of_commands_is_of_some():
+def test_all_that_is_reported_of_commands_is_of_some():
     assert set(WAYS) == {beginning(command, WAYS) for command in ALL}
     assert {way_of(command) for command in ALL} == set(TRIED)
 

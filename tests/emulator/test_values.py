@@ -82,10 +82,10 @@ print(json.dumps([read, [[found["text"], found["count"]] for found in notices.fo
 """
 
 
-def test_what_no_kernel_computed_reads_zero_and_is_said():
-    read, said = answers("a40", UNKNOWN)
+def test_what_no_kernel_computed_reads_zero_and_is_reported():
+    read, printed = answers("a40", UNKNOWN)
     assert read == [0.0, False, True, 0.0, 0, 7.0]  # zero is finite: a script that asks for it trains on
-    assert said == [
+    assert printed == [
         ["a condition on values that no kernel computed was read: they are 0", 2],
         ["a value that no kernel computed was read: it is 0", 2],
         ["nonzero read values that no kernel computed: they are 0", 1],

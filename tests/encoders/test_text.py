@@ -132,7 +132,7 @@ def words(count):
 
 
 @pytest.mark.parametrize("class_name", sorted(PARTS))
-def test_captions_that_a_tokenizer_cuts_are_told_from_those_that_just_fit(class_name, saved):
+def test_captions_that_a_tokenizer_cuts_are_reported_from_those_that_just_fit(class_name, saved):
     """Of a caption that was cut, words at its end change nothing; the end of a template is cut before it is.
 
     Each caption is encoded alone: in batches of other sizes sums are rounded otherwise.

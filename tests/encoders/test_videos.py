@@ -84,17 +84,17 @@ def test_every_vae_of_videos_gives_what_its_own_pass_over_them_does(class_name, 
         codec.latent_shape((4, 16, 24))
 
 
-@pytest.mark.parametrize(("said", "told"), [("temporal", "4 × 2 × 4 × 6"), ("spatial", "4 × 3 × 2 × 3")])
-def test_a_config_that_divides_otherwise_than_its_weights_is_named(said, told, tmp_path, pixels):
+@pytest.mark.parametrize(("printed", "reported"), [("temporal", "4 × 2 × 4 × 6"), ("spatial", "4 × 3 × 2 × 3")])
+def test_a_config_that_divides_otherwise_than_its_weights_is_named(printed, reported, tmp_path, pixels):
     torch.manual_seed(0)
-    ltx(**{f"{said}_compression_ratio": {"temporal": 4, "spatial": 8}[said]}).save_pretrained(tmp_path)
+    ltx(**{f"{printed}_compression_ratio": {"temporal": 4, "spatial": 8}[printed]}).save_pretrained(tmp_path)
     codec = VaeCodec(name="vae", class_name="AutoencoderKLLTXVideo", path=str(tmp_path))
     encode = load_image_codec(codec, device="cpu", batch_size=1).encode
     with pytest.raises(UserError) as raised:
         encode(pixels)
     assert str(raised.value).startswith(
         f"encoders.image.path: {tmp_path} encodes 5 × 16 × 24 pixels as latents of 4 × 3 × 4 × 6, and its config.json "
-        f"says {told}; correct its "
+        f"says {reported}; correct its "
     )
 
 
@@ -106,7 +106,7 @@ def test_pixels_of_videos_are_latents_frame_by_frame(pixels):
     assert torch.equal(codec.decode(latents), pixels)
 
 
-def test_tiles_are_blended_and_said(tmp_path):
+def test_tiles_are_blended_and_reported(tmp_path):
     make, _, _ = VIDEO_VAES["AutoencoderKLWan"]
     make().save_pretrained(tmp_path)
     large = torch.rand(1, 3, 1, 272, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1  # beyond a tile of 256

@@ -146,7 +146,7 @@ def test_images_that_memory_does_not_do_for_at_once_are_encoded_in_smaller_batch
     assert batches == [9, 4, 2, 2, 2, 2, 1]
 
 
-def test_an_ltx_decoder_that_asks_for_noise_is_told_that_there_is_none(tmp_path, pixels):
+def test_an_ltx_decoder_that_asks_for_noise_is_reported_that_there_is_none(tmp_path, pixels):
     ltx(timestep_conditioning=True).save_pretrained(tmp_path)
     codec = load_image_codec(VaeCodec(class_name="AutoencoderKLLTXVideo", path=tmp_path))
     assert codec.decode(codec.encode(pixels)).shape == pixels.shape

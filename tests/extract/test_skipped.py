@@ -44,7 +44,7 @@ def test_the_command_reports_what_was_skipped_and_why(flawed, tmp_path):
     assert "2 skipped:\n  b.png: damaged image" in again.stdout
 
 
-def test_captions_that_were_cut_are_counted_over_parts_and_told_wherever_a_store_is_shown(tmp_path):
+def test_captions_that_were_cut_are_counted_over_parts_and_reported_wherever_a_store_is_shown(tmp_path):
     """Each caption of an image counts, and one that two images share counts twice."""
     captions = {"a": ["a cat", "x" * 50, "y" * 20], "b": ["x" * 50], "c": ["z" * 15], "d": ["z" * 16]}
     for name, texts in captions.items():
@@ -93,9 +93,9 @@ def test_each_bad_file_is_one_line_and_the_others_are_encoded(flawed, tmp_path, 
     assert json.loads((tmp_path / "f/report.json").read_text()) == report.store.model_dump(mode="json")
     assert all_indices(tmp_path / "f") == [0]
     print_skipped(report.store.skipped)
-    said = capfdbinary.readouterr().out
-    assert rb"esc \x1b[31m.png: caption esc \x1b[31m.txt is missing" in said
-    assert b"\x1b" not in said
+    printed = capfdbinary.readouterr().out
+    assert rb"esc \x1b[31m.png: caption esc \x1b[31m.txt is missing" in printed
+    assert b"\x1b" not in printed
 
 
 @pytest.mark.slow

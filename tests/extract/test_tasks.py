@@ -76,7 +76,7 @@ def test_an_interrupted_task_is_queued_again_as_it_is():
     assert task.checkpoint().function is task
 
 
-def test_what_an_engine_lacks_is_said_before_encoding(images, tmp_path, monkeypatch):
+def test_what_an_engine_lacks_is_reported_before_encoding(images, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="--engine slurm: sbatch was not found on this machine; run this on a SLURM"):
         extract(*configured(images, tmp_path / "f"), engine=Slurm(1, {}))

@@ -196,7 +196,7 @@ def test_another_run_is_refused_in_one_line(noise, one_worker):
     assert "text_encoder.weights is " in problem
 
 
-def test_what_does_not_fit_together_is_said_before_encoding(noise, tmp_path):
+def test_what_does_not_fit_together_is_reported_before_encoding(noise, tmp_path):
     run, model = configured(noise, tmp_path / "x", "data.buckets=[[127, 128]]")
     wider = model.model_copy(update={"kwargs": {"in_channels": 16, "caption_channels": 2304}})
     with pytest.raises(UserError) as error:

@@ -260,7 +260,7 @@ def assert_same(path, *overrides):
 
 def test_what_is_not_taken_online_is_refused(sd3, tmp_path, captioned):
     path, _ = sd3
-    said = {
+    printed = {
         "data.buckets=[[16, 16], [16, 24]]": "data.buckets has 2: the bucket of an image is known only after all were "
         "read",
         "validation.samples=2": "validation needs samples of a store",
@@ -270,7 +270,7 @@ def test_what_is_not_taken_online_is_refused(sd3, tmp_path, captioned):
         "encoders.first_frame={}": "encoders.first_frame needs a store",
         "stages=[{train: {steps: 1}}, {train: {steps: 2}}]": "it is of a run without stages",
     }
-    for override, problem in said.items():
+    for override, problem in printed.items():
         with pytest.raises(UserError) as error:
             prepare_stages(load_stages(path, [*ONLINE, override]))
         assert any(problem in line for line in error.value.problems), (override, error.value.problems)

@@ -168,7 +168,7 @@ def test_adapters_are_trained_kept_resumed_and_read_by_diffusers(tmp_path, featu
 
 
 @pytest.mark.slow
-def test_other_adapters_start_anew_elsewhere(tmp_path, features, trained):
+def test_other_adapters_start_again_elsewhere(tmp_path, features, trained):
     """Whatever changes, the error says what works; adapters alone are no weights to start from."""
     base = trained / "exports/step-00000008/transformer"
     settings = ("strategy.lora={rank: 4, alpha: 8}", f"model.init_from={base}", "train.checkpoint_every=2")

@@ -111,7 +111,7 @@ def test_a_flow_follows_its_scheduler_to_the_bit(sampler, scheduler, steps):
 @pytest.mark.parametrize(
     ("sampler", "scheduler"),
     [
-        ("ddim", lambda **said: diffusers.DDIMScheduler(clip_sample=False, **said)),
+        ("ddim", lambda **printed: diffusers.DDIMScheduler(clip_sample=False, **printed)),
         ("dpmsolver++", diffusers.DPMSolverMultistepScheduler),
         ("unipc", diffusers.UniPCMultistepScheduler),
     ],
@@ -164,7 +164,7 @@ def test_samplers_of_second_order_come_nearer_than_euler_in_as_many_calls():
         ),
     ],
 )
-def test_what_does_not_go_together_is_said(objective, sampler, steps, error):
+def test_what_does_not_go_together_is_reported(objective, sampler, steps, error):
     with pytest.raises(UserError) as caught:
         objectives.sample(objective, sampler, lambda latents, t: latents, NOISE, steps, 16)
     assert caught.value.problems == (error,)

@@ -181,7 +181,7 @@ def test_8_bits_stay_within_2_percent_of_the_way_of_32(whole, quantised):
     assert 0 < (far - near).norm() < 0.02 * (far - start).norm()
 
 
-def test_rounding_is_right_on_average_and_gives_bf16():
+def test_rounding_is_right_on_ema_and_gives_bf16():
     step = 2.0**-7  # between neighbours of bf16 from 1 on
     values = torch.cat([torch.full((100_000,), 1 + 0.3 * step), torch.full((100_000,), -1 - 0.3 * step)])
     torch.manual_seed(0)

@@ -104,8 +104,8 @@ def test_a_cache_that_cannot_be_written_is_noticed_and_the_answer_stands(
 
 def test_an_answer_that_takes_too_long_is_a_line_and_is_not_kept(cache: Path, worker) -> None:
     worker("exec sleep 60")
-    said = r"^two steps of tiny-sana on an emulated a40 took more than 0\.2 s$"
-    with EmulatedGpus(A40, 1, timeout_s=0.2) as slow, pytest.raises(TookTooLong, match=said):
+    printed = r"^two steps of tiny-sana on an emulated a40 took more than 0\.2 s$"
+    with EmulatedGpus(A40, 1, timeout_s=0.2) as slow, pytest.raises(TookTooLong, match=printed):
         slow.attempt(asked())
     assert not cache.exists()
 
@@ -183,7 +183,7 @@ def test_a_full_disk_for_temporary_files_is_no_matter(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "printed"),
     [
         ({"strategy": Strategy(checkpointed_blocks=9)}, r"checkpointed_blocks is 9, and the model has 2 blocks"),
         ({"model": SANA.model_copy(update={"class_name": "NoTransformer"})}, "no family adapter drives"),
@@ -194,9 +194,9 @@ def test_a_full_disk_for_temporary_files_is_no_matter(tmp_path: Path, monkeypatc
         ),
     ],
 )
-def test_what_the_user_can_mend_is_one_line(gpus: EmulatedGpus, changes: dict[str, object], said: str) -> None:
+def test_what_the_user_can_mend_is_one_line(gpus: EmulatedGpus, changes: dict[str, object], printed: str) -> None:
     for ask in (gpus.attempt, gpus.profile):
-        with pytest.raises(UserError, match=said) as caught:
+        with pytest.raises(UserError, match=printed) as caught:
             ask(asked(**changes))
         assert all("\n" not in problem for problem in caught.value.problems)
 

@@ -113,7 +113,7 @@ def test_what_questions_have_alike_is_built_once_and_apart_from_others(pool: Poo
 
 
 @pytest.mark.parametrize(
-    ("what", "error", "said"),
+    ("what", "error", "printed"),
     [
         (
             "killed",
@@ -128,10 +128,10 @@ def test_what_questions_have_alike_is_built_once_and_apart_from_others(pool: Poo
     ],
 )
 def test_what_ends_one_fork_disturbs_no_other_and_the_next_question_has_another(
-    pool: Pool, what: str, error: type[Exception], said: str
+    pool: Pool, what: str, error: type[Exception], printed: str
 ) -> None:
     for _ in range(2):
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=printed):
             ask(pool, 0, what)
     assert [ask(pool, slot, "one")[0] for slot in (0, 1)] == ["one", "one"]
 
@@ -161,7 +161,7 @@ def test_a_process_that_is_killed_takes_its_forks_along_and_the_next_question_st
     assert ask(pool, 1, "two")[0] == "two"
 
 
-def test_a_process_that_is_killed_is_told_to_all_that_wait_for_it(pool: Pool) -> None:
+def test_a_process_that_is_killed_is_reported_to_all_that_wait_for_it(pool: Pool) -> None:
     with ThreadPoolExecutor(2) as aside:
         for _ in range(10):
             waiting = [aside.submit(ask, pool, slot, "sleep") for slot in (0, 1)]
@@ -188,7 +188,7 @@ def test_nothing_is_left_when_it_ends(pool: Pool) -> None:
 
 
 @pytest.mark.timeout(60, method="thread")  # who waits for a lock hears nothing else
-def test_a_process_that_ends_before_all_have_asked_is_told_to_those_that_ask_late() -> None:
+def test_a_process_that_ends_before_all_have_asked_is_reported_to_those_that_ask_late() -> None:
     with closing(Pool(lambda: (["false"], dict(os.environ)), 8)) as pool, ThreadPoolExecutor(8) as aside:
         for _ in range(100):
             for each in [aside.submit(ask, pool, slot, "one") for slot in range(8)]:

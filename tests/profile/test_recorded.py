@@ -95,7 +95,7 @@ def test_offloaded_activations_wait_in_pinned_memory(profiles: Profiles) -> None
     assert _pinned(plain) < _pinned(both) < _pinned(offloaded)
 
 
-def test_an_average_costs_four_bytes_a_parameter_where_it_is_kept(profiles: Profiles) -> None:
+def test_an_ema_costs_four_bytes_a_parameter_where_it_is_kept(profiles: Profiles) -> None:
     plain, on_gpu, on_host = (profiles[name] for name in ("plain", "ema-gpu", "ema-cpu"))
     assert _of_category(on_gpu.timeline, "EMA") == 4 * plain.params
     assert _of_category(profiles["ema-widths"].timeline, "EMA") == 2 * 4 * plain.params

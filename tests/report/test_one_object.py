@@ -41,11 +41,11 @@ def test_every_number_in_the_text_and_on_the_page_is_one_of_the_json(way):
     plan = WAYS[way]()
     document = json.loads(plan.model_dump_json(exclude={"packed_timeline"}))
     numbers = {value for value in leaves(document) if not isinstance(value, str)} | set(_of_two(plan))
-    said = quantities(" ".join(value for value in leaves(document) if isinstance(value, str)))
+    printed = quantities(" ".join(value for value in leaves(document) if isinstance(value, str)))
     for shown, at_least in ((plans.shown(plan, FOLDER), 90), (visible(page(plan, FOLDER)), 105)):
         found = quantities(shown)
         assert len(found) >= at_least
-        made_up = {each for each in found - said - FIXED if not any(reads(value, *each) for value in numbers)}
+        made_up = {each for each in found - printed - FIXED if not any(reads(value, *each) for value in numbers)}
         assert made_up == set()
 
 

@@ -73,18 +73,18 @@ def test_the_answer_comes_first_and_the_commands_last(made):
 @pytest.mark.slow
 @pytest.mark.xdist_group("plan")
 def test_launches_say_their_source_and_what_they_mean_for_the_step(made):
-    def said(counted, bound, waits=None):
+    def printed(counted, bound, waits=None):
         handed = Handed(count=4338, counted=counted, seconds=Interval(low=0.02, high=0.2), bound=bound)
         parts = made.chosen.step.parts | ({} if waits is None else {"launches": waits})
         step = made.chosen.step.model_copy(update={"launches": handed, "parts": parts})
         return speed(made.model_copy(update={"chosen": made.chosen.model_copy(update={"step": step})}))["launches"]
 
     host = "4,338 a step, counted on an emulated GPU: 20.0–200 ms of CPU time"
-    assert said(True, "yes") == f"{host}; the step is bound by launches"
-    assert said(True, "possible") == f"{host}; the step may be bound by launches"
-    assert said(True, "no") == f"{host}, hidden behind kernels"
-    assert said(True, "no", Interval(low=0, high=0.05)) == f"{host}, hidden behind kernels except 0.00–50.0 ms"
-    assert said(False, "no").startswith("4,338 a step, one for each operator: ")
+    assert printed(True, "yes") == f"{host}; the step is bound by launches"
+    assert printed(True, "possible") == f"{host}; the step may be bound by launches"
+    assert printed(True, "no") == f"{host}, hidden behind kernels"
+    assert printed(True, "no", Interval(low=0, high=0.05)) == f"{host}, hidden behind kernels except 0.00–50.0 ms"
+    assert printed(False, "no").startswith("4,338 a step, one for each operator: ")
 
 
 @pytest.mark.slow
@@ -181,8 +181,8 @@ def test_a_tight_plan_says_so(made):
     ):
         plan = tight(made, usable_bytes)
         needed = words.gibs(process.low_bytes, process.high_bytes)
-        said = f"TIGHT: needs {needed} of {gib(plan.question.gpu.usable_bytes)} usable: {why}, and the high end is "
-        assert f"{said}{gib(-plan.chosen.headroom_bytes)} too much" in " ".join(plans.shown(plan).split())
+        printed = f"TIGHT: needs {needed} of {gib(plan.question.gpu.usable_bytes)} usable: {why}, and the high end is "
+        assert f"{printed}{gib(-plan.chosen.headroom_bytes)} too much" in " ".join(plans.shown(plan).split())
 
 
 def test_what_may_not_fit_is_not_called_the_fastest_that_fits(made):
@@ -203,9 +203,11 @@ def tight(plan, usable_bytes):
 @pytest.mark.xdist_group("plan")
 @pytest.mark.parametrize(("verdict", "status"), [("FITS", 0), ("TIGHT", 0), ("DOES NOT FIT", 2)])
 def test_a_verdict_has_its_exit_status(made, monkeypatch, capsys, verdict, status):
-    told = tight(made, made.chosen.process.high_bytes - MIB)
-    told = told.model_copy(update={"verdict": verdict, "chosen": told.chosen.model_copy(update={"verdict": verdict})})
-    monkeypatch.setattr("bigdit.search.answer.make_plan", lambda question, progress: told)
+    reported = tight(made, made.chosen.process.high_bytes - MIB)
+    reported = reported.model_copy(
+        update={"verdict": verdict, "chosen": reported.chosen.model_copy(update={"verdict": verdict})}
+    )
+    monkeypatch.setattr("bigdit.search.answer.make_plan", lambda question, progress: reported)
     with pytest.raises(SystemExit) as ended:
         main(["plan", "--model", "sana-1600m", "--gpu", "a40"])
     assert ended.value.code == status
@@ -234,13 +236,13 @@ def test_a_host_that_is_too_small_is_in_the_verdict(made):
 @pytest.mark.xdist_group("plan")
 def test_what_is_reserved_is_in_the_verdict(made):
     """For what, where it is what is reserved of its kind."""
-    for gpu, said in (
+    for gpu, printed in (
         (made.question.gpu.reserving(512 * MIB), "43.85 GiB usable (0.50 GiB reserved), "),
         (catalog.gpu("rtx-a6000").reserving(), "46.89 GiB usable (0.50 GiB reserved for the display), "),
         (made.question.gpu, "44.35 GiB usable, "),
     ):
         question = made.question.model_copy(update={"gpu": gpu})
-        assert f" of {said}" in " ".join(plans.shown(made.model_copy(update={"question": question})).split())
+        assert f" of {printed}" in " ".join(plans.shown(made.model_copy(update={"question": question})).split())
 
 
 @pytest.mark.slow

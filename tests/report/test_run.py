@@ -81,8 +81,8 @@ def test_every_number_is_one_that_the_run_left(planned):
     left += [json.loads((planned / name).read_text()) for name in LEFT[1:]]
     left += [str(path.relative_to(planned)) for path in planned.rglob("step-*")]
     numbers = {value for value in leaves(left) if not isinstance(value, str)}
-    said = quantities(" ".join(value for value in leaves(left) if isinstance(value, str)))
-    said |= quantities(duration(found.receipt.seconds))
+    printed = quantities(" ".join(value for value in leaves(left) if isinstance(value, str)))
+    printed |= quantities(duration(found.receipt.seconds))
     measured, expected = found.record.measured, found.record.planned
     pairs = [(phase.allocated_bytes, expected.phases[phase.phase]) for phase in measured.phases]
     pairs.append((measured.peak_reserved_bytes, expected.peak_reserved_bytes))
@@ -93,7 +93,7 @@ def test_every_number_is_one_that_the_run_left(planned):
     quantities_shown = quantities(shown)
     assert len(quantities_shown) > 40
     zone = {("00", "")}  # of a time that JSON has as Z
-    made_up = {each for each in quantities_shown - said - zone if not any(reads(value, *each) for value in numbers)}
+    made_up = {each for each in quantities_shown - printed - zone if not any(reads(value, *each) for value in numbers)}
     assert {number for number, _ in made_up} - losses == set()
 
 
@@ -168,7 +168,7 @@ def test_a_run_that_has_not_ended_has_its_page(planned):
     assert "Not measured" in text
 
 
-def test_what_is_damaged_is_left_out_and_said(run):
+def test_what_is_damaged_is_left_out_and_reported(run):
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 9, "los')
     (run / "run.json").write_text("{")
@@ -257,7 +257,7 @@ def test_a_line_of_many_rows_is_no_longer_than_one_of_few(run):
     assert sizes[1] < 1.1 * sizes[0]
 
 
-def test_far_apart_is_logarithmic_and_said(run):
+def test_far_apart_is_logarithmic_and_reported(run):
     rows = read_run(run).rows
     write_rows(run, [row | {"grad_norm": 10.0 ** -row["step"], "loss": -row["step"]} for row in rows])
     assert titles(charts(read_run(run)))[:2] == ["Loss", "Norm of the gradients, log scale"]

@@ -264,8 +264,8 @@ def test_an_address_that_means_nothing_shows_what_is_recommended(page, folder, d
 def test_an_address_that_asks_for_too_much_says_what_is_shown_instead(page, folder, document):
     page.get(f"{(folder / 'report.html').as_uri()}#{urlencode({'micro-batch': '9999', 'blocks': '-1e9', 'size': '3'})}")
     shows(page, *point(document, ADAMW, 24, 20))
-    said = "micro-batch “9999” (shown: 24); blocks “-1e9” (shown: 20); size “3” (no such choice)"
-    assert at(page, "instead").text == f"These did not run: {said}"
+    printed = "micro-batch “9999” (shown: 24); blocks “-1e9” (shown: 20); size “3” (no such choice)"
+    assert at(page, "instead").text == f"These did not run: {printed}"
 
 
 @pytest.mark.parametrize("pixels", [400, 1200])
@@ -290,7 +290,7 @@ def test_tables_that_are_lists_on_a_narrow_screen_are_as_wide_as_it(page):
     assert set(page.execute_script(pieces)) == {1}
 
 
-def test_bars_are_told_apart_without_colours(page):
+def test_bars_are_reported_apart_without_colours(page):
     letters = texts(page, "#whatif-bar i")
     assert len(letters) >= 3
     legend = [row[0] for row in texts(page, "#whatif-parts li")]

@@ -180,8 +180,8 @@ def test_no_checkpoint(tmp_path):
 
 
 def test_a_letter_that_the_font_lacks_is_no_warning():
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as printed:
         libraries.prepare()
         image = grid_png([np.zeros((4, 4), np.uint8)], ["日本"])
     assert image.startswith(b"\x89PNG")
-    assert not said
+    assert not printed

@@ -98,13 +98,13 @@ def test_images_come_while_others_are_still_to_be_drawn(trained, capsys):
 
 
 def test_without_room_to_decode_beside_the_model_they_come_when_all_are_drawn(trained, monkeypatch, capsys):
-    sampler, said = Sampler(computed_in("fp32", trained), CPU), []
+    sampler, printed = Sampler(computed_in("fp32", trained), CPU), []
     whole = list(sampler.sample(CAPTIONS, OPTIONS))
     model, decode = weakref.ref(kept := sampler.model()), sampler._codec.decode
 
     def short(latents):
-        said.append(model() is not None)
-        if model() is not None and len(said) > 1:  # for the first one there is room
+        printed.append(model() is not None)
+        if model() is not None and len(printed) > 1:  # for the first one there is room
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return decode(latents)
 
@@ -113,7 +113,7 @@ def test_without_room_to_decode_beside_the_model_they_come_when_all_are_drawn(tr
     monkeypatch.setattr(sampler, "model", models.pop)
     monkeypatch.setattr(sampler._codec, "decode", short)
     waited = list(sampler.sample(CAPTIONS, OPTIONS))
-    assert said == [True, True, False, False]
+    assert printed == [True, True, False, False]
     assert all(map(torch.equal, waited, whole))
     note = "note: --size 8x8: no room to decode next to the model; images come when all are generated"
     assert capsys.readouterr().err.splitlines() == [note]

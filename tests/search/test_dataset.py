@@ -48,7 +48,7 @@ def test_a_real_store_takes_as_many_bytes(tmp_path):
     assert (sizes[1] - sizes[0]) / 8 == pytest.approx(wanted + captions, abs=8)  # the header's numbers grow, too
 
 
-def test_padded_text_is_said_before_it_fills_a_disk():
+def test_padded_text_is_reported_before_it_fills_a_disk():
     found = need("pixart-sigma-xl-2-1024", images="30M")
     assert found.latent_bytes == 4 * 128 * 128 * 2
     assert found.padded_text_bytes == 300 * 4096 * 2
@@ -179,7 +179,7 @@ def test_a_plan_says_where_encoders_have_no_room_together():
     """By made-up needs: the attempts that give them are those of extraction, tested with it."""
     question = question_for("flux.1-dev", "rtx-3060-12g", images=1000)
     images = EncoderBytes(GIB, GIB, GIB)
-    for gibs, said in (
+    for gibs, printed in (
         (7, []),
         (
             10,
@@ -196,7 +196,7 @@ def test_a_plan_says_where_encoders_have_no_room_together():
             ],
         ),
     ):
-        assert _room_notes(EncodersNeed(images, EncoderBytes(gibs * GIB, GIB / 2, 0)), question) == said
+        assert _room_notes(EncodersNeed(images, EncoderBytes(gibs * GIB, GIB / 2, 0)), question) == printed
 
 
 @given(st.floats(1, 1e18))

@@ -70,7 +70,7 @@ def test_a_run_takes_the_size_where_it_leaves_it_open_and_there_is_a_gpu(device,
         assert with_batch_size(settled, workers=2) == settled
 
 
-def test_what_takes_turns_and_what_has_no_room_is_said():
+def test_what_takes_turns_and_what_has_no_room_is_reported():
     small, few = resolve_gpu("rtx-3060-12g"), EncoderBytes(GIB, GIB, GIB)
     asked = run(DIT)
     by_turns, nothing = (
@@ -80,13 +80,13 @@ def test_what_takes_turns_and_what_has_no_room_is_said():
     assert (by_turns.way(small), nothing.way(small), nothing.way(resolve_gpu("a40"))) == ("in turns", None, "together")
     assert by_turns.taken("in turns", 9) == max(10 * GIB, 10 * GIB)
     assert by_turns.taken("together", 1) == 11.5 * GIB
-    said = encode_batch._fit(EncodeBatch(8, "in turns", by_turns), asked, small, 1, 1)
-    assert said == (
+    printed = encode_batch._fit(EncodeBatch(8, "in turns", by_turns), asked, small, 1, 1)
+    assert printed == (
         "which fits the NVIDIA GeForce RTX 3060 (emulated) where text encoders and VAE take turns; "
         "9.50 GiB of weights wait in CPU memory"
     )
-    said = encode_batch._fit(EncodeBatch(1, None, nothing), asked, small, 1, 1)
-    assert said == (
+    printed = encode_batch._fit(EncodeBatch(1, None, nothing), asked, small, 1, 1)
+    assert printed == (
         "and even that does not fit the NVIDIA GeForce RTX 3060 (emulated): 12.00 GiB are needed for the text "
         "encoders, and 11.10 GiB are free; encoders.device: cpu takes nothing of a GPU"
     )
@@ -98,14 +98,14 @@ def test_what_takes_turns_and_what_has_no_room_is_said():
     )
 
 
-def test_a_host_that_has_less_than_what_waits_is_told_of_before_anything_starts():
+def test_a_host_that_has_less_than_what_waits_is_reported_of_before_anything_starts():
     need, half = EncodersNeed(EncoderBytes(GIB, GIB, GIB), EncoderBytes(9.5 * GIB, 0, 0)), run(DIT)
     whole = run(DIT, text={"pipeline": "pipeline", "dtype": "fp32"})
-    said = [
+    printed = [
         encode_batch._waiting(need, *asked) for asked in ((half, 2, 20 * GIB), (half, 2, 16 * GIB), (whole, 1, GIB))
     ]
     short = "so that extraction may be killed"
-    assert said == [
+    assert printed == [
         "19.00 GiB of weights of 2 workers wait in CPU memory",
         "19.00 GiB of weights of 2 workers have to wait in CPU memory, which is 16.00 GiB, "
         f"{short}; fewer data.workers take less",

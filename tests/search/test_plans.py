@@ -133,7 +133,7 @@ def test_curves_run_beyond_a_global_batch_and_nothing_else_does() -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_of_which_a_step_could_not_be_run_says_so_and_is_made_anew(
+def test_a_plan_of_which_a_step_could_not_be_run_says_so_and_is_made_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked = question(gpu=A40, constraints=pinned(ONLY, micro_batch_size=2))
@@ -191,9 +191,9 @@ def test_an_engine_whose_state_its_machine_does_not_hold_is_not_looked_at() -> N
             """Of a machine, by the reason that an engine is rejected for."""
             planner = Planner(of, emulated, Calibration())
             planner.hopeful(group)
-            said = re.match(r"its state alone takes ([\d.]+) GiB of a machine's memory", planner.rejected[0].reason)
-            assert said
-            return float(said[1]) * GIB
+            printed = re.match(r"its state alone takes ([\d.]+) GiB of a machine's memory", planner.rejected[0].reason)
+            assert printed
+            return float(printed[1]) * GIB
 
         (engine,) = engines
         assert hopeful(asked, engines) == ([], engines, [engine.title])

@@ -108,7 +108,7 @@ def test_pins_are_kept() -> None:
     assert not found.lossless
 
 
-def test_an_average_is_placed_where_it_was_asked_for() -> None:
+def test_an_ema_is_placed_where_it_was_asked_for() -> None:
     places = {
         ema: {option.strategy.ema and option.strategy.ema.device for option in proposals(asked)[0]}
         for ema in ("none", "auto", "gpu", "cpu")
@@ -117,7 +117,7 @@ def test_an_average_is_placed_where_it_was_asked_for() -> None:
     assert places == {"none": {None}, "auto": {"gpu", "cpu"}, "gpu": {"gpu"}, "cpu": {"cpu"}}
 
 
-def test_as_many_averages_are_proposed_as_were_asked_for() -> None:
+def test_as_many_emas_are_proposed_as_were_asked_for() -> None:
     asked = question(constraints=Constraints(ema="auto", ema_widths=(0.05, 0.1)))
     assert {each.strategy.ema and each.strategy.ema.widths for each in proposals(asked)[0]} == {(0.05, 0.1)}
     assert "single GPU, AdamW, 2 EMAs in CPU memory" in titles(asked)
@@ -273,7 +273,7 @@ def weighed(title: str, nbytes: int, low: float, high: float, optimizer: str = "
     )
 
 
-def test_room_comes_before_speed_that_cannot_be_told_apart() -> None:
+def test_room_comes_before_speed_that_cannot_be_reported_apart() -> None:
     def preferred(estimates: list[Estimate], **resorts: Any) -> list[Estimate]:
         planner = asking(question())
         for each in estimates:
@@ -305,19 +305,19 @@ def test_a_rate_turns_an_interval_around(low: float, wider: float, amount: float
     assert rate.middle * seconds.middle == pytest.approx(amount)
 
 
-def test_speeds_are_told_by_what_tells_them_apart() -> None:
+def test_speeds_are_reported_by_what_tells_them_apart() -> None:
     """By the middles; where an end says more, so much is said, since it is that end that keeps a strategy from being as
     fast."""
     other = Interval(low=1.03, high=1.79)
 
-    def said(low: float, high: float) -> str:
+    def printed(low: float, high: float) -> str:
         return faster_or_slower(Interval(low=low, high=high), other)
 
-    assert said(1.03, 1.79) == said(1.032, 1.789) == "as fast"
-    assert said(1.133, 1.969) == "10% faster"
-    assert said(0.927, 1.611) == "10% slower"
-    assert said(1.05, 1.67) == "up to 7% slower"
-    assert said(0.98, 1.88) == "up to 5% slower"
+    assert printed(1.03, 1.79) == printed(1.032, 1.789) == "as fast"
+    assert printed(1.133, 1.969) == "10% faster"
+    assert printed(0.927, 1.611) == "10% slower"
+    assert printed(1.05, 1.67) == "up to 7% slower"
+    assert printed(0.98, 1.88) == "up to 5% slower"
 
 
 def test_recomputed_blocks_are_looked_at_in_quarters() -> None:

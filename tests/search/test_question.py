@@ -81,7 +81,7 @@ def test_the_host_is_this_machine_s_or_the_usual_one(monkeypatch):
     assert (found.host_memory_bytes, found.host_assumed) == (own, False)
     assert question_for("sana-1600m", "a40").host_assumed
     assert not question_for("sana-1600m", "a40", host_memory="96GiB").host_assumed
-    for slip, said in (
+    for slip, printed in (
         ("0GiB", "0GiB is 0 B, and machines and GPUs have 1 GiB to 1024 TiB"),
         ("64B", "64B is 64 B, and machines and GPUs have 1 GiB to 1024 TiB; did you mean 64GiB?"),
         ("512 MB", "512 MB is 0.48 GiB, and machines and GPUs have 1 GiB to 1024 TiB; did you mean 512GiB?"),
@@ -90,7 +90,7 @@ def test_the_host_is_this_machine_s_or_the_usual_one(monkeypatch):
             "64000TB is 59604644.78 GiB, and machines and GPUs have 1 GiB to 1024 TiB; did you mean 64000GiB?",
         ),
     ):
-        assert problems(host_memory=slip) == (f"--host-memory: {said}",)
+        assert problems(host_memory=slip) == (f"--host-memory: {printed}",)
     (problem,) = problems(host_memory="much")
     assert (
         problem
@@ -338,7 +338,7 @@ def test_unknown_encoders_are_named_where_they_are_wanted():
     assert question_for("flux.2-klein-9b", "b200").constraints.features == "cached"
 
 
-def test_all_that_is_wrong_is_said_at_once():
+def test_all_that_is_wrong_is_reported_at_once():
     found = problems(
         "sana-160m", "a4", gpus=0, global_batch=-1, price=-2, optimizer="adamw8", images="x", resolution="1024x"
     )
@@ -354,7 +354,7 @@ def test_all_that_is_wrong_is_said_at_once():
     ]
 
 
-def test_contradictions_are_said_beside_what_is_unknown():
+def test_contradictions_are_reported_beside_what_is_unknown():
     found = problems("sana-1600m", "a4", gpus=12, global_batch=100, engine="single", checkpointed_blocks=99, frames=3)
     assert [line.split()[0].rstrip(":") for line in found] == [
         "--gpu",

@@ -49,7 +49,7 @@ def test_a_cpu_s_receipt_is_of_no_use_to_plans(tmp_path, monkeypatch):
     assert not receipt.folder().exists()
 
 
-def test_a_folder_that_cannot_be_written_is_said(tmp_path, monkeypatch, capsys):
+def test_a_folder_that_cannot_be_written_is_reported(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("BIGDIT_RECEIPTS", str(tmp_path / "file"))
     receipt.write(receipt_of(), tmp_path / "receipt.json")
@@ -131,12 +131,12 @@ def test_measured_steps_move_and_narrow_the_prediction(gpus):
     measured = [receipt_of(seconds_per_step=plain.middle * times) for times in (1.5, 1.6, 1.7)]
     checked, notices = check(measured, A100, gpus)
     assert notices == []
-    told = Calibration(checked).ratio(strategy)
-    assert told is not None
-    assert (told.count, told.ratio) == (3, pytest.approx(1.6))
-    assert told.spread == pytest.approx(math.log(1.6 / 1.5))
-    assert told.source.startswith("3 receipts of NVIDIA A100-SXM4-80GB, one GPU: steps took 1.60 times")
-    found = step_time(work, strategy, A100, Cluster(), told).seconds
+    reported = Calibration(checked).ratio(strategy)
+    assert reported is not None
+    assert (reported.count, reported.ratio) == (3, pytest.approx(1.6))
+    assert reported.spread == pytest.approx(math.log(1.6 / 1.5))
+    assert reported.source.startswith("3 receipts of NVIDIA A100-SXM4-80GB, one GPU: steps took 1.60 times")
+    found = step_time(work, strategy, A100, Cluster(), reported).seconds
     assert found.low < 1.5 * plain.middle < 1.7 * plain.middle < found.high
     assert found.high / found.low < plain.high / plain.low
 
@@ -145,9 +145,9 @@ def test_receipts_speak_for_strategies_like_theirs(gpus):
     offloaded = receipt_of("zero2-offload,world_size=8")
     checked, _ = check([offloaded], A100, gpus)
     assert Calibration(checked).ratio(receipt_of().strategy) is None
-    told = Calibration(checked).ratio(offloaded.strategy)
-    assert told is not None
-    assert "several GPUs, optimizer in CPU memory" in told.source
+    reported = Calibration(checked).ratio(offloaded.strategy)
+    assert reported is not None
+    assert "several GPUs, optimizer in CPU memory" in reported.source
     untimed, _ = check([receipt_of(seconds_per_step=None)], A100, gpus)
     assert Calibration(untimed).ratio(receipt_of().strategy) is None
 
@@ -189,7 +189,7 @@ def test_a_receipt_is_held_against_the_allocator_as_it_was_set(gpus):
         assert whole.peak_reserved_bytes == others.attempt(request).peak_reserved_bytes
 
 
-def test_a_receipt_that_cannot_be_run_is_said(gpus):
+def test_a_receipt_that_cannot_be_run_is_reported(gpus):
     lost = receipt_of().model_copy(update={"model": SANA.model_copy(update={"class_name": "NoSuchModel"})})
     compiled = receipt_of("single,compile_blocks=true")
     checked, notices = check([compiled, lost], A100, gpus)

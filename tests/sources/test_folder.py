@@ -24,14 +24,14 @@ def test_a_folder_is_listed_in_the_order_of_paths(tmp_path):
     assert [(item.index, item.name) for item in source.items(2, 4)] == list(enumerate(images))[2:4]
 
 
-def test_what_a_folder_holds_besides_is_told(tmp_path, capsys):
+def test_what_a_folder_holds_besides_is_reported(tmp_path, capsys):
     save(tmp_path / "a.png")
     (tmp_path / "b.heic").touch()
     (tmp_path / "c.heic").touch()
     (tmp_path / "link").symlink_to(tmp_path)
     assert len(opened(str(tmp_path))) == 1
-    told = f"data.images: other files in {tmp_path} are ignored: 2 .heic files, 1 linked folder\n"
-    assert capsys.readouterr().err == told
+    reported = f"data.images: other files in {tmp_path} are ignored: 2 .heic files, 1 linked folder\n"
+    assert capsys.readouterr().err == reported
 
 
 FILE_NAMES = st.binary(min_size=1, max_size=9).map(lambda name: os.fsdecode(name.translate(None, b"\0/") or b"x"))

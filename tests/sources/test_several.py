@@ -97,7 +97,7 @@ def test_sources_are_checked_by_the_config(images, problem):
     assert problem in line
 
 
-def test_what_does_not_go_with_a_kind_is_said_for_all_sources_at_once(tmp_path):
+def test_what_does_not_go_with_a_kind_is_reported_for_all_sources_at_once(tmp_path):
     for name in ("one", "two"):
         save(tmp_path / name / "a.png")
     (tmp_path / "two/a.tar").touch()

@@ -197,7 +197,7 @@ def test_transparent_videos_lie_over_white(tmp_path, suffix, codec, pixels):
             assert frame.getpixel((28, 8)) == (255, 255, 255)
 
 
-def test_transparency_that_cannot_be_decoded_is_said(tmp_path):
+def test_transparency_that_cannot_be_decoded_is_reported(tmp_path):
     transparent(tmp_path / "a.mkv", "mpeg4", "yuv420p", {"alpha_mode": "1"})
     with pytest.raises(Unusable, match=r"^video with transparency in mpeg4, which PyAV cannot decode here"):
         shades(opened(str(tmp_path)))

@@ -95,13 +95,13 @@ def test_counted_launches_are_a_part_like_others_and_more_of_them_take_no_less(w
 @settings(deadline=None)
 @given(works, gpus, clusters, st.floats(0.2, 5), st.floats(0, 1), st.integers(1, 9))
 def test_a_calibrated_interval_is_moved_and_never_wider(work, gpu, cluster, ratio, spread, count):
-    told = StepRatio(ratio=ratio, spread=spread, count=count, source="")
-    plain, found = step_time(work, ONE, gpu, cluster), step_time(work, ONE, gpu, cluster, told)
+    reported = StepRatio(ratio=ratio, spread=spread, count=count, source="")
+    plain, found = step_time(work, ONE, gpu, cluster), step_time(work, ONE, gpu, cluster, reported)
     assert plain.seconds.low * ratio <= found.seconds.low * (1 + 1e-9)
     assert found.seconds.high <= plain.seconds.high * ratio * (1 + 1e-9)
     if plain.seconds.low:
         assert found.seconds.middle == pytest.approx(plain.seconds.middle * ratio)
-        more = step_time(work, ONE, gpu, cluster, told.model_copy(update={"count": count + 5}))
+        more = step_time(work, ONE, gpu, cluster, reported.model_copy(update={"count": count + 5}))
         assert more.seconds.high <= found.seconds.high * (1 + 1e-9)
     assert sum(part.high for part in found.parts.values()) == pytest.approx(found.seconds.high)
 
@@ -141,7 +141,7 @@ def test_the_dtype_and_the_precision_choose_the_rate():
     assert step_time(int8, ONE, A100, Cluster()).seconds.low == pytest.approx(1 / PRODUCTS[8, 0].high)
 
 
-def test_a_gpu_whose_products_were_measured_is_told_from_others_of_its_kind():
+def test_a_gpu_whose_products_were_measured_is_reported_from_others_of_its_kind():
     work = one(Load({MM: Amount(1, 149.7e12, 0)}, {}))
     a40, a10 = (catalog.gpu(name) for name in ("a40", "a10"))
     assert a40.compute_capability == a10.compute_capability

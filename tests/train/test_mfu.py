@@ -24,8 +24,8 @@ LUMINA = {"hidden_size": 24, "num_layers": 1, "num_refiner_layers": 1, "num_atte
 LUMINA |= {"multiple_of": 8, "axes_dim_rope": (4, 2, 2), "axes_lens": (32, 32, 32), "cap_feat_dim": 12}
 
 
-def counted(*, frozen=False, micro_batch_size=2, grad_accum_steps=1, **said):
-    strategy = Strategy(precision="fp32", micro_batch_size=micro_batch_size, **said)
+def counted(*, frozen=False, micro_batch_size=2, grad_accum_steps=1, **printed):
+    strategy = Strategy(precision="fp32", micro_batch_size=micro_batch_size, **printed)
     mfu = Mfu(SANA, models.family(SANA.class_name), 1e12, frozen=frozen)
     return mfu.flops([batch(SHAPE, strategy)] * grad_accum_steps)
 

@@ -85,8 +85,8 @@ def test_a_run_by_a_plan_says_what_was_planned_and_what_was_measured(features, t
     receipt, expected = json.loads((tmp_path / "run/receipt.json").read_text()), plan.expected
     measured = receipt["measured_peak_reserved_bytes"]
     off = f"{100 * (measured / expected.peak_reserved_bytes - 1):+.1f} %"
-    said = f"planned 40.00 GiB at 8 × 12, measured {gib(measured)} ({off}) reserved by torch"
-    assert done.stderr.count(f"{said}\n") == 1, done.stderr
+    printed = f"planned 40.00 GiB at 8 × 12, measured {gib(measured)} ({off}) reserved by torch"
+    assert done.stderr.count(f"{printed}\n") == 1, done.stderr
     assert "note: strategy.compile_blocks is true, and plans run blocks as they are written: " in done.stderr
     assert "note: strategy.compile_blocks: an emulated GPU runs no kernels, and blocks run as they are" in done.stderr
     assert receipt["predicted_peak_reserved_bytes"] == expected.peak_reserved_bytes
@@ -98,7 +98,7 @@ def test_a_run_by_a_plan_says_what_was_planned_and_what_was_measured(features, t
         assert "mfu" not in row  # an emulated GPU computes nothing
     check_phases(json.loads((tmp_path / "run/run.json").read_text()), plan, receipt)
     page = (tmp_path / "run/report.html").read_text()
-    assert html.escape(said) in page
+    assert html.escape(printed) in page
     assert "NVIDIA A40, emulated" in page
 
 

@@ -83,10 +83,12 @@ def trained(environment, features, output, command, *overrides):
 def check(done, output, rank, step):
     """After so many steps one ran out of memory; all before were saved, it was taken again, and the receipt says it."""
     assert done.returncode == 0, done.stdout + done.stderr
-    said = [line for line in done.stderr.splitlines() if line.startswith("note: step ")]
-    assert len(said) == 1, done.stderr
-    assert said[0].startswith(f"note: step {step + 1} ran out of memory on rank {rank} (NVIDIA A40) in ")
-    assert said[0].endswith("; all restart with strategy.micro_batch_size 8, grad_accum_steps 2, checkpointed_blocks 0")
+    printed = [line for line in done.stderr.splitlines() if line.startswith("note: step ")]
+    assert len(printed) == 1, done.stderr
+    assert printed[0].startswith(f"note: step {step + 1} ran out of memory on rank {rank} (NVIDIA A40) in ")
+    assert printed[0].endswith(
+        "; all restart with strategy.micro_batch_size 8, grad_accum_steps 2, checkpointed_blocks 0"
+    )
     assert f"resuming from {output}/checkpoints/step-{step:08}, step {step}" in done.stderr
     assert [row["step"] for row in read_metrics(output / "metrics.jsonl")] == list(range(1, 13))
     assert (output / "checkpoints/latest").read_text() == "step-00000012\n"
@@ -243,7 +245,7 @@ def test_what_steps_in_the_backward_pass_recomputes_blocks():
     assert smaller_strategy(strategy, (), 12).step_size.checkpointed_blocks == "all"
 
 
-def test_a_file_of_other_settings_or_a_damaged_one_is_said_and_left_out(tmp_path, capsys):
+def test_a_file_of_other_settings_or_a_damaged_one_is_reported_and_left_out(tmp_path, capsys):
     now = smaller_strategy(STRATEGY, (), 12)
     write_oom_fallback(tmp_path, OomFallback(asked=STRATEGY, now=now))
     assert read_oom_fallback(tmp_path, STRATEGY).now == now

@@ -40,7 +40,7 @@ def png(each):
     return grid_png(each, CAPTIONS)
 
 
-def test_they_are_those_of_the_checkpoints_average_and_training_is_the_same(features, tmp_path, drawn):
+def test_they_are_those_of_the_checkpoints_ema_and_training_is_the_same(features, tmp_path, drawn):
     run_to(3, tmp_path / "plain", features, *ASKED[:3])
     run_to(3, tmp_path / "run", features, *ASKED, "trackers=[tensorboard]")
     files = sorted(path.name for path in (tmp_path / "run/samples").iterdir())
@@ -69,8 +69,8 @@ def test_what_fails_is_a_line_and_training_goes_on(features, tmp_path, monkeypat
 
     monkeypatch.setattr(images, "grid_png", fails)
     run_to(3, tmp_path, features, *ASKED)
-    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("note: the validation images")]
-    assert said == [
+    printed = [line for line in capfd.readouterr().err.splitlines() if line.startswith("note: the validation images")]
+    assert printed == [
         "note: the validation images of step 2 are not written: no room; training goes on",
         "note: the validation images of step 3 are not written: no room",
     ]
