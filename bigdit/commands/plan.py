@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bigdit.commands.options import Json, Set, listed, of_plans
+from bigdit.search.request import OPTIONS
 
 if TYPE_CHECKING:
     from bigdit.search.plan import Question
 
 EXIT_DOES_NOT_FIT = 2
-WITH_CONFIG = (
-    *("gpu", "gpu_memory", "reserve", "gpus", "gpus_per_node", "network", "host_memory"),
-    *("images", "price", "receipts", "explain"),
-)
-"""Options that go with a run's YAML; the YAML holds all others."""
+WITH_CONFIG = [name for name, known in OPTIONS.items() if not (known["key"] or known["instead"])]
+"""Options that go with a run's YAML, which has a key for each of the others."""
 MOST_OTHERS = 3
 """Other numbers of GPUs on a page. Each is a plan, and adds about 150 KB to a page of 1,000 KB."""
 

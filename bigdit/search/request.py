@@ -93,7 +93,9 @@ class PlanRequest:
         key="strategy.ema.widths",
     )
     lora: int | None = _option("Train LoRA adapters of this rank.", "RANK", key="strategy.lora.rank")
-    features: str | None = _option("cached (the default), or online: run the encoders in every step.", "WHEN")
+    features: str | None = _option(
+        "cached (the default), or online: run the encoders in every step.", "WHEN", key="strategy.features"
+    )
     full: bool | None = _option("Full fine-tuning only: propose no adapters.", instead="strategy.lora=null")
     from_scratch: bool | None = _option(
         "Train from random weights: run.yaml names no weights.", instead="model.init_from=null"
