@@ -71,7 +71,7 @@ DAMAGES = {
 }
 
 
-def test_a_image_that_is_damaged_on_the_way_is_named_and_the_run_goes_on_when_it_is_mended(folder, tmp_path, capfd):
+def test_a_image_that_is_damaged_on_the_way_is_named_and_the_run_continues_when_it_is_mended(folder, tmp_path, capfd):
     """Whatever it is: nothing was trained on in its place, and the checkpoint before it stands."""
     output = tmp_path / "run"
     assert run(None, output, *online(folder), "train.steps=1") == 0
@@ -93,7 +93,7 @@ def test_a_image_that_is_damaged_on_the_way_is_named_and_the_run_goes_on_when_it
     assert taken(output) == [1, 2, 3]
 
 
-def test_images_that_are_others_when_a_run_goes_on_are_reported_or_refused(folder, tmp_path, capfd):
+def test_images_that_are_others_when_a_run_continues_are_reported_or_refused(folder, tmp_path, capfd):
     """Their order follows from how many there are, and their names."""
     output, more = tmp_path / "run", tmp_path / "more"
     assert run(None, output, *online(folder), "train.steps=1") == 0

@@ -1,4 +1,4 @@
-"""Checkpoints while training goes on: a copy to CPU memory, which a thread writes.
+"""Checkpoints while training continues: a copy to CPU memory, which a thread writes.
 
 Torch's distributed checkpoint sees our state as one-dimensional runs by name, of which each process has some. A process
 writes a file of safetensors in one pass, in the layout that torch's HuggingFaceStorageReader reads. Torch's own writer

@@ -245,9 +245,9 @@ class Emulation(Strict):
     def process(self, account: Account, gpu: GpuAccount) -> ByteRange:
         """The memory of a process at its peak in nvidia-smi: reserved memory, CUDA context and NCCL."""
         reserved = ByteRange(low_bytes=gpu.peak_reserved_bytes, high_bytes=gpu.peak_reserved_bytes)
-        return reserved + self.beside(account)
+        return reserved + self.non_torch(account)
 
-    def beside(self, account: Account) -> ByteRange:
+    def non_torch(self, account: Account) -> ByteRange:
         """The non-torch memory of a process: CUDA context and NCCL."""
         gpu = self.gpu
         return non_torch_memory(gpu.compute_capability, account.world_size, multiprocessors=gpu.multiprocessors)

@@ -92,7 +92,7 @@ def _import_all() -> None:
 
 
 def _import_for(line: str) -> None:
-    """Import what the question's steps need beside that."""
+    """Import what the question's steps need besides that."""
     request = _request(line)
     with libraries.importing(), libraries.uncompiled():
         import diffusers

@@ -194,7 +194,7 @@ def raw_batch(
 ) -> RawBatch:
     """A micro-batch in CPU memory for the encoders: images in uint8, and captions that fill each encoder's tokens.
 
-    Padded captions have masks of [B, 1, T, T] beside them in some encoders, which these do not have.
+    Padded captions have masks of [B, 1, T, T] too in some encoders, which these do not have.
     """
     count = strategy.micro_batch_size
     captions = [(count, encoder.tokens) for encoder in encoders.text]

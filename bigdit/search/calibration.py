@@ -103,7 +103,7 @@ def _is(device: str, asked: Gpu) -> bool:
 
 @dataclass(frozen=True)
 class Checked:
-    """A receipt beside what is predicted for it: seconds of a step, and the reserved peak in bytes, with the allocator
+    """A receipt and what is predicted for it: seconds of a step, and the reserved peak in bytes, with the allocator
     as it was set in that run."""
 
     receipt: Receipt
@@ -124,7 +124,7 @@ class Learnt(Strict):
 
 @dataclass(frozen=True)
 class Calibration:
-    """Receipts of the GPU beside their predictions; and whether the model's tokens are `routed` to experts."""
+    """Receipts of the GPU and their predictions; and whether the model's tokens are `routed` to experts."""
 
     checked: Sequence[Checked] = ()
     routed: bool = False

@@ -374,7 +374,7 @@ def uncounted(samples: HostWeights | None) -> tuple[str, ...]:
 
 def record(plan: Plan, run: str | None = None) -> PlanFile:
     """What training by `plan` needs besides its strategy, and what its receipt is to be compared with; `run`: the text
-    of the run.yaml beside it."""
+    of the run.yaml in its folder."""
     question, chosen = plan.question, plan.chosen
     rate = chosen.samples_per_second_per_gpu
     return PlanFile(

@@ -288,7 +288,7 @@ class Planner:
         """Lossless ones first, since nobody's numerics are changed unasked, and what is no last resort before what is
         one; of those that are as fast as the fastest, the one that takes least, and of those that take as much, to
         SAME_ROOM, that with fewest recomputed blocks; all others by their speed. Where nothing has to be recomputed,
-        selective checkpointing comes first only if its speed can be told apart: no real GPU has shown smaller gains.
+        selective checkpointing comes first only if its speed can be distinguished: no real GPU has shown smaller gains.
         """
         groups: dict[tuple[bool, int], list[Estimate]] = {}
         for each in estimates:
@@ -550,7 +550,7 @@ def stepped(strategy: Strategy, step: StepTime) -> dict[str, Any]:
 
 
 def as_fast_as(one: Estimate, other: Estimate) -> bool:
-    """Whether `one` cannot be told from the other by its speed, or is the faster one."""
+    """Whether the speed of `one` cannot be distinguished from the other's, or is the faster one."""
     mine, theirs, least = one.samples_per_second_per_gpu, other.samples_per_second_per_gpu, 1 - SAME_SPEED
     return mine.low >= least * theirs.low and mine.high >= least * theirs.high
 

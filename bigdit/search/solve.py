@@ -161,7 +161,7 @@ def best_that_runs(planner: Planner, ahead: Ahead, *, lossless_later: bool) -> E
     """The best that runs, which alone is recorded: for what it takes of CPU memory, and by category.
 
     The order is by predictions, which each run moves; where nothing fits, the best of what is TIGHT. None
-    that is lossy runs where others are `lossless_later`. `ahead` has what will be asked of the best run beside its
+    that is lossy runs where others are `lossless_later`. `ahead` has what will be asked of the best run, besides its
     record.
     """
     ran: dict[str, Estimate | None] = {}

@@ -221,7 +221,7 @@ def _keep(world: World, record: RunRecord) -> None:
         try:
             record.write()
         except UserError as error:
-            log.notice(f"note: {error}; training goes on, and the run's page will lack it")
+            log.notice(f"note: {error}; training continues, and the run's page will lack it")
 
 
 def learning_rate(run: RunConfig, step: int) -> float:

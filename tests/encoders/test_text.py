@@ -184,7 +184,7 @@ def test_words_within_quotes_that_a_second_encoder_reads_are_cut_in_any_batch(sa
         assert texts[0].cuts[0].longest > 399  # a byte or a letter each
 
 
-def test_all_states_of_a_model_that_pools_them_are_kept_and_a_second_text_beside_them(saved):
+def test_all_states_of_a_model_that_pools_them_are_kept_and_a_second_text_next_to_them(saved):
     """HunyuanDiT: mT5's, whose mask stands for their first ones, and CLIP's without padding; to the bit."""
     folder, parts = saved("HunyuanDiTPipeline")
     encoder, pipeline = load_text_encoder(TextEncoderConfig(pipeline=folder)), pipeline_of("HunyuanDiTPipeline", parts)
@@ -202,12 +202,12 @@ def test_all_states_of_a_model_that_pools_them_are_kept_and_a_second_text_beside
         assert torch.equal(text.states, states)
         assert mask.tolist() == [1] * text.seen + [0] * (256 - text.seen)
         assert states[text.seen :].any(dim=1).all()  # padding has states of its own
-        beside = text.streams["clip_text"]
-        assert torch.equal(beside.states, clip[f"{prefix}states"][0][clip[f"{prefix}mask"][0].bool()])
-        assert (beside.seen, len(beside.states) < 77) == (None, True)
+        second = text.streams["clip_text"]
+        assert torch.equal(second.states, clip[f"{prefix}states"][0][clip[f"{prefix}mask"][0].bool()])
+        assert (second.seen, len(second.states) < 77) == (None, True)
 
 
-def test_all_layers_of_llama_are_kept_beside_t5(saved):
+def test_all_layers_of_llama_are_kept_next_to_t5(saved):
     """HiDream: one after another, as its encode_prompt stacks them; with padding, which its blocks attend to."""
     folder, parts = saved("HiDreamImagePipeline")
     encoder = load_text_encoder(TextEncoderConfig(pipeline=folder), batch_size=1)

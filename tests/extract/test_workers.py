@@ -68,7 +68,7 @@ def test_two_workers_write_what_one_writes(noise, one_worker, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_killed_worker_is_an_error_and_the_same_call_goes_on(noise, one_worker, tmp_path):
+def test_a_killed_worker_is_an_error_and_the_same_call_continues(noise, one_worker, tmp_path):
     folder = tmp_path / "features"
     raised = []
 

@@ -46,7 +46,7 @@ def strategy(**changes: Any) -> Strategy:
     return Strategy(**(usual | changes))
 
 
-def _beside(gpu: catalog.Gpu) -> ByteRange:
+def _non_torch(gpu: catalog.Gpu) -> ByteRange:
     return non_torch_memory_of(strategy(), gpu.compute_capability, gpu.multiprocessors)
 
 
@@ -58,7 +58,7 @@ def made_plan() -> Plan:
     with EmulatedGpus(gpu, 1) as gpus:
         found = gpus.profile(request_for(model, gpu, strategy(grad_accum_steps=2)))
     margin = Margin(share=0.03, source="9 engines on a GPU like this one")
-    process = process_of(found.peak_reserved_bytes, _beside(gpu), margin)
+    process = process_of(found.peak_reserved_bytes, _non_torch(gpu), margin)
     host = host_need(found.host_timeline, found.checkpoint_bytes, Cluster())
     step = StepTime(seconds=interval(28.4, 37.1), parts={"compute": interval(26.0, 32.2), "memory": interval(2.4, 4.9)})
     chosen = Estimate(
@@ -69,7 +69,7 @@ def made_plan() -> Plan:
         phases={phase.phase: phase.peak_bytes for phase in found.ledger.phases},
         peak_allocated_bytes=found.ledger.peak_allocated_bytes,
         peak_reserved_bytes=found.peak_reserved_bytes,
-        non_torch=_beside(gpu),
+        non_torch=_non_torch(gpu),
         process=process,
         verdict="FITS",
         headroom_bytes=gpu.usable_bytes - process.high_bytes,
@@ -225,12 +225,12 @@ def unfitting_plan() -> Plan:
     plan = made_plan()
     gpu = catalog.gpu("rtx-4080")
     reserved = plan.chosen.peak_reserved_bytes
-    taken = process_of(reserved, _beside(gpu), plan.margin)
+    taken = process_of(reserved, _non_torch(gpu), plan.margin)
     chosen = plan.chosen.model_copy(
         update={
             "verdict": "DOES NOT FIT",
             "peak_reserved_bytes": reserved,
-            "non_torch": _beside(gpu),
+            "non_torch": _non_torch(gpu),
             "process": taken,
             "headroom_bytes": gpu.usable_bytes - taken.high_bytes,
             "reason": "the nearest to fitting of all that keep the numbers of AdamW",

@@ -82,7 +82,7 @@ def test_hsdp_has_a_communicator_for_each_of_its_two_groups():
 
 
 @given(KNOWN, st.integers(1, 64), st.integers(1, 4))
-def test_what_lies_beside_grows_with_communicators(compute_capability, world_size, communicators):
+def test_what_lies_next_to_grows_with_communicators(compute_capability, world_size, communicators):
     beside = non_torch_memory(compute_capability, world_size, communicators)
     assert 0 < beside.low_bytes <= beside.high_bytes
     assert non_torch_memory(compute_capability, world_size, communicators + 1).high_bytes >= beside.high_bytes

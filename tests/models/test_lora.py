@@ -55,7 +55,7 @@ def unpacked(layer):
 
 
 @pytest.mark.parametrize("base", ["bf16", "int8", "nf4"])
-def test_magnitudes_learn_beside_the_adapters_and_start_as_the_base(base):
+def test_magnitudes_learn_next_to_the_adapters_and_start_as_the_base(base):
     """A magnitude for each row of an adapted weight; with adapters of zero the prediction is the base's."""
     plain, dora = (
         Strategy(lora=LoraSpec(rank=4, base=base, dora=dora), optimizer=OptimizerSpec(lr=1e-2))

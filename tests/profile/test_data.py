@@ -96,7 +96,7 @@ def test_the_real_stream_holds_what_profiled_steps_hold(features: Path, ahead: i
 
 
 @pytest.mark.slow
-def test_beside_a_gpu_batches_wait_pinned_on_the_host(gpus: EmulatedGpus) -> None:
+def test_next_to_a_gpu_batches_wait_pinned_on_the_host(gpus: EmulatedGpus) -> None:
     """The host's timeline holds read_ahead_steps + 1 steps of pinned input."""
     shape = BatchShape(latents=(4, 8, 8), text=(6, 12))
     strategy = Strategy(micro_batch_size=2, grad_accum_steps=2, read_ahead_steps=3)

@@ -66,7 +66,7 @@ def shown(made):
     return page(made, Path("plans/x"))
 
 
-def test_it_asks_for_nothing_beside_itself(shown):
+def test_it_asks_for_nothing_next_to_itself(shown):
     outline = Outline(shown)
     assert outline.open == []
     assert not {"link", "img", "iframe", "object", "base"} & {tag for tag, _ in outline.elements}

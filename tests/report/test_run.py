@@ -97,7 +97,7 @@ def test_every_number_is_one_that_the_run_left(planned):
     assert {number for number, _ in made_up} - losses == set()
 
 
-def test_memory_by_phase_stands_beside_the_plan(planned):
+def test_memory_by_phase_stands_next_to_the_plan(planned):
     found = read_run(planned)
     text = " ".join(visible(page(found)).split())
     assert "planned 40.00 MiB at 8 × 12, measured 44.00 MiB (+10.0 %) reserved by torch" in text
@@ -123,7 +123,7 @@ def test_the_settings_are_the_runs(planned):
     assert yaml.safe_load(html.unescape(settings)) == json.loads((planned / "run.json").read_text())["run"]
 
 
-def test_it_needs_nothing_beside_itself_and_captions_are_text(planned):
+def test_it_needs_nothing_next_to_itself_and_captions_are_text(planned):
     text = page(read_run(planned))
     assert "<script" not in text
     assert "&lt;script&gt;alert(1)&lt;/script&gt;; a &amp; b" in text
@@ -264,7 +264,7 @@ def test_far_apart_is_logarithmic_and_reported(run):
 
 
 @pytest.mark.slow
-def test_on_a_narrow_screen_nothing_lies_beside_it(planned):
+def test_on_a_narrow_screen_nothing_lies_next_to_it(planned):
     bigdit("report", planned)
     with browser() as seen:
         for pixels in (400, 1200):

@@ -97,7 +97,7 @@ def test_images_come_while_others_are_still_to_be_drawn(trained, capsys):
     assert (len(drawn), capsys.readouterr().err) == (len(CAPTIONS), "")
 
 
-def test_without_room_to_decode_beside_the_model_they_come_when_all_are_drawn(trained, monkeypatch, capsys):
+def test_without_room_to_decode_next_to_the_model_they_come_when_all_are_drawn(trained, monkeypatch, capsys):
     sampler, printed = Sampler(computed_in("fp32", trained), CPU), []
     whole = list(sampler.sample(CAPTIONS, OPTIONS))
     model, decode = weakref.ref(kept := sampler.model()), sampler._codec.decode

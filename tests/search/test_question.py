@@ -354,7 +354,7 @@ def test_all_that_is_wrong_is_reported_at_once():
     ]
 
 
-def test_contradictions_are_reported_beside_what_is_unknown():
+def test_contradictions_are_reported_next_to_what_is_unknown():
     found = problems("sana-1600m", "a4", gpus=12, global_batch=100, engine="single", checkpointed_blocks=99, frames=3)
     assert [line.split()[0].rstrip(":") for line in found] == [
         "--gpu",

@@ -69,7 +69,7 @@ def test_samples_are_read_at_their_offsets(tmp_path, tar_format):
     assert reason(items[5]).startswith("damaged image: ")
 
 
-def test_nothing_is_written_beside_the_tars_and_pickles_are_never_read(tmp_path):
+def test_nothing_is_written_next_to_the_tars_and_pickles_are_never_read(tmp_path):
     class Harm:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "harm"),)

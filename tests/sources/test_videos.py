@@ -129,7 +129,7 @@ def test_folders_of_numbered_images_are_videos(tmp_path):
         opened({"path": str(tmp_path / "deep/a.b"), "frame_rate": 24})
 
 
-def test_what_stands_beside_folders_of_frames_is_counted(tmp_path, capfd):
+def test_what_stands_next_to_folders_of_frames_is_counted(tmp_path, capfd):
     (tmp_path / "a").mkdir()
     for file in ("a/1.png", "b.png"):
         save(tmp_path / file)
@@ -290,7 +290,7 @@ def test_without_pyav_the_line_names_what_brings_it(tmp_path, monkeypatch):
         shades(opened(str(tmp_path)))
 
 
-def test_images_beside_videos_stay_images(tmp_path):
+def test_images_next_to_videos_stay_images(tmp_path):
     save(tmp_path / "a.png", image=gradient(24, 24))
     found = opened(str(tmp_path)).items(0, 1)[0].load().image
     assert np.asarray(found).tolist() == np.asarray(gradient(24, 24)).tolist()

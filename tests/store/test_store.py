@@ -266,7 +266,7 @@ def refusal(action, *arguments):
     return line
 
 
-def test_bytes_that_are_no_text_beside_the_parts_are_passed_over(root, schema):
+def test_bytes_that_are_no_text_next_to_the_parts_are_passed_over(root, schema):
     (root / "speed").mkdir()
     (root / "report.json").write_bytes(b"\xff")
     for name in ("of nobody.jsonl", "h_b_s_1_2_t.jsonl"):

@@ -84,7 +84,7 @@ def test_the_store_has_the_class_of_each_folder(digits_by_class):
 
 
 @pytest.mark.parametrize("class_name", TINY)
-def test_a_run_goes_on_from_its_checkpoint(digits_by_class, straight, class_name):
+def test_a_run_continues_from_its_checkpoint(digits_by_class, straight, class_name):
     chosen, twice = (*TINY[class_name], *SEEN), f"{class_name}-twice"
     for steps in (2, 4):
         done = trained(digits_by_class, *chosen, f"train.steps={steps}", output=twice)

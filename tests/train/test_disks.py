@@ -13,7 +13,7 @@ def errors(capfd):
     return [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
 
 
-def test_a_full_disk_while_saving_loses_nothing_and_the_run_goes_on_with_room(features, tmp_path, capfd):
+def test_a_full_disk_while_saving_loses_nothing_and_the_run_continues_with_room(features, tmp_path, capfd):
     with mounted(tmp_path / "small", "size=64m") as disk:
         more = ("train.steps=8", "train.checkpoint_every=2", "train.keep_checkpoints=9")
         assert run(features, disk / "run", *more, "train.steps=2") == 0

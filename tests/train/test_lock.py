@@ -15,7 +15,7 @@ from bigdit.train.processes.process import output_lock
 
 
 @pytest.mark.slow
-def test_a_second_trainer_is_refused_and_the_first_goes_on(features, tmp_path):
+def test_a_second_trainer_is_refused_and_the_first_continues(features, tmp_path):
     output = tmp_path / "run"
     with running(BIGDIT, features, output, *SINGLE) as first:
         first.until_it_trains()

@@ -83,7 +83,7 @@ def test_only_the_newest_checkpoints_stay(features, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_a_run_goes_on(features, tmp_path):
+def test_killed_at_any_moment_a_run_continues(features, tmp_path):
     """`kill -9` of the trainer: what `latest` names is whole, no half checkpoint has a final name."""
     chosen = [*TINY, *SINGLE, f"data.features={features}", f"output={tmp_path}", "train.steps=400"]
     command = [

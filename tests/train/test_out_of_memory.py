@@ -101,7 +101,7 @@ def check(done, output, rank, step):
 
 
 @pytest.mark.slow
-def test_one_process_goes_on_with_half_the_micro_batch_and_so_does_its_next_start(mixed, tmp_path):
+def test_one_process_continues_with_half_the_micro_batch_and_so_does_its_next_start(mixed, tmp_path):
     sizes = (*SINGLE, "strategy.micro_batch_size=16", "strategy.global_batch_size=16")
     with gpus(CONTEXT + 46) as environment:
         check(trained(environment, mixed, tmp_path, BIGDIT, *sizes), tmp_path, 0, 1)

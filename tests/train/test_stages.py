@@ -133,7 +133,7 @@ def test_one_command_goes_through_all_stages(alone):
 
 
 @pytest.mark.slow
-def test_killed_in_either_stage_or_between_a_run_goes_on(staged, alone, tmp_path):
+def test_killed_in_either_stage_or_between_a_run_continues(staged, alone, tmp_path):
     """Its order, its rates and its weights are those of the run that nobody killed."""
     assert killed(staged, tmp_path, "single", 2) < BORDER
     assert killed(staged, tmp_path, "single", BORDER) == BORDER

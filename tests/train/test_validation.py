@@ -59,7 +59,7 @@ def test_rows_have_the_mean_and_each_time_of_weights_and_ema(rows):
     assert found["often"][3][LOSSES[0]] != found["often"][3][LOSSES[1]]
 
 
-def test_training_is_the_same_however_often_it_is_measured_and_goes_on(rows):
+def test_training_is_the_same_however_often_it_is_measured_and_continues(rows):
     found, _ = rows
     losses = {name: [row["loss"] for row in each] for name, each in found.items()}
     assert losses["often"] == losses["once"] == losses["stopped"]
@@ -68,7 +68,7 @@ def test_training_is_the_same_however_often_it_is_measured_and_goes_on(rows):
     assert measured["often"][3] == measured["once"][3]
 
 
-def test_a_run_that_goes_on_holds_out_the_same(rows, features):
+def test_a_run_that_continues_holds_out_the_same(rows, features):
     output = rows[1]["once"]
     with pytest.raises(UserError, match=r"validation\.samples is 23, and .* was trained with 24:"):
         run_to(5, output, features, "strategy.ema.decay=0.5", "validation.samples=23")

@@ -63,7 +63,7 @@ def test_they_are_those_of_the_checkpoints_ema_and_training_is_the_same(features
         assert [(each.step, each.width, each.height) for each in shown] == [(step, *image.size) for step in (2, 3)]
 
 
-def test_what_fails_is_a_line_and_training_goes_on(features, tmp_path, monkeypatch, capfd):
+def test_what_fails_is_a_line_and_training_continues(features, tmp_path, monkeypatch, capfd):
     def fails(each, captions):
         raise MemoryError("no room")
 
@@ -71,7 +71,7 @@ def test_what_fails_is_a_line_and_training_goes_on(features, tmp_path, monkeypat
     run_to(3, tmp_path, features, *ASKED)
     printed = [line for line in capfd.readouterr().err.splitlines() if line.startswith("note: the validation images")]
     assert printed == [
-        "note: the validation images of step 2 are not written: no room; training goes on",
+        "note: the validation images of step 2 are not written: no room; training continues",
         "note: the validation images of step 3 are not written: no room",
     ]
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3

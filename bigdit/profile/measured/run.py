@@ -57,7 +57,7 @@ class Timing(Strict):
 class GpuRun(Strict):
     """Two steps on a CUDA device.
 
-    `non_torch_bytes`: what the process takes beside the allocator; None where that is not known.
+    `non_torch_bytes`: what the process takes outside torch's allocator; None where that is not known.
     """
 
     device: str
