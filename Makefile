@@ -27,7 +27,7 @@ $(READY): $(VENV) setup.cfg pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $(READY)
 
-# The CUDA build of torch (three equals signs: no build of another name) without NVIDIA's packages, which emulated cards
+# The CUDA build of torch (three equals signs: no build of another name) without NVIDIA's packages, which emulated GPUs
 # stand in for; all else is .venv's, which may be filled meanwhile. In the other two it is the first and the last that
 # plans are proved with, whatever this machine's pip is held to.
 $(CUDA_READY): TORCH = $$(sed -n 's/^torch==//p' constraints.txt)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bigdit.catalog import Gpu
-from bigdit.memory.process import ByteRange, beside_training
+from bigdit.memory.process import ByteRange, non_torch_memory_of
 from bigdit.profile.attempt import Attempt
 from bigdit.speed.seconds import Cluster, StepTime, launches_of
 from bigdit.speed.step import step_time
@@ -31,4 +31,4 @@ def step_of(
 
 def non_torch(strategy: Strategy, gpu: Gpu) -> ByteRange:
     """Bytes that a training process takes of the GPU beside torch."""
-    return beside_training(strategy, gpu.compute_capability, gpu.multiprocessors)
+    return non_torch_memory_of(strategy, gpu.compute_capability, gpu.multiprocessors)

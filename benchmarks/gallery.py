@@ -27,13 +27,13 @@ from bigdit.profile.gpus import EmulatedGpus, Row
 from bigdit.strategy import Strict
 
 HERE = Path(__file__).parent
-FOUND, PAGE, PICTURES = HERE / "gallery.json", HERE / "gallery.md", HERE / "gallery"
+FOUND, PAGE, IMAGES = HERE / "gallery.json", HERE / "gallery.md", HERE / "gallery"
 
 MODELS = (
     *("dit-xl-2-paper", "pixart-sigma-xl-2-1024", "sana-600m-1024", "sana-1600m-1024", "sd3.5-medium"),
     *("flux.1-dev", "qwen-image", "wan2.1-t2v-1.3b", "wan2.1-t2v-14b"),
 )
-CARDS = (("rtx-3060-12g", 1), ("rtx-4090", 1), ("a40", 1), ("a100-80g-sxm", 1), ("h100-sxm", 1), ("a40", 8))
+GPUS = (("rtx-3060-12g", 1), ("rtx-4090", 1), ("a40", 1), ("a100-80g-sxm", 1), ("h100-sxm", 1), ("a40", 8))
 WAYS = {"full": "checkpointed_blocks=all", "LoRA": "checkpointed_blocks=all,lora.rank=16"}
 """AdamW, bf16 with fp32 masters where weights are trained, features cached, expandable segments."""
 
@@ -98,7 +98,7 @@ def strategy(way: str, gpus: int) -> str:
 def cells(kept: Sequence[Cell]) -> Iterator[Cell]:
     """All cells, by GPU: those of one kind share a process. What `kept` has does not run again."""
     known = {cell.asked: cell for cell in kept}
-    for name, gpus in CARDS:
+    for name, gpus in GPUS:
         asked = [Cell.of(model, name, gpus, way) for model in MODELS for way in WAYS]
         found = [known.get(each.asked, each) for each in asked]
         yield from found if all(each.whole for each in found) else ran(found, catalog.resolve_gpu(name), gpus)
@@ -106,33 +106,33 @@ def cells(kept: Sequence[Cell]) -> Iterator[Cell]:
 
 def ran(asked: Sequence[Cell], card: catalog.Gpu, gpus: int) -> Iterator[Cell]:
     """The cells of a GPU, with all that was not known. The search for the next cell begins at the last one's size."""
-    beside_bytes = non_torch(parse_strategy([strategy("full", gpus)]), card).high_bytes
+    non_torch_bytes = non_torch(parse_strategy([strategy("full", gpus)]), card).high_bytes
     guess = dict.fromkeys(MODELS, 1)
     with EmulatedGpus(card) as cards:
         for cell in asked:
-            known = cell if cell.searched else searched(cards, cell, guess[cell.model], beside_bytes)
+            known = cell if cell.searched else searched(cards, cell, guess[cell.model], non_torch_bytes)
             guess[cell.model] = max(known.largest or 0, 1)
-            yield known if known.whole else curved(cards, known, beside_bytes)
+            yield known if known.whole else curved(cards, known, non_torch_bytes)
 
 
-def searched(cards: EmulatedGpus, cell: Cell, guess: int, beside_bytes: int) -> Cell:
+def searched(cards: EmulatedGpus, cell: Cell, guess: int, non_torch_bytes: int) -> Cell:
     """The cell with its largest size. The search begins at the guess."""
     card = catalog.resolve_gpu(cell.gpu)
     cards.unanswered.clear()
-    found = cards.largest(Row(sized(cell.model, card, cell.strategy), guess), card.usable_bytes - beside_bytes)
+    found = cards.largest(Row(sized(cell.model, card, cell.strategy), guess), card.usable_bytes - non_torch_bytes)
     largest = None if found is None else int(found[0])
     return cell.model_copy(update={"largest": largest, "why": next(iter(cards.unanswered), None)})
 
 
-def curved(cards: EmulatedGpus, cell: Cell, beside_bytes: int) -> Cell:
+def curved(cards: EmulatedGpus, cell: Cell, non_torch_bytes: int) -> Cell:
     """The cell with what it takes at 1, at half of the largest and at the largest."""
     assert cell.largest is not None
     card = catalog.resolve_gpu(cell.gpu)
-    request, capacity = sized(cell.model, card, cell.strategy), card.usable_bytes - beside_bytes
+    request, capacity = sized(cell.model, card, cell.strategy), card.usable_bytes - non_torch_bytes
     sizes = sorted({1, (1 + cell.largest) // 2, cell.largest})
     attempts = cards.attempts([(request(size), capacity) for size in sizes])
     points = [
-        Point(micro_batch=size, process_bytes=attempt.peak_reserved_bytes + beside_bytes)
+        Point(micro_batch=size, process_bytes=attempt.peak_reserved_bytes + non_torch_bytes)
         for size, attempt in zip(sizes, attempts, strict=True)
         if isinstance(attempt, Attempt) and attempt.fits
     ]
@@ -155,10 +155,10 @@ def page(found: list[Cell]) -> str:
     lines += [again(known[model, gpu, gpus, way]) for way, model, gpu, gpus in AGAIN]
     lines += ["", "Of 8 × a40 the first of eight processes runs, on its own emulated GPU.", ""]
     for way in WAYS:
-        heads = [named(*each) for each in CARDS]
-        lines += [f"## {way}", "", f"| model | {' | '.join(heads)} |", "| --- |" + " ---: |" * len(CARDS)]
+        heads = [named(*each) for each in GPUS]
+        lines += [f"## {way}", "", f"| model | {' | '.join(heads)} |", "| --- |" + " ---: |" * len(GPUS)]
         for model in MODELS:
-            row = [_shown(known.get((model, *card, way))) for card in CARDS]
+            row = [_shown(known.get((model, *card, way))) for card in GPUS]
             lines.append(f"| {model} | {' | '.join(row)} |")
         lines.append("")
     unknown = [each for each in found if each.largest is None]
@@ -184,12 +184,12 @@ def _shown(cell: Cell | None) -> str:
 
 def draw_all(found: Sequence[Cell]) -> None:
     """A picture a model: a curve for each way on each card where it fits at all."""
-    PICTURES.mkdir(exist_ok=True)
-    usable = {name: catalog.resolve_gpu(name).usable_bytes for name, _ in CARDS}
+    IMAGES.mkdir(exist_ok=True)
+    usable = {name: catalog.resolve_gpu(name).usable_bytes for name, _ in GPUS}
     known = {each.asked: each for each in found}
     for model in MODELS:
-        ways = {way: {named(*card): known[model, *card, way].points for card in CARDS} for way in WAYS}
-        draw(PICTURES / f"{model}.png", model, ways, usable)
+        ways = {way: {named(*card): known[model, *card, way].points for card in GPUS} for way in WAYS}
+        draw(IMAGES / f"{model}.png", model, ways, usable)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Answers on disk: a file for each question, named by all that decides its answer. Damaged files are ignored."""
+"""Answers on disk: a file each, named by the digest of all that the answer depends on. Damaged files are ignored."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from bigdit.errors import UserError, versions
 from bigdit.files import read_bytes, write_text
 
 
-def write_sealed(path: Path, text: str) -> None:
+def write_checksummed(path: Path, text: str) -> None:
     """Write a text with its SHA-256, all or nothing. Raises UserError where that fails."""
     write_text(path, f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
 
 
-def read_sealed(path: Path) -> bytes:
+def read_checksummed(path: Path) -> bytes:
     """The text of such a file. Raises ValueError where it was changed; OSError."""
-    seal, _, text = read_bytes(path).partition(b"\n")
-    if seal != hashlib.sha256(text).hexdigest().encode():
+    checksum, _, text = read_bytes(path).partition(b"\n")
+    if checksum != hashlib.sha256(text).hexdigest().encode():
         raise ValueError(f"{path} was changed")
     return text
 
@@ -47,36 +47,36 @@ _NOTICED: set[Path] = set()
 
 @dataclass(frozen=True)
 class Cache(Generic[Answer]):
-    """One kind of answer, in `folder` of the cache. Notices name it (`what`), and what is repeated (`anew`)."""
+    """One kind of answer, in `folder` of the cache. Notices name it (`what`), and how it is made (`making`)."""
 
     folder: str
     kind: type[Answer]
     what: str
-    anew: str
+    making: str
 
-    def find(self, decides: Iterable[str]) -> Answer | None:
+    def find(self, key: Iterable[str]) -> Answer | None:
         """The answer; None without one. A damaged one is logged."""
-        file = self._file(decides)
+        file = self._file(key)
         try:
-            return self.kind.model_validate_json(read_sealed(file))
+            return self.kind.model_validate_json(read_checksummed(file))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError):  # pydantic's among them
-            log.notice(f"{file} is damaged, and {self.anew} again")
+            log.notice(f"{file} is damaged, and {self.making} again")
             return None
 
-    def keep(self, decides: Iterable[str], answer: Answer) -> None:
+    def keep(self, key: Iterable[str], answer: Answer) -> None:
         """Store an answer. A cache that cannot be written is logged once for each folder."""
         try:
-            write_sealed(self._file(decides), answer.model_dump_json())
+            write_checksummed(self._file(key), answer.model_dump_json())
         except UserError as error:
             folder = cache_root() / self.folder
             if folder not in _NOTICED:
                 _NOTICED.add(folder)
                 log.notice(f"{self.what} is not cached: {error}; logged once for {folder}")
 
-    def _file(self, decides: Iterable[str]) -> Path:
-        name = hashlib.sha256("|".join(decides).encode()).hexdigest()[:32]
+    def _file(self, key: Iterable[str]) -> Path:
+        name = hashlib.sha256("|".join(key).encode()).hexdigest()[:32]
         return cache_root() / self.folder / f"{name}.json"
 
 

@@ -1,4 +1,4 @@
-"""What tests share: the digits as pictures, a feature store of some of them, and tiny runs."""
+"""What tests share: the digits as images, a feature store of some of them, and tiny runs."""
 
 import fcntl
 import gc
@@ -77,7 +77,7 @@ def own_cache(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def pictures(once):
+def images(once):
     """A folder with 240 real digits and their captions."""
     import digits
 
@@ -91,11 +91,11 @@ def pictures(once):
 
 
 @pytest.fixture(scope="session")
-def features(once, pictures):
+def features(once, images):
     """The digits' feature store, made by `bigdit extract`."""
 
     def make(folder):
-        done = bigdit("extract", "--config", DIGITS, *with_set([f"data.images={pictures}", f"data.features={folder}"]))
+        done = bigdit("extract", "--config", DIGITS, *with_set([f"data.images={images}", f"data.features={folder}"]))
         assert done.returncode == 0, done.stderr
 
     return once("features", make)
@@ -131,10 +131,10 @@ def pytest_collection_finish():
 def pytest_terminal_summary(terminalreporter):
     """What tests recorded as `found` is said at the end: how far predictions are off, where they hold too."""
     reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
-    said = [value for report in reports for name, value in report.user_properties if name == "found"]
-    if said:
+    printed = [value for report in reports for name, value in report.user_properties if name == "found"]
+    if printed:
         terminalreporter.section("found")
-        for line in sorted(said):
+        for line in sorted(printed):
             terminalreporter.write_line(line)
 
 

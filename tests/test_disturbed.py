@@ -40,7 +40,7 @@ from bigdit.store.lease import FOLDER as WORKERS
 from bigdit.store.lease import WorkerName, all_leases, remove_left
 
 ROUNDS, SEED = (int(os.environ.get(f"BIGDIT_{name}", usual)) for name, usual in (("ROUNDS", 4), ("SEED", 0)))
-LANES, ROOM = 2, "size=1g"
+PARTS, ROOM = 2, "size=1g"
 IMAGES, STEPS, CHANGES, SECONDS = 40, 10, {"extract": 50, "train": 240}, 4.0
 """Of an undisturbed command: names that come and go in its folder, and seconds, are about so many."""
 SAVING = (f"train.steps={STEPS}", "train.checkpoint_every=2", "train.export_every=4", "strategy.ema={decay: 0.9}")
@@ -59,22 +59,22 @@ NAMES = st.sampled_from(["extract", "train", "train"])
 class World:
     """Digits, and what extraction and trainings make of them when nobody disturbs them."""
 
-    def __init__(self, once, pictures):
+    def __init__(self, once, images):
         def make(folder):
-            shutil.copytree(pictures, folder, ignore=lambda _, names: sorted(names)[2 * IMAGES :])
-            (folder / "0007.png").write_bytes(b"no picture")
+            shutil.copytree(images, folder, ignore=lambda _, names: sorted(names)[2 * IMAGES :])
+            (folder / "0007.png").write_bytes(b"no image")
 
-        self.once, self.pictures, self.course = once, once("disturbed", make), cache(self._course)
+        self.once, self.images, self.course = once, once("disturbed", make), cache(self._course)
         self.features = once("disturbed-features", lambda folder: self.does("extract", "single", folder))
         self.caption = (self.features / "null_text.safetensors").read_bytes()
         self.parts = {file.name: file.read_bytes() for file in self.features.glob("part-*")}
 
     def words(self, command, course, features, *overrides):
-        own = [*COURSES[course], f"data.images={self.pictures}", f"data.features={features}", *overrides]
+        own = [*COURSES[course], f"data.images={self.images}", f"data.features={features}", *overrides]
         return command, "--config", DIGITS, *with_set(own)
 
     def does(self, *asked):
-        done = bigdit(*self.words(*asked), BIGDIT_RECEIPTS=str(self.pictures.parent / "receipts"))
+        done = bigdit(*self.words(*asked), BIGDIT_RECEIPTS=str(self.images.parent / "receipts"))
         assert done.returncode == 0, done.stderr
 
     def _course(self, name):
@@ -182,12 +182,16 @@ class Disturbed(stateful.RuleBasedStateMachine):
         last = last or self.start("train")
         last.ends(0)
         self.nothing_is_lost()
-        said, latest, steps = last.text().replace("\n", " "), self.output / "checkpoints/latest", steps_of(self.output)
-        done = "steps already" in said  # nothing was left to train, to measure, to save and to prune
-        assert (done and "saved last" in said and not latest.exists()) or latest.read_text() == f"step-{STEPS:08d}\n"
+        printed, latest, steps = (
+            last.text().replace("\n", " "),
+            self.output / "checkpoints/latest",
+            steps_of(self.output),
+        )
+        done = "steps already" in printed  # nothing was left to train, to measure, to save and to prune
+        assert (done and "saved last" in printed and not latest.exists()) or latest.read_text() == f"step-{STEPS:08d}\n"
         assert on.exports_of(self.output) == self.course.exports
         assert not rows or rows_of(self.output) == self.course.rows
-        assert (self.output / "receipt.json").exists() or (done and "receipt.json is missing" in said), said
+        assert (self.output / "receipt.json").exists() or (done and "receipt.json is missing" in printed), printed
         kept = kept_steps(sorted({*range(2, STEPS + 1, 2), *self.saved}), *self.keeping.values())
         assert kept == steps or (done and {*kept} <= {*steps}), (kept, steps)
         assert not list(self.output.rglob(".tmp-*"))
@@ -227,14 +231,14 @@ class Disturbed(stateful.RuleBasedStateMachine):
         status = command.ends(0, -signum, 128 + signum, refused=lambda _: lost in command.text())
         text, saved = command.text(), f"{signum.name}: saved"
         ways = (saved, early, "ended at once, without a checkpoint", lost, "interrupted\n", "")
-        said = next(way for way in ways if way in text)
-        if said == saved:
+        printed = next(way for way in ways if way in text)
+        if printed == saved:
             step = int(text.rpartition("resumes from step ")[2].split()[0])
             assert (self.output / "checkpoints/latest").read_text() == f"step-{step:08d}\n", text
-        elif status and said in (lost, "interrupted\n", ""):
-            assert said or status == -signum, f"nothing was said: {text}"
+        elif status and printed in (lost, "interrupted\n", ""):
+            assert printed or status == -signum, f"nothing was said: {text}"
             assert rows_of(self.output) in (before, self.course.rows), f"ended in the middle of training: {text}"
-        return f"status {status}, {said.strip() or 'nothing said'}"
+        return f"status {status}, {printed.strip() or 'nothing printed'}"
 
     @rule(name=NAMES, hangs=st.booleans())
     def two_run_at_once(self, name, hangs):
@@ -335,9 +339,9 @@ class Disturbed(stateful.RuleBasedStateMachine):
         if of != "a run" or "exports/" in path or (hurt and ended == "went on" and folder_of(root, hurt).exists()):
             on.bring_back(file, whole)  # nobody has read it
         if path == "metrics.jsonl":  # every row is there once, and right; or its loss was said
-            rows, said = rows_of(root), first.text().replace("\n", "")
-            assert rows == self.course.rows or path in said, f"nothing was said of {rows}: {said}"
-            assert {*rows} <= {*self.course.rows} or "was changed: its rows" in said, rows
+            rows, printed = rows_of(root), first.text().replace("\n", "")
+            assert rows == self.course.rows or path in printed, f"nothing was said of {rows}: {printed}"
+            assert {*rows} <= {*self.course.rows} or "was changed: its rows" in printed, rows
             assert len({row[0] for row in rows}) == len(rows), rows
         if name == "train":
             self.trains(last, rows=path != "metrics.jsonl")
@@ -365,14 +369,14 @@ class Disturbed(stateful.RuleBasedStateMachine):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300 + 60 * ROUNDS)
-@pytest.mark.parametrize("lane", range(LANES))
-def test_nothing_is_lost_and_nothing_is_silent(lane, once, pictures, record_property):
-    draws = (Random(f"{SEED} {lane} {number}") for number in count())
-    machine = type("Machine", (Disturbed,), {"world": World(once, pictures), "seen": Counter(), "draws": draws})
+@pytest.mark.parametrize("part", range(PARTS))
+def test_nothing_is_lost_and_nothing_is_silent(part, once, images, record_property):
+    draws = (Random(f"{SEED} {part} {number}") for number in count())
+    machine = type("Machine", (Disturbed,), {"world": World(once, images), "seen": Counter(), "draws": draws})
     settings = hypothesis.settings(
-        max_examples=max(ROUNDS // LANES, 1), stateful_step_count=3, database=None,
+        max_examples=max(ROUNDS // PARTS, 1), stateful_step_count=3, database=None,
         phases=[hypothesis.Phase.generate], suppress_health_check=list(hypothesis.HealthCheck),
     )  # fmt: skip
-    stateful.run_state_machine_as_test(hypothesis.seed(SEED * LANES + lane)(machine), settings=settings)
+    stateful.run_state_machine_as_test(hypothesis.seed(SEED * PARTS + part)(machine), settings=settings)
     for (fault, how), times in sorted(machine.seen.items()):
         record_property("found", f"{fault}: {how}: {times}")

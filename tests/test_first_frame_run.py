@@ -1,4 +1,4 @@
-"""Models of videos that begin with a picture, from files to samples: what they are fed is what their pipeline makes."""
+"""Models of videos that begin with an image, from files to samples: what they are fed is what their pipeline makes."""
 
 import copy
 import json
@@ -81,14 +81,14 @@ def encoded(tmp_path_factory):
 
 
 @torch.no_grad()
-def of_pipeline(pipeline, picture):
-    """The condition and the embeddings that the pipeline's call makes of a picture, in bf16."""
-    image = pipeline.video_processor.preprocess(picture, height=16, width=32)
+def of_pipeline(pipeline, frame):
+    """The condition and the embeddings that the pipeline's call makes of an image, in bf16."""
+    image = pipeline.video_processor.preprocess(frame, height=16, width=32)
     _, condition = pipeline.prepare_latents(image, 1, 4, 16, 32, 5, torch.float32, torch.device("cpu"))
-    return condition.bfloat16(), pipeline.encode_image(picture, torch.device("cpu")).bfloat16()
+    return condition.bfloat16(), pipeline.encode_image(frame, torch.device("cpu")).bfloat16()
 
 
-def first_picture(path):
+def frame_of(path):
     """As extraction has it: of the file, in its bucket."""
     _, pixels = bucket_pixels(first_image(path), [(16, 32)], "rgb")
     return Image.fromarray(pixels.transpose(1, 2, 0))
@@ -105,7 +105,7 @@ def test_batches_are_what_the_pipeline_makes_to_the_bit(encoded):
         batch = reader.read(SHAPE, *torch.tensor([[0, 0, 0, 0], [3, 0, 2, 1]]).numpy(), [1, 2, 3, 4])
         assert set(batch.extras) == {"image_condition", "image_embeds"}
         for place, number in enumerate([3, 0, 2, 1]):
-            condition, embeds = of_pipeline(pipeline, first_picture(folder / f"clips/{number}.mp4"))
+            condition, embeds = of_pipeline(pipeline, frame_of(folder / f"clips/{number}.mp4"))
             assert torch.equal(batch.extras["image_condition"][place], condition[0])
             assert torch.equal(batch.extras["image_embeds"][place], embeds[0])
         assert batch.extras["image_condition"][0].std() > 0.1
@@ -118,8 +118,8 @@ def test_a_step_takes_what_was_predicted_and_the_pipeline_loads_what_was_trained
     assert receipt["predicted_peak_allocated_bytes"] == receipt["measured_peak_allocated_bytes"]
     done = bigdit("train", "--config", folder / "run.yaml")
     assert done.returncode == 0, done.stderr
-    picture = first_picture(folder / "clips/0.mp4")
-    picture.save(folder / "first.png")
+    image = frame_of(folder / "clips/0.mp4")
+    image.save(folder / "first.png")
     drawn = bigdit("sample", "--checkpoint", folder / "run", "--caption", "a square", "--caption", "two", "--image",
                    folder / "first.png", "--steps", "2", "--out", folder / "samples", "--json")  # fmt: skip
     assert drawn.returncode == 0, drawn.stderr
@@ -131,7 +131,7 @@ def test_a_step_takes_what_was_predicted_and_the_pipeline_loads_what_was_trained
     transformer = diffusers.WanTransformer3DModel.from_pretrained(folder / "exported/transformer")
     whole = tiny_pipelines.pipeline_of(PIPELINE, pipeline.components | {"transformer": transformer})
     whole.set_progress_bar_config(disable=True)
-    frames = whole(picture, "a square", height=16, width=32, num_frames=5, num_inference_steps=2, output_type="np")
+    frames = whole(image, "a square", height=16, width=32, num_frames=5, num_inference_steps=2, output_type="np")
     assert frames.frames.shape == (1, 5, 16, 32, 3)
 
 
@@ -150,7 +150,7 @@ def test_the_pipeline_draws_with_exported_adapters_as_training_would(encoded):
     done = bigdit("train", "--config", folder / "run.yaml", *settings)
     assert done.returncode == 0, done.stderr
     checkpoint, _ = latest(folder / "lora")
-    picture = first_picture(folder / "clips/0.mp4")
+    image = frame_of(folder / "clips/0.mp4")
 
     def drawn(transformer, adapters=None, file=None):
         whole = tiny_pipelines.pipeline_of(PIPELINE, pipeline.components | {"transformer": transformer})
@@ -158,7 +158,7 @@ def test_the_pipeline_draws_with_exported_adapters_as_training_would(encoded):
         if adapters is not None:
             whole.load_lora_weights(adapters, weight_name=file)
         asked = {"height": 16, "width": 32, "num_frames": 5, "num_inference_steps": 2, "output_type": "latent"}
-        return whole(picture, "a square", generator=torch.Generator().manual_seed(0), **asked).frames
+        return whole(image, "a square", generator=torch.Generator().manual_seed(0), **asked).frames
 
     without = drawn(base)
     trained = drawn(Sampler(checkpoint, torch.device("cpu")).model().float())
@@ -169,14 +169,14 @@ def test_the_pipeline_draws_with_exported_adapters_as_training_would(encoded):
     assert (loaded - trained).norm() < 0.02 * (loaded - without).norm()  # adapters that are rounded, too
     assert (loaded - without).abs().max() > 0.01
     names = {name.rsplit(".lora_", 1)[0].split(".", 1)[1] for name in base.state_dict() if "lora_A" in name}
-    assert {name for name in names if "attn2.add_" in name}  # those that see the picture, too
+    assert {name for name in names if "attn2.add_" in name}  # those that see the image, too
 
 
 def test_videos_on_the_way_are_those_that_are_drawn_of_the_checkpoint(encoded):
-    """Each begins with its own picture, with guidance away from it too."""
+    """Each begins with its own image, with guidance away from it too."""
     folder, _ = encoded
     for number in range(2):
-        first_picture(folder / f"clips/{number}.mp4").save(folder / f"begins-{number}.png")
+        frame_of(folder / f"clips/{number}.mp4").save(folder / f"begins-{number}.png")
     asked = (
         f"samples.images=[{folder / 'begins-0.png'}, {folder / 'clips/1.mp4'}]",
         *("samples.captions=[a square, two]", "samples.every=2", "samples.steps=2", "samples.seed=5"),
@@ -194,7 +194,7 @@ def test_videos_on_the_way_are_those_that_are_drawn_of_the_checkpoint(encoded):
 
 
 def stills(folder):
-    """The picture of frames that a run would make of these two videos."""
+    """The image of frames that a run would make of these two videos."""
     videos = []
     for number in range(2):
         with Image.open(folder / f"{number:05d}.webp") as video:
@@ -203,7 +203,7 @@ def stills(folder):
     return stills_png(videos, ["a square", "two"])
 
 
-def test_pictures_to_begin_with_that_cannot_be_read_are_named_before_training(encoded):
+def test_images_to_begin_with_that_cannot_be_read_are_named_before_training(encoded):
     folder, _ = encoded
     asked = ("samples.captions=[a square]", "samples.images=[none.png]", f"output={folder / 'none'}")
     for more in (("--dry-run",), ()):

@@ -5,13 +5,13 @@ from commands import BIN, DIGITS, SINGLE, TINY, environment_with, with_set
 from gpus import empty_cache
 
 
-def test_no_process_takes_another_checkout_or_a_module_of_the_users_for_its_own(pictures, tmp_path):
+def test_no_process_takes_another_checkout_or_a_module_of_the_users_for_its_own(images, tmp_path):
     """Not those of emulated GPUs, those that encode, nor those that train."""
     (tmp_path / "bigdit").mkdir()
     (tmp_path / "bigdit/__init__.py").write_text("raise SystemExit('of another checkout')")
     (tmp_path / "random.py").write_text("raise SystemExit('of the user')")
     short = ("train.steps=1", "train.warmup_steps=0", "output=run")
-    own = [*TINY, *SINGLE, *short, f"data.images={pictures}", "data.features=features"]
+    own = [*TINY, *SINGLE, *short, f"data.images={images}", "data.features=features"]
     two = ("strategy.engine=fsdp2", "strategy.world_size=2")
     asked = ("--model", "dit-s-8", "--gpu", "a40", "--strategy", "single")
     environment = environment_with({"BIGDIT_CACHE": str(empty_cache(tmp_path / "cache"))})

@@ -106,14 +106,14 @@ def unsafe(source):
     """The calls of a source that unpickle, or that may run what a folder of weights holds."""
     found = []
     for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
-        name, said = ast.unparse(call.func), {each.arg: ast.unparse(each.value) for each in call.keywords}
+        name, printed = ast.unparse(call.func), {each.arg: ast.unparse(each.value) for each in call.keywords}
         owner, _, method = name.rpartition(".")
-        if UNPICKLES.fullmatch(name) or said.get("allow_pickle", "False") != "False":
+        if UNPICKLES.fullmatch(name) or printed.get("allow_pickle", "False") != "False":
             found.append(name)
         if method == "from_pretrained":
             safe = {"trust_remote_code": "False"}
             safe |= {} if WITHOUT_WEIGHTS.search(owner) else {"use_safetensors": "True"}
-            found += [f"{name} without {key}={value}" for key, value in safe.items() if said.get(key) != value]
+            found += [f"{name} without {key}={value}" for key, value in safe.items() if printed.get(key) != value]
     return found
 
 
@@ -162,9 +162,9 @@ def test_a_wheel_has_every_file():
 
 @pytest.mark.parametrize("file", layers(), ids=lambda file: str(file.relative_to(ROOT)))
 def test_every_layer_says_what_it_is(file):
-    said = ast.get_docstring(ast.parse(file.read_text()))
-    assert said is not None
-    assert said.split("\n\n")[0].endswith(".")
+    printed = ast.get_docstring(ast.parse(file.read_text()))
+    assert printed is not None
+    assert printed.split("\n\n")[0].endswith(".")
 
 
 def test_the_drawing_has_the_layers_that_are_held():

@@ -37,16 +37,16 @@ SPEC = ModelSpec(
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("a.png", f"image {SAID}"), ("a.txt", f"caption a.txt {SAID}"), ("a.mp4", f"video {SAID}")]
+    ("name", "printed"), [("a.png", f"image {SAID}"), ("a.txt", f"caption a.txt {SAID}"), ("a.mp4", f"video {SAID}")]
 )
-def test_of_a_folder_of_pictures(tmp_path, name, said):
+def test_of_a_folder_of_images(tmp_path, name, printed):
     save(tmp_path / "a.png")
     if name == "a.mp4":
         (tmp_path / "a.png").unlink()
     (tmp_path / name).write_bytes(POINTER)
     data = {"buckets": [(1, 8, 8)], "fps": 8} if name == "a.mp4" else {}
     (item,) = opened(str(tmp_path), **data).items(0, 1)
-    with pytest.raises(Unusable, match=f"^{re.escape(said)}$"):
+    with pytest.raises(Unusable, match=f"^{re.escape(printed)}$"):
         list(item.load().image)
 
 

@@ -22,14 +22,14 @@ def each_time():
 
 @pytest.mark.usefixtures("each_time")
 @pytest.mark.parametrize(("prepare", "heard"), [(lambda: None, 2), (libraries.prepare, 0)])
-def test_what_no_user_can_change_is_not_said(prepare, heard):
+def test_what_no_user_can_change_is_not_reported(prepare, heard):
     """As PRX's pipeline is made, and queries of Krea 2 and Kandinsky 5 are normalised."""
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as printed:
         warnings.simplefilter("always")
         prepare()
         LoraLoaderMixin()
         torch.nn.functional.rms_norm(torch.ones(2, 4), (4,), torch.ones(4, dtype=torch.bfloat16))
-    assert len(said) == heard
+    assert len(printed) == heard
 
 
 def test_what_is_imported_is_left_out_of_collections_to_the_end_and_not_at_it():

@@ -1,4 +1,4 @@
-"""Features online, hurt: pictures that are damaged, changed or gone, kills, full disks. A line each, and what goes on
+"""Features online, hurt: images that are damaged, changed or gone, kills, full disks. A line each, and what goes on
 is what nothing disturbed."""
 
 import io
@@ -22,15 +22,15 @@ COUNT = 10
 
 @pytest.fixture
 def folder(tmp_path):
-    """Ten gray pictures, which are of the bucket's size, and their captions."""
+    """Ten gray images, which are of the bucket's size, and their captions."""
     for number in range(COUNT):
-        picture = tiny_sources.gradient(8, 8).convert("L").point(lambda value, add=number: value // 2 + 9 * add)
-        tiny_sources.save(tmp_path / "pictures" / f"{number}.png", f"digit {number}", picture)
+        image = tiny_sources.gradient(8, 8).convert("L").point(lambda value, add=number: value // 2 + 9 * add)
+        tiny_sources.save(tmp_path / "pictures" / f"{number}.png", f"digit {number}", image)
     return tmp_path / "pictures"
 
 
 def online(*images):
-    """Overrides of the digits' tiny run that encodes these pictures in each step, four to a part."""
+    """Overrides of the digits' tiny run that encodes these images in each step, four to a part."""
     listed = ",".join(map(str, images))
     sizes = ("data.buckets=[[8,8]]", "data.part_size=4", "strategy.micro_batch_size=4")
     return (f"data.images=[{listed}]", *sizes, "train.warmup_steps=0")
@@ -40,7 +40,7 @@ def taken(output):
     return [row["step"] for row in read_metrics(output / "metrics.jsonl")]
 
 
-def said(capfd, start):
+def printed(capfd, start):
     return [line for line in capfd.readouterr().err.splitlines() if line.startswith(start)]
 
 
@@ -71,7 +71,7 @@ DAMAGES = {
 }
 
 
-def test_a_picture_that_is_damaged_on_the_way_is_named_and_the_run_goes_on_when_it_is_mended(folder, tmp_path, capfd):
+def test_a_image_that_is_damaged_on_the_way_is_named_and_the_run_continues_when_it_is_mended(folder, tmp_path, capfd):
     """Whatever it is: nothing was trained on in its place, and the checkpoint before it stands."""
     output = tmp_path / "run"
     assert run(None, output, *online(folder), "train.steps=1") == 0
@@ -83,17 +83,17 @@ def test_a_picture_that_is_damaged_on_the_way_is_named_and_the_run_goes_on_when_
                 (folder / name).write_bytes(contents)
             capfd.readouterr()
             assert run(None, output, *online(folder), "train.steps=3") == 1
-            (line,) = said(capfd, "error: ")
+            (line,) = printed(capfd, "error: ")
             assert line.startswith(f"error: data.images: 3.png: {why}")
             assert "; fix or replace it, and the same command resumes. " in line
             assert taken(output) == [1]
         (folder / name).write_bytes(whole)
     assert run(None, output, *online(folder), "train.steps=3") == 0
-    assert not said(capfd, "note: 1 of")  # it is as it was
+    assert not printed(capfd, "note: 1 of")  # it is as it was
     assert taken(output) == [1, 2, 3]
 
 
-def test_pictures_that_are_others_when_a_run_goes_on_are_said_or_refused(folder, tmp_path, capfd):
+def test_images_that_are_others_when_a_run_continues_are_reported_or_refused(folder, tmp_path, capfd):
     """Their order follows from how many there are, and their names."""
     output, more = tmp_path / "run", tmp_path / "more"
     assert run(None, output, *online(folder), "train.steps=1") == 0
@@ -101,7 +101,7 @@ def test_pictures_that_are_others_when_a_run_goes_on_are_said_or_refused(folder,
     refused = f"error: data.images has other images than {where} was trained on: "
     (folder / "3.png").rename(tmp_path / "3.png")
     assert run(None, output, *online(folder), "train.steps=2") == 1
-    assert said(capfd, "error: ") == [
+    assert printed(capfd, "error: ") == [
         f"{refused}9 now, and 10 then; restore them, put new ones into a source at the end of the list, or "
         "choose another output"
     ]
@@ -109,26 +109,26 @@ def test_pictures_that_are_others_when_a_run_goes_on_are_said_or_refused(folder,
     for number in (10, 11):  # which fill up its last part
         tiny_sources.save(folder / f"0{number}.png", "digit", tiny_sources.gradient(8, 8))
     assert run(None, output, *online(folder), "train.steps=2") == 1
-    (line,) = said(capfd, "error: ")
+    (line,) = printed(capfd, "error: ")
     assert line.startswith(f"{refused}12 now, and 10 then; ")
     more.mkdir()
     for file in folder.glob("01*"):
         file.rename(more / file.name)
     assert run(None, output, *online(folder, more), "train.steps=2") == 0
-    length, changed, added, _ = said(capfd, "note: ")
+    length, changed, added, _ = printed(capfd, "note: ")
     assert length == f"note: {where} was trained with train.steps 1, and resumes with 2"
     assert changed.startswith(f"note: 1 of 1 source of data.images changed since {where}: ")
     assert added.startswith("note: data.images has 1 part more (2 samples) than before: new samples enter with epoch ")
     assert run(None, output, *online(folder), "train.steps=3") == 1
-    (line,) = said(capfd, "error: ")
+    (line,) = printed(capfd, "error: ")
     assert "was trained on: 10 now, and 10 + 2 then; " in line
 
 
-def test_a_picture_that_vanishes_and_a_folder_that_is_none_are_lines(folder, tmp_path, capfd):
+def test_a_image_that_vanishes_and_a_folder_that_is_none_are_lines(folder, tmp_path, capfd):
     (folder / "3.png").unlink()
     (folder / "3.png").symlink_to(tmp_path / "nothing")
     assert run(None, tmp_path / "run", *online(folder), "train.steps=2") == 1
-    assert said(capfd, "error: data.images: 3.png: 3.png is a link ")
+    assert printed(capfd, "error: data.images: 3.png: 3.png is a link ")
     done = bigdit(
         "train", "--config", DIGITS, "--dry-run", *with_set([*TINY, *SINGLE, *online(tmp_path / "none"), *ONLINE])
     )
@@ -144,13 +144,13 @@ def test_a_full_disk_and_one_that_cannot_be_written_lose_nothing(folder, tmp_pat
         saved = sum(file.stat().st_size for file in (disk / "run/checkpoints").rglob("*") if file.is_file())
         remount(disk, f"size={(used + saved * 3 // 2) // 1024}k")
         assert run(None, disk / "run", *more, "train.steps=8") == 1
-        (line,) = said(capfd, "error: ")
+        (line,) = printed(capfd, "error: ")
         assert line.startswith(f"error: cannot write the checkpoint {disk}/run/checkpoints/step-0000000")
         found, _ = checkpoint.latest(disk / "run")
         checkpoint.verify(found)
         remount(disk, "size=64m,ro")
         assert run(None, disk / "run", *more, "train.steps=8") == 1
-        assert said(capfd, "error: ") == [
+        assert printed(capfd, "error: ") == [
             f"error: cannot write {disk}/run/lock: Read-only file system; choose another output"
         ]
         remount(disk, "size=64m,rw")
@@ -159,7 +159,7 @@ def test_a_full_disk_and_one_that_cannot_be_written_lose_nothing(folder, tmp_pat
 
 
 @pytest.mark.slow
-def test_killed_and_told_to_end_it_comes_to_the_weights_of_a_run_that_was_not(folder, tmp_path):
+def test_killed_and_reported_to_end_it_comes_to_the_weights_of_a_run_that_was_not(folder, tmp_path):
     """And says nothing but its own lines."""
     more = (*SINGLE, *online(folder), "train.steps=30", "train.checkpoint_every=3", "train.export_every=30")
     assert run(None, tmp_path / "whole", *more) == 0
@@ -181,7 +181,7 @@ def test_killed_and_told_to_end_it_comes_to_the_weights_of_a_run_that_was_not(fo
 
 
 @pytest.mark.slow
-def test_of_two_processes_one_that_is_killed_or_finds_a_damaged_picture_ends_both_in_a_line(folder, tmp_path):
+def test_of_two_processes_one_that_is_killed_or_finds_a_damaged_image_ends_both_in_a_line(folder, tmp_path):
     output, two = tmp_path / "run", ("strategy.engine=fsdp2", "strategy.ds_config=null", *online(folder))
     with running(BIGDIT, None, output, *two) as first:
         ranks = first.until_it_trains().ranks()
@@ -208,7 +208,7 @@ def test_captions_that_are_cut_on_the_way_are_counted(folder, tmp_path, capfd):
         "data.caption_dropout=0",
     )
     assert run(None, tmp_path / "run", *online(folder), *settings) == 0
-    first, last = (line for line in said(capfd, "note: ") if "captions were cut" in line)
+    first, last = (line for line in printed(capfd, "note: ") if "captions were cut" in line)
     assert first.startswith("note: 2 of 8 captions were cut at 100 tokens by tokenizer, the longest has ")
     ended = "note: 4 of 20 captions were cut at 100 tokens by tokenizer, the longest has 336; raise encoders.text."
     assert last.startswith(ended)

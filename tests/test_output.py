@@ -18,33 +18,33 @@ def test_control_characters_are_shown_and_others_stay():
 
 
 @pytest.fixture
-def said(capfd):
+def printed(capfd):
     """All that was written to both streams."""
     return lambda: "".join(capfd.readouterr())
 
 
-def test_errors_notices_and_reports_show_file_names(said):
+def test_errors_notices_and_reports_show_file_names(printed):
     def fail():
         raise UserError(f"{HOSTILE} is damaged", "another")
 
     assert guard(fail) == EXIT_USER
-    assert said() == f"error: {SHOWN} is damaged\nerror: another\n"
+    assert printed() == f"error: {SHOWN} is damaged\nerror: another\n"
     log.notice(f"{HOSTILE} is damaged :warning:")
-    assert said() == f"{SHOWN} is damaged :warning:\n"
+    assert printed() == f"{SHOWN} is damaged :warning:\n"
     log.say(HOSTILE)
-    assert said() == f"{SHOWN}\n"
+    assert printed() == f"{SHOWN}\n"
 
 
-def test_a_bugs_traceback_and_tables_show_them_too(said):
+def test_a_bugs_traceback_and_tables_show_them_too(printed):
     def fail():
         raise ValueError(HOSTILE)
 
     assert guard(fail) == EXIT_BUG
-    assert f"ValueError: {SHOWN}\n" in said()
+    assert f"ValueError: {SHOWN}\n" in printed()
     rows = table("", ["name"])
     rows.add_row("a\x1b[31m")
     log.out.print(rows)
     rows = table("", ["name", "size"], numeric=["size"])
     rows.add_row("b\x1b[31m", f"\x1b[31m{'0' * 999}")
     log.out.print(rows)  # whose rows stand below each other then
-    assert "\x1b" not in said()
+    assert "\x1b" not in printed()

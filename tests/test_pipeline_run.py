@@ -1,4 +1,4 @@
-"""A model of two text inputs, from pictures to samples: the encoders of a pipeline, a store in 8 bits, training."""
+"""A model of two text inputs, from images to samples: the encoders of a pipeline, a store in 8 bits, training."""
 
 import json
 
@@ -20,10 +20,10 @@ CLASS = "SD3Transformer2DModel"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
-def config(folder, pictures):
+def config(folder, images):
     return {
         "model": {"class_name": CLASS, "kwargs": SD3},
-        "data": {"images": str(pictures), "features": str(folder / "features"), "buckets": [[16, 16]]},
+        "data": {"images": str(images), "features": str(folder / "features"), "buckets": [[16, 16]]},
         "encoders": {
             "image": {"name": "vae", "class_name": "AutoencoderKL", "path": str(folder / "vae")},
             "text": {"pipeline": str(folder / "pipeline"), "stored": "fp8"},
@@ -36,14 +36,14 @@ def config(folder, pictures):
 
 
 @pytest.mark.slow
-def test_stable_diffusion_3_is_encoded_trained_and_sampled(tmp_path, pictures):
+def test_stable_diffusion_3_is_encoded_trained_and_sampled(tmp_path, images):
     torch.manual_seed(0)
     tiny_vaes.kl(shift_factor=0.0609).save_pretrained(tmp_path / "vae")
     (tmp_path / "pipeline").mkdir()
     parts = tiny_pipelines.save(tmp_path / "pipeline", "StableDiffusion3Pipeline")
     few = tmp_path / "pictures"
     few.mkdir()
-    for file in sorted(pictures.iterdir())[:32]:  # sixteen digits and their captions
+    for file in sorted(images.iterdir())[:32]:  # sixteen digits and their captions
         (few / file.name).write_bytes(file.read_bytes())
     run = tmp_path / "run.yaml"
     run.write_text(yaml.safe_dump(config(tmp_path, few)))

@@ -28,7 +28,7 @@ def folder(once, hub, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALONE)
-def test_a_recipe_takes_what_it_is_said_to(name, folder):
+def test_a_recipe_takes_what_it_is_reported_to(name, folder):
     found = recipe(name)
     assert found.took is not None
     receipts = receipts_of(found, folder)
@@ -47,8 +47,8 @@ def test_the_last_command_draws_on_the_gpu_that_trained(name, folder):
     found = recipe(name)
     *frames, height, width = stages_of(found)[-1]["data"]["buckets"][0]
     path = drawn(found, folder)
-    with Image.open(path) as picture:  # all of its frames are alike, and written as one
-        assert (picture.size, path.suffix) == ((width, height), ".webp" if frames else ".png")
+    with Image.open(path) as image:  # all of its frames are alike, and written as one
+        assert (image.size, path.suffix) == ((width, height), ".webp" if frames else ".png")
 
 
 @pytest.mark.slow
@@ -68,15 +68,15 @@ def test_the_first_of_many_reserves_what_it_did_among_all_of_them(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_a_recipe_extracts_on_its_gpu(name, hub, tmp_path, capfd):
-    """One picture of each size; of all recipes, and of more, it is seen where figures are made."""
+    """One image of each size; of all recipes, and of more, it is seen where figures are made."""
     found = recipe(name)
     run = extracted(found, hub, tmp_path, 1, values=False)
-    said = capfd.readouterr()
-    assert run.exit_status == 0, said.err
-    assert "5 of 5 images encoded" in said.out
+    printed = capfd.readouterr()
+    assert run.exit_status == 0, printed.err
+    assert "5 of 5 images encoded" in printed.out
     by_turns = found.took.waiting_bytes > 0
-    assert ("note: text encoders and VAE do not fit on the GPU together" in said.err) == by_turns
-    (chosen,) = [line for line in said.err.splitlines() if line.startswith("encoders.batch_size: ")]
+    assert ("note: text encoders and VAE do not fit on the GPU together" in printed.err) == by_turns
+    (chosen,) = [line for line in printed.err.splitlines() if line.startswith("encoders.batch_size: ")]
     assert "which fits the NVIDIA GeForce RTX 3060 (emulated)" in chosen
     assert ("where text encoders and VAE take turns" in chosen) == by_turns
     _, gpu = run.highest
@@ -87,13 +87,13 @@ def test_a_recipe_extracts_on_its_gpu(name, hub, tmp_path, capfd):
 @pytest.mark.slow
 def test_encoders_that_no_gpu_of_the_recipe_holds_are_a_line(hub, tmp_path, capfd):
     run = extracted(recipe("sd3.5-medium-lora-rtx-3060"), hub, tmp_path, 1, "encoders.text.dtype=fp32", values=False)
-    said = capfd.readouterr().err
+    printed = capfd.readouterr().err
     assert run.exit_status == 1
-    assert "Traceback" not in said
-    *_, line = said.splitlines()
+    assert "Traceback" not in printed
+    *_, line = printed.splitlines()
     assert line.startswith("error: encoders.text, whose weights take 20.79 GiB in fp32, ran out of memory: ")
     assert line.endswith("; use encoders.text.dtype: bf16 (half the bytes), fewer workers or encoders.device: cpu")
-    (chosen,) = [line for line in said.splitlines() if line.startswith("encoders.batch_size: ")]
+    (chosen,) = [line for line in printed.splitlines() if line.startswith("encoders.batch_size: ")]
     assert "1, and even that does not fit the NVIDIA GeForce RTX 3060 (emulated): 20.8" in chosen
     assert chosen.endswith("encoders.text.dtype: bf16 takes half")
 

@@ -65,8 +65,8 @@ def test_it_is_what_a_profile_says_that_is_copied(settings, found):
     shape = BatchShape(latents=(4, 4, 6), text=(32, 64))
     asked = StepRequest(model=spec, batch=shape, strategy=strategy)
     tensors = found.weights_bytes + found.optimizer_bytes + found.ema_bytes
-    with EmulatedGpus(A40, 1) as cards:
-        assert cards.profile(asked).checkpoint_bytes == tensors
+    with EmulatedGpus(A40, 1) as gpus:
+        assert gpus.profile(asked).checkpoint_bytes == tensors
     assert found.ema_bytes == found.weights_bytes  # of fp32, as masters are
     assert 0 < found.checkpoint_bytes - tensors < 64 * 1024
 

@@ -177,9 +177,9 @@ def test_what_16_bits_save_depends_on_the_batch() -> None:
 def test_the_waterfall_leads_from_what_is_copied_to_what_fits() -> None:
     question = question_for(model=SANA, gpu="a40")
     strategy = parse_strategy(["single,micro_batch_size=5"])
-    with EmulatedGpus(question.gpu) as cards:
-        planner = Planner(question, cards, Calibration())
-        attempt = cards.attempt(planner.request(strategy), UNLIMITED)
+    with EmulatedGpus(question.gpu) as gpus:
+        planner = Planner(question, gpus, Calibration())
+        attempt = gpus.attempt(planner.request(strategy), UNLIMITED)
         reserved = attempt.peak_reserved_bytes
         taken = process(reserved, planner.non_torch(strategy), planner.margin)
         verdict = verdict_of(taken, question.gpu.usable_bytes)

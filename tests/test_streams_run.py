@@ -1,4 +1,4 @@
-"""Models of several texts from pictures to samples: a pipeline's encoders, a store with streams, training, export."""
+"""Models of several texts from images to samples: a pipeline's encoders, a store with streams, training, export."""
 
 import json
 import math
@@ -61,8 +61,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("several texts")]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def encoded(request, tmp_path_factory, pictures):
-    """A pipeline, what its transformer is fed, and the folder of a run over sixteen pictures that are encoded."""
+def encoded(request, tmp_path_factory, images):
+    """A pipeline, what its transformer is fed, and the folder of a run over sixteen images that are encoded."""
     name, folder = request.param, tmp_path_factory.mktemp(request.param)
     class_name, kwargs, vae, fed = FAMILIES[name]
     torch.manual_seed(0)
@@ -70,7 +70,7 @@ def encoded(request, tmp_path_factory, pictures):
     (folder / "pipeline").mkdir()
     parts = tiny_pipelines.save(folder / "pipeline", name)
     (folder / "pictures").mkdir()
-    for file in sorted(pictures.iterdir())[:32]:  # sixteen digits and their captions
+    for file in sorted(images.iterdir())[:32]:  # sixteen digits and their captions
         (folder / "pictures" / file.name).write_bytes(file.read_bytes())
     for file in sorted((folder / "pictures").glob("*.txt"))[::3]:
         file.write_text(f'{file.read_text().strip()} that reads "{file.stem}"')

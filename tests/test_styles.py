@@ -26,7 +26,7 @@ BASE = (*SMALLER, "train.steps=400", "train.warmup_steps=20", "strategy.optimize
 ADAPTED = (*SMALLER, *LORA, "train.steps=400", "train.warmup_steps=10")
 
 Ink = npt.NDArray[np.float64]
-"""Pictures [n, 8, 8] of ink from 0 to 16, as scikit-learn has them."""
+"""Images [n, 8, 8] of ink from 0 to 16, as scikit-learn has them."""
 
 
 def inverted(ink: Ink) -> Ink:
@@ -55,9 +55,9 @@ class Readers:
         self._style = SVC(gamma=0.001).fit(_flat(both[fitted]), is_styled[fitted])
         self.sure = float(self._style.score(_flat(both[~fitted]), is_styled[~fitted]))
 
-    def read(self, pictures: Sequence[npt.NDArray[np.uint8]], asked: Sequence[int]) -> Read:
+    def read(self, images: Sequence[npt.NDArray[np.uint8]], asked: Sequence[int]) -> Read:
         """What samples [8, 8] are, of which these digits were asked: each digit is read as one of the style it has."""
-        ink = _flat(np.stack([picture.astype(np.float64) * (digits.INK / 255) for picture in pictures]))
+        ink = _flat(np.stack([image.astype(np.float64) * (digits.INK / 255) for image in images]))
         styled = self._style.predict(ink).astype(bool)
         found = np.where(styled, self._styled_digit.predict(ink), self._plain_digit.predict(ink))
         return Read(int(styled.sum()), int((found == np.array(asked)).sum()))
@@ -70,18 +70,18 @@ def _flat(ink: Ink) -> Ink:
 def write_styled(folder: Path, style: Callable[[Ink], Ink]) -> None:
     """All digits in a style, in a folder a class, as launch/digits.py writes them as they are."""
     known = load_digits()
-    pictures = np.round(style(known.images) * (255 / digits.INK)).astype(np.uint8)
-    for i, (picture, digit) in enumerate(zip(pictures, known.target, strict=True)):
+    images = np.round(style(known.images) * (255 / digits.INK)).astype(np.uint8)
+    for i, (image, digit) in enumerate(zip(images, known.target, strict=True)):
         place = folder / digits.WORDS[digit]
         place.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(picture).save(place / f"{i:04d}.png")
+        Image.fromarray(image).save(place / f"{i:04d}.png")
 
 
-def config(folder: Path, pictures: str, output: str, *overrides: str) -> list[str]:
+def config(folder: Path, images: str, output: str, *overrides: str) -> list[str]:
     """The options of a run on a folder of digits."""
     settings = [
-        f"data.images={{path: {folder / pictures}, label: folder}}",
-        f"data.features={folder / f'features-{pictures}'}",
+        f"data.images={{path: {folder / images}, label: folder}}",
+        f"data.features={folder / f'features-{images}'}",
         f"output={folder / output}",
         "objective={name: flow_matching}",
         *overrides,

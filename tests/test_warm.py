@@ -53,13 +53,13 @@ def probed(popen, script):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with popen(command, env=environment, cwd=script.parent, process_group=0, pass_fds=[read], **pipes) as process:
         os.close(read)
-        said, errors = process.communicate("to be read", timeout=120)
+        printed, errors = process.communicate("to be read", timeout=120)
     assert process.returncode == 7, errors
-    found = json.loads(said)
+    found = json.loads(printed)
     assert (found.pop("parent"), found.pop("pid")) == (os.getpid(), process.pid)
     for each in (found, found["child"]):
         del each["variables"], each["environ"], each["libraries"]
-    return json.loads(said), found, errors
+    return json.loads(printed), found, errors
 
 
 @pytest.fixture
@@ -142,12 +142,12 @@ def test_a_program_that_is_not_there_or_no_python_is_started_as_ever(tmp_path):
 
 
 @pytest.mark.slow
-def test_clones_see_cards_of_their_own():
+def test_clones_see_gpus_of_their_own():
     """One seed for all of them, which has seen none, nor read how torch is to allocate."""
     asks = "import json, sys, torch; p = torch.cuda.get_device_properties(0); free, total = torch.cuda.mem_get_info()"
     tells = "from sys import modules; count = torch.cuda.device_count(); libraries = 'deepspeed' in modules"
     tells += "; expandable = torch.cuda.memory._snapshot()['allocator_settings']['expandable_segments']"
     tells += "; print(json.dumps([p.name, p.multi_processor_count, count, expandable, libraries]))"
-    for gpu, name, cards in (("a40", "NVIDIA A40", 2), ("h100-sxm", "NVIDIA H100 80GB HBM3", 1)):
-        found = answers(gpu, f"{asks}\n{tells}", cards, PYTORCH_ALLOC_CONF=f"expandable_segments:{cards == 2}")
-        assert found == [name, catalog.resolve_gpu(gpu).multiprocessors, cards, cards == 2, True]
+    for gpu, name, gpus in (("a40", "NVIDIA A40", 2), ("h100-sxm", "NVIDIA H100 80GB HBM3", 1)):
+        found = answers(gpu, f"{asks}\n{tells}", gpus, PYTORCH_ALLOC_CONF=f"expandable_segments:{gpus == 2}")
+        assert found == [name, catalog.resolve_gpu(gpu).multiprocessors, gpus, gpus == 2, True]

@@ -21,7 +21,7 @@ from wheels import wheel
 from bigdit.emulator.interpreter import cuda_python
 
 ASKED = ("--model", "dit-s-2-paper", "--gpu", "a40")
-ON_CARD = "import torch; print(torch.zeros(1 << 20, device='cuda').device)"
+ON_GPU = "import torch; print(torch.zeros(1 << 20, device='cuda').device)"
 
 
 def git(*words):
@@ -92,9 +92,9 @@ def test_the_sdist_is_the_whole_project_and_wheels_lose_no_package(tmp_path):
         [sys.executable, "-c", build],
         cwd=tmp_path / "source", capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    assert "would be ignored" not in said
+    printed = done.stdout + done.stderr
+    assert done.returncode == 0, printed
+    assert "would be ignored" not in printed
     sdist, wheel = sorted((tmp_path / "source/out").iterdir(), key=lambda file: file.suffix)
     with tarfile.open(sdist) as packed:
         source = {name.partition("/")[2] for name in packed.getnames()}
@@ -150,8 +150,8 @@ def test_doctor_shows_the_environment_of_setup(installed):
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("wheel")
-def test_a_wheel_has_the_emulated_card(installed, tmp_path):
+def test_a_wheel_has_the_emulated_gpu(installed, tmp_path):
     run, bigdit = installed
     path = f"{cuda_python().parent}{os.pathsep}{os.environ['PATH']}"
-    command = (bigdit, "emulate", "--gpu", "a40", "--", "python", "-c", ON_CARD)
+    command = (bigdit, "emulate", "--gpu", "a40", "--", "python", "-c", ON_GPU)
     assert "cuda:0" in run(*command, PATH=path, BIGDIT_CACHE=str(tmp_path / "cache"))

@@ -36,7 +36,7 @@ class Measured(Strict):
     failed: str | None = None
     device: str = ""
     phases: tuple[Phase, ...] = ()
-    beside_bytes: NonNegativeInt | None = None
+    non_torch_bytes: NonNegativeInt | None = None
     alloc_retries: NonNegativeInt = 0
     timing: Timing | None = None
     versions: dict[str, str] = {}
@@ -165,7 +165,7 @@ def _row(each: Predicted, found: Measured) -> list[str]:
     offs = ["", ""]
     if not isinstance(each.emulated, str):
         offs = [f"{_off(each.emulated, found, what):+.3%}" for what in ("allocated", "reserved")]
-    beside = "?" if found.beside_bytes is None else f"{found.beside_bytes / MIB:,.0f}"
+    beside = "?" if found.non_torch_bytes is None else f"{found.non_torch_bytes / MIB:,.0f}"
     seconds = "" if each.step is None else f"{each.step.seconds.low:.3f} to {each.step.seconds.high:.3f}"
     measured = "" if found.timing is None else f"{found.timing.seconds_per_step:.3f}"
     return [each.name, emulated, f"{found.peaks.reserved / MIB:,.0f}", *offs, beside, seconds, measured]
@@ -191,7 +191,7 @@ def _measured(point: Point, out: Path) -> Measured | None:
             name=point.name,
             device=run.device,
             phases=phases,
-            beside_bytes=run.beside_bytes,
+            non_torch_bytes=run.non_torch_bytes,
             alloc_retries=run.alloc_retries,
             timing=None if run.timing is None else _shortened(run.timing),
             versions=run.versions,

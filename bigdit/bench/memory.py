@@ -13,7 +13,7 @@ from bigdit.catalog import CatalogModel, Gpu
 from bigdit.emulator import on_emulated_gpu
 from bigdit.errors import UserError, versions
 from bigdit.memory import Category
-from bigdit.memory.process import ByteRange, beside_training
+from bigdit.memory.process import ByteRange, non_torch_memory_of
 from bigdit.profile.attempt import Attempt, StepRequest, request_for
 from bigdit.profile.gpus import EmulatedGpus
 from bigdit.profile.measured.run import GpuRun, RanOut, run_on_gpu
@@ -161,7 +161,7 @@ class MemoryBenchmark:
         return request_for(self.model, self._gpu, of_size, resolution=self.resolution, frames=self.frames)
 
     def _non_torch(self, strategy: Strategy) -> ByteRange:
-        return beside_training(strategy, self._gpu.compute_capability, self._gpu.multiprocessors)
+        return non_torch_memory_of(strategy, self._gpu.compute_capability, self._gpu.multiprocessors)
 
     def _capacity(self, strategy: Strategy) -> int:
         return max(self._gpu.usable_bytes - self._non_torch(strategy).high_bytes, 1)
@@ -194,8 +194,8 @@ class MemoryBenchmark:
                 ran = _measured(run)
             except RanOut as error:
                 ran = Peaks(ran_out=str(error))
-        if self._real and run is not None and run.beside_bytes is not None:
-            non_torch = _exactly(run.beside_bytes)
+        if self._real and run is not None and run.non_torch_bytes is not None:
+            non_torch = _exactly(run.non_torch_bytes)
         peaks = ran or emulated
         return Point(
             micro_batch_size=request.strategy.micro_batch_size,

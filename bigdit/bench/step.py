@@ -22,7 +22,7 @@ from bigdit.objective_spec import ObjectiveSpec
 from bigdit.profile.attempt import Attempt, StepRequest
 from bigdit.profile.gpus import EmulatedGpus
 from bigdit.profile.pool import WorkerError
-from bigdit.profile.steps import Workload, build, feed, prepare
+from bigdit.profile.steps import Workload, build, prepare, step_batches
 from bigdit.receipt import Receipt
 from bigdit.shortage import room
 from bigdit.strategy import BatchShape, ModelSpec, Strategy
@@ -86,7 +86,7 @@ def _predicted(request: StepRequest, meter: MemoryMeter) -> Attempt | None:
 
 def _fed(workload: Workload, device: torch.device) -> Iterator[list[Any]]:
     """Micro-batches of zeros for each step, as the loader has them."""
-    return feed(workload.make, workload.request.strategy, pin=device.type == "cuda")
+    return step_batches(workload.make, workload.request.strategy, pin=device.type == "cuda")
 
 
 def _own_steps(workload: Workload, device: torch.device, meter: MemoryMeter) -> Iterator[TimedStep]:
@@ -144,7 +144,7 @@ def _compared(
     )
 
 
-def plain_steps(workload: Workload, fed: Iterator[Sequence[Batch]], device: torch.device) -> Iterator[TimedStep]:
+def plain_steps(workload: Workload, batches: Iterator[Sequence[Batch]], device: torch.device) -> Iterator[TimedStep]:
     """Steps of a plain PyTorch loop without end and without an engine.
 
     bf16 and fp16 have fp32 masters, whose gradients all exist at once; torch's GradScaler scales fp16. The optimizer
@@ -164,7 +164,7 @@ def plain_steps(workload: Workload, fed: Iterator[Sequence[Batch]], device: torc
         [master.detach().to(place, torch.float32, copy=True) for master in masters]
         for _ in range(0 if ema is None else ema.count)
     ]
-    for update, micro_batches in enumerate(fed, start=1):
+    for update, micro_batches in enumerate(batches, start=1):
         began, total = time.perf_counter(), torch.zeros((), device=device)
         for host_batch in micro_batches:
             batch = host_batch.to(device, dtype)

@@ -61,7 +61,7 @@ class Inputs(Strict):
     objective: FlowMatchingSpec | DdpmSpec = FlowMatchingSpec()
 
     @property
-    def fed(self) -> tuple[str, ...]:
+    def further_inputs(self) -> tuple[str, ...]:
         """The names of all further inputs, in the order of its adapter."""
         return (*self.extras, *(each for name in self.streams for each in (name, mask_of(name))))
 

@@ -124,10 +124,10 @@ class Gpu(Strict):
     @property
     def usable_bytes(self) -> int:
         """Bytes that a plan may use, with the CUDA context."""
-        return self.told_bytes - self.reserved_bytes
+        return self.driver_bytes - self.reserved_bytes
 
     @property
-    def told_bytes(self) -> int:
+    def driver_bytes(self) -> int:
         """Bytes that a CUDA process sees."""
         return self.usable_mib * MIB
 

@@ -6,7 +6,7 @@
 
 `latest` names the checkpoint that the run resumes from; it changes last.
 
-Snapshots of a run's EMAs: `OUTPUT/averages/step-00000800`, laid out as checkpoints, with EMAs alone.
+Snapshots of a run's EMAs: `OUTPUT/ema_snapshots/step-00000800`, laid out as checkpoints, with EMAs alone.
 
     engine/          rank-00000-of-00002.safetensors: the runs of EMAs that a process had
     snapshot.json    step, how many steps the EMAs have taken in, model, strategy, shapes, checksums
@@ -29,7 +29,7 @@ from pydantic import StringConstraints, ValidationError
 from pydantic_core import PydanticUndefined
 
 from bigdit.checkpoint.peers import Peers
-from bigdit.config.run import AVERAGES, CHECKPOINTS
+from bigdit.config.run import CHECKPOINTS, EMA_SNAPSHOTS
 from bigdit.documents import read_json
 from bigdit.errors import UserError
 from bigdit.files import open_file, read_bytes, write_json
@@ -205,7 +205,7 @@ def snapshots_of(checkpoint: Checkpoint) -> list[Snapshot]:
 
     Raises UserError where another run's is in the place of one.
     """
-    root, found = checkpoint.folder.absolute().parents[1] / AVERAGES, []
+    root, found = checkpoint.folder.absolute().parents[1] / EMA_SNAPSHOTS, []
     for name, digest in sorted(checkpoint.state["snapshots"].items()):
         if not (root / name).is_dir():
             continue

@@ -1,4 +1,4 @@
-"""Checkpoints while training goes on: a copy to CPU memory, which a thread writes.
+"""Checkpoints while training continues: a copy to CPU memory, which a thread writes.
 
 Torch's distributed checkpoint sees our state as one-dimensional runs by name, of which each process has some. A process
 writes a file of safetensors in one pass, in the layout that torch's HuggingFaceStorageReader reads. Torch's own writer
@@ -43,7 +43,7 @@ from bigdit.checkpoint.folder import (
     write_state,
 )
 from bigdit.checkpoint.peers import Peers
-from bigdit.config.run import AVERAGES, CHECKPOINTS
+from bigdit.config.run import CHECKPOINTS, EMA_SNAPSHOTS
 from bigdit.engines import Ema, Engine
 from bigdit.engines.state import EMA, LOCAL, SavedSlice, places
 from bigdit.errors import UserError, versions
@@ -54,7 +54,7 @@ _LEAVE_AFTER_S = 60.0
 """Seconds that a failed run waits for the checkpoint that it is writing."""
 _AT_ONCE = 1 << 20
 """Weights that are tested together: testing whether they are finite takes several times their bytes."""
-_ROOM_FOR_AVERAGES = "make room, raise train.snapshot_every, or choose another output"
+_ROOM_FOR_SNAPSHOTS = "make room, raise train.snapshot_every, or choose another output"
 _ROOM = "make room for one checkpoint more than train.keep_checkpoints, or choose another output"
 
 
@@ -82,11 +82,11 @@ class Saver:
         found: Checkpoint | None = None,
         then: Callable[[Checkpoint], None] = lambda _: None,
     ) -> None:
-        self.root, self._averages = output / CHECKPOINTS, output / AVERAGES
+        self.root, self._ema_snapshots = output / CHECKPOINTS, output / EMA_SNAPSHOTS
         self.last = None if found is None else found.folder
         self._peers = peers
         self._checkpoints = Writer(peers, "checkpoint", write_state, _ROOM)
-        self._of_averages = Writer(peers, "snapshot of the EMA", write_snapshot, _ROOM_FOR_AVERAGES)
+        self._snapshot_writer = Writer(peers, "snapshot of the EMA", write_snapshot, _ROOM_FOR_SNAPSHOTS)
         self._keeping = keeping
         before = [] if found is None else found.lineage
         self._snapshots: dict[str, str] = {} if found is None else dict(found.state["snapshots"])
@@ -148,7 +148,7 @@ class Saver:
 
     def _guarded(self, copies: dict[str, SavedSlice], state: dict[str, Any], whole: bool, snapshot: bool) -> None:
         try:
-            final = (self.root if whole else self._averages) / name_of(state["step"])
+            final = (self.root if whole else self._ema_snapshots) / name_of(state["step"])
             self._peers.agree(_not_finite(copies, final, self.last))
             if snapshot:
                 averages = {name: place for name, place in copies.items() if name.startswith(EMA)}
@@ -174,8 +174,8 @@ class Saver:
         prune(self.root, way, kept)
 
     def _write_snapshot(self, copies: dict[str, SavedSlice], state: dict[str, Any]) -> None:
-        final = self._averages / name_of(state["step"])
-        self._of_averages.write(final, copies, state)
+        final = self._ema_snapshots / name_of(state["step"])
+        self._snapshot_writer.write(final, copies, state)
         if self._peers.world.is_main:
             self._snapshots[final.name] = open_snapshot(final).digest
 

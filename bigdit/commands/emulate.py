@@ -18,10 +18,11 @@ def run(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND…", help="The command that starts the script.")],
     gpu: Annotated[str, typer.Option(help="A GPU of `bigdit gpus`, or a MIG slice: a100-80g-sxm:3g.40gb.")],
     gpu_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Usable memory, in place of the catalogue's: 46068MiB or 24GB.")
+        str | None,
+        typer.Option(metavar="SIZE", help="Usable memory, such as 46068MiB or 24GB. Default: that of `bigdit gpus`."),
     ] = None,
     processes: Annotated[
-        int, typer.Option("--processes", "--gpus", min=1, help="Number of GPUs: one for each process.")
+        int, typer.Option("--processes", "--gpus", min=1, help="Number of GPUs, and of processes.")
     ] = 1,
     steps: Annotated[int | None, typer.Option(min=1, help="Stop each process after this many optimizer steps.")] = None,
     out: Annotated[
@@ -29,15 +30,18 @@ def run(
     ] = None,
     fake_weights: Annotated[
         list[str],
-        typer.Option(metavar="NAME[=CONFIG]", help="Give this model of the hub empty weights; repeatable."),
+        typer.Option(
+            metavar="NAME[=CONFIG]", help="Use empty weights for this model of the hub, without a download; repeatable."
+        ),
     ] = [],  # noqa: B006
     as_json: Json = False,
 ) -> int:
     """Run a training command unchanged on emulated GPUs, and show the memory that it needs.
 
-    The CUDA build of PyTorch runs without a GPU. Kernels are not executed; all memory is counted. The exit status is 2
-    where a process runs out of memory and stops. Otherwise it is the command's own, except that its 2 becomes 1. With
-    --json the command's output goes to stderr.
+    The CUDA build of PyTorch runs without a GPU. Kernels are not executed; all memory is counted. With --json
+    the command's output goes to stderr.
+
+    Exit status: 2 if a process runs out of memory and stops; else the command's own, with its 2 as 1.
     """
     from bigdit.emulator.interpreter import check_machine
 

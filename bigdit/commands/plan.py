@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bigdit.commands.options import Json, Set, listed, of_plans
+from bigdit.search.request import OPTIONS
 
 if TYPE_CHECKING:
     from bigdit.search.plan import Question
 
 EXIT_DOES_NOT_FIT = 2
-BESIDE_A_RUN = (
-    *("gpu", "gpu_memory", "reserve", "gpus", "gpus_per_node", "network", "host_memory"),
-    *("images", "price", "receipts", "explain"),
-)
-"""Options that go with a run's YAML; the YAML holds all others."""
+WITH_CONFIG = [name for name, known in OPTIONS.items() if not (known["key"] or known["instead"])]
+"""Options that go with a run's YAML, which has a key for each of the others."""
 MOST_OTHERS = 3
 """Other numbers of GPUs on a page. Each is a plan, and adds about 150 KB to a page of 1,000 KB."""
 
@@ -28,7 +26,7 @@ MOST_OTHERS = 3
 def run(
     config: Annotated[
         Path | None,
-        typer.Option(help="Plan this run's YAML: all but the GPUs and the data set, with a plan for each stage."),
+        typer.Option(help="Plan this run.yaml. What it sets is fixed, and each stage gets a plan."),
     ] = None,
     overrides: Set = [],  # noqa: B006  # typer reads the default; it is not changed
     out: Annotated[
@@ -37,7 +35,7 @@ def run(
     also_gpus: Annotated[
         str | None,
         typer.Option(
-            metavar="N,N", help="Also plan these numbers of GPUs, for the what-if of report.html; at most three."
+            metavar="N,N", help="Also plan up to three other numbers of GPUs, for the sliders of report.html."
         ),
     ] = None,
     as_json: Json = False,
@@ -59,14 +57,14 @@ def run(
         others = [_with_gpus(number, asked) for number in _others(also_gpus, question.cluster.gpus, out)]
         return _plan(question, others, out, as_json)
     there = os.path.exists(config)  # else reading it raises the error
-    extra = {name: value for name, value in asked.items() if name not in BESIDE_A_RUN and value is not None}
+    extra = {name: value for name, value in asked.items() if name not in WITH_CONFIG and value is not None}
     if there and extra:
         from bigdit.search.of_run import instead
 
         raise UserError(*(instead(name, value) for name, value in extra.items()))
     if also_gpus is not None:
         raise UserError("--also-gpus needs --model, and --config was given; leave it out")
-    return _plan_stages(config, overrides, {name: asked[name] for name in BESIDE_A_RUN}, out, as_json)
+    return _plan_stages(config, overrides, {name: asked[name] for name in WITH_CONFIG}, out, as_json)
 
 
 def _with_options(command: Callable[..., int]) -> None:

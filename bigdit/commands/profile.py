@@ -39,7 +39,7 @@ def run(
     from bigdit import catalog, log
     from bigdit.config.load import parse_strategy
     from bigdit.files import check_writable
-    from bigdit.memory.process import beside_training
+    from bigdit.memory.process import non_torch_memory_of
     from bigdit.profile.attempt import parse_resolution, request_for
     from bigdit.profile.gpus import EmulatedGpus
 
@@ -57,7 +57,7 @@ def run(
     title = f"{request.model.name} on an emulated {device.title}: {','.join(strategy)}"
     with log.err.status(f"profiling {request.model.name}"), EmulatedGpus(device, 1, timeout_s=timeout) as emulated:
         found = emulated.profile(request, snapshot)
-    non_torch = beside_training(request.strategy, device.compute_capability, device.multiprocessors)
+    non_torch = non_torch_memory_of(request.strategy, device.compute_capability, device.multiprocessors)
     fits = found.peak_reserved_bytes + non_torch.high_bytes <= device.usable_bytes
     if as_json:
         shown = {"gpu": device.name, "emulated": emulated.build, "usable_bytes": device.usable_bytes, "fits": fits}

@@ -16,13 +16,19 @@ if TYPE_CHECKING:
 def run(
     config: Config,
     overrides: Set = [],  # noqa: B006  # typer reads the default; it is not changed
-    ds_config: Annotated[Path | None, typer.Option(help="DeepSpeed's JSON; sets engine deepspeed.")] = None,
-    grace: Annotated[float | None, typer.Option(help="Seconds to save and end after a signal (train.grace).")] = None,
+    ds_config: Annotated[
+        Path | None, typer.Option(help="DeepSpeed's JSON configuration; it sets the engine to deepspeed.")
+    ] = None,
+    grace: Annotated[float | None, typer.Option(help="Seconds to save and stop after a signal (train.grace).")] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check config and model, print the config and a verdict, and stop.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Check the config and the model, print the config and whether the run can start, and stop.",
+        ),
     ] = False,
 ) -> int:
-    """Train a run's config with its number of processes; the same command resumes."""
+    """Train the run of a run.yaml on its number of GPUs; the same command resumes."""
     from bigdit import libraries, log
     from bigdit.catalog.families import objective_of
     from bigdit.catalog.names import revision

@@ -229,7 +229,7 @@ class VaeCodec(Section):
     """The folder of the VAE, as save_pretrained writes it."""
     latents: Literal["mode", "sampled", "moments"] = "mode"
     """What is stored of the VAE's distribution: its mode; one sample; or mean and standard deviation, from which each
-    read samples anew."""
+    read samples again."""
     seed: Natural = 0
     """With latents sampled: the seed, together with the image's place in the source."""
     dtype: Literal["fp32", "bf16"] = "fp32"

@@ -134,7 +134,7 @@ def _predicted_by(strategy: Strategy) -> dict[str, Any]:
     """The settings that predictions depend on: of EMA only device and count, of clipping only whether there is any."""
     found = strategy.as_planned.model_dump(mode="json", exclude={"optimizer": set(_FREE), "lora": {"alpha"}})
     if strategy.ema is not None:
-        found["ema"] = {"device": strategy.ema.device, "averages": strategy.ema.count}
+        found["ema"] = {"device": strategy.ema.device, "count": strategy.ema.count}
     return found | {"gradient_clipping": "a limit" if strategy.gradient_clipping else None}
 
 

@@ -191,5 +191,5 @@ def receipt_of(stage: int) -> str:
 
 PAGE = "report.html"
 
-CHECKPOINTS, AVERAGES, EXPORTS, SAMPLES = "checkpoints", "averages", "exports", "samples"
+CHECKPOINTS, EMA_SNAPSHOTS, EXPORTS, SAMPLES = "checkpoints", "ema_snapshots", "exports", "samples"
 """Folders, with an entry for each step, such as step-00000800."""

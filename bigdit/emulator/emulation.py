@@ -15,7 +15,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, Valid
 
 from bigdit.catalog import Gpu
 from bigdit.emulator.fake_weights import option_for
-from bigdit.memory.process import ByteRange, beside_torch
+from bigdit.memory.process import ByteRange, non_torch_memory
 from bigdit.strategy import Strict
 
 MOST_BYTES = 64 * 2**20
@@ -245,12 +245,12 @@ class Emulation(Strict):
     def process(self, account: Account, gpu: GpuAccount) -> ByteRange:
         """The memory of a process at its peak in nvidia-smi: reserved memory, CUDA context and NCCL."""
         reserved = ByteRange(low_bytes=gpu.peak_reserved_bytes, high_bytes=gpu.peak_reserved_bytes)
-        return reserved + self.beside(account)
+        return reserved + self.non_torch(account)
 
-    def beside(self, account: Account) -> ByteRange:
+    def non_torch(self, account: Account) -> ByteRange:
         """The non-torch memory of a process: CUDA context and NCCL."""
         gpu = self.gpu
-        return beside_torch(gpu.compute_capability, account.world_size, multiprocessors=gpu.multiprocessors)
+        return non_torch_memory(gpu.compute_capability, account.world_size, multiprocessors=gpu.multiprocessors)
 
     @property
     def notices(self) -> list[str]:

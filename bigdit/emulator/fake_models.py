@@ -1,4 +1,4 @@
-"""`python -m bigdit.emulator.fake_models` writes fake weights, which are holes, beside every config in some folders.
+"""`python -m bigdit.emulator.fake_models` writes fake weights, which are holes, next to every config in some folders.
 
 It runs as a separate process, since it imports torch, diffusers and transformers. Standard input is a JSON object: by
 folder, the dtype of weights whose config names none.

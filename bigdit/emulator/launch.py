@@ -49,7 +49,7 @@ def settings(gpu: Gpu, gpus: int, state: str | None = None, *, values: bool = Tr
         "shared_optin": has.shared_optin_bytes,
         "l2": int((gpu.l2_mib or _L2_MIB) * MIB),
         "total": gpu.total_bytes,
-        "usable": gpu.told_bytes,
+        "usable": gpu.driver_bytes,
         "context": cuda_context(gpu.compute_capability, gpu.multiprocessors).high_bytes,
         "nccl": nccl_buffers(gpu.compute_capability, max(gpus, 2)).high_bytes,
         "values": VALUES_BYTES if values else 0,

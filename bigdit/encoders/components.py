@@ -131,7 +131,7 @@ def _check_all(folder: Path, class_name: str, wanted: Sequence[str], loaded: Map
     """Raise UserError if a pipeline with several texts lacks one. Others may lack parts."""
     recipe = RECIPES[class_name]
     missing = [name for name in wanted if name not in loaded]
-    if missing and (recipe.beside or recipe.streams):
+    if missing and (recipe.separate or recipe.streams):
         raise UserError(
             f"{KEY}: {folder / _INDEX} names no {' and no '.join(missing)}, which {class_name} needs for captions; "
             "save them there with save_pretrained, and name their classes in it"

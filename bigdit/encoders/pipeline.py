@@ -51,11 +51,11 @@ class PipelineTextEncoder:
         self._dropped = self._template_dropped(probe)
         self.dim = int(probe.states.shape[1])
         self.pooled_dim = None if probe.pooled is None else len(probe.pooled)
-        beside = len(probe.states) - length if self._longest else len(probe.states)
-        self.max_tokens = self._longest + beside if self._recipe.padding == "kept" else self._longest
+        template = len(probe.states) - length if self._longest else len(probe.states)
+        self.max_tokens = self._longest + template if self._recipe.padding == "kept" else self._longest
         self._check_length(config.max_tokens)
         streams = {name: shape_of(given[name]) for name in self._recipe.streams}
-        for name, recipe in self._recipe.beside.items():
+        for name, recipe in self._recipe.separate.items():
             streams[name] = shape_of(self._returned(recipe, [""], self._longest)["states"])
         self.streams: Mapping[str, tuple[int, int]] = streams
 
@@ -127,7 +127,7 @@ class PipelineTextEncoder:
         """Texts by `encode_prompt` of captions padded to `length`. `prefix` selects the returned values."""
         texts = texts_of(self._recipe, self._returned(self._recipe, captions, length, **arguments), prefix)
         cuts = self._cuts(self._recipe, captions, length)
-        for name, recipe in self._recipe.beside.items():
+        for name, recipe in self._recipe.separate.items():
             more = texts_of(recipe, self._returned(recipe, captions, length, **arguments), prefix)
             texts = with_streams(texts, {name: more})
             cuts = [one + two for one, two in zip(cuts, self._cuts(recipe, captions, length), strict=True)]

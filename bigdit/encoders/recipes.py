@@ -25,7 +25,7 @@ class EncodingRecipe:
     text encoder does not see it, and the transformer gets zeros. attended: only the text encoder sees it. kept: the
     transformer sees it, even if there is a mask.
 
-    `asks`: further arguments of the call. `beside`: further texts by a call of their own, by name. `rare`: texts that
+    `asks`: further arguments of the call. `separate`: further texts by a call of their own, by name. `rare`: texts that
     most captions do not have. `length`: the attribute with the length of captions, if it is no argument; `a.b` is an
     attribute of part a. `multiple`: lengths must be multiples of it. `alone`: captions are encoded one at a time, since
     results depend on the batch. `joined`: several layers are returned as [B, T, L, D], as features of one text.
@@ -35,7 +35,7 @@ class EncodingRecipe:
     gives: tuple[str, ...]
     padding: Padding
     asks: Mapping[str, int] = field(default_factory=dict)
-    beside: Mapping[str, EncodingRecipe] = field(default_factory=dict)
+    separate: Mapping[str, EncodingRecipe] = field(default_factory=dict)
     rare: tuple[str, ...] = ()
     length: str | None = None
     multiple: int = 1
@@ -58,8 +58,8 @@ class EncodingRecipe:
 
     def keeps(self, name: str) -> bool:
         """Whether the padding of a further text is stored; of "", that of the text itself."""
-        if name in self.beside:
-            return self.beside[name].keeps("")
+        if name in self.separate:
+            return self.separate[name].keeps("")
         return f"{name}_mask" not in self.gives if name else self.padding == "kept"
 
     @property

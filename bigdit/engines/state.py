@@ -5,7 +5,7 @@ number of processes, finds its own runs in those that were saved. Other state (q
 on how masters lie on the processes: only the same engine on as many processes can load it.
 
     master.<parameter>             what the optimizer steps
-    ema.<parameter>                its moving average; of several the first, and the others are ema2, ema3, …
+    ema.<parameter>                its EMA; of several the first, and the others are ema2, ema3, …
     state.<key>.<parameter>        the optimizer's state: an element for each of the master's, or one number
     local.<rank>.<i>.<key>         other state of this process's master i, and each part of a quantised one
     scaler.<key>                   of fp16
@@ -51,7 +51,7 @@ def places(engine: Engine, ema: Ema | None, rank: int) -> dict[str, SavedSlice]:
 
 
 def ema_kind(i: int) -> str:
-    """The name under which average number i (from 0) of a parameter is saved."""
+    """The name under which EMA number i (from 0) of a parameter is saved."""
     return f"{EMA}{i + 1}" if i else EMA
 
 

@@ -122,7 +122,7 @@ def nccl_buffers(compute_capability: tuple[int, int], world_size: int, communica
     return NCCL_LIBRARY + channels * communicators
 
 
-def beside_torch(
+def non_torch_memory(
     compute_capability: tuple[int, int], world_size: int, communicators: int = 1, multiprocessors: int | None = None
 ) -> ByteRange:
     """The non-torch memory of a process on a GPU, whatever it runs; a single process has no communicator.
@@ -133,7 +133,7 @@ def beside_torch(
     return cuda_context(compute_capability, multiprocessors) + nccl
 
 
-def beside_training(
+def non_torch_memory_of(
     strategy: Strategy, compute_capability: tuple[int, int], multiprocessors: int | None = None
 ) -> ByteRange:
     """The non-torch memory of a process that trains by `strategy`; HSDP has a communicator for each of its two groups.
@@ -141,4 +141,4 @@ def beside_training(
     if strategy.world_size == 1:
         return cuda_context(compute_capability, multiprocessors) + NCCL_ALONE[strategy.engine]
     communicators = 2 if 1 < strategy.dp_replicate < strategy.world_size else 1
-    return beside_torch(compute_capability, strategy.world_size, communicators, multiprocessors)
+    return non_torch_memory(compute_capability, strategy.world_size, communicators, multiprocessors)

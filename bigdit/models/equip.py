@@ -67,7 +67,8 @@ def compile_blocks(model: nn.Module, family: Family, backend: str | Callable[...
     Regional compilation: blocks that are alike share their graphs. Apply it before checkpointing and offload: torch
     finds graphs by the code of a class's own `forward`, and what replaces that has none. Each bucket has its own
     graphs: with sizes that may change, Inductor of torch 2.13 does not know how convolutions lie in memory. On an
-    emulated GPU, which runs no kernels, blocks stay as they are. Raises UserError where torch is told not to compile.
+    emulated GPU, which runs no kernels, blocks stay as they are. Raises UserError where a variable keeps
+    torch from compiling.
 
     Source: PyTorch's recipe on regional compilation; `compile_repeated_blocks` of diffusers' ModelMixin.
     """

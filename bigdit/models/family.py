@@ -57,7 +57,7 @@ class Family:
 
     `predict`: the model's output, of the latents' shape, or with twice the channels where it has a variance too; t [B]
     in [0, 1], 1 = noise. `lists`: its lists of blocks, in the order of the forward pass. `extras`: what a batch must
-    hold beside latents and text, by name: `pooled_text`, `class_label`, …
+    hold besides latents and text, by name: `pooled_text`, `class_label`, …
 
     `shared`: modules within a block that the model also calls from outside of it, which only DiT has. Engines that
     shard by block gather a block's weights only while it runs.

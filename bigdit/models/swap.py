@@ -24,7 +24,7 @@ from bigdit.units import GIB, gib
 ROOMS = 2
 """Blocks whose weights are on the device at once: the one that computes, and the one that comes."""
 MOST_LOCKED_AT_ONCE = GIB
-"""Of CPU memory, which is needed beside the weights that move into it."""
+"""Of CPU memory, which is needed besides the weights that move into it."""
 _SWAP = "swap"
 """The attribute of a model that holds its Swap."""
 

@@ -1,7 +1,7 @@
 """Denoising diffusion: x_t = √ᾱ x + √(1 - ᾱ) ε at a timestep drawn evenly, and the model learns ε, v or x.
 
 Source: Ho et al., arXiv:2006.11239, algorithm 1; v = √ᾱ ε - √(1 - ᾱ) x: Salimans & Ho, arXiv:2202.00512; a learned
-variance beside it: Nichol & Dhariwal, arXiv:2102.09672, section 3.1.
+variance with it: Nichol & Dhariwal, arXiv:2102.09672, section 3.1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The process that answers: `python -m bigdit.profile LANE…`, on an emulated GPU (gpus.py), by its forks (pool.py).
+"""The process that answers: `python -m bigdit.profile SLOT…`, on an emulated GPU (gpus.py), by its forks (pool.py).
 
 A model is built once for all questions that have it, in a branch of this process. Each question has a fork of its
 own, which begins with that model and a GPU that has nothing.
@@ -26,7 +26,7 @@ _built: list[tuple[Built, int]] = []
 
 
 def main(given: list[str]) -> None:
-    """Answer until all lanes are closed."""
+    """Answer until all slots are closed."""
     end_with(os.getppid(), signal.SIGKILL)
     _import_all()
     serve(given, Service(prepare=_import_for, alike=_alike, build=_build, answer=_answer))
@@ -92,7 +92,7 @@ def _import_all() -> None:
 
 
 def _import_for(line: str) -> None:
-    """Import what the question's steps need beside that."""
+    """Import what the question's steps need besides that."""
     request = _request(line)
     with libraries.importing(), libraries.uncompiled():
         import diffusers

@@ -121,8 +121,8 @@ class EmulatedGpus:
         self._unread: set[str] = set()  # kinds that read nothing from the GPU
         self._first: dict[str, Lock] = {}  # held by the question that finds that out
         self._free: SimpleQueue[int] = SimpleQueue()
-        for lane in range(self.count):
-            self._free.put(lane)
+        for slot in range(self.count):
+            self._free.put(slot)
         self._threads = ThreadPoolExecutor(self.count)
         self._lock = Lock()
         self._pool = Pool(partial(_worker, gpu, expandable_segments), self.count)
@@ -141,15 +141,15 @@ class EmulatedGpus:
         Raises UserError for what the user can mend, TookTooLong, and WorkerError where the process dies.
         """
         question, kind = AttemptQuestion(what="recorded", request=request), _kind(request)
-        decides = self._decides(question)
-        with self._one() as lane:
-            found = None if snapshot else _PROFILES.find(decides)
+        key = self._key(question)
+        with self._one() as slot:
+            found = None if snapshot else _PROFILES.find(key)
             if found is None:
                 file = None if snapshot is None else str(snapshot.absolute())
                 values = self._follows.get(kind, kind not in self._unread)
                 asked = question.model_copy(update={"values": values, "snapshot": file})
-                found = Profile.model_validate_json(self._ask(asked, lane))
-                _PROFILES.keep(decides, found)
+                found = Profile.model_validate_json(self._ask(asked, slot))
+                _PROFILES.keep(key, found)
             return found
 
     def attempt(
@@ -162,15 +162,15 @@ class EmulatedGpus:
     ) -> Attempt:
         """Two steps where torch may reserve so many bytes, or what is cached of them. Raises as `profile` does."""
         question = AttemptQuestion(request=request, capacity_bytes=capacity_bytes, to_end=to_end, counted=counted)
-        decides = self._decides(question)
-        with self._one() as lane:
-            found = _ATTEMPTS.find(decides)
+        key = self._key(question)
+        with self._one() as slot:
+            found = _ATTEMPTS.find(key)
             more = {"nothing": ("update", "step"), "update": ("step",), "step": ()}[counted]
             for each in more:
-                found = found or _ATTEMPTS.find(self._decides(question.model_copy(update={"counted": each})))
+                found = found or _ATTEMPTS.find(self._key(question.model_copy(update={"counted": each})))
             if found is None:
-                found = self._valueless_or_with(question, lane)
-                _ATTEMPTS.keep(decides, found)
+                found = self._valueless_or_with(question, slot)
+                _ATTEMPTS.keep(key, found)
             return found
 
     def attempts(
@@ -230,47 +230,47 @@ class EmulatedGpus:
     @contextmanager
     def _one(self) -> Iterator[int]:
         """One of the GPUs, which answers a question meanwhile."""
-        lane = self._free.get()
+        slot = self._free.get()
         try:
-            yield lane
+            yield slot
         finally:
-            self._free.put(lane)
+            self._free.put(slot)
             with self._lock:
                 self._made += 1
                 self.done(self._made)
 
-    def _valueless_or_with(self, question: AttemptQuestion, lane: int) -> Attempt:
+    def _valueless_or_with(self, question: AttemptQuestion, slot: int) -> Attempt:
         kind = _kind(question.request)
         if self._follows.get(kind):
-            return self._run(question, lane, values=True)
+            return self._run(question, slot, values=True)
         try:
-            without = self._run(question, lane, values=False)
+            without = self._run(question, slot, values=False)
         except (UserError, WorkerError):  # it asks for values that are not there
             self._follows[kind] = True
-            return self._run(question, lane, values=True)
+            return self._run(question, slot, values=True)
         if not without.reads:
             self._unread.add(kind)
             return without
         with self._first.setdefault(kind, Lock()):
             if kind in self._follows:
-                return self._run(question, lane, values=True) if self._follows[kind] else without
-            found = self._run(question.model_copy(update={"counted": "nothing"}), lane, values=True)
+                return self._run(question, slot, values=True) if self._follows[kind] else without
+            found = self._run(question.model_copy(update={"counted": "nothing"}), slot, values=True)
             self._follows[kind] = found.memory != without.memory
             if not self._follows[kind]:
                 return without
-            return self._run(question, lane, values=True) if question.counted != "nothing" else found
+            return self._run(question, slot, values=True) if question.counted != "nothing" else found
 
-    def _run(self, question: AttemptQuestion, lane: int, *, values: bool) -> Attempt:
-        return Attempt.model_validate_json(self._ask(question.model_copy(update={"values": values}), lane))
+    def _run(self, question: AttemptQuestion, slot: int, *, values: bool) -> Attempt:
+        return Attempt.model_validate_json(self._ask(question.model_copy(update={"values": values}), slot))
 
-    def _decides(self, question: AttemptQuestion) -> tuple[str, ...]:
+    def _key(self, question: AttemptQuestion) -> tuple[str, ...]:
         return self.gpu.model_dump_json(), question.model_dump_json(), self._settings, digest_of(*SOURCES)
 
-    def _ask(self, question: AttemptQuestion, lane: int) -> bytes:
+    def _ask(self, question: AttemptQuestion, slot: int) -> bytes:
         check(question.request)
         name = question.request.model.name
         try:
-            return self._pool.ask(lane, f"{name} on an emulated GPU", question, self._timeout_s)
+            return self._pool.ask(slot, f"{name} on an emulated GPU", question, self._timeout_s)
         except TimeoutError:
             raise TookTooLong(
                 f"two steps of {name} on an emulated {self.gpu.name} took more than {self._timeout_s:g} s"

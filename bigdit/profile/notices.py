@@ -1,4 +1,4 @@
-"""Notes beside the figures of emulated steps."""
+"""Notes on the figures of emulated steps."""
 
 from __future__ import annotations
 

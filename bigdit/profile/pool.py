@@ -1,8 +1,8 @@
 """Processes whose forks answer, several questions side by side. Nothing here imports torch.
 
 `Pool` asks such a process. `serve` is its other end: it imports what questions need. Forks of it, the branches, build
-once what some questions have alike. Each question has a fork of its branch. Questions come by lanes, which are answered
-side by side, one question after another in each. A lane is a socket, and a file for the messages of what answers. These
+once what some questions have alike. Each question has a fork of its branch. Questions come by slots, which are answered
+side by side, one question after another in each. A slot is a socket, and a file for the messages of what answers. These
 lines go back by the socket: `read` when a question was read, `fork<tab>PROCESS ID` when its fork begins,
 `STATUS<tab>ANSWER`, and `end<tab>STATUS` when the fork has ended.
 """
@@ -38,7 +38,7 @@ _GONE_WITHIN_S = 10
 """After which a process that was killed is not waited for."""
 
 Started = Callable[[], tuple[list[str], dict[str, str]]]
-"""The command of the process, which is given its lanes as further arguments, and its environment."""
+"""The command of the process, which is given its slots as further arguments, and its environment."""
 
 
 class WorkerError(RuntimeError):
@@ -55,7 +55,7 @@ class WorkerKilled(WorkerEnded, Killed):
 
 
 class Pool:
-    """A process that has imported all libraries, and forks of it that answer, side by side in `count` lanes.
+    """A process that has imported all libraries, and forks of it that answer, side by side in `count` slots.
 
     It starts with `start`, or with the first question. After `close` none starts.
     """
@@ -66,25 +66,25 @@ class Pool:
         # What the process and its forks write to stderr: files without a name, of which nothing is left at their end.
         self._stderr, *self._stderr_by = (tempfile.TemporaryFile() for _ in range(1 + count))  # noqa: SIM115
         self._process: subprocess.Popen[bytes] | None = None
-        self._lanes: list[_Lane] = []  # of this process
+        self._slots: list[_Slot] = []  # of this process
         self._lock = threading.Lock()
 
     def start(self) -> int:
         """Have the process import what it needs by the time of the first question; its id."""
         return self._running()[0].pid
 
-    def ask(self, lane: int, what: str, question: Strict, timeout_s: float) -> bytes:
-        """The answer to a question, in this lane. `what` it is, for messages.
+    def ask(self, slot: int, what: str, question: Strict, timeout_s: float) -> bytes:
+        """The answer to a question, in this slot. `what` it is, for messages.
 
         Raises TimeoutError where it takes longer, UserError for what the user can mend, and WorkerError where the
         fork or the process dies. The next question finds a new one.
         """
-        stderr = self._stderr_by[lane]
+        stderr = self._stderr_by[slot]
         before, before_all = _size(stderr), _size(self._stderr)  # before it starts: it may be dead when it has
-        process, lanes = self._running()
-        own = lanes[lane]
+        process, slots = self._running()
+        own = slots[slot]
         try:
-            with own.asking:
+            with own.lock:
                 status, answer = own.put(question, time.monotonic() + timeout_s)
         except TimeoutError:
             if not own.stop():
@@ -106,15 +106,15 @@ class Pool:
         if process is not None:
             self._end(process)
 
-    def _running(self) -> tuple[subprocess.Popen[bytes], list[_Lane]]:
+    def _running(self) -> tuple[subprocess.Popen[bytes], list[_Slot]]:
         with self._lock:
             if self._over:
                 raise WorkerError("the processes that answer were ended")
             if self._process is None:
-                self._process, self._lanes = self._start()
-            return self._process, self._lanes
+                self._process, self._slots = self._start()
+            return self._process, self._slots
 
-    def _start(self) -> tuple[subprocess.Popen[bytes], list[_Lane]]:
+    def _start(self) -> tuple[subprocess.Popen[bytes], list[_Slot]]:
         command, environment = self._started()
         pairs = [socket.socketpair() for _ in self._stderr_by]
         files = [(theirs.fileno(), stderr.fileno()) for (_, theirs), stderr in zip(pairs, self._stderr_by, strict=True)]
@@ -135,29 +135,29 @@ class Pool:
         finally:
             for _, theirs in pairs:
                 theirs.close()
-        return process, [_Lane(ours) for ours, _ in pairs]
+        return process, [_Slot(ours) for ours, _ in pairs]
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         with self._lock:
             if self._process is not process:
-                return  # another lane has ended it, and there may be a new one
+                return  # another slot has ended it, and there may be a new one
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            for lane in self._lanes:
-                lane.await_end()
-                if lane.asking.acquire(blocking=False):  # or the one that asks there finds the end, and closes it
-                    lane.close()
-                    lane.asking.release()  # one that is about to ask there finds it closed
-            self._process, self._lanes = None, []
+            for slot in self._slots:
+                slot.await_end()
+                if slot.lock.acquire(blocking=False):  # or the one that asks there finds the end, and closes it
+                    slot.close()
+                    slot.lock.release()  # one that is about to ask there finds it closed
+            self._process, self._slots = None, []
 
 
-class _Lane:
-    """One lane of one process, and the fork that answers there. `asking`: held by the one that asks."""
+class _Slot:
+    """One slot of one process, and the fork that answers there. `lock`: held by the one that asks."""
 
     def __init__(self, end: socket.socket) -> None:
         self.fork: int | None = None
-        self.asking = threading.Lock()
+        self.lock = threading.Lock()
         self._read_there = False  # the question
         self._socket = end
         self._unread = b""
@@ -273,7 +273,7 @@ class _End:
 
 
 class _Asked(_End):
-    """A lane as this process was given it: `SOCKET:FILE`, by their descriptors."""
+    """A slot as this process was given it: `SOCKET:FILE`, by their descriptors."""
 
     def __init__(self, given: str) -> None:
         number, _, stderr = given.partition(":")
@@ -297,43 +297,43 @@ MOST_BRANCHES = 4
 
 
 def serve(given: Sequence[str], service: Service) -> None:
-    """Answer the questions of all lanes that this process was given, each in a fork, until they are closed.
+    """Answer the questions of all slots that this process was given, each in a fork, until they are closed.
 
     What `prepare` or `build` raises is the answer.
     """
     os.dup2(2, 1)  # what libraries print is no answer
-    lanes = [_Asked(each) for each in given]
-    free, branches = [*lanes], dict[str, _Branch]()
+    slots = [_Asked(each) for each in given]
+    free, branches = [*slots], dict[str, _Branch]()
     while free or any(branch.busy for branch in branches.values()):
         ready = select.select([*free, *branches.values()], [], [])[0]
-        for lane in [lane for lane in free if lane in ready]:
-            questions = lane.read()
+        for slot in [slot for slot in free if slot in ready]:
+            questions = slot.read()
             if questions is None:
-                free.remove(lane)
+                free.remove(slot)
             for question in questions or ():  # one at a time
-                lane.tell("read")
-                if _succeeds(lane, partial(service.prepare, question)):
-                    free.remove(lane)
-                    _branch_for(question, branches, service, lanes).ask(lane, question)
+                slot.tell("read")
+                if _succeeds(slot, partial(service.prepare, question)):
+                    free.remove(slot)
+                    _branch_for(question, branches, service, slots).ask(slot, question)
         for key, branch in [(key, branch) for key, branch in branches.items() if branch in ready]:
             ended, lives = branch.ended()
-            for lane, status in ended.items():
-                lane.tell("end", status)
-                free.append(lane)
+            for slot, status in ended.items():
+                slot.tell("end", status)
+                free.append(slot)
             if not lives:
                 del branches[key]
 
 
 class _Branch(_End):
-    """The server's end of a branch. `busy`: lanes whose question it has, by their number."""
+    """The server's end of a branch. `busy`: slots whose question it has, by their number."""
 
-    def __init__(self, end: socket.socket, process: int, lanes: Sequence[_Asked]) -> None:
+    def __init__(self, end: socket.socket, process: int, slots: Sequence[_Asked]) -> None:
         super().__init__(end)
-        self._process, self._lanes, self.busy = process, lanes, set[_Asked]()
+        self._process, self._slots, self.busy = process, slots, set[_Asked]()
 
-    def ask(self, lane: _Asked, question: str) -> None:
-        self.busy.add(lane)
-        self.tell(self._lanes.index(lane), question)
+    def ask(self, slot: _Asked, question: str) -> None:
+        self.busy.add(slot)
+        self.tell(self._slots.index(slot), question)
 
     def end(self) -> None:
         """End a branch that has nothing to do."""
@@ -342,19 +342,19 @@ class _Branch(_End):
         self.close()
 
     def ended(self) -> tuple[dict[_Asked, int], bool]:
-        """The status of forks that have ended, by lane, and whether the branch lives. All that it has end with it."""
+        """The status of forks that have ended, by slot, and whether the branch lives. All that it has end with it."""
         lines = self.read()
         if lines is None:
             self.close()
             status = os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1])
             return dict.fromkeys(self.busy, status), False
         numbers = (map(int, line.split("\t")) for line in lines)
-        ended = {self._lanes[number]: status for number, status in numbers}
+        ended = {self._slots[number]: status for number, status in numbers}
         self.busy -= ended.keys()
         return ended, True
 
 
-def _branch_for(question: str, branches: dict[str, _Branch], service: Service, lanes: Sequence[_Asked]) -> _Branch:
+def _branch_for(question: str, branches: dict[str, _Branch], service: Service, slots: Sequence[_Asked]) -> _Branch:
     """The branch of this question, the newest from now on. Of too many, the oldest that have nothing to do end."""
     key = service.alike(question)
     found = branches.pop(key, None)
@@ -363,14 +363,14 @@ def _branch_for(question: str, branches: dict[str, _Branch], service: Service, l
         for each in idle[: max(len(branches) + 1 - MOST_BRANCHES, 0)]:
             branches.pop(each).end()
         ours, theirs = socket.socketpair()
-        found = _Branch(ours, _forked(partial(_serve_branch, _End(theirs), service, lanes)), lanes)
+        found = _Branch(ours, _forked(partial(_serve_branch, _End(theirs), service, slots)), slots)
         theirs.close()
     branches[key] = found
     return found
 
 
-def _serve_branch(server: _End, service: Service, lanes: Sequence[_Asked]) -> None:
-    forks: dict[int, tuple[int, int]] = {}  # process and lane, by what can be read when it has ended
+def _serve_branch(server: _End, service: Service, slots: Sequence[_Asked]) -> None:
+    forks: dict[int, tuple[int, int]] = {}  # process and slot, by what can be read when it has ended
     while True:
         ready = select.select([server.fileno(), *forks], [], [])[0]
         for life in [life for life in forks if life in ready]:
@@ -382,24 +382,24 @@ def _serve_branch(server: _End, service: Service, lanes: Sequence[_Asked]) -> No
             return
         for line in lines:
             asked, _, question = line.partition("\t")
-            lane = lanes[int(asked)]
-            if not _succeeds(lane, partial(service.build, question)):
+            slot = slots[int(asked)]
+            if not _succeeds(slot, partial(service.build, question)):
                 server.tell(asked, 0)
                 continue
             life, held = os.pipe()
             gc.freeze()  # its collections do not look through, and so copy, what is there already
-            forks[life] = _forked(partial(_answer, lane, question, service.answer)), int(asked)
+            forks[life] = _forked(partial(_answer, slot, question, service.answer)), int(asked)
             os.close(held)
 
 
-def _answer(lane: _Asked, question: str, answer: Callable[[str], str]) -> None:
-    os.dup2(lane.stderr, 1)
-    os.dup2(lane.stderr, 2)
-    lane.tell("fork", os.getpid())
+def _answer(slot: _Asked, question: str, answer: Callable[[str], str]) -> None:
+    os.dup2(slot.stderr, 1)
+    os.dup2(slot.stderr, 2)
+    slot.tell("fork", os.getpid())
     found: list[str] = []
     status = guard(lambda: found.append(answer(question)))
     sys.stderr.flush()
-    lane.tell(status, *(found or [""]))
+    slot.tell(status, *(found or [""]))
 
 
 def _forked(run: Callable[[], None]) -> int:
@@ -419,14 +419,14 @@ def _forked(run: Callable[[], None]) -> int:
     os._exit(status)  # without torch's shutdown, which aborts where backends or process groups are still there
 
 
-def _succeeds(lane: _Asked, run: Callable[[], None]) -> bool:
-    """Run it; what it raises is the answer of the lane."""
+def _succeeds(slot: _Asked, run: Callable[[], None]) -> bool:
+    """Run it; what it raises is the answer of the slot."""
     before = os.dup(2)
-    os.dup2(lane.stderr, 2)
+    os.dup2(slot.stderr, 2)
     status = guard(run)
     sys.stderr.flush()
     os.dup2(before, 2)
     os.close(before)
     if status:
-        lane.tell(status, "")
+        slot.tell(status, "")
     return not status

@@ -122,7 +122,7 @@ def training(workload: Workload, device: torch.device, world: World, witness: Wi
         encoding = None
         if frozen is not None:
             encoding = watch.encoding(functools.partial(encode, frozen, strategy.encode_chunk))
-        steps = feed(workload.make, strategy, pin=device.type != "cpu", seen=watch.held)
+        steps = step_batches(workload.make, strategy, pin=device.type != "cpu", on_batch=watch.held)
     while True:
         micro_batches = next(steps)
         taken = train_step(
@@ -194,7 +194,7 @@ def raw_batch(
 ) -> RawBatch:
     """A micro-batch in CPU memory for the encoders: images in uint8, and captions that fill each encoder's tokens.
 
-    Padded captions have masks of [B, 1, T, T] beside them in some encoders, which these do not have.
+    Padded captions have masks of [B, 1, T, T] too in some encoders, which these do not have.
     """
     count = strategy.micro_batch_size
     captions = [(count, encoder.tokens) for encoder in encoders.text]
@@ -206,10 +206,10 @@ def raw_batch(
     )
 
 
-def feed(
-    make: Callable[[], Any], strategy: Strategy, *, pin: bool, seen: Callable[[Any], None] = lambda batch: None
+def step_batches(
+    make: Callable[[], Any], strategy: Strategy, *, pin: bool, on_batch: Callable[[Any], None] = lambda batch: None
 ) -> Iterator[list[Any]]:
-    """The micro-batches of one step after another, without end; `seen` hears of each when it is held.
+    """The micro-batches of one step after another, without end; `on_batch` is called with each.
 
     The trainer's stream reads in a thread, whose allocations no recorder sees. Here this one reads. Left out is what
     a thread holds for a moment while it reads, and the page cache of the store's files, which is free to go.
@@ -220,7 +220,7 @@ def feed(
 
     def held() -> Any:
         made = make().pin_memory() if pin else make()
-        seen(made)
+        on_batch(made)
         return made
 
     return read_ahead(read, itertools.count(), strategy.read_ahead_steps, _ThisThread())

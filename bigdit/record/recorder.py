@@ -29,7 +29,7 @@ class Recorder(Counting):
     runs. FSDP2 frees by resizing a storage to nothing, which no operation and no finaliser sees:
     `UntypedStorage.resize_` is hooked while the mode is on. What a kernel takes within one operation is in the history.
 
-    Frees follow reference counts. A cycle would live until the garbage collector runs, at a time that no two runs
+    Frees follow reference counts. A cycle would stay until the garbage collector runs, at a time that no two runs
     share. So automatic collection is off while the mode is on, and a full one closes each phase. It, and all later
     ones, skip what existed before. Where automatic collection was off already it stays off.
     """
@@ -177,7 +177,7 @@ class _Known:
 
 
 class _Track:
-    """Blocks and events of one device type; storages are known by address while they live.
+    """Blocks and events of one device type; storages are known by address while they are allocated.
 
     `seen` is called with each block's storage.
     """

@@ -109,7 +109,7 @@ class Watch:
         return marked
 
     def _mark_stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        """The gradients of fp32 masters live and die within the step; a step in the backward pass is of one alone."""
+        """Gradients of fp32 masters are made and freed within the step; one in the backward pass is of one alone."""
         stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
         self._recorder.mark((parameter.grad for parameter in stepped), "gradient")
 

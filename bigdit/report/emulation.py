@@ -396,7 +396,7 @@ def _draw_phases(axes: Axes, gpu: GpuAccount) -> None:
 def _draw_gpu(axes: Axes, account: Account, gpu: GpuAccount, emulation: Emulation) -> None:
     """Draw the GPU's line, and below it the non-torch memory; only text where both are far above the curve."""
     usable = emulation.gpu.usable_bytes
-    non_torch = emulation.beside(account)
+    non_torch = emulation.non_torch(account)
     top = max(gpu.peak_reserved_bytes, 1)
     words = f"usable {gib(usable)}, less CUDA and NCCL"
     if usable > 2 * top:

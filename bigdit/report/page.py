@@ -26,9 +26,9 @@ from bigdit.report.plan import needs, speed
 from bigdit.search.answer import make_plan
 from bigdit.search.ask import question_for
 from bigdit.search.of_run import planned_run
-from bigdit.search.plan import OPTIMIZER_TITLES, Estimate, Plan, record
+from bigdit.search.plan import Estimate, Plan, record
 from bigdit.search.request import OPTIONS
-from bigdit.strategy import Strategy
+from bigdit.strategy import OPTIMIZERS, Strategy
 from bigdit.units import count, gib, how_many
 
 COLUMNS = 400
@@ -258,7 +258,7 @@ def _words(strategy: Strategy) -> dict[str, str]:
     return {
         "gpus": str(strategy.world_size),
         "engine": words.engine(strategy),
-        "optimizer": OPTIMIZER_TITLES[strategy.optimizer.name],
+        "optimizer": OPTIMIZERS[strategy.optimizer.name],
         "precision": words.PRECISIONS[strategy.precision],
         "ema": words.ema(strategy),
         "adapters": f"LoRA of rank {adapters.rank} over a frozen {adapters.base} base" if adapters else "none",

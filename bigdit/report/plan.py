@@ -10,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from bigdit import log
-from bigdit.config.plan_file import FILE
 from bigdit.memory import Ledger
 from bigdit.memory.process import ByteRange
 from bigdit.report import words
@@ -117,7 +116,7 @@ def _phases(plan: Plan) -> Table:
 
 
 def _gpu(plan: Plan) -> Table:
-    rows = table("on the GPU, at most", ["part", "bytes"], numeric=["bytes"])
+    rows = table("GPU memory, at most", ["part", "bytes"], numeric=["bytes"])
     rows.show_header = False
     for name, nbytes in words.held(plan).items():
         rows.add_row(name, gib(nbytes))
@@ -164,12 +163,14 @@ def process(reserved_bytes: int, non_torch: ByteRange, usable_bytes: int) -> Tab
 
 
 def _waterfall(plan: Plan) -> Table:
-    rows = table("from the usual setting to this one", ["process", "fits", "change and what it does"], ["process"])
+    rows = table(
+        "from the usual setting to this one", ["GPU memory", "fits", "change and what it does"], ["GPU memory"]
+    )
     for step in plan.waterfall:
         rows.add_row(
             gib(step.process_bytes), _VERDICTS[step.verdict], Text.assemble((step.change, "bold"), f": {step.saved_by}")
         )
-    rows.caption = f"each change comes on top of those above it; {words.EXPLAINED}"
+    rows.caption = f"each change is added to those above it; {words.EXPLAINED}"
     return rows
 
 
@@ -191,7 +192,7 @@ def _choices(title: str, choices: Sequence[Estimate], plan: Plan) -> Table:
     if plan.chosen in choices and plan.chosen not in shown:
         shown[-1] = plan.chosen
     rate = f"{words.samples(plan)}/s"
-    numbers = ["process", rate, "fits"]
+    numbers = ["GPU memory", rate, "fits"]
     rows = table(title, [*numbers, "what and why"], numeric=numbers)
     for choice in shown:
         what = Text.assemble(
@@ -226,11 +227,9 @@ def _print_commands(plan: Plan, folder: Path | None, console: Console) -> None:
         console.print(f"nothing to run: {reason}", highlight=False, markup=False)
         return
     if folder is None:
-        console.print("to run it: plan again with --out DIR, which writes the plan and prints the commands")
+        console.print("to train: plan again with --out DIR; it writes run.yaml and prints the commands")
         return
-    console.print(
-        Text(f"to run it: fill in {RUN} first; {FILE} sets how the step runs, and the allocator", style="bold")
-    )
+    console.print(Text(f"to train: fill in {RUN} first, then run these commands", style="bold"))
     for command in commands(plan, folder):
         console.print(f"# {command.comment}", highlight=False, markup=False)
         for line in command.lines():
@@ -247,7 +246,7 @@ def speed(plan: Plan, most: int | None = None) -> dict[str, str]:
     parts = sorted(((name, part) for name, part in step.parts.items() if part.high), key=lambda each: -each[1].high)
     longest = [(name, part) for name, part in parts[:most] if part.high >= LEAST * step.seconds.high]
     shown = [f"{name} {span(part, like=step.seconds)}" for name, part in longest]
-    shown += ["and less"] if len(longest) < len(parts) else []
+    shown += ["and smaller parts"] if len(longest) < len(parts) else []
     found = {
         "step": f"{span(step.seconds)}: {', '.join(shown)}",
         "speed": f"{between(rate)} {samples(plan)}/s per GPU",
@@ -262,7 +261,7 @@ def speed(plan: Plan, most: int | None = None) -> dict[str, str]:
         found["cost"] = f"{between(plan.run.gpu_hours)} GPU-hours"
         if plan.run.money is not None:
             found["cost"] += f", {between(plan.run.money)} at {number(plan.question.price or 0)} per GPU-hour"
-    found["from"] = plan.calibration
+    found["source"] = plan.calibration
     return found
 
 
@@ -293,7 +292,7 @@ def needs(plan: Plan, *, notes: bool = True) -> dict[str, str]:
         "CPU memory": f"{size(node)} per machine of {host.processes_per_node} process"
         f"{_s(host.processes_per_node, 'es')}{assumed}; tensors per process: {size(host.process_bytes, node)} at most, "
         f"{size(host.steps_bytes, node)} in steps ({size(host.page_locked_bytes, node)} page-locked), "
-        f"{size(host.checkpoint_bytes, node)} more to save{generating if host.samples_bytes else ''}"
+        f"{size(host.checkpoint_bytes, node)} more while saving{generating if host.samples_bytes else ''}"
     }
     if data is not None:
         each = max(data.latent_bytes, data.padded_text_bytes)

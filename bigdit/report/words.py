@@ -5,20 +5,9 @@ from __future__ import annotations
 from bigdit.profile.gpus import LARGEST_MICRO_BATCH
 from bigdit.search.plan import Estimate, Plan, lossy_by
 from bigdit.speed.seconds import Interval
-from bigdit.strategy import EmaSpec, Strategy
+from bigdit.strategy import BITSANDBYTES, OPTIMIZERS, EmaSpec, Strategy
 from bigdit.units import GIB, count, gib, how_many, unit_of
 
-OPTIMIZERS = {
-    "adamw": "AdamW",
-    "adamw_8bit": "8-bit AdamW (bitsandbytes)",
-    "paged_adamw_8bit": "paged 8-bit AdamW (bitsandbytes)",
-    "lion_8bit": "8-bit Lion (bitsandbytes)",
-    "adamw_8bit_ao": "8-bit AdamW (torchao)",
-    "adamw_4bit_ao": "4-bit AdamW (torchao)",
-    "adafactor": "Adafactor",
-    "came": "CAME",
-    "came_8bit": "8-bit CAME",
-}
 PRECISIONS = {
     "fp32": "fp32",
     "tf32": "fp32, with TF32 matrix products",
@@ -84,7 +73,7 @@ def largest(micro_batch_size: int | None) -> str:
 def limited(plan: Plan) -> list[str]:
     """What the largest micro-batches are for, and what a `+` means."""
     found = (getattr(limit, key) for limit in plan.buckets for key in limits(plan))
-    most, notes = LARGEST_MICRO_BATCH, ["by recomputed blocks, with the settings above"]
+    most, notes = LARGEST_MICRO_BATCH, ["by number of recomputed blocks, with the settings above"]
     if plan.chosen.strategy.checkpointing == "selective":
         notes.append("blocks keep matrix products and attention; larger ones may fit if these are recomputed too")
     if max((each or 0 for each in found), default=0) >= most:
@@ -156,6 +145,15 @@ def engine(strategy: Strategy) -> str:
     return text + (f", CPU offload of {' and '.join(offloaded)}" if offloaded else "")
 
 
+def optimizer(strategy: Strategy) -> str:
+    """The optimizer, with its library or implementation, and where it steps."""
+    spec = strategy.optimizer
+    text = OPTIMIZERS[spec.name]
+    text += " (bitsandbytes)" if spec.name in BITSANDBYTES else ""
+    text += f" ({spec.implementation.replace('_', '-')})" if spec.name == "adamw" else ""
+    return text + (", stepped in the backward pass" if strategy.optimizer_in_backward else "")
+
+
 def reason(choice: Estimate) -> str:
     """Why a choice is listed, without the word `recommended`."""
     return choice.reason.removeprefix("recommended: ")
@@ -170,15 +168,10 @@ def why(choice: Estimate) -> str:
 def settings(choice: Estimate, plan: Plan) -> dict[str, str]:
     """The settings of a strategy, by name."""
     strategy = choice.strategy
-    optimizer = OPTIMIZERS[strategy.optimizer.name]
-    if strategy.optimizer.name == "adamw":
-        optimizer += f" ({strategy.optimizer.implementation.replace('_', '-')})"
-    if strategy.optimizer_in_backward:
-        optimizer += ", stepped within the backward pass"
     found = {
         "engine": engine(strategy),
         "precision": PRECISIONS[strategy.precision],
-        "optimizer": optimizer,
+        "optimizer": optimizer(strategy),
         "checkpointing": checkpointing(strategy, blocks(plan)),
         "batch": batch(strategy),
         "EMA": ema(strategy),
@@ -237,7 +230,7 @@ def step_size(strategy: Strategy, note: str = "") -> str:
         parts.append(f"{strategy.grad_accum_steps} accumulated")
     if strategy.world_size > 1:
         parts.append(f"{strategy.world_size} GPUs")
-    return " × ".join(parts) + (f" = {strategy.global_batch_size:,} a step" if len(parts) > 1 else " a step")
+    return " × ".join(parts) + (f" = {strategy.global_batch_size:,} a step" if len(parts) > 1 else ", one per step")
 
 
 def verdict(plan: Plan) -> str:
@@ -276,8 +269,8 @@ def host(plan: Plan) -> list[str]:
 
 def numerics(plan: Plan) -> str:
     """A note for the headline of a plan that is lossy although nobody asked for that."""
-    pins = plan.question.constraints
-    asked = (pins.optimizer, pins.precision) != (None, None) or pins.lora_rank is not None
+    fixed = plan.question.constraints
+    asked = (fixed.optimizer, fixed.precision) != (None, None) or fixed.lora_rank is not None
     if plan.chosen.lossless or asked:
         return ""
     memory = f"{gib(plan.question.host_memory_bytes)} of {'assumed ' * plan.question.host_assumed}CPU memory"
@@ -295,10 +288,10 @@ EXPLAINED = "each ran on an emulated GPU without a memory limit"
 def accuracy(plan: Plan) -> str:
     """How the memory was found, and how it may differ on a real GPU."""
     other, share = plan.chosen.non_torch, f"{100 * plan.margin.share:.2g}"
-    group = "CUDA's context varies" if plan.chosen.strategy.engine == "single" else "CUDA's context and NCCL vary"
+    varying = "the CUDA context" if plan.chosen.strategy.engine == "single" else "the CUDA context and NCCL"
     return (
         f"{how(plan)}; safety margin {gib(margin(plan))} ({share} %), "
-        f"{group} by {gib(other.high_bytes - other.low_bytes)}"
+        f"uncertainty of {varying} {gib(other.high_bytes - other.low_bytes)}"
     )
 
 

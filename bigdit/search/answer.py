@@ -32,23 +32,23 @@ Say = Callable[[str], None]
 def make_plan(question: Question, *, progress: Say | None = None) -> Plan:
     """The plan for `question`, from the cache where it was made before with the same versions, catalogue and receipts.
 
-    `progress` is told what is going on, in a line. Raises UserError where the model cannot be planned.
+    `progress` is called with a line for each stage. Raises UserError where the model cannot be planned.
     """
     own, notices = own_receipts(question.gpu, question.receipts)
     known = question.model_dump_json(), installed(), revision(), digest_of(*_SOURCES), cuda_build(cuda_python())
-    decides = (*known, *(receipt.digest() for receipt in own))
-    plan = PLANS.find(decides)
+    key = (*known, *(receipt.digest() for receipt in own))
+    plan = PLANS.find(key)
     if plan is None:
         with EmulatedGpus(question.gpu) as gpus:  # its libraries are imported while the search is
             plan, lasts = made(question, own, gpus, progress or (lambda line: None))
         if lasts:
-            PLANS.keep(decides, plan)
+            PLANS.keep(key, plan)
     return plan.noted(notices)  # of files that decide nothing: they may be others the next time
 
 
 def made(question: Question, own: Sequence[Receipt], gpus: EmulatedGpus, say: Say) -> tuple[Plan, bool]:
     """The plan for `question` by emulated GPUs, and their `own` receipts; and whether it may be cached: what took too
-    long or could not be run may be this minute's, as on a busy machine. `say` is told what is going on, in a line.
+    long or could not be run may be this minute's, as on a busy machine. `say` is called with a line for each stage.
 
     Raises UserError where the model has no step.
     """
@@ -67,7 +67,7 @@ def made(question: Question, own: Sequence[Receipt], gpus: EmulatedGpus, say: Sa
 
 
 class _Stages:
-    """What is told while a plan is made: a stage when it begins, and what was counted since, in parentheses."""
+    """The progress of a plan: a stage when it begins, and what was counted since, in parentheses."""
 
     def __init__(self, what: str, say: Say) -> None:
         self._what, self._say, self._stage, self._found = what, say, "", ""

@@ -63,8 +63,8 @@ def question_for(model: str | None = None, gpu: str | None = None, **options: An
     device = found("--gpu", lambda: resolve_gpu(_text("--gpu", gpu), _text("--gpu-memory", asked.gpu_memory, A_SIZE)))
     reserve = "0B" if asked.reserve in (0, "0") else asked.reserve
     reserved = found("--reserve", lambda: _bytes("--reserve", reserve, parse_bytes))
-    if device is not None and (reserved or 0) >= device.told_bytes:
-        has = gib(device.told_bytes)
+    if device is not None and (reserved or 0) >= device.driver_bytes:
+        has = gib(device.driver_bytes)
         problems.append(f"--reserve {asked.reserve} leaves nothing of the {device.name}, which has {has}")
     own = [] if asked.resolution is None else asked.resolution
     sizes = found("--resolution", lambda: parse_sizes("--resolution", own)) or ()

@@ -103,7 +103,7 @@ def _is(device: str, asked: Gpu) -> bool:
 
 @dataclass(frozen=True)
 class Checked:
-    """A receipt beside what is predicted for it: seconds of a step, and the reserved peak in bytes, with the allocator
+    """A receipt and what is predicted for it: seconds of a step, and the reserved peak in bytes, with the allocator
     as it was set in that run."""
 
     receipt: Receipt
@@ -124,7 +124,7 @@ class Learnt(Strict):
 
 @dataclass(frozen=True)
 class Calibration:
-    """Receipts of the GPU beside their predictions; and whether the model's tokens are `routed` to experts."""
+    """Receipts of the GPU and their predictions; and whether the model's tokens are `routed` to experts."""
 
     checked: Sequence[Checked] = ()
     routed: bool = False
@@ -176,7 +176,7 @@ class Calibration:
     def source(self, strategy: Strategy) -> str:
         """Where the seconds come from, in a sentence."""
         found = self.ratio(strategy)
-        unknown = "a roofline with published efficiencies; no receipt of this GPU calibrates it"
+        unknown = "a roofline with published efficiencies, not calibrated by a receipt of this GPU"
         return unknown if found is None else found.source
 
     def learnt(self, gpu: Gpu) -> Learnt:

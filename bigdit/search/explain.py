@@ -12,7 +12,6 @@ from bigdit.profile.gpus import EmulatedGpus
 from bigdit.profile.pool import WorkerError
 from bigdit.search.dataset import encoding_requests
 from bigdit.search.plan import (
-    OPTIMIZER_TITLES,
     Constraints,
     Estimate,
     Question,
@@ -24,7 +23,7 @@ from bigdit.search.plan import (
 from bigdit.search.planner import Planner, stepped
 from bigdit.search.solve import explore_group
 from bigdit.search.space import proposals
-from bigdit.strategy import BITSANDBYTES, EmaSpec, OptimizerSpec, Precision, Strategy
+from bigdit.strategy import BITSANDBYTES, OPTIMIZERS, EmaSpec, OptimizerSpec, Precision, Strategy
 from bigdit.units import gib
 
 WORTH_SAYING = 0.005
@@ -140,7 +139,7 @@ def _updates(target: Strategy) -> list[tuple[str, str, dict[str, Any]]]:
     theirs = (target.ds_config or {}).get("zero_optimization", {})
     bucket = theirs.get(BUCKETS[0], DEEPSPEED_BUCKET)
     offloaded = "weights and optimizer" if target.cpu_offload or OFFLOADS[1] in theirs else "optimizer"
-    state = OPTIMIZER_TITLES[target.optimizer.name]
+    state = OPTIMIZERS[target.optimizer.name]
     lossy = f"{state}, bf16 without masters" if target.precision == "bf16_sr" else state
     ema = "no EMA" if target.ema is None else "EMA in CPU memory"
     dtype = masters if masters in ("fp32", "tf32") else f"{masters} with fp32 masters"

@@ -17,7 +17,7 @@ from bigdit.memory import Ledger, Timeline, host_memory
 from bigdit.memory.process import ByteRange
 from bigdit.numbers import Count, Natural, Positive, Side, Switch
 from bigdit.speed.seconds import Cluster, Interval, StepTime
-from bigdit.strategy import BatchShape, OptimizerName, Precision, StepSize, Strategy, Strict, Widths
+from bigdit.strategy import OPTIMIZERS, BatchShape, OptimizerName, Precision, StepSize, Strategy, Strict, Widths
 from bigdit.units import GIB, MIB, gib
 
 EngineChoice = Literal[
@@ -92,26 +92,13 @@ class Question(Strict):
         return nbytes > self.host_memory_bytes and not self.host_assumed
 
 
-OPTIMIZER_TITLES: dict[OptimizerName, str] = {
-    "adamw": "AdamW",
-    "adamw_8bit": "8-bit AdamW",
-    "paged_adamw_8bit": "paged 8-bit AdamW",
-    "lion_8bit": "8-bit Lion",
-    "adamw_8bit_ao": "8-bit AdamW (torchao)",
-    "adamw_4bit_ao": "4-bit AdamW (torchao)",
-    "adafactor": "Adafactor",
-    "came": "CAME",
-    "came_8bit": "8-bit CAME",
-}
-
-
 def lossy_by(strategy: Strategy) -> list[str]:
     """What of a strategy changes the numbers of AdamW with fp32 masters, in a few words each."""
     found, name = [], strategy.optimizer.name
     if strategy.lora is not None and strategy.lora.base != "bf16":
         found.append(f"quantised base ({strategy.lora.base})")
     if "adamw" not in name:
-        found.append(f"{OPTIMIZER_TITLES[name]} instead of AdamW")
+        found.append(f"{OPTIMIZERS[name]} instead of AdamW")
     elif name != "adamw":
         found.append(f"{'4' if '4bit' in name else '8'}-bit optimizer state")
     if strategy.precision == "bf16_sr":
@@ -387,7 +374,7 @@ def uncounted(samples: HostWeights | None) -> tuple[str, ...]:
 
 def record(plan: Plan, run: str | None = None) -> PlanFile:
     """What training by `plan` needs besides its strategy, and what its receipt is to be compared with; `run`: the text
-    of the run.yaml beside it."""
+    of the run.yaml in its folder."""
     question, chosen = plan.question, plan.chosen
     rate = chosen.samples_per_second_per_gpu
     return PlanFile(

@@ -12,10 +12,10 @@ from typing import Any
 
 from bigdit.catalog import Gpu
 from bigdit.config.plan_file import LargestMicroBatch
-from bigdit.memory.process import ByteRange, beside_training
+from bigdit.errors import UserError
+from bigdit.memory.process import ByteRange, non_torch_memory_of
 from bigdit.profile.attempt import UNLIMITED, Attempt, Counted, Profile, StepRequest, request_for
 from bigdit.profile.gpus import LARGEST_MICRO_BATCH, EmulatedGpus, Row
-from bigdit.profile.pool import WorkerEnded
 from bigdit.search.calibration import UNPROVED, Calibration
 from bigdit.search.option import (
     FIRST,
@@ -76,12 +76,24 @@ Limits = dict[tuple[int, int], LargestMicroBatch]
 """By the size in pixels."""
 
 
+@dataclass(frozen=True)
+class Failed:
+    """An option that could not be run, and why."""
+
+    title: str
+    error: Failure
+
+    @property
+    def reason(self) -> str:
+        return str(self.error).splitlines()[0]
+
+
 @dataclass
 class Planner:
     """The `question`, the emulated GPUs that answer, what receipts say; and what was found.
 
     `options` were explored, by title; `rejected` are choices with the reason. Of estimates by their titles: `launches`
-    were counted where they ran, and `profiles` are what was recorded. `crash`: a process that ended in an attempt.
+    were counted where they ran, and `profiles` are what was recorded.
     """
 
     question: Question
@@ -91,7 +103,6 @@ class Planner:
     rejected: list[Rejected] = field(default_factory=list)
     launches: dict[str, Launches | None] = field(default_factory=dict)
     profiles: dict[str, Profile] = field(default_factory=dict)
-    crash: WorkerEnded | None = None
 
     def about(self, question: Question) -> Planner:
         """A planner of another question, by the same GPUs and receipts."""
@@ -118,7 +129,7 @@ class Planner:
 
     def non_torch(self, strategy: Strategy) -> ByteRange:
         """What the process takes of the GPU besides torch."""
-        return beside_training(strategy, self.question.gpu.compute_capability, self.question.gpu.multiprocessors)
+        return non_torch_memory_of(strategy, self.question.gpu.compute_capability, self.question.gpu.multiprocessors)
 
     def capacity(self, strategy: Strategy) -> int:
         """What torch may reserve for the strategy to FIT."""
@@ -277,7 +288,7 @@ class Planner:
         """Lossless ones first, since nobody's numerics are changed unasked, and what is no last resort before what is
         one; of those that are as fast as the fastest, the one that takes least, and of those that take as much, to
         SAME_ROOM, that with fewest recomputed blocks; all others by their speed. Where nothing has to be recomputed,
-        selective checkpointing comes first only if its speed can be told apart: no real GPU has shown smaller gains.
+        selective checkpointing comes first only if its speed can be distinguished: no real GPU has shown smaller gains.
         """
         groups: dict[tuple[bool, int], list[Estimate]] = {}
         for each in estimates:
@@ -302,20 +313,19 @@ class Planner:
 
         return self.unlimited(strategies, counted=counted)
 
-    def explore(self, proposed: Sequence[Option]) -> list[Rejected]:
+    def explore(self, proposed: Sequence[Option]) -> list[Failed]:
         """Add options, bases before what varies them or explored already; returns those that could not be run."""
         with ThreadPoolExecutor(max(len(proposed), 1)) as aside:  # none waits for another's first attempts
             found = [*aside.map(self._attempts_of, proposed)]
         failed, count = [], self.question.model.block_count
         for option, (strategies, attempts) in zip(proposed, found, strict=True):
             ran = [each for each in attempts if isinstance(each, Attempt)]
-            problems = [str(each).splitlines()[0] for each in attempts if not isinstance(each, Attempt)]
-            self.crash = next((each for each in attempts if isinstance(each, WorkerEnded)), self.crash)
+            errors = [each for each in attempts if not isinstance(each, Attempt)]
             base = None if option.base is None else self.options.get(option.base.title)
             if base is None and option.base is not None:
-                problems.append("what it varies could not be run")
-            if problems:
-                failed.append(Rejected(choice=option.title, reason=problems[0]))
+                errors.append(UserError("what it varies could not be run"))
+            if errors:
+                failed.append(Failed(option.title, errors[0]))
                 continue
             if base is None:
                 none = _policy(option.strategy, strategies[::2], ran[::2])
@@ -427,24 +437,22 @@ class Planner:
             made = Option(f"{option.title}, selective", checkpointing, option.base, option.last_resort)
             self.options[made.title] = made.predicting(option.none, full, option.count, option.anchor, option)
 
-    def swapped(self, group: Sequence[Option]) -> list[Rejected]:
+    def swapped(self, group: Sequence[Option]) -> list[Failed]:
         """For each of the group that swaps blocks, add options that swap the fewest with which anything fits, and
         quarters of all beyond these; with their bases that were not explored. Returns what could not be run."""
-        rejected = list[Rejected]()
+        failed = list[Failed]()
         for option in group:
             if option.base is None or not option.strategy.blocks_to_swap:
                 continue
             alone = (option.base.base or option.base).strategy  # an EMA is as large, whatever is swapped
             if option.base.title not in self.options:
-                rejected += self.explore(
-                    [Option(option.base.title, option.base.strategy, None, option.base.last_resort)]
-                )
+                failed += self.explore([Option(option.base.title, option.base.strategy, None, option.base.last_resort)])
             moved = self._swapping(alone, option.strategy.blocks_to_swap)
             if not isinstance(moved, Swapping):
-                rejected.append(Rejected(choice=option.title, reason=str(moved).splitlines()[0]))
+                failed.append(Failed(option.title, moved))
             elif option.base.title in self.options:
                 self.options |= {each.title: each for each in self._numbers(option, moved)}
-        return rejected
+        return failed
 
     def _swapping(self, strategy: Strategy, most: int) -> Swapping | Failure:
         """What swapped blocks spare, from attempts with all blocks recomputed."""
@@ -542,7 +550,7 @@ def stepped(strategy: Strategy, step: StepTime) -> dict[str, Any]:
 
 
 def as_fast_as(one: Estimate, other: Estimate) -> bool:
-    """Whether `one` cannot be told from the other by its speed, or is the faster one."""
+    """Whether the speed of `one` cannot be distinguished from the other's, or is the faster one."""
     mine, theirs, least = one.samples_per_second_per_gpu, other.samples_per_second_per_gpu, 1 - SAME_SPEED
     return mine.low >= least * theirs.low and mine.high >= least * theirs.high
 

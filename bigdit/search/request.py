@@ -28,48 +28,49 @@ class PlanRequest:
     """A plan as it is asked for, before anything is checked. None leaves it to the search, or to a default."""
 
     model: str | None = _option(
-        "A model of `bigdit models`, by its name or repository; or a config.json or a folder of diffusers.",
+        "A model of `bigdit models`: its name or repository; or a config.json or folder of diffusers.",
         "NAME",
         key="model",
     )
-    gpu: str | None = _option("A GPU of `bigdit gpus`; GPU:PROFILE, a MIG slice; auto, this machine's.", "NAME")
-    gpu_memory: str | None = _option("The GPU's used + free in nvidia-smi, such as 45416MiB.", "SIZE")
+    gpu: str | None = _option("A GPU of `bigdit gpus`, a MIG slice (GPU:PROFILE), or auto for this machine's.", "NAME")
+    gpu_memory: str | None = _option("Memory of the GPU, such as 45416MiB: used + free in nvidia-smi.", "SIZE")
     reserve: int | str | None = _option(
-        "GPU memory to keep free, 1GiB or 0; if left out 512MiB for a display, 0 for data-centre GPUs.", "SIZE"
+        "GPU memory to keep free, such as 1GiB or 0. Default: 512MiB where a display may need it, else 0.", "SIZE"
     )
-    gpus: int | None = _option("GPUs in all; 1 if left out.", "N")
-    gpus_per_node: int | None = _option("GPUs in a machine; 8 if left out.", "N")
-    network: float | None = _option("10^9 bytes a second between machines; 12.5 if left out.", "GB/S")
+    gpus: int | None = _option("Number of GPUs. Default: 1.", "N")
+    gpus_per_node: int | None = _option("GPUs per machine. Default: 8.", "N")
+    network: float | None = _option("Bandwidth between machines, in 10^9 bytes per second. Default: 12.5.", "GB/S")
     host_memory: str | None = _option(
-        "CPU memory of one machine: 128GiB; this one's for --gpu auto, else assumed by the kind of GPU.", "SIZE"
+        "CPU memory per machine, such as 128GiB. Default: this machine's for --gpu auto, else typical for the GPU.",
+        "SIZE",
     )
     resolution: Asked | list[Asked] | None = _option(
-        "1024, or 480x832 (height x width); the model's own if left out. Of "
-        "several, with commas or by repetition, the first decides, and the others are buckets.",
+        "1024, or 480x832 (height x width). Default: the model's own. Of "
+        "several (1024,512, or repeat the option), the plan is for the first, and the others are buckets.",
         "PIXELS",
         key="data.buckets",
         instead="data.buckets=[[HEIGHT,WIDTH]]",
         many=True,
     )
     buckets: Asked | list[Asked] | Literal["none", "aspect"] | None = _option(
-        "Further sizes to find the largest micro-batch of, or none; of images the usual "
-        "aspect ratios, if left out (aspect).",
+        "Further sizes whose largest micro-batch is shown: sizes, none, "
+        "or aspect (the usual aspect ratios, the default for images).",
         "PIXELS",
         instead="data.buckets=[[HEIGHT,WIDTH],…]",
     )
     frames: int | None = _option(
-        "Frames of a video; the model's own if left out.",
+        "Frames of a video. Default: the model's own.",
         "N",
         key="data.buckets",
         instead="data.buckets=[[FRAMES,HEIGHT,WIDTH]]",
     )
     global_batch: int | None = _option(
-        "Samples in an optimizer step over all GPUs.", "N", key="strategy.global_batch_size"
+        "Samples per optimizer step over all GPUs.", "N", key="strategy.global_batch_size"
     )
-    images: int | str | None = _option("Samples of the data set: 250000, 1.5k, 30M; for time and disk.", "N")
-    epochs: float | None = _option("How often each is trained on; once if left out.", "N", key="train.epochs")
+    images: int | str | None = _option("Samples in the data set, for time and disk: 250000, 1.5k, 30M.", "N")
+    epochs: float | None = _option("Passes over the data set. Default: 1.", "N", key="train.epochs")
     price: float | None = _option("Price of one GPU-hour, in your currency.", "MONEY")
-    receipts: Path | str | None = _option("Receipts of measured runs, to calibrate the speed by.", "DIR")
+    receipts: Path | str | None = _option("Folder with receipts of measured runs, to calibrate the speed.", "DIR")
     engine: str | None = _option(
         "Fix the engine: single, zero0 to zero3, zero2-offload, fsdp2, …", "NAME", key="strategy.engine"
     )
@@ -80,20 +81,26 @@ class PlanRequest:
         "Fix the precision: bf16, bf16_sr, fp16, tf32, fp32.", "NAME", key="strategy.precision"
     )
     checkpointed_blocks: int | str | None = _option(
-        "Fix how many blocks are recomputed: a number, or all.", "K", key="strategy.checkpointed_blocks"
+        "Fix the number of recomputed blocks, or all.", "K", key="strategy.checkpointed_blocks"
     )
-    micro_batch: int | None = _option("Fix the samples of a GPU in one pass.", "N", key="strategy.micro_batch_size")
-    ema: str | None = _option("Keep an EMA: auto, gpu or cpu; none if left out.", "PLACE", key="strategy.ema")
+    micro_batch: int | None = _option("Fix the micro-batch size of each GPU.", "N", key="strategy.micro_batch_size")
+    ema: str | None = _option(
+        "Keep an EMA of the weights: gpu, cpu or auto. Default: none.", "PLACE", key="strategy.ema"
+    )
     ema_widths: str | list[float] | None = _option(
-        "Keep EMAs by power functions of these widths: 0.05,0.1.", "W,W", key="strategy.ema.widths"
+        "Keep EMAs whose profiles are power functions of these widths, such as 0.05,0.1.",
+        "W,W",
+        key="strategy.ema.widths",
     )
-    lora: int | None = _option("Train adapters of this rank.", "RANK", key="strategy.lora.rank")
-    features: str | None = _option("cached (if left out), or online: encode while training.", "WHEN")
-    full: bool | None = _option("Full fine-tuning: propose no adapters instead.", instead="strategy.lora=null")
+    lora: int | None = _option("Train LoRA adapters of this rank.", "RANK", key="strategy.lora.rank")
+    features: str | None = _option(
+        "cached (the default), or online: run the encoders in every step.", "WHEN", key="strategy.features"
+    )
+    full: bool | None = _option("Full fine-tuning only: propose no adapters.", instead="strategy.lora=null")
     from_scratch: bool | None = _option(
-        "Train from random weights: run.yaml names none to start from.", instead="model.init_from=null"
+        "Train from random weights: run.yaml names no weights.", instead="model.init_from=null"
     )
-    explain: bool | None = _option("Show the way from the setting that people copy to the recommended one.")
+    explain: bool | None = _option("Show each change from the usual setting to the recommended one, and what it saves.")
 
     @classmethod
     def of(cls, **asked: Any) -> PlanRequest:

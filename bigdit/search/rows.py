@@ -105,9 +105,9 @@ def faster_or_slower(mine: Interval, other: Interval) -> str:
 def recommended(chosen: Estimate, rows: Sequence[Estimate]) -> str:
     """Why `chosen` is the recommended one among `rows`."""
     if chosen.verdict == "DOES NOT FIT":
-        return "what takes least of what was asked for"
+        return "it takes the least memory of all that the options allow"
     if chosen.verdict == "TIGHT":
-        return "nothing of what was asked for is sure to fit, and of what may this is preferred"
+        return "nothing that the options allow is sure to fit; of what may fit, this is the best"
     fits = [each for each in rows if each.verdict == "FITS"]
     swaps = bool(chosen.strategy.blocks_to_swap)
     numbers = [each for each in fits if each.lossless == chosen.lossless]
@@ -117,7 +117,7 @@ def recommended(chosen: Estimate, rows: Sequence[Estimate]) -> str:
     among += " that fits" + ("" if of_numbers in (fastest, chosen) or swaps else " with all weights on the GPU")
     if fastest is chosen:
         return f"recommended: the fastest{among}"
-    return f"recommended: as fast as any{among}, to {SAME_SPEED:.0%}, and of those the one that takes least"
+    return f"recommended: within {SAME_SPEED:.0%} of the fastest{among}; of these it takes the least memory"
 
 
 def _reason(row: Estimate, chosen: Estimate) -> str:

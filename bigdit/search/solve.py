@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from bigdit.errors import UserError
+from bigdit.profile.pool import WorkerEnded
 from bigdit.search.option import Option
 from bigdit.search.plan import Estimate, Rejected, Verdict
-from bigdit.search.planner import SAME_SPEED, Planner, rate
+from bigdit.search.planner import SAME_SPEED, Failed, Planner, rate
 from bigdit.search.space import proposals
 from bigdit.units import GIB, LARGEST
 
@@ -33,11 +34,12 @@ def search(planner: Planner, ahead: Ahead) -> Estimate:
         short_of_host += short
         failed = explore_group(planner, group, engines)
         if planner.question.model.params is None and failed and not planner.options:  # a user's model takes no step
-            if planner.crash is not None:  # which is not the user's error
-                raise planner.crash
-            name = planner.question.model.name
-            raise UserError(*dict.fromkeys(f"{name}: {each.reason.removeprefix('model.kwargs.')}" for each in failed))
-        planner.rejected += failed
+            for each in failed:
+                if isinstance(each.error, WorkerEnded):  # which is not the user's error
+                    raise each.error
+            name, reasons = planner.question.model.name, (each.reason for each in failed)
+            raise UserError(*dict.fromkeys(f"{name}: {each.removeprefix('model.kwargs.')}" for each in reasons))
+        planner.rejected += [Rejected(choice=each.title, reason=each.reason) for each in failed]
         lossless_later = any(each.lossless for each in proposed if each.last_resort > resort)
         wanted = [each for each in _ranked(planner) if each.lossless or not lossless_later]
         _selective(planner, wanted[:1])
@@ -50,7 +52,7 @@ def search(planner: Planner, ahead: Ahead) -> Estimate:
     if not planner.options:  # state alone is too much everywhere: by how much is still an answer
         failed = planner.explore([each for each in proposed if each.base is None][-1:])
         if not planner.options:
-            raise UserError(*(f"{each.choice}: {each.reason}" for each in failed))
+            raise UserError(*(f"{each.title}: {each.reason}" for each in failed))
     least = _least_host(planner)
     if least is not None and planner.question.host_assumed:
         needed = math.ceil(least.host_bytes / GIB) * GIB
@@ -68,18 +70,18 @@ def _nearest(planner: Planner, least: Estimate) -> Estimate:
     return planner.record(ran)
 
 
-def explore_group(planner: Planner, group: Sequence[Option], engines: Sequence[Option]) -> list[Rejected]:
+def explore_group(planner: Planner, group: Sequence[Option], engines: Sequence[Option]) -> list[Failed]:
     """Add options: the group's `engines`, other optimizers, masters and EMAs of the best of them (of all where nothing
     fits yet), and swapped blocks. Returns what could not be run."""
     variants = [each for each in group if each.base in engines and not each.strategy.blocks_to_swap]
     if planner.question.cluster.gpus == 1:  # one engine as a rule: all side by side
         engines, variants = [*engines, *variants], []
-    rejected = planner.explore(engines)
+    failed = planner.explore(engines)
     found = [planner.options[each.title] for each in engines if each.title in planner.options]
     ranked = _ranked(planner, found)
     bases = {ranked[0].option} if ranked else {each.title for each in found}
-    rejected += planner.explore([each for each in variants if each.base and each.base.title in bases])
-    return [*rejected, *planner.swapped(group)]
+    failed += planner.explore([each for each in variants if each.base and each.base.title in bases])
+    return [*failed, *planner.swapped(group)]
 
 
 def _selective(planner: Planner, best: Sequence[Estimate]) -> None:
@@ -135,8 +137,8 @@ def _later(proposed: Sequence[Option], resort: int) -> list[Rejected]:
     """What comes after the `resort` in which something lossless fits."""
     copies = "every step would wait for copies over PCIe and for CPU cores, and something fits without that"
     if resort:
-        copies = "every step would copy all weights over PCIe, and something fits that copies fewer"
-    reasons = {True: copies, False: "it is lossy, and something lossless fits; --optimizer and --lora ask for it"}
+        copies = "every step would copy all weights over PCIe, and something that copies fewer fits"
+    reasons = {True: copies, False: "it is lossy, and something lossless fits; choose it with --optimizer or --lora"}
     later = [each for each in proposed if each.last_resort > resort]
     later = [each for each in later if each.lossless or (each.strategy.world_size > 1 and not each.waits)]
     titles = {kept: [each.title for each in later if each.lossless == kept] for kept in reasons}
@@ -147,7 +149,7 @@ def _adapters(planner: Planner) -> list[Rejected]:
     """Named where full fine-tuning fits by a last resort alone."""
     if planner.question.constraints.lora_rank is not None or planner.question.constraints.full:
         return []
-    reason = "frozen weights have no gradients and no state, and adapters are another training; --lora 16 asks for them"
+    reason = "it trains adapters, not the weights, and takes much less memory; choose it with --lora 16"
     return [Rejected(choice="LoRA", reason=reason)]
 
 
@@ -159,7 +161,7 @@ def best_that_runs(planner: Planner, ahead: Ahead, *, lossless_later: bool) -> E
     """The best that runs, which alone is recorded: for what it takes of CPU memory, and by category.
 
     The order is by predictions, which each run moves; where nothing fits, the best of what is TIGHT. None
-    that is lossy runs where others are `lossless_later`. `ahead` has what will be asked of the best run beside its
+    that is lossy runs where others are `lossless_later`. `ahead` has what will be asked of the best run, besides its
     record.
     """
     ran: dict[str, Estimate | None] = {}

@@ -12,8 +12,8 @@ from bigdit.config.load import parse_strategy
 from bigdit.errors import UserError
 from bigdit.profile.attempt import precision_problems
 from bigdit.search.option import Option
-from bigdit.search.plan import OPTIMIZER_TITLES, Constraints, Question, Rejected
-from bigdit.strategy import FACTORED, LoraBase, Precision, Strategy
+from bigdit.search.plan import Constraints, Question, Rejected
+from bigdit.strategy import FACTORED, OPTIMIZERS, LoraBase, Precision, Strategy
 from bigdit.units import gib
 
 ENGINE_TITLES = {
@@ -202,7 +202,7 @@ def _engine_title(question: Question, engine: str) -> str:
 
 
 def _setting_title(question: Question, settings: dict[str, Any]) -> str:
-    parts = [OPTIMIZER_TITLES[settings["optimizer.name"]]]
+    parts = [OPTIMIZERS[settings["optimizer.name"]]]
     if settings["precision"] == "bf16_sr":
         parts.append("bf16 without masters")
     if settings["lora.base"] is not None:
@@ -220,33 +220,36 @@ def _left_out(question: Question) -> list[Rejected]:
     reasons: dict[str, str] = {}
     if fixed.engine is None and one_gpu:
         reasons["ZeRO-1, ZeRO-2, ZeRO-3 and FSDP2 on one GPU, without CPU offload"] = (
-            "they shard over GPUs, and on one GPU shard nothing: their buffers and flat copies come on top"
+            "they shard over GPUs; on one GPU they only add buffers and flat copies"
         )
     if fixed.engine is None and fixed.lora_rank is not None:
         reasons["ZeRO-2, optimizer in CPU memory"] = "the optimizer state of adapters is too small to gain anything"
     if fixed.engine is None and not one_gpu:
-        reasons["ZeRO-3"] = "FSDP2 shards the same and gathers one block at a time; --engine zero3 asks for it"
+        reasons["ZeRO-3"] = "FSDP2 shards the same and gathers one block at a time; choose it with --engine zero3"
         if _accumulates(question):
             reasons["ZeRO-2"] = (
-                "it reduces gradients in every micro-batch, ZeRO-1 once a step; where memory is short, FSDP2 takes less"
+                "it reduces gradients in every micro-batch, ZeRO-1 once per step; "
+                "where memory is short, FSDP2 takes less"
             )
         else:
-            reasons["ZeRO-1"] = "with one micro-batch a step it communicates as ZeRO-2 does, and keeps whole gradients"
+            reasons["ZeRO-1"] = (
+                "with one micro-batch per step it communicates as much as ZeRO-2, and keeps whole gradients"
+            )
         reasons["ZeRO-0, plain data parallelism"] = (
-            "it communicates as much as ZeRO-1 and ZeRO-2 do, and keeps the whole optimizer state on every GPU"
+            "it communicates as much as ZeRO-1 and ZeRO-2, and keeps the whole optimizer state on every GPU"
         )
     if fixed.optimizer is None and not one_gpu:
-        named = " and ".join(OPTIMIZER_TITLES[name] for name in FACTORED[1:2])
+        named = " and ".join(OPTIMIZERS[name] for name in FACTORED[1:2])
         reasons[f"{named} under ZeRO"] = (
-            "ZeRO hands the optimizer flat partitions, which cannot be factored: it takes as much as AdamW there"
+            "ZeRO gives the optimizer flat partitions, which cannot be factored: its state is then as large as AdamW's"
         )
     if fixed.precision is None and precision_of(question) == "bf16":
-        reasons["fp16"] = "the bytes of bf16, and losses must be scaled; --precision fp16 asks for it"
+        reasons["fp16"] = "it takes as many bytes as bf16 and needs loss scaling; choose it with --precision fp16"
     if fixed.precision is None and precision_of(question) == "fp16":
         reasons["bf16"] = f"{question.gpu.title} does not compute it; fp16 with loss scaling takes the same bytes"
     if fixed.features == "cached":
         reasons["encoders online"] = (
-            "VAE and text encoder would stay on the GPU and run in every step; `bigdit extract` runs them once; "
-            "--features online asks for it"
+            "VAE and text encoder would stay on the GPU and run in every step, and `bigdit extract` runs them once; "
+            "choose them with --features online"
         )
     return [Rejected(choice=choice, reason=reason) for choice, reason in reasons.items()]

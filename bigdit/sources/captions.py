@@ -131,7 +131,7 @@ def read_captions(stem: str, read: Callable[[str], bytes | None]) -> tuple[Capti
     return text_captions(data, f"{stem}.txt")
 
 
-def captions_beside(root: Path, stem: Path, follow_links: bool) -> tuple[Caption, ...]:
+def captions_of(root: Path, stem: Path, follow_links: bool) -> tuple[Caption, ...]:
     """The captions of an image file without its suffix, `stem`. Raises as `read_captions`."""
 
     def read(name: str) -> bytes | None:

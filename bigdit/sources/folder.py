@@ -20,7 +20,7 @@ from PIL import Image
 
 from bigdit.config.data import MAX_PIXELS
 from bigdit.errors import UserError
-from bigdit.sources.captions import captions_beside, check_link, folder_label, log_ignored
+from bigdit.sources.captions import captions_of, check_link, folder_label, log_ignored
 from bigdit.sources.disk import IMAGE_BYTES, IMPOSSIBLE, read_file, sampled_digest, unreadable
 from bigdit.sources.image import SUFFIXES, decode
 from bigdit.sources.protocol import Contents, Entry, Item, Unusable
@@ -80,7 +80,7 @@ class FolderItem(Item):
     def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
         """As Item.read."""
         label = folder_label(self.name) if self.labelled else None
-        captions = () if self.labelled else captions_beside(self.root, self.path.with_suffix(""), self.follow_links)
+        captions = () if self.labelled else captions_of(self.root, self.path.with_suffix(""), self.follow_links)
         check_link(self.root, self.path, self.follow_links)
         if self.clip is not None and is_video(self.path):
             frames = partial(self._frames, self.clip, max_pixels)
@@ -244,7 +244,7 @@ class FrameFolder(Item):
 
     def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
         """As Item.read."""
-        captions = captions_beside(self.root, self.root / self.name, self.follow_links)
+        captions = captions_of(self.root, self.root / self.name, self.follow_links)
         return Contents(lambda: (decode(each, max_pixels) for each in self._taken()), self._digest, captions)
 
     def _digest(self) -> int:

@@ -218,7 +218,7 @@ def _pace(operation: Operation, gpu: Gpu, precision: Precision) -> Pace:
         # Where texts are short, it reads and writes as long as it computes.
         moves = 1
     elif "convolution" in operation.operator and not (measured and operation.dtype != "float32"):
-        # cuDNN's kernels for tensor cores want channels last, and convert what comes otherwise: read and written
+        # cuDNN's kernels for tensor cores need channels last, and convert what comes otherwise: read and written
         # once more.
         moves = 2
     return Pace(rate, efficiency, moving * (gpu.bandwidth_gbs * 1e9), moves, _kinds(operation))

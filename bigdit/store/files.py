@@ -50,7 +50,7 @@ class File(Protocol):
 
 
 class PreadFile:
-    """Reads by system calls. The kernel is told that offsets are random, so it does not read ahead."""
+    """Reads by system calls. The kernel gets the advice that offsets are random, so it does not read ahead."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -85,7 +85,7 @@ class Part:
 
     @property
     def streams(self) -> list[str]:
-        """The names of the sequences beside the text itself."""
+        """The names of the sequences besides the text itself."""
         return [name for name in self._sequences if name != TEXT]
 
     def states_span(self, caption: int, name: str = TEXT) -> tuple[int, int]:

@@ -182,7 +182,7 @@ def claim(root: Path, schema: StoreSchema) -> None:
     found = read_schema(root)
     with own_folder(root) as workspace:
         if found is None:
-            create_text(root / FILE, text, workspace)  # unless an extraction that runs beside this one was faster
+            create_text(root / FILE, text, workspace)  # unless an extraction at the same time was faster
         elif _extends(schema, found):
             write_text(root / FILE, text, workspace)
     check_same(root, read_schema(root), schema)

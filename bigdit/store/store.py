@@ -219,14 +219,14 @@ class FeatureStore:
         for number, (start, end) in enumerate(ranges):  # a list of a hundred thousand takes much memory
             parts[number] = start, end, sizes.get(part_name(start, end), -1)
         missing = [part_name(start, end) for start, end, size in parts[parts[:, 2] < 0].tolist()]
-        beside = (NULL_TEXT,) if schema.classes is None else ()
-        missing += [name for name in beside if name not in sizes]
+        unnumbered = (NULL_TEXT,) if schema.classes is None else ()
+        missing += [name for name in unnumbered if name not in sizes]
         known = len(ranges) - int((parts[:, 2] < 0).sum())
         others = sum(part_range(name) is not None for name in sizes) - known
         del sizes, ranges
         if missing:
             raise UserError(
-                f"data.features: {files} lacks {len(missing)} of {how_many(len(parts) + len(beside), 'file')}, the "
+                f"data.features: {files} lacks {len(missing)} of {how_many(len(parts) + len(unnumbered), 'file')}, the "
                 f"first {missing[0]}; {EXTRACT} finishes it"
             )
         if others:

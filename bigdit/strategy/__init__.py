@@ -13,6 +13,7 @@ from bigdit.strategy.strategy import (
 from bigdit.strategy.values import (
     BITSANDBYTES,
     FACTORED,
+    OPTIMIZERS,
     PROFILES,
     TORCHAO,
     BatchShape,
@@ -32,6 +33,7 @@ __all__ = [
     "FACTORED",
     "LEAST_SWAPPED",
     "MOST_GPUS",
+    "OPTIMIZERS",
     "PROFILES",
     "TORCHAO",
     "BatchShape",

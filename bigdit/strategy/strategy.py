@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from bigdit.numbers import Count, Natural, Positive, Switch
 from bigdit.strategy.deepspeed import PRECISIONS, Document, Values, complete, split
-from bigdit.strategy.values import BITSANDBYTES, TORCHAO, EmaSpec, LoraSpec, OptimizerSpec, Section, Strict
+from bigdit.strategy.values import BITSANDBYTES, OPTIMIZERS, TORCHAO, EmaSpec, LoraSpec, OptimizerSpec, Section, Strict
 from bigdit.units import how_many
 
 EngineName = Literal["single", "deepspeed", "fsdp2"]
@@ -287,7 +287,7 @@ def _optimizer_problems(strategy: Strategy) -> list[str]:
         if name in BITSANDBYTES:
             problems.append(
                 f"optimizer.name {name} rounds to nearest, and precision bf16_sr needs stochastic rounding; "
-                "use optimizer.name adamw, adamw_8bit_ao, adamw_4bit_ao, adafactor, came or came_8bit"
+                f"use optimizer.name {' or '.join(each for each in OPTIMIZERS if each not in BITSANDBYTES)}"
             )
     if strategy.optimizer_in_backward:
         if engine == "deepspeed":

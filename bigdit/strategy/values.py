@@ -59,6 +59,19 @@ OptimizerName = Literal[
     "came_8bit",
 ]
 
+OPTIMIZERS: dict[OptimizerName, str] = {
+    "adamw": "AdamW",
+    "adamw_8bit": "8-bit AdamW",
+    "paged_adamw_8bit": "paged 8-bit AdamW",
+    "lion_8bit": "8-bit Lion",
+    "adamw_8bit_ao": "8-bit AdamW (torchao)",
+    "adamw_4bit_ao": "4-bit AdamW (torchao)",
+    "adafactor": "Adafactor",
+    "came": "CAME",
+    "came_8bit": "8-bit CAME",
+}
+"""Their titles in plans and on pages."""
+
 BITSANDBYTES: tuple[OptimizerName, ...] = ("adamw_8bit", "paged_adamw_8bit", "lion_8bit")
 TORCHAO: tuple[OptimizerName, ...] = ("adamw_8bit_ao", "adamw_4bit_ao")
 FACTORED: tuple[OptimizerName, ...] = ("adafactor", "came", "came_8bit")
@@ -107,10 +120,10 @@ class EmaSpec(Section):
     decay: Annotated[Number, Field(gt=0.0, lt=1)] | None = None
     """The share that each step keeps; 0.9999 where no profile is set. Step t keeps at most (1 + t) / (10 + t)."""
     power: Width | None = None
-    """An average that grows with the run. Its profile over the steps is a power function of this width, a share of
+    """An EMA whose length grows with the run. Its profile over the steps is a power function of this width, a share of
     them: σ_rel (Karras et al., arXiv:2312.02696, §3.1). Usually 0.05 to 0.2; at 0.2887 all steps count alike."""
     widths: Widths | None = None
-    """Two or more such averages, each as large as the weights. Samples and validation use the first. With
+    """Two or more such EMAs, each as large as the weights. Samples and validation use the first. With
     train.snapshot_every, EMAs of other widths are made from them after the run (ibid., §3.2)."""
     device: Literal["gpu", "cpu"] = "gpu"
     """The memory that holds the EMA."""
@@ -134,7 +147,7 @@ class EmaSpec(Section):
 
     @property
     def powers(self) -> tuple[float, ...]:
-        """The widths of averages by power functions, in order; empty for an exponential one."""
+        """The widths of EMAs by power functions, in order; empty for an exponential one."""
         return self.widths or (() if self.power is None else (self.power,))
 
     @property

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from bigdit import checkpoint, log, receipt
 from bigdit.config import RunConfig
-from bigdit.config.run import AVERAGES, CHECKPOINTS, EXPORTS, RECEIPT, receipt_of
+from bigdit.config.run import CHECKPOINTS, EMA_SNAPSHOTS, EXPORTS, RECEIPT, receipt_of
 from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.loader.order import step_seed
@@ -84,7 +84,7 @@ def train(stages: Sequence[Prepared], world: World, stop: Stop) -> Ended:
 
 def _train(stages: Sequence[Prepared], world: World, stop: Stop, device: torch.device) -> Ended:
     output = stages[0].stage.run.output
-    for folder in (output, *(output / each for each in (CHECKPOINTS, AVERAGES, EXPORTS))) if world.is_main else ():
+    for folder in (output, *(output / each for each in (CHECKPOINTS, EMA_SNAPSHOTS, EXPORTS))) if world.is_main else ():
         checkpoint.remove_unfinished(folder)
     start = start_of(stages)
     log_lines(world, start.notices)
@@ -221,7 +221,7 @@ def _keep(world: World, record: RunRecord) -> None:
         try:
             record.write()
         except UserError as error:
-            log.notice(f"note: {error}; training goes on, and the run's page will lack it")
+            log.notice(f"note: {error}; training continues, and the run's page will lack it")
 
 
 def learning_rate(run: RunConfig, step: int) -> float:

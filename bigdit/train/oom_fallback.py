@@ -23,7 +23,7 @@ import torch.distributed as dist
 from pydantic import ValidationError
 
 from bigdit import log, shortage
-from bigdit.cache import read_sealed, write_sealed
+from bigdit.cache import read_checksummed, write_checksummed
 from bigdit.checkpoint import Peers
 from bigdit.config import RunConfig
 from bigdit.dist import World
@@ -50,7 +50,7 @@ def read_oom_fallback(output: Path, asked: Strategy) -> OomFallback:
     """The fallback in this output. A file of another strategy, or a damaged one, is logged and ignored."""
     path, none = output / FILE, OomFallback(asked=asked, now=asked)
     try:
-        found = OomFallback.model_validate_json(read_sealed(path))
+        found = OomFallback.model_validate_json(read_checksummed(path))
     except FileNotFoundError:
         return none
     except (OSError, ValidationError, ValueError) as error:
@@ -66,7 +66,7 @@ def read_oom_fallback(output: Path, asked: Strategy) -> OomFallback:
 
 def write_oom_fallback(output: Path, fallback: OomFallback) -> None:
     """Keep the fallback for all later starts. Raises UserError where it cannot be written."""
-    write_sealed(output / FILE, fallback.model_dump_json(indent=1) + "\n")
+    write_checksummed(output / FILE, fallback.model_dump_json(indent=1) + "\n")
 
 
 def smaller_strategy(strategy: Strategy, planned: Sequence[StepSize], blocks: int) -> Strategy | None:

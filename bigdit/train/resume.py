@@ -29,8 +29,8 @@ from bigdit.units import gib, how_many
 def with_steps(stages: Sequence[Prepared], *, needed: bool = True) -> tuple[list[Prepared], list[str]]:
     """Each stage with train.steps in place of train.epochs, and a line for each that was with_steps.
 
-    Where not `needed`, a stage without features stays as it is, and a line says so. Raises UserError where a store
-    cannot be read, or the steps do not fit the rest of the schedule.
+    Where not `needed`, a stage without features stays as it is, with a line. Raises UserError where a store cannot be
+    read, or the steps do not fit the rest of the schedule.
     """
     lines: list[str] = []
 

@@ -67,7 +67,7 @@ class Saves:
         return every is not None and step % every == 0
 
     def save(self, step: int) -> None:
-        """Copy the state to CPU memory, and write it while training goes on; with a snapshot where one is due."""
+        """Copy the state to CPU memory, and write it while training continues; with a snapshot where one is due."""
         self._metrics.flush()
         described = {**self._described, "metrics": self._metrics.digest}
         self._saver.save(self._engine, self._ema, step, described, snapshot=self.snapshot_due(step))

@@ -1,4 +1,4 @@
-"""What pages link to outside docs/ comes along into the site: benchmarks, pictures, recipes, README as its first page.
+"""What pages link to outside docs/ comes along into the site: benchmarks, images, recipes, README as its first page.
 
 So links are written as they work in the repository, and `mkdocs build --strict` finds those that lead nowhere.
 """
@@ -16,7 +16,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[2]
 FIRST = "README.md"
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)")
-"""The target of a link or a picture, without its anchor, unless it is an address or an anchor alone."""
+"""The target of a link or an image, without its anchor, unless it is an address or an anchor alone."""
 
 
 def targets(page: str) -> list[str]:

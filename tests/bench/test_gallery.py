@@ -12,7 +12,7 @@ from PIL import Image, ImageColor
 from bigdit import catalog
 from bigdit.bench.memory import Curve
 from bigdit.config.load import parse_strategy
-from bigdit.memory.process import beside_torch
+from bigdit.memory.process import non_torch_memory
 from bigdit.profile.gpus import LARGEST_MICRO_BATCH
 
 CELLS = [gallery.Cell.model_validate(cell) for cell in json.loads(gallery.FOUND.read_text())]
@@ -22,14 +22,14 @@ RETRIED = ("pixart-sigma-xl-2-1024", "a40", 1, "full")
 
 
 def test_the_page_has_every_cell():
-    asked = {(model, *card, way) for model in gallery.MODELS for card in gallery.CARDS for way in gallery.WAYS}
+    asked = {(model, *gpu, way) for model in gallery.MODELS for gpu in gallery.GPUS for way in gallery.WAYS}
     assert {(cell.model, cell.gpu, cell.gpus, cell.way) for cell in CELLS} == asked
     assert all(cell.strategy == gallery.strategy(cell.way, cell.gpus) for cell in CELLS)
     assert all((cell.largest is None) == (cell.why is not None) for cell in CELLS)
     assert gallery.PAGE.read_text().partition(gallery.MARK)[2] == f"\n\n{gallery.page(CELLS)}"
 
 
-def test_a_curve_goes_from_one_sample_to_the_largest_below_its_card():
+def test_a_curve_goes_from_one_sample_to_the_largest_below_its_gpu():
     for cell in CELLS:
         sizes = [point.micro_batch for point in cell.points]
         assert sizes == sorted({1, (1 + cell.largest) // 2, cell.largest} if cell.largest else ())
@@ -39,7 +39,7 @@ def test_a_curve_goes_from_one_sample_to_the_largest_below_its_card():
 
 
 def test_the_page_has_a_command_of_each_kind_that_bench_memory_takes():
-    """The two ways, on one card and on several."""
+    """The two ways, on one GPU and on several."""
     text = gallery.PAGE.read_text()
     shown = [line.split() for line in text.splitlines() if line.startswith("    bigdit bench memory ")]
     options = [dict(zip(words[3::2], words[4::2], strict=True)) for words in shown]
@@ -52,35 +52,35 @@ def test_the_page_has_a_command_of_each_kind_that_bench_memory_takes():
         assert parse_strategy([each["--strategy"]]).world_size == cell.gpus
 
 
-def test_every_model_has_a_small_picture():
-    pictures = {model: gallery.PICTURES / f"{model}.png" for model in gallery.MODELS}
-    assert sorted(pictures.values()) == sorted(gallery.PICTURES.iterdir())
-    assert all(file.stat().st_size <= 40_000 for file in pictures.values())
-    assert all(f"](gallery/{model}.png)" in gallery.PAGE.read_text() for model in pictures)
+def test_every_model_has_a_small_image():
+    images = {model: gallery.IMAGES / f"{model}.png" for model in gallery.MODELS}
+    assert sorted(images.values()) == sorted(gallery.IMAGES.iterdir())
+    assert all(file.stat().st_size <= 40_000 for file in images.values())
+    assert all(f"](gallery/{model}.png)" in gallery.PAGE.read_text() for model in images)
 
 
 @pytest.mark.parametrize("model", gallery.MODELS)
-def test_a_cards_curve_has_its_own_colour_in_every_picture(model):
+def test_a_gpus_curve_has_its_own_colour_in_every_image(model):
     """Also where it is a single point; all but H100's, which lies below A100's."""
-    with Image.open(gallery.PICTURES / f"{model}.png") as picture:
-        found = [colour for _, colour in picture.convert("RGB").getcolors()]
+    with Image.open(gallery.IMAGES / f"{model}.png") as image:
+        found = [colour for _, colour in image.convert("RGB").getcolors()]
     drawn = {gallery.named(cell.gpu, cell.gpus) for cell in CELLS if cell.model == model and cell.points} - {"h100-sxm"}
     assert drawn
-    looks = dict(zip((gallery.named(*card) for card in gallery.CARDS), curves.LOOKS, strict=True))
-    for card in drawn:
-        wanted = ImageColor.getrgb(looks[card][0])
-        assert min(max(abs(a - b) for a, b in zip(wanted, each, strict=True)) for each in found) <= 8, card
+    looks = dict(zip((gallery.named(*gpu) for gpu in gallery.GPUS), curves.LOOKS, strict=True))
+    for gpu in drawn:
+        wanted = ImageColor.getrgb(looks[gpu][0])
+        assert min(max(abs(a - b) for a, b in zip(wanted, each, strict=True)) for each in found) <= 8, gpu
 
 
 def test_what_is_kept_is_not_run_again(tmp_path, monkeypatch):
-    """All curves are there: no card is asked, and pictures are drawn from what is kept."""
+    """All curves are there: no GPU is asked, and images are drawn from what is kept."""
     assert [*gallery.cells(CELLS)] == CELLS
-    monkeypatch.setattr(gallery, "PICTURES", tmp_path)
+    monkeypatch.setattr(gallery, "IMAGES", tmp_path)
     gallery.draw_all(CELLS)
     assert {file.stem for file in tmp_path.iterdir()} == {*gallery.MODELS}
 
 
-def test_cells_stay_until_they_are_found_anew(tmp_path, monkeypatch):
+def test_cells_stay_until_they_are_found_again(tmp_path, monkeypatch):
     """Also where the command is interrupted; and who asks for its help runs nothing."""
     kept = tmp_path / "gallery.json"
     kept.write_bytes(gallery.FOUND.read_bytes())
@@ -122,14 +122,16 @@ def test_a_cell_is_what_bench_memory_finds_where_one_more_runs_by_retries_alone(
 
 @pytest.mark.slow
 def test_cells_run_and_one_more_sample_does_not_fit():
-    """Some of a card, drawn by a seed."""
-    card = catalog.resolve_gpu("rtx-4090")
-    room = card.usable_bytes - beside_torch(card.compute_capability, 1, multiprocessors=card.multiprocessors).high_bytes
+    """Some of a GPU, drawn by a seed."""
+    gpu = catalog.resolve_gpu("rtx-4090")
+    room = (
+        gpu.usable_bytes - non_torch_memory(gpu.compute_capability, 1, multiprocessors=gpu.multiprocessors).high_bytes
+    )
     found = [
-        each for each in CELLS if (each.gpu, each.gpus) == (card.name, 1) and 0 < each.largest < LARGEST_MICRO_BATCH
+        each for each in CELLS if (each.gpu, each.gpus) == (gpu.name, 1) and 0 < each.largest < LARGEST_MICRO_BATCH
     ]
-    with gallery.EmulatedGpus(card) as cards:
-        for cell in random.Random(card.name).sample(found, 2):
-            request = gallery.sized(cell.model, card, cell.strategy)
-            attempts = cards.attempts([(request(cell.largest + more), room) for more in (0, 1)])
-            assert [attempt.fits for attempt in attempts] == [True, False], (cell, cards.unanswered)
+    with gallery.EmulatedGpus(gpu) as gpus:
+        for cell in random.Random(gpu.name).sample(found, 2):
+            request = gallery.sized(cell.model, gpu, cell.strategy)
+            attempts = gpus.attempts([(request(cell.largest + more), room) for more in (0, 1)])
+            assert [attempt.fits for attempt in attempts] == [True, False], (cell, gpus.unanswered)

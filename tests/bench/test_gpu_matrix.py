@@ -51,7 +51,7 @@ def test_what_was_predicted_stays_once_it_is_measured():
     assert PREDICTED.read_bytes() == before
 
 
-def test_nothing_is_measured_without_a_card(tmp_path):
+def test_nothing_is_measured_without_a_gpu(tmp_path):
     done = run_command(sys.executable, ROOT / "benchmarks/gpu_matrix.py", "measure", tmp_path / "out")
     assert (done.returncode, done.stdout) == (1, "")
     assert re.search(
@@ -101,8 +101,8 @@ def test_steps_of_today_reserve_what_an_h100_did(monkeypatch):
     taken = {each.name: each for each in measured()}
     asked = [point for point in POINTS if point.name.startswith(AGAIN) and point.name in taken]
     assert len(asked) == len(AGAIN)
-    with EmulatedGpus(catalog.resolve_gpu("h100-sxm"), 1) as cards:
-        found = {point.name: predicted(point, cards).emulated for point in asked}
+    with EmulatedGpus(catalog.resolve_gpu("h100-sxm"), 1) as gpus:
+        found = {point.name: predicted(point, gpus).emulated for point in asked}
     assert {name: each.reserved for name, each in found.items()} == {
         point.name: taken[point.name].peaks.reserved for point in asked
     }

@@ -1,6 +1,6 @@
-"""The card that --gpu and --gpu-memory ask for: slices, other memories, this machine's own, and every error text.
+"""The GPU that --gpu and --gpu-memory ask for: slices, other memories, this machine's own, and every error text.
 
-This machine has no card: nvidia-smi is a fake, a script on the PATH that prints what one would.
+This machine has no GPU: nvidia-smi is a fake, a script on the PATH that prints what one would.
 """
 
 import re
@@ -45,7 +45,7 @@ def test_names_of_the_catalogue():
         resolve_gpu("a100:3g.40gb")
 
 
-def test_a_slice_is_a_card_of_its_own():
+def test_a_slice_is_a_gpu_of_its_own():
     part, whole = resolve_gpu("a100-80g-sxm:3g.40gb"), gpu("a100-80g-sxm")
     assert (part.name, part.title) == ("a100-80g-sxm:3g.40gb", "NVIDIA A100-SXM4-80GB MIG 3g.40gb")
     assert part.usable_bytes == part.total_bytes == 39.25 * GIB
@@ -59,20 +59,20 @@ def test_a_slice_is_a_card_of_its_own():
     assert resolve_gpu("v100-32g-sxm2").tflops.bf16 is None
 
 
-SLICED = [card for card in gpus() if mig_profiles(card)]
+SLICED = [device for device in gpus() if mig_profiles(device)]
 
 
-@pytest.mark.parametrize("card", SLICED, ids=lambda card: card.name)
-def test_slices_are_parts_of_their_card(card):
-    parts = [mig_slice(card, profile) for profile in mig_profiles(card)]
+@pytest.mark.parametrize("device", SLICED, ids=lambda device: device.name)
+def test_slices_are_parts_of_their_gpu(device):
+    parts = [mig_slice(device, profile) for profile in mig_profiles(device)]
     for part in parts:
         slices, gb = (int(digits) for digits in re.fullmatch(r".*:(\d)g\.(\d+)gb", part.name).groups())
-        assert 0.85 * gb * 1e9 <= part.usable_bytes <= min(card.usable_bytes, 1.08 * gb * 1e9)
-        for rate, whole in zip(part.tflops.model_dump().values(), card.tflops.model_dump().values(), strict=True):
+        assert 0.85 * gb * 1e9 <= part.usable_bytes <= min(device.usable_bytes, 1.08 * gb * 1e9)
+        for rate, whole in zip(part.tflops.model_dump().values(), device.tflops.model_dump().values(), strict=True):
             assert 0.8 * slices / 7 < rate / whole <= max(1, slices / 4)
-        assert part.bandwidth_gbs / card.bandwidth_gbs >= 0.9 * part.usable_bytes / card.usable_bytes
+        assert part.bandwidth_gbs / device.bandwidth_gbs >= 0.9 * part.usable_bytes / device.usable_bytes
         assert part.usable_verified == (not part.sources.usable.startswith("derived"))
-    assert parts[-1].bandwidth_gbs == card.bandwidth_gbs
+    assert parts[-1].bandwidth_gbs == device.bandwidth_gbs
     assert sorted(part.usable_mib for part in parts) == [part.usable_mib for part in parts]
 
 
@@ -85,12 +85,12 @@ def test_errors_of_slices():
         resolve_gpu("l4:1g.6gb")
 
 
-def test_a_memory_takes_the_place_of_the_cards(capsys):
-    card = resolve_gpu("a40", "45465MiB")
-    assert (card.name, card.title) == ("a40", "NVIDIA A40 with 45465 MiB")
-    assert (card.usable_bytes, card.total_bytes) == (45465 * MIB, 46068 * MIB)
-    assert card.tflops == gpu("a40").tflops
-    assert card.sources.usable.startswith("--gpu-memory 45465MiB, in place of 45416 MiB (")
+def test_a_memory_takes_the_place_of_the_gpus(capsys):
+    device = resolve_gpu("a40", "45465MiB")
+    assert (device.name, device.title) == ("a40", "NVIDIA A40 with 45465 MiB")
+    assert (device.usable_bytes, device.total_bytes) == (45465 * MIB, 46068 * MIB)
+    assert device.tflops == gpu("a40").tflops
+    assert device.sources.usable.startswith("--gpu-memory 45465MiB, in place of 45416 MiB (")
     assert capsys.readouterr().err == ""
     modded = resolve_gpu("rtx-4090", "49140MiB")
     assert modded.usable_bytes == modded.total_bytes == 49140 * MIB
@@ -152,18 +152,18 @@ def test_errors_of_memory(name, memory, message):
     assert error.value.problems == (message,)
 
 
-@given(st.sampled_from([card.name for card in gpus()]), st.integers(0, 400_000))
+@given(st.sampled_from([device.name for device in gpus()]), st.integers(0, 400_000))
 def test_every_memory_is_taken_as_it_is_or_refused(name, mib):
-    card = gpu(name)
-    if 10 * card.total_mib <= 80 * mib <= 168 * card.total_mib:  # from an eighth to 2.1 times
+    device = gpu(name)
+    if 10 * device.total_mib <= 80 * mib <= 168 * device.total_mib:  # from an eighth to 2.1 times
         taken = resolve_gpu(name, f"{mib}MiB")
         assert taken.usable_mib == mib <= taken.total_mib
     else:
-        with pytest.raises(UserError, match=rf"can have {-(-card.total_mib // 8)} to \d+ MiB$"):
+        with pytest.raises(UserError, match=rf"can have {-(-device.total_mib // 8)} to \d+ MiB$"):
             resolve_gpu(name, f"{mib}MiB")
 
 
-def test_the_machines_own_cards(nvidia_smi, capsys):
+def test_the_machines_own_gpus(nvidia_smi, capsys):
     nvidia_smi(A40, A100)
     first, second = found_gpus()
     assert (first.name, first.usable_mib, first.total_mib) == ("a40", 45465, 46068)
@@ -179,14 +179,14 @@ def test_the_machines_own_cards(nvidia_smi, capsys):
     assert resolve_gpu("AUTO", "40GiB").usable_bytes == 40 * GIB
 
 
-def test_one_name_of_two_cards_is_told_apart_by_memory(nvidia_smi):
+def test_one_name_of_two_gpus_is_reported_apart_by_memory(nvidia_smi):
     nvidia_smi("0, GPU-1, NVIDIA GeForce RTX 3080, 12288, 400, 11600, [N/A]")
     assert resolve_gpu("auto").name == "rtx-3080-12g"
     nvidia_smi("0, GPU-1, NVIDIA GeForce RTX 4090, 49140, 1, 48600, [N/A]")
     assert (resolve_gpu("auto").name, resolve_gpu("auto").usable_mib) == ("rtx-4090", 48601)
 
 
-def test_the_cards_that_cuda_would_show(nvidia_smi, monkeypatch):
+def test_the_gpus_that_cuda_would_show(nvidia_smi, monkeypatch):
     nvidia_smi(A40, A100)
     for listed, names in (
         ("1", ["a100-80g-sxm"]),
@@ -195,7 +195,7 @@ def test_the_cards_that_cuda_would_show(nvidia_smi, monkeypatch):
         ("0,-1,1", ["a40"]),
     ):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
-        assert [card.name for card in found_gpus()] == names
+        assert [device.name for device in found_gpus()] == names
     for listed in ("", "-1", "7", "MIG-33333333"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
         message = rf"^--gpu auto: CUDA_VISIBLE_DEVICES={listed} shows none of this machine's 2 GPUs; unset it, or name"
@@ -203,7 +203,7 @@ def test_the_cards_that_cuda_would_show(nvidia_smi, monkeypatch):
             found_gpus()
 
 
-def test_memory_in_use_by_others_is_said(nvidia_smi, capsys):
+def test_memory_in_use_by_others_is_reported(nvidia_smi, capsys):
     nvidia_smi("0, GPU-1, NVIDIA A40, 46068, 20000, 25465, [N/A]")
     assert resolve_gpu("auto").usable_mib == 45465
     assert capsys.readouterr().err == (
@@ -211,7 +211,7 @@ def test_memory_in_use_by_others_is_said(nvidia_smi, capsys):
     )
 
 
-def test_cards_that_cannot_be_planned_for_are_all_said_at_once(nvidia_smi):
+def test_gpus_that_cannot_be_planned_for_are_all_reported_at_once(nvidia_smi):
     nvidia_smi(
         "0, GPU-1, NVIDIA GeForce RTX 4090 Laptop GPU, 16376, 10, 15900, [N/A]",
         "1, GPU-2, GRID A100D-10C, 10240, 0, 10000, [N/A]",
@@ -232,7 +232,7 @@ def test_cards_that_cannot_be_planned_for_are_all_said_at_once(nvidia_smi):
 INSTEAD = r"; name a GPU instead, such as --gpu a100-80g-sxm \(`bigdit gpus` lists all\)$"
 
 
-def test_a_machine_without_cards(nvidia_smi, monkeypatch, tmp_path):
+def test_a_machine_without_gpus(nvidia_smi, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     missing = r"^--gpu auto needs nvidia-smi, which is not on the PATH"
     with pytest.raises(UserError, match=missing + INSTEAD):

@@ -202,7 +202,7 @@ def test_shapes_that_are_not_known():
 
 
 @given(st.sampled_from(NAMES), st.integers(-8, 5000), st.integers(-8, 5000))
-def test_latents_cover_the_picture_or_are_refused(name, height, width):
+def test_latents_cover_the_image_or_are_refused(name, height, width):
     m = model(name)
     multiple = m.vae.downsample * m.patch_size
     oblong = m.square and height != width

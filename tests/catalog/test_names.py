@@ -1,4 +1,4 @@
-"""What a person types for a model or a card: found, asked back with a short list, or refused with the true reason."""
+"""What a person types for a model or a GPU: found, asked back with a short list, or refused with the true reason."""
 
 import re
 from collections import Counter
@@ -55,7 +55,7 @@ def test_models_are_found_by_the_names_that_people_use(asked):
     assert find_model(asked).name == FOUND[asked]
 
 
-CARDS = {
+GPUS = {
     "4090": "rtx-4090",
     "RTX4090": "rtx-4090",
     "3090ti": "rtx-3090-ti",
@@ -72,9 +72,9 @@ CARDS = {
 }
 
 
-@pytest.mark.parametrize("asked", CARDS)
-def test_cards_are_found_by_the_names_that_people_use(asked):
-    assert resolve_gpu(asked).name == CARDS[asked]
+@pytest.mark.parametrize("asked", GPUS)
+def test_gpus_are_found_by_the_names_that_people_use(asked):
+    assert resolve_gpu(asked).name == GPUS[asked]
 
 
 def _refused(find, asked):
@@ -111,9 +111,9 @@ ASKED_BACK = {
 
 @pytest.mark.parametrize("asked", ASKED_BACK)
 def test_what_may_be_several_is_asked_back_with_a_short_list(asked):
-    find, said = ASKED_BACK[asked]
+    find, printed = ASKED_BACK[asked]
     problem = _refused(find, asked)
-    assert said in problem
+    assert printed in problem
     assert len(re.search("(?:one of|mean) (.*)", problem)[1].split(", ")) <= SUGGESTED
 
 
@@ -225,7 +225,7 @@ def test_refusals_take_nothing_away_and_name_what_there_is(kind, known):
 OF_OTHER_THINGS = {"PriorTransformer", "T5FilmDecoder", "Transformer2DModel", "TransformerTemporalModel"} | {
     "RFD4ProteinaTransformer"  # of proteins
 }
-"""Parts of pipelines of U-Nets, and what makes neither pictures nor videos nor sound."""
+"""Parts of pipelines of U-Nets, and what makes neither images nor videos nor sound."""
 
 
 def test_every_transformer_of_diffusers_is_driven_or_refused_as_one_without_adapter():

@@ -66,7 +66,7 @@ def test_a_text_encoder_that_is_left_out_is_no_contradiction(tmp_path):
     assert user_model(folder).text.dim == 4096
 
 
-def test_a_vae_of_an_unknown_class_is_said_to_be_assumed(tmp_path):
+def test_a_vae_of_an_unknown_class_is_reported_to_be_assumed(tmp_path):
     folder = pipeline_folder(tmp_path / "own", "Efficient-Large-Model/Sana_600M_512px_diffusers")
     changed(folder / "vae/config.json", _class_name="AutoencoderOfMine")
     unverified = user_model(folder).unverified

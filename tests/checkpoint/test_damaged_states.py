@@ -118,21 +118,22 @@ def test_what_a_run_and_its_export_say_of_themselves(output):
         export / "config.json": lambda: models.load(read_model_config(export), export, dtype=torch.float32),
     }
     for file, door in doors.items():
-        said = json.loads(file.read_text())
-        for changed in itertools.islice(damaged(said, itertools.cycle(VALUES)), 0, None, 3):
+        printed = json.loads(file.read_text())
+        for changed in itertools.islice(damaged(printed, itertools.cycle(VALUES)), 0, None, 3):
             file.write_text(json.dumps(changed))
             answered(door)
-        file.write_text(json.dumps(said))
+        file.write_text(json.dumps(printed))
         door()
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("state.json", {"_data_files": [{"filename": "a"}]}), ("dataset_dict.json", {"splits": ["a"]})]
+    ("name", "printed"),
+    [("state.json", {"_data_files": [{"filename": "a"}]}), ("dataset_dict.json", {"splits": ["a"]})],
 )
-def test_what_a_saved_data_set_says_of_itself(name, said, tmp_path):
+def test_what_a_saved_data_set_says_of_itself(name, printed, tmp_path):
     data = load_run(DIGITS, [f"data.images={tmp_path}"]).data
     for value in VALUES:
-        for changed in damaged(said, itertools.cycle([value, *VALUES])):
+        for changed in damaged(printed, itertools.cycle([value, *VALUES])):
             (tmp_path / name).write_text(json.dumps(changed))
             with pytest.raises(UserError):
                 open_source(data)

@@ -97,7 +97,7 @@ def test_one_process_takes_up_what_two_had(runs, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["zero2", "zero3", "fsdp2"])
-def test_a_snapshot_has_the_averages_of_all_processes(runs, name):
+def test_a_snapshot_has_the_emas_of_all_processes(runs, name):
     found = checkpoint.latest(runs / name)[0]
     (snapshot,) = snapshots_of(found)
     verify(snapshot)
@@ -126,9 +126,9 @@ def test_what_a_process_copies_to_save_is_counted_on_an_emulated_gpu(runs):
         "fsdp2": strategy("fsdp2", 2),
     }
     copied = json.loads((runs / "copied.json").read_text())
-    with EmulatedGpus(A40, 1) as cards:
+    with EmulatedGpus(A40, 1) as gpus:
         for name, wanted in strategies.items():
-            attempt = cards.attempt(StepRequest(model=MODEL, batch=SHAPE, strategy=wanted), counted="step")
+            attempt = gpus.attempt(StepRequest(model=MODEL, batch=SHAPE, strategy=wanted), counted="step")
             assert attempt.checkpoint_bytes == copied[name], name
 
 

@@ -28,7 +28,7 @@ def changed(folder, before, now, *overrides):
     return [line.partition(" was trained with ")[2] for line in found]
 
 
-def test_other_weights_and_times_are_said(tmp_path):
+def test_other_weights_and_times_are_reported(tmp_path):
     before, now = DdpmSpec(prediction="v"), DdpmSpec(prediction="v", min_snr_gamma=5.0)
     assert changed(tmp_path, before, now) == ["objective.min_snr_gamma null, and resumes with 5.0"]
     assert changed(tmp_path, now, now) == []
@@ -38,23 +38,23 @@ def test_other_weights_and_times_are_said(tmp_path):
     ]
 
 
-def test_all_that_is_trained_otherwise_is_said(tmp_path):
+def test_all_that_is_trained_otherwise_is_reported(tmp_path):
     """The recipe's rate falls: so its length counts."""
     objective = FlowMatchingSpec()
-    said = {
+    printed = {
         "data.caption_dropout=0.3": "data.caption_dropout 0.1, and resumes with 0.3",
         "strategy.gradient_clipping=null": "strategy.gradient_clipping 1.0, and resumes with null",
         "strategy.optimizer.betas=[0.9, 0.9]": "strategy.optimizer.betas [0.9, 0.99], and resumes with [0.9, 0.9]",
         "train.steps=900": "train.steps 800, and resumes with 900",
     }
-    assert changed(tmp_path, objective, objective, *said) == list(said.values())
+    assert changed(tmp_path, objective, objective, *printed) == list(printed.values())
     constant = load_run(DIGITS, ["train.lr_schedule=constant"])
     longer = load_run(DIGITS, ["train.lr_schedule=constant", "train.steps=900"])
     found = trained_by(tmp_path, objective, run=constant)
     assert changed_since(found, longer.model_copy(update={"objective": objective})) == []
 
 
-def test_what_changes_nothing_that_is_trained_is_not_said(tmp_path):
+def test_what_changes_nothing_that_is_trained_is_not_reported(tmp_path):
     objective, run = FlowMatchingSpec(), load_run(DIGITS).model_dump()
     run["strategy"]["ema"] = EmaSpec().model_dump()
     for key in UNTRAINED:  # each is one

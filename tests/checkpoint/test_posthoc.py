@@ -83,7 +83,7 @@ def test_more_snapshots_make_a_profile_finer(width, error):
     assert all(3.4 < before / after < 4.2 for before, after in itertools.pairwise(errors))
 
 
-def test_an_average_that_is_made_is_the_one_that_would_have_been_kept(kept, features, tmp_path):
+def test_an_ema_that_is_made_is_the_one_that_would_have_been_kept(kept, features, tmp_path):
     """A run that keeps these widths from the start has the same weights: from its averages those that are made are a
     share of the way to the weights that is below the error of the profile, and a twentieth of that to what was kept."""
     direct = run_to(STEPS, tmp_path / "direct", features, *STEADY, "strategy.ema.widths=[0.07, 0.13]")
@@ -100,7 +100,7 @@ def test_an_average_that_is_made_is_the_one_that_would_have_been_kept(kept, feat
         assert off < min((_held(kept, each) - wanted).norm() for each in ("ema", "ema2")) / 20
 
 
-def test_an_average_that_is_made_is_exported_and_sampled_from(kept, tmp_path, capfd):
+def test_an_ema_that_is_made_is_exported_and_sampled_from(kept, tmp_path, capfd):
     export_command.run(kept.folder.parents[1], tmp_path / "made", ema_width=0.13)
     assert "the EMA of width 0.13 from 16 others: the error of its profile is 2.0%\n" in capfd.readouterr().err
     made, stored = load_file(tmp_path / "made" / WEIGHTS), _shaped(kept)
@@ -110,7 +110,7 @@ def test_an_average_that_is_made_is_exported_and_sampled_from(kept, tmp_path, ca
     assert all(torch.equal(weight, made[name].to(weight.dtype)) for name, weight in sampler.model().named_parameters())
 
 
-def test_an_average_that_was_kept_is_made_to_the_last_places(kept, tmp_path):
+def test_an_ema_that_was_kept_is_made_to_the_last_places(kept, tmp_path):
     export_command.run(kept.folder, tmp_path / "made", ema_width=0.05)
     made, wanted = load_file(tmp_path / "made" / WEIGHTS), exported(kept, "transformer_ema")
     for name in wanted:
@@ -138,7 +138,7 @@ from pathlib import Path
 from training import run_to
 
 def end():
-    while not Path(sys.argv[1], "averages/step-00000008").exists():
+    while not Path(sys.argv[1], "ema_snapshots/step-00000008").exists():
         time.sleep(0.001)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -147,7 +147,7 @@ run_to(100000, Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
 """
 
 
-def test_a_run_that_was_killed_between_snapshots_makes_the_same_averages(features, tmp_path):
+def test_a_run_that_was_killed_between_snapshots_makes_the_same_emas(features, tmp_path):
     """Those of the snapshots and of the checkpoint, to the bit; those after its checkpoint it makes again."""
     every = (*WIDTHS, "train.snapshot_every=2", "train.checkpoint_every=3")
     straight = run_to(24, tmp_path / "straight", features, *every)
@@ -159,9 +159,9 @@ def test_a_run_that_was_killed_between_snapshots_makes_the_same_averages(feature
     resumed = run_to(24, tmp_path / "run", features, *every)
     names = [f"step-{step:08d}" for step in range(2, 25, 2)]
     for output in ("straight", "run"):
-        assert sorted(each.name for each in (tmp_path / output / "averages").iterdir()) == names
+        assert sorted(each.name for each in (tmp_path / output / "ema_snapshots").iterdir()) == names
     for name in names:
-        one, other = (_tensors(tmp_path / output / "averages" / name) for output in ("straight", "run"))
+        one, other = (_tensors(tmp_path / output / "ema_snapshots" / name) for output in ("straight", "run"))
         assert {key.split(".")[0] for key in one} == {"ema", "ema2"}
         assert one.keys() == other.keys()
         assert all(torch.equal(one[key], other[key]) for key in one)
@@ -183,8 +183,8 @@ def refused(output, width=0.07):
     return problem
 
 
-def test_what_averages_cannot_be_made_of_is_a_line(copied):
-    root = copied / "averages"
+def test_what_emas_cannot_be_made_of_is_a_line(copied):
+    root = copied / "ema_snapshots"
     assert refused(copied, 0.3) == "--ema-width is 0.3, and a number above 0 and below 0.288 was expected"
     assert refused(copied, 0.02) == (
         "--ema-width: the EMA of width 0.02 from 16 others: the error of its profile is 24.7%, and 5% is the "
@@ -211,7 +211,7 @@ def test_what_averages_cannot_be_made_of_is_a_line(copied):
     )
 
 
-def test_averages_are_made_at_the_step_of_any_checkpoint(kept):
+def test_emas_are_made_at_the_step_of_any_checkpoint(kept):
     """Of the snapshots before it; one is the same as the checkpoint's own averages, and counts once."""
     earlier, _ = checkpoint.find_checkpoint(kept.folder.with_name("step-00000020"))
     assert list(earlier.state["snapshots"]) == [f"step-{step:08d}" for step in (5, 10, 15, 20)]
@@ -219,7 +219,7 @@ def test_averages_are_made_at_the_step_of_any_checkpoint(kept):
 
 
 def test_a_snapshot_is_no_checkpoint(kept):
-    folder = kept.folder.parents[1] / "averages/step-00000020"
+    folder = kept.folder.parents[1] / "ema_snapshots/step-00000020"
     assert open_snapshot(folder).step == 20
     with pytest.raises(UserError, match=r"neither a checkpoint nor the output of a run that saved one"):
         checkpoint.find_checkpoint(folder)
@@ -228,7 +228,7 @@ def test_a_snapshot_is_no_checkpoint(kept):
     assert 2 * 4 * weights < each - folder.joinpath("engine").stat().st_size < 1.3 * 2 * 4 * weights
 
 
-def test_a_run_without_two_averages_is_a_line(trained, features, tmp_path, capfd):
+def test_a_run_without_two_emas_is_a_line(trained, features, tmp_path, capfd):
     found = of(trained)
     with pytest.raises(UserError) as caught:
         PostHoc(found, 0.1)
@@ -240,16 +240,16 @@ def test_a_run_without_two_averages_is_a_line(trained, features, tmp_path, capfd
     )
 
 
-def test_what_snapshots_take_of_the_disk_is_said_and_a_full_one_is_a_line(features, tmp_path, capfd, monkeypatch):
+def test_what_snapshots_take_of_the_disk_is_reported_and_a_full_one_is_a_line(features, tmp_path, capfd, monkeypatch):
     def to_a_full_disk(tensors, file, metadata):
         with open("/dev/full", "wb", buffering=0) as full:
             full.write(b"x")
 
     monkeypatch.setattr(saver, "save_file", to_a_full_disk)
     assert run(features, tmp_path, *WIDTHS, "train.snapshot_every=2", "train.checkpoint_every=99") == 1
-    said = capfd.readouterr().err
-    assert "note: each snapshot of 2 EMAs takes " in said
-    assert " of disk, and all 4 of train.steps 8 (train.snapshot_every 2) take " in said
-    assert f"error: cannot write the snapshot of the EMA {tmp_path}/averages/step-00000002: " in said
-    assert " are free there; make room, raise train.snapshot_every, or choose another output\n" in said
-    assert not list((tmp_path / "averages").iterdir())
+    printed = capfd.readouterr().err
+    assert "note: each snapshot of 2 EMAs takes " in printed
+    assert " of disk, and all 4 of train.steps 8 (train.snapshot_every 2) take " in printed
+    assert f"error: cannot write the snapshot of the EMA {tmp_path}/ema_snapshots/step-00000002: " in printed
+    assert " are free there; make room, raise train.snapshot_every, or choose another output\n" in printed
+    assert not list((tmp_path / "ema_snapshots").iterdir())

@@ -69,7 +69,7 @@ def test_a_run_that_went_back_keeps_what_it_saves(tmp_path, engine_and_average):
         (b"", "holds '', which is no checkpoint's name"),
     ],
 )
-def test_where_latest_is_lost_the_newest_is_found_and_said(tmp_path, engine_and_average, content, why):
+def test_where_latest_is_lost_the_newest_is_found_and_reported(tmp_path, engine_and_average, content, why):
     keep(tmp_path, engine_and_average, 2, 4, 6, keeping=checkpoint.Keeping(3))
     earlier, _ = checkpoint.find_checkpoint(tmp_path / "checkpoints/step-00000004")
     keep(tmp_path, engine_and_average, 5, keeping=checkpoint.Keeping(3), found=earlier)
@@ -82,7 +82,7 @@ def test_where_latest_is_lost_the_newest_is_found_and_said(tmp_path, engine_and_
     assert notice.endswith("; step-00000005 was saved last")
 
 
-def test_nothing_whole_is_said(tmp_path, engine_and_average):
+def test_nothing_whole_is_reported(tmp_path, engine_and_average):
     assert checkpoint.latest(tmp_path) == (None, [])
     keep(tmp_path, engine_and_average, 2, keeping=checkpoint.Keeping(1))
     (tmp_path / "checkpoints/latest").unlink()
@@ -94,7 +94,7 @@ def test_nothing_whole_is_said(tmp_path, engine_and_average):
     )
 
 
-def test_what_an_interrupted_run_left_is_removed_and_said(tmp_path, engine_and_average, capfd):
+def test_what_an_interrupted_run_left_is_removed_and_reported(tmp_path, engine_and_average, capfd):
     keep(tmp_path, engine_and_average, 2, keeping=checkpoint.Keeping(1))
     left = tmp_path / "checkpoints/.tmp-step-00000001"
     (left / "engine").mkdir(parents=True)

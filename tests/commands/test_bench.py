@@ -175,7 +175,7 @@ def test_headings_say_how_many_processes_share_state_where_nobody_did(emulated):
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "printed"),
     [
         (("--micro-batch", "1,two"), "--micro-batch expects sizes such as 1,2,4,8, each from 1 to 65536"),
         (("--micro-batch", "2,1,2"), "--micro-batch 2,1,2 has 2 twice; remove one of them"),
@@ -190,14 +190,14 @@ def test_headings_say_how_many_processes_share_state_where_nobody_did(emulated):
         (("--strategy", "zero9"), "--strategy zero9: neither key=value"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_asked_is_one_line(more, said):
+def test_what_cannot_be_asked_is_one_line(more, printed):
     done = bigdit("bench", "memory", "--model", "dit-s-2-paper", "--gpu", "a40", *more)
     assert done.returncode == 1
-    assert done.stderr.startswith(f"error: {said}")
+    assert done.stderr.startswith(f"error: {printed}")
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_folder_that_cannot_be_written_is_said_before_anything_runs(tmp_path):
+def test_a_folder_that_cannot_be_written_is_reported_before_anything_runs(tmp_path):
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file/there"):
         done = bigdit("bench", "memory", "--model", "dit-s-2-paper", "--gpu", "a40", "--out", folder)

@@ -49,9 +49,9 @@ def test_a_step_that_is_too_far_from_the_plain_loops_fails_the_benchmark(monkeyp
     found = Comparison(what="", load=MachineLoad.now(), contenders=tuple(take_turns(turns, 3)))
     monkeypatch.setattr(step, "compare", lambda *asked: found)
     assert step.main([]) == status
-    said = capsys.readouterr().out
-    assert "; limit 2 %" in said
-    assert ("too short" in said) == (plain[0] < 0.2)
+    printed = capsys.readouterr().out
+    assert "; limit 2 %" in printed
+    assert ("too short" in printed) == (plain[0] < 0.2)
 
 
 def test_a_table_has_the_load_the_bytes_and_the_overhead(features):

@@ -59,7 +59,7 @@ def test_models_read_well_at_80_columns(printed):
     assert "83 models" in text
 
 
-def test_what_is_in_the_way_of_extraction_is_said(monkeypatch):
+def test_what_is_in_the_way_of_extraction_is_reported(monkeypatch):
     """Where a row points to --json, a reason stands there."""
     assert all(m["extractable"] for m in json.loads(options(models.run, "--json").stdout))
     monkeypatch.delitem(PIPELINES, "CogView4Transformer2DModel")
@@ -262,7 +262,7 @@ def test_doctor_where_torch_is_broken(monkeypatch, tmp_path, capsys):
     assert not any(engine["usable"] for engine in found["engines"])
 
 
-def test_a_card_is_found_by_its_drivers_name_and_memory():
+def test_a_gpu_is_found_by_its_drivers_name_and_memory():
     assert doctor._in_catalog("NVIDIA GeForce RTX 3080", 12_500_000_000) == "rtx-3080-12g"
     assert doctor._in_catalog("NVIDIA GH200 120GB", 101_468_602_368) == "gh200-96g"
     assert doctor._in_catalog("NVIDIA A40", 20 * 2**30) is None

@@ -206,15 +206,15 @@ def test_interrupted_ends_with_130(capsys, monkeypatch):
     ],
     ids=["plan", "extract"],
 )
-def test_ctrl_c_says_so_and_no_worker_of_the_command_says_more(arguments, workers, pictures, tmp_path):
+def test_ctrl_c_says_so_and_no_worker_of_the_command_says_more(arguments, workers, images, tmp_path):
     """As a terminal sends it: to every process of the command's group, which those of a plan are not in."""
-    places = with_set([f"data.images={pictures}", f"data.features={tmp_path / 'features'}"])
-    with open(tmp_path / "said", "w") as said:
+    places = with_set([f"data.images={images}", f"data.features={tmp_path / 'features'}"])
+    with open(tmp_path / "said", "w") as printed:
         command = subprocess.Popen(
             [BIN / "bigdit", *arguments, *(places if "--config" in arguments else ())],
             env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)},
             stdout=subprocess.DEVNULL,
-            stderr=said,
+            stderr=printed,
             process_group=0,
         )
         # Its workers begin: a whole extraction of so few digits takes less than a second.
@@ -223,9 +223,9 @@ def test_ctrl_c_says_so_and_no_worker_of_the_command_says_more(arguments, worker
         assert started
         os.killpg(command.pid, signal.SIGINT)
         assert command.wait(60) == 130
-    said = (tmp_path / "said").read_text()
-    assert said.endswith("interrupted\n")
-    assert "Traceback" not in said
+    printed = (tmp_path / "said").read_text()
+    assert printed.endswith("interrupted\n")
+    assert "Traceback" not in printed
     until(lambda: not started & {pid for pid, *_ in processes()}, within=30)
 
 

@@ -1,4 +1,4 @@
-"""`bigdit emulate`: scripts as they stand, on cards that are not there, through the command line."""
+"""`bigdit emulate`: scripts as they stand, on GPUs that are not there, through the command line."""
 
 from __future__ import annotations
 
@@ -152,20 +152,20 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Done, Path, Path]
 def test_peaks_are_those_that_torch_tells_the_script(trained: tuple[Done, Path, Path]) -> None:
     done, _, _ = trained
     assert done.returncode == 0, done.stderr
-    told = re.findall(r"^peak (\d+) (\d+)$", done.stderr, re.MULTILINE)  # what it prints gives way to the JSON
-    assert len(told) == 3
-    card = done.account["gpus"][0]
-    assert [card["peak_allocated_bytes"], card["peak_reserved_bytes"]] == [int(nbytes) for nbytes in told[-1]]
-    assert card["phases_off_bytes"] == 0
-    assert max(point[1] for point in card["curve"]) == card["peak_allocated_bytes"]
-    assert max(point[2] for point in card["curve"]) == card["peak_reserved_bytes"]
+    reported = re.findall(r"^peak (\d+) (\d+)$", done.stderr, re.MULTILINE)  # what it prints gives way to the JSON
+    assert len(reported) == 3
+    gpu = done.account["gpus"][0]
+    assert [gpu["peak_allocated_bytes"], gpu["peak_reserved_bytes"]] == [int(nbytes) for nbytes in reported[-1]]
+    assert gpu["phases_off_bytes"] == 0
+    assert max(point[1] for point in gpu["curve"]) == gpu["peak_allocated_bytes"]
+    assert max(point[2] for point in gpu["curve"]) == gpu["peak_reserved_bytes"]
     assert done.report["fits"]
     assert done.report["notices"] == []
     assert done.account["ended"] == "steps"
     assert done.account["steps"] == 3
 
 
-def test_phases_are_told_apart(trained: tuple[Done, Path, Path]) -> None:
+def test_phases_are_reported_apart(trained: tuple[Done, Path, Path]) -> None:
     """Eight layers of 1024 × 1025 parameters in fp32, and 2000 rows of 1024 saved for each."""
     done, _, _ = trained
     found = peaks(done.account)
@@ -180,15 +180,15 @@ def test_phases_are_told_apart(trained: tuple[Done, Path, Path]) -> None:
 
 def test_live_tensors_are_named_by_the_scripts_lines(trained: tuple[Done, Path, Path]) -> None:
     done, file, _ = trained
-    card = done.account["gpus"][0]
-    assert sum(group["nbytes"] for group in card["live"]) == card["peak_allocated_bytes"]
+    gpu = done.account["gpus"][0]
+    assert sum(group["nbytes"] for group in gpu["live"]) == gpu["peak_allocated_bytes"]
     code = "loss = model(x).square().mean()"
-    saved = next(group for group in card["live"] if group["script"]["code"] == code)  # the largest comes first
+    saved = next(group for group in gpu["live"] if group["script"]["code"] == code)  # the largest comes first
     assert saved["script"]["file"] == str(file)
     assert saved["script"]["line"] == 7
     assert saved["library"]["file"].endswith("torch/nn/modules/linear.py")
     assert saved["phase"] == "forward"
-    states = [group for group in card["live"] if group["phase"] == "step"]
+    states = [group for group in gpu["live"] if group["phase"] == "step"]
     assert {group["script"]["code"] for group in states} == {"optimizer.step()"}
     assert sum(group["nbytes"] for group in states) >= 2 * 8 * (1024 + 1) * 1024 * 4
 
@@ -238,7 +238,7 @@ def test_a_script_that_catches_it_and_trains_on_fits(tmp_path: Path) -> None:
     assert sum(group["nbytes"] for group in live) == done.account["out_of_memory"][0]["allocated_bytes"]
 
 
-def test_a_program_that_begins_anew_and_takes_less_ended_well(tmp_path: Path) -> None:
+def test_a_program_that_begins_again_and_takes_less_ended_well(tmp_path: Path) -> None:
     """It trains nothing: the first time it becomes another program, the second it goes on with a quarter."""
     command = ("python", script(tmp_path, BEGINS_ANEW), 2**23)
     done = emulate("--gpu", "a40", "--out", tmp_path / "out", "--json", "--", *command)
@@ -257,13 +257,13 @@ def test_a_program_that_begins_anew_and_takes_less_ended_well(tmp_path: Path) ->
     assert "the script caught it and continued" in went_on
 
 
-def test_what_would_make_figures_wrong_is_said(tmp_path: Path) -> None:
+def test_what_would_make_figures_wrong_is_reported(tmp_path: Path) -> None:
     done = emulate("--gpu", "a40", "--json", "--", "python", script(tmp_path, NOTICES))
     assert done.returncode == 0, done.stderr
-    said = "\n".join(done.report["notices"])
-    assert "Stateless has no state after its step" in said
-    assert "first at train.py:13" in said
-    assert "the script records the allocator's history itself" in said
+    printed = "\n".join(done.report["notices"])
+    assert "Stateless has no state after its step" in printed
+    assert "first at train.py:13" in printed
+    assert "the script records the allocator's history itself" in printed
     assert int(done.stderr.strip().splitlines()[-1]) > 0  # which it finds as it left it
 
 
@@ -277,7 +277,7 @@ def test_an_optimizer_that_steps_chunk_by_chunk_takes_one_step(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("how", ["fsdp", "ddp"])
-def test_two_processes_on_two_cards(tmp_path: Path, how: str) -> None:
+def test_two_processes_on_two_gpus(tmp_path: Path, how: str) -> None:
     command = ("torchrun", "--standalone", "--nproc-per-node", 2, script(tmp_path, SHARDS))
     done = emulate("--gpu", "a40", "--processes", 2, "--steps", 2, "--json", "--", *command, HOW=how)
     assert done.returncode == 0, done.stderr
@@ -287,7 +287,7 @@ def test_two_processes_on_two_cards(tmp_path: Path, how: str) -> None:
     state = 2 * parameters // (2 if how == "fsdp" else 1)
     held = sum(group["nbytes"] for group in accounts[0]["gpus"][0]["live"] if group["phase"] == "step")
     assert held >= state
-    assert not any("shared its memory" in notice for notice in done.report["notices"])  # a snapshot is of all cards
+    assert not any("shared its memory" in notice for notice in done.report["notices"])  # a snapshot is of all GPUs
     process = accounts[0]["gpus"][0]["process"]
     assert process["high_bytes"] - process["low_bytes"] > GIB // 2  # NCCL's buffers, whose size is not known
 
@@ -304,7 +304,7 @@ def test_fp16_has_two_answers(tmp_path: Path) -> None:
     assert "step" not in peaks(skipped["accounts"][0])
 
 
-def test_more_processes_than_cards(tmp_path: Path) -> None:
+def test_more_processes_than_gpus(tmp_path: Path) -> None:
     command = ("torchrun", "--standalone", "--nproc-per-node", 2, script(tmp_path, SHARDS))
     done = emulate("--gpu", "a40", "--json", "--", *command, HOW="fsdp")
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""How `bigdit emulate` ends: bad input, commands that die or use no card, signals; and that nothing is left of it."""
+"""How `bigdit emulate` ends: bad input, commands that die or use no GPU, signals; and that nothing is left of it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def test_a_script_that_dies_says_so_itself(tmp_path: Path) -> None:
         tmp_path,
         "import sys, torch\ntorch.ones(1).cuda()\nprint('dying', file=sys.stderr)\nsys.exit(int(sys.argv[1]))\n",
     )
-    for status, told in ((7, 7), (2, 1)):
+    for status, reported in ((7, 7), (2, 1)):
         done = emulate("--gpu", "a40", "--json", "--", "python", file, status)
-        assert done.returncode == told
+        assert done.returncode == reported
         assert "dying" in done.stderr
         assert (done.report["fits"], done.account["fits"]) == (None, None)
         assert done.report["reason"].startswith(f"the command ended with status {status}; until then it needed ")
@@ -55,7 +55,7 @@ def test_bad_input_is_one_line(arguments: tuple[object, ...], problem: str) -> N
     assert "Traceback" not in done.stderr
 
 
-def test_a_build_for_cpus_is_said_once(tmp_path: Path) -> None:
+def test_a_build_for_cpus_is_reported_once(tmp_path: Path) -> None:
     """As an error where the command ends by it, and as a note where it goes on."""
     for then, status, grade in (("", 1, "error: "), ("; true", 0, "note: a process of the command was not emulated: ")):
         done = emulate("--gpu", "a40", "--", "sh", "-c", f"{BIN}/python -c 'import torch'{then}")
@@ -64,7 +64,7 @@ def test_a_build_for_cpus_is_said_once(tmp_path: Path) -> None:
         assert re.match(grade + NO_CUDA, line), line
 
 
-def test_a_command_that_uses_no_card_is_no_answer() -> None:
+def test_a_command_that_uses_no_gpu_is_no_answer() -> None:
     done = emulate("--gpu", "a40", "--", "true")
     assert done.returncode == 0
     assert "no process used a GPU" in done.stdout

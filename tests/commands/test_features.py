@@ -100,12 +100,12 @@ def test_clean_takes_other_machines_on_demand_alone(store):
 
 
 @pytest.mark.slow
-def test_damage_is_found_named_and_repaired(store, pictures):
+def test_damage_is_found_named_and_repaired(store, images):
     whole = (store / PART).read_bytes()
     null_text = (store / "null_text.safetensors").read_bytes()
     flip(store / PART, len(whole) // 2)
     flip(store / "null_text.safetensors", -1)
-    settings = with_set([f"data.images={pictures}", f"data.features={store}"])
+    settings = with_set([f"data.images={images}", f"data.features={store}"])
     done = bigdit("features", "verify", store)
     assert done.returncode == 1
     lines = done.stdout.splitlines()
@@ -167,9 +167,9 @@ def test_processes_that_verify_end_with_who_started_them(tmp_path):
 def test_a_killed_process_that_verified_is_a_line(tmp_path):
     with verifying(tmp_path / "store") as (main, others):
         os.kill(max(others()), signal.SIGKILL)  # the last to start is one that reads
-        said = main.communicate()[1].decode()
+        printed = main.communicate()[1].decode()
     assert main.returncode == 1
-    assert said.splitlines()[-1] == (
+    assert printed.splitlines()[-1] == (
         f"error: a process that verified {tmp_path}/store was killed, perhaps for lack of memory, or crashed. Nothing "
         "was changed; verify again, with fewer --workers"
     )
@@ -182,11 +182,11 @@ def environment_of(folder):
         return []
 
 
-def test_a_folder_in_the_place_of_a_part_is_one_line(store, pictures):
+def test_a_folder_in_the_place_of_a_part_is_one_line(store, images):
     """Repair removes what is damaged, and a folder is somebody's."""
     (store / PART).unlink()
     (store / PART).mkdir()
-    settings = with_set([f"data.images={pictures}", f"data.features={store}"])
+    settings = with_set([f"data.images={images}", f"data.features={store}"])
     refused = bigdit("features", "verify", store, "--repair", "--config", DIGITS, *settings)
     assert refused.returncode == 1
     assert refused.stderr.splitlines()[-1] == (

@@ -198,7 +198,7 @@ def test_a_run_with_stages_has_a_plan_of_each_by_which_it_trains(tmp_path):
 
 @pytest.mark.slow
 def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
-    """Held-out pictures are encoded and not trained on; what draws samples is in the machine's memory."""
+    """Held-out images are encoded and not trained on; what draws samples is in the machine's memory."""
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": "SanaTransformer2DModel", **SMALL_SANA}))
     for name, rows in (("t5/model", 3), ("vae/diffusion_pytorch_model", 2)):
         (tmp_path / name).parent.mkdir()
@@ -321,27 +321,27 @@ def test_a_plan_is_of_a_model_or_of_a_run(arguments, line):
         ({"attention_head_dim": 33}, "and no result: RuntimeError: "),
     ],
 )
-def test_a_model_that_its_class_refuses_is_said_before_it_is_planned(argument, line, tmp_path):
+def test_a_model_that_its_class_refuses_is_reported_before_it_is_planned(argument, line, tmp_path):
     """Without the name of a strategy, which it would be refused for with every one of them."""
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"_class_name": "SanaTransformer2DModel", **SMALL_SANA, **argument}))
     done = bigdit("plan", "--model", file, "--gpu", "rtx-4090")
     assert (done.returncode, done.stdout) == (1, "")
-    *stages, said = done.stderr.splitlines()
+    *stages, printed = done.stderr.splitlines()
     assert all(each.startswith("planning ") for each in stages)
-    assert said.startswith(f"error: {tmp_path.name}: ")
-    assert line in said
+    assert printed.startswith(f"error: {tmp_path.name}: ")
+    assert line in printed
 
 
 @pytest.mark.parametrize(
     "asked", [TINY, ("--config", ROOT / "bigdit/recipes/sana-600m-stages-rtx-4090.yaml")], ids=["one", "stages"]
 )
-def test_a_folder_that_takes_no_plan_is_said_before_one_is_made(asked, tmp_path):
+def test_a_folder_that_takes_no_plan_is_reported_before_one_is_made(asked, tmp_path):
     (tmp_path / "file").write_text("mine")
     done = bigdit("plan", *asked, "--gpu", "rtx-4090", "--out", tmp_path / "file/plan", BIGDIT_CACHE=tmp_path / "cache")
-    said = f"error: --out: cannot write {tmp_path}/file/plan"
+    printed = f"error: --out: cannot write {tmp_path}/file/plan"
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith(said)
+    assert done.stderr.startswith(printed)
     assert done.stderr.endswith(": Not a directory; choose another\n")
     assert not (tmp_path / "cache").exists()
 

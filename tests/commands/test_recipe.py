@@ -27,7 +27,7 @@ def test_recipes_are_listed(tmp_path):
 
 
 @pytest.mark.parametrize("name", names())
-def test_a_recipe_is_a_run_of_the_catalogues_model_on_its_card(name):
+def test_a_recipe_is_a_run_of_the_catalogues_model_on_its_gpu(name):
     found = recipe(name)
     assert len(found.text.splitlines()) <= 40
     stages = prepare_stages(load_stages(RECIPES / f"{name}.yaml"))
@@ -60,15 +60,15 @@ def test_one_is_shown_with_its_needs_and_all_commands_and_is_copied_as_it_stands
 
 
 @pytest.mark.parametrize("name", ["flux.1-dev-rtx-4090", "sd3.5-medium-lora-rtx-3060", "sana-1600m-a40"])
-def test_a_licence_and_a_login_are_said_before_the_download_that_wants_them(name):
+def test_a_licence_and_a_login_are_reported_before_the_download_that_wants_them(name):
     found = recipe(name)
     lines = bigdit("recipe", "show", name).stdout.splitlines()
     before = lines[lines.index(found.commands[0]) - 1]
     repository = found.about.repository
     if repository in gates():
         comment = [line.removeprefix("# ") for line in lines[: lines.index(found.commands[0])] if line.startswith("# ")]
-        said = f"gated: accept the licence at https://huggingface.co/{repository}, and log in by `hf auth login`"
-        assert " ".join(comment) == said
+        printed = f"gated: accept the licence at https://huggingface.co/{repository}, and log in by `hf auth login`"
+        assert " ".join(comment) == printed
     else:
         assert (before, name) == ("", "sana-1600m-a40")
 
@@ -94,7 +94,7 @@ def test_what_has_no_ending_is_a_folder(tmp_path):
     assert done.stderr == f"error: {tmp_path}/file exists already, and was not changed; name another file with --out\n"
 
 
-def test_what_it_saves_is_shown_and_said_as_json():
+def test_what_it_saves_is_shown_and_reported_as_json():
     name = "sana-1600m-a40"
     saved, extraction = recipe(name).took.saved, recipe(name).took.extraction
     parts = saved.weights_bytes + saved.optimizer_bytes + saved.ema_bytes
@@ -108,16 +108,16 @@ def test_what_it_saves_is_shown_and_said_as_json():
         f"{gib(extraction.peak_reserved_bytes)}: 8 images of each size",
     ):
         assert text in shown
-    said = json.loads(bigdit("recipe", "show", name, "--json").stdout)
-    assert said["took"]["saved"] == saved.model_dump()
-    assert said["took"]["extraction"] == extraction.model_dump()
-    assert (said["commands"], said["yaml"]) == (recipe(name).commands, recipe(name).text)
+    printed = json.loads(bigdit("recipe", "show", name, "--json").stdout)
+    assert printed["took"]["saved"] == saved.model_dump()
+    assert printed["took"]["extraction"] == extraction.model_dump()
+    assert (printed["commands"], printed["yaml"]) == (recipe(name).commands, recipe(name).text)
     (listed,) = [each for each in json.loads(bigdit("recipe", "list", "--json").stdout) if each["name"] == name]
-    assert listed == {key: value for key, value in said.items() if key not in ("commands", "yaml")}
+    assert listed == {key: value for key, value in printed.items() if key not in ("commands", "yaml")}
 
 
 @pytest.mark.parametrize("name", names())
-def test_as_many_checkpoints_are_said_as_its_yaml_keeps(name):
+def test_as_many_checkpoints_are_reported_as_its_yaml_keeps(name):
     stages, saved = load_stages(RECIPES / f"{name}.yaml"), recipe(name).took.saved
     steps, train = stages[-1].end, stages[-1].run.train
     assert steps > train.keep_checkpoints * train.checkpoint_every
@@ -134,8 +134,8 @@ def test_deepspeeds_document_is_within_the_yaml():
 
 def test_how_wide_hours_are_is_what_the_faq_says():
     ratios = [took.hours[1] / took.hours[0] for took in (recipe(name).took for name in names())]
-    said = f"{min(ratios):.1f} to {max(ratios):.1f} times the low, {median(ratios):.1f} in the middle"
-    assert said in " ".join((ROOT / "docs/errors.md").read_text().split())
+    printed = f"{min(ratios):.1f} to {max(ratios):.1f} times the low, {median(ratios):.1f} in the middle"
+    assert printed in " ".join((ROOT / "docs/errors.md").read_text().split())
 
 
 def test_videos_and_classes_are_asked_for_as_such():
@@ -149,7 +149,7 @@ def test_videos_and_classes_are_asked_for_as_such():
     assert recipe("dit-xl-2-rtx-4090").commands[-1].endswith("--label 0")
 
 
-def test_a_name_that_is_no_recipe_is_told_what_is_nearest():
+def test_a_name_that_is_no_recipe_is_reported_what_is_nearest():
     done = bigdit("recipe", "show", "sana-1600-a40")
     assert done.returncode == 1
     assert done.stderr.startswith("error: there is no recipe 'sana-1600-a40'; did you mean sana-1600m-a40")

@@ -65,7 +65,7 @@ def test_setup_adds_torch_and_its_triton_to_what_is_there(tmp_path, wheels):
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "printed"),
     [
         ({"PIP_FIND_LINKS": "/absent"}, f"pip found no torch==={TORCH} (Could not find a version"),
         (
@@ -76,12 +76,12 @@ def test_setup_adds_torch_and_its_triton_to_what_is_there(tmp_path, wheels):
         ({"BIGDIT_CACHE": "/dev/null"}, "cannot write /dev/null/cuda/torch-"),
     ],
 )
-def test_setup_says_why_pip_failed_and_leaves_nothing(tmp_path, wheels, more, said):
-    failed(setup(tmp_path / "cache", wheels, **more), said, tmp_path / "cache")
+def test_setup_says_why_pip_failed_and_leaves_nothing(tmp_path, wheels, more, printed):
+    failed(setup(tmp_path / "cache", wheels, **more), printed, tmp_path / "cache")
 
 
 @pytest.mark.parametrize(
-    ("torch", "said"),
+    ("torch", "printed"),
     [
         (WITHOUT_CUDA, f"pip found a torch {TORCH} for no CUDA 13; set PIP_INDEX_URL to"),
         (WITH_CUDA_12, f"pip found a torch {TORCH} for no CUDA 13; set PIP_INDEX_URL to"),
@@ -89,8 +89,8 @@ def test_setup_says_why_pip_failed_and_leaves_nothing(tmp_path, wheels, more, sa
     ],
     ids=["CPU", "CUDA 12", "Triton"],
 )
-def test_setup_takes_no_other_build_and_no_torch_without_its_triton(tmp_path, torch, said):
-    failed(setup(tmp_path / "cache", torch_wheel(tmp_path / "wheels", torch, TRITON)), said, tmp_path / "cache")
+def test_setup_takes_no_other_build_and_no_torch_without_its_triton(tmp_path, torch, printed):
+    failed(setup(tmp_path / "cache", torch_wheel(tmp_path / "wheels", torch, TRITON)), printed, tmp_path / "cache")
 
 
 def test_setup_on_a_full_disk(tmp_path, wheels):
@@ -99,10 +99,10 @@ def test_setup_on_a_full_disk(tmp_path, wheels):
         failed(setup(cache, wheels), f"the disk of {cache}/cuda is full", cache)
 
 
-def failed(done, said, cache):
+def failed(done, printed, cache):
     """It ended with this error, and nothing of what was installed is left."""
     assert (done.returncode, done.stdout) == (1, ""), done.stderr
-    assert done.stderr.splitlines()[-1].startswith(f"error: {said}"), done.stderr
+    assert done.stderr.splitlines()[-1].startswith(f"error: {printed}"), done.stderr
     assert [*cache.glob("cuda/*")] == []
 
 
@@ -118,11 +118,11 @@ def test_one_setup_at_a_time_and_an_interrupted_one_ends_with_its_pip(tmp_path, 
         started = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
         failed(setup(cache, wheels), f"another process is writing {cache}/cuda/torch-{TORCH}-", tmp_path / "none")
         first.send_signal(number)
-        _, said = first.communicate(timeout=30)
+        _, printed = first.communicate(timeout=30)
         until(lambda: ended(started))
     assert first.returncode == status
     if number == signal.SIGINT:
-        assert said.splitlines()[-1] == "interrupted"
+        assert printed.splitlines()[-1] == "interrupted"
         assert [*(cache / "cuda").iterdir()] == []
     assert setup(cache, wheels).returncode == 0
     assert len([*(cache / "cuda").iterdir()]) == 1
@@ -141,7 +141,7 @@ LACKS = f"{sys.executable} has torch {version('torch')}, not its build for CUDA 
 
 
 @pytest.mark.parametrize(
-    ("program", "lacking", "commands", "said"),
+    ("program", "lacking", "commands", "printed"),
     [
         (PIP_INSTALLED, {}, RUNS, f"emulated GPUs need torch for CUDA 13, and {LACKS}; run `bigdit setup` once"),
         (OTHER_SYSTEM, {}, ASKED, "emulated GPUs run on Linux on x86-64 only, and this is Darwin on arm64"),
@@ -151,12 +151,12 @@ LACKS = f"{sys.executable} has torch {version('torch')}, not its build for CUDA 
     ],
     ids=["torch", "system", "compiler", "named", "absent"],
 )
-def test_what_emulated_gpus_lack_is_the_only_line(tmp_path, program, lacking, commands, said):
+def test_what_emulated_gpus_lack_is_the_only_line(tmp_path, program, lacking, commands, printed):
     for command in commands:
         words = (*command.split(), *ASKED[command])
         own = {"BIGDIT_CUDA_PYTHON": "", "BIGDIT_CACHE": str(tmp_path / "cache")} | lacking
         done = run_command(sys.executable, "-c", program, *words, timeout=60, **own)
         assert (done.returncode, done.stdout) == (1, "")
-        assert done.stderr.startswith(f"error: {said}"), done.stderr
+        assert done.stderr.startswith(f"error: {printed}"), done.stderr
         assert done.stderr.count("\n") == 1
     assert not (tmp_path / "cache").exists()

@@ -23,7 +23,7 @@ FP32 = parse_strategy(["fsdp2,world_size=2,dp_replicate=2,precision=fp32,compile
 
 
 @pytest.fixture
-def told(monkeypatch):
+def reported(monkeypatch):
     """Has this process told of options as those of `accelerate launch` are."""
 
     def tell(options):
@@ -45,7 +45,7 @@ def told(monkeypatch):
 
 
 @pytest.fixture
-def checked(told, tmp_path):
+def checked(reported, tmp_path):
     """What a run by a plan of this strategy says to options of accelerate."""
 
     def check(strategy, options):
@@ -54,7 +54,7 @@ def checked(told, tmp_path):
         if strategy.ds_config is not None:
             (folder / "ds_config.json").write_text(json.dumps(strategy.ds_document))
         (stage,) = load_stages(run_yaml(tmp_path, plan), [])
-        told(options.format(folder=folder, tmp=tmp_path))
+        reported(options.format(folder=folder, tmp=tmp_path))
         check_accelerate(stage.run.strategy)
 
     return check
@@ -125,11 +125,11 @@ CONTRADICTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("strategy", "options", "said"), CONTRADICTIONS, ids=[each[1] for each in CONTRADICTIONS])
-def test_what_contradicts_the_run_is_refused_by_both_names(checked, strategy, options, said):
+@pytest.mark.parametrize(("strategy", "options", "printed"), CONTRADICTIONS, ids=[each[1] for each in CONTRADICTIONS])
+def test_what_contradicts_the_run_is_refused_by_both_names(checked, strategy, options, printed):
     assert problems(checked, strategy, options) == [
         f"accelerate was asked for --{option} {asked} ({ACCELERATE[option][0]}), and {decided}; use --{option} {wanted}"
-        for option, asked, decided, wanted in said
+        for option, asked, decided, wanted in printed
     ]
 
 
@@ -167,7 +167,7 @@ def test_another_file_of_deepspeeds_is_refused_by_what_differs(checked, tmp_path
     assert problems(checked, zero2(), f"{DEEPSPEED} {option}") == [f"{option.replace(' ', ': ')} does not exist"]
 
 
-def test_its_config_says_as_much_as_its_options(told, tmp_path):
+def test_its_config_says_as_much_as_its_options(reported, tmp_path):
     """Every entry that `accelerate config` writes for DeepSpeed; an option beside it has the last word."""
     deepspeed = {
         "gradient_accumulation_steps": 1,
@@ -184,7 +184,7 @@ def test_its_config_says_as_much_as_its_options(told, tmp_path):
             local | {"deepspeed_config": deepspeed, "mixed_precision": "bf16", "num_machines": 1, "num_processes": 2}
         )
     )
-    told(f"--config_file {config} --zero_stage 3")
+    reported(f"--config_file {config} --zero_stage 3")
     del deepspeed["zero3_init_flag"]
     assert asked_of_accelerate() == {
         **{name: str(value) for name, value in deepspeed.items()},
@@ -192,11 +192,11 @@ def test_its_config_says_as_much_as_its_options(told, tmp_path):
     }
 
 
-def test_a_launched_process_refuses_before_it_looks_for_features(told, tmp_path, monkeypatch, capsys):
+def test_a_launched_process_refuses_before_it_looks_for_features(reported, tmp_path, monkeypatch, capsys):
     plan = plan_of(zero2())
     write(plan, tmp_path / "plan")
     config = run_yaml(tmp_path, plan)
-    told(f"{DEEPSPEED} --zero_stage 1")
+    reported(f"{DEEPSPEED} --zero_stage 1")
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     assert main.main(["--config", str(config)]) == 1

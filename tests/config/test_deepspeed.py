@@ -159,7 +159,7 @@ def test_keys_that_deepspeed_would_pass_over_are_refused(document: dict[str, Any
         ({"gradient_allreduce_op": "avg"}, "gradient_allreduce_op"),
     ],
 )
-def test_what_deepspeed_does_not_take_is_told_as_it_tells_it(document: dict[str, Any], message: str) -> None:
+def test_what_deepspeed_does_not_take_is_reported_as_it_tells_it(document: dict[str, Any], message: str) -> None:
     from bigdit.engines.deepspeed import check_document
 
     with pytest.raises(UserError) as caught:

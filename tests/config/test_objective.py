@@ -143,5 +143,5 @@ def test_keys_without_a_name_are_of_flow_matching():
         ),
     ],
 )
-def test_what_is_wrong_is_said_by_its_key(overrides, line):
+def test_what_is_wrong_is_reported_by_its_key(overrides, line):
     assert problem(*overrides).startswith(line)

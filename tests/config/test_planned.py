@@ -39,7 +39,7 @@ def test_constants_of_learning_are_no_other_strategy(tmp_path):
         (["strategy.micro_batch_size=4"], "strategy.micro_batch_size is 4 (planned: 8)"),
         (["strategy.checkpointed_blocks=all"], "strategy.checkpointed_blocks is all (planned: 1)"),
         (["strategy.gradient_clipping=null"], "strategy.gradient_clipping is null (planned: a limit)"),
-        (["strategy.ema.power=0.1"], 'strategy.ema is {"device": "gpu", "averages": 1} (planned: null)'),
+        (["strategy.ema.power=0.1"], 'strategy.ema is {"device": "gpu", "count": 1} (planned: null)'),
         (["strategy.optimizer.name=came"], "strategy.optimizer.name is came (planned: adamw)"),
         (["strategy.read_ahead_steps=9"], "strategy.read_ahead_steps is 9 (planned: 2)"),
         (["strategy.engine=fsdp2", "strategy.cpu_offload=true"], "strategy.cpu_offload is true (planned: false)"),
@@ -98,7 +98,7 @@ def test_a_plan_that_is_missing_is_named(tmp_path):
     ]
 
 
-def test_what_the_plan_did_not_foresee_is_said(tmp_path):
+def test_what_the_plan_did_not_foresee_is_reported(tmp_path):
     plan = plan_of()
     run = stage_of(tmp_path, plan).run
     assert plan_notices(run, plan, plan.catalogue) == []

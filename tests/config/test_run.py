@@ -59,7 +59,7 @@ def test_a_misplaced_key_names_its_section():
     assert problems(["train.lr=1"]) == ["train.lr: unknown key; did you mean strategy.optimizer.lr?"]
 
 
-def test_all_problems_of_values_are_told_at_once():
+def test_all_problems_of_values_are_reported_at_once():
     assert problems(["train.steps=-1", "strategy.optimizer.name=adam", "output=null"]) == [
         "strategy.optimizer.name is 'adam', which is unknown; did you mean adamw?",
         "train.steps is -1, and 1 or more was expected",
@@ -142,7 +142,7 @@ def test_a_number_may_be_written_as_yaml_reads_it():
     )
 
 
-def test_all_contradictions_are_told_at_once():
+def test_all_contradictions_are_reported_at_once():
     found = problems(["encoders.image.color=rgb", "data.buckets=[[8, 9]]", "encoders.text.config.d_model=32"])
     assert found == [
         "encoders.image gives 12 channels (factor 2, rgb), and the model's in_channels is 4; set encoders.image.color "
@@ -228,14 +228,14 @@ def test_what_of_a_strategy_excludes_what_is_a_line_each(overrides, lines):
     assert problems([*ALONE, "strategy.world_size=1", *overrides]) == lines
 
 
-def test_other_processes_than_those_of_the_run_are_told_by_their_variable():
+def test_other_processes_than_those_of_the_run_are_reported_by_their_variable():
     with pytest.raises(
         UserError, match=r"strategy\.world_size is 1, and 2 processes run \(WORLD_SIZE\); start that many"
     ):
         load_stages(DIGITS, [*ALONE, "strategy.world_size=1"], 2)
 
 
-def test_a_key_that_is_missing_is_told_by_what_it_is():
+def test_a_key_that_is_missing_is_reported_by_what_it_is():
     assert problems(["encoders.image={name: vae, path: vae}"]) == [
         "encoders.image.class_name: missing (the class of the VAE in diffusers)"
     ]
@@ -296,12 +296,12 @@ def test_one_way_to_name_the_model():
     ]
 
 
-def test_what_is_drawn_on_the_way_begins_with_pictures_where_the_run_does():
+def test_what_is_drawn_on_the_way_begins_with_images_where_the_run_does():
     drawn = ["data.buckets=[[9, 8, 8]]", "data.fps=8", "samples.captions=[a one, a two, a six]"]
     for images, count in (("[]", 0), ("[a.png, b.png]", 2)):
         found = problems([*drawn, "encoders.first_frame={}", f"samples.images={images}"])
-        said = f"samples.images has {count} for 3 of samples.captions, and encoders.first_frame needs an image"
-        assert f"{said} for each video; name one for all, or one for each" in found
+        printed = f"samples.images has {count} for 3 of samples.captions, and encoders.first_frame needs an image"
+        assert f"{printed} for each video; name one for all, or one for each" in found
     for images in ("[a.png]", "[a.png, b.png, c.png]"):
         load_and_check([*drawn, "encoders.first_frame={}", f"samples.images={images}"])
     found = problems([*drawn, "samples.images=[a.png]"])

@@ -53,14 +53,14 @@ def test_each_is_the_run_with_what_it_has_otherwise(tmp_path):
         ("stages.1.plan=3", "stages.1.plan is 3, and a path was expected"),
     ],
 )
-def test_what_set_said_of_a_stage_is_told_of_it(tmp_path, override, problem):
+def test_what_set_reported_of_a_stage_is_reported_of_it(tmp_path, override, problem):
     path = written(tmp_path, LOW, HIGH)
     with pytest.raises(UserError) as caught:
         load_stages(path, [*ALONE, override])
     assert caught.value.problems == (f"{path} with --set: {problem}",)
 
 
-def test_what_a_stage_says_itself_is_not_told_of_set(tmp_path):
+def test_what_a_stage_says_itself_is_not_reported_of_set(tmp_path):
     path = written(tmp_path, LOW, HIGH | {"strategy": {"optimizer": {"lr": "x"}}})
     with pytest.raises(UserError) as caught:
         load_stages(path, [*ALONE, "strategy.optimizer.lr=1e-3"])
@@ -118,7 +118,7 @@ def test_a_stage_has_what_the_run_lacks(tmp_path):
         ),
     ],
 )
-def test_what_is_wrong_of_a_stage_is_told_by_its_key(tmp_path, stage, line):
+def test_what_is_wrong_of_a_stage_is_reported_by_its_key(tmp_path, stage, line):
     assert problems(written(tmp_path, LOW, stage)) == [line.replace("{folder}", str(tmp_path))]
 
 
@@ -132,7 +132,7 @@ def test_what_no_stage_would_hear_is_refused(tmp_path):
     )  # the second has its own
 
 
-def test_what_is_wrong_of_the_run_is_told_once(tmp_path):
+def test_what_is_wrong_of_the_run_is_reported_once(tmp_path):
     path = written(tmp_path, LOW, HIGH)
     assert problems(path, "train.seed=-1") == [f"{path} with --set: train.seed is -1, and 0 or more was expected"]
     assert problems(path, "encoders.image.factor=1", "model.name=null") == [

@@ -64,7 +64,7 @@ def shown(page, text):
                 yield Shown(page, command.replace("\\\n", " ").strip(), part[len(command) :])
 
 
-def said():
+def tried_by():
     """How each kind of command is tried, by its beginning: the table of contributing.md."""
     rows = re.findall(r"^\| `(.+?)` \| (\w+) \| (.+) \|$", (ROOT / "docs/contributing.md").read_text(), re.MULTILINE)
     assert len({start for start, _, _ in rows}) == len(rows)
@@ -91,9 +91,9 @@ EXTRACT, TRAIN = "bigdit extract --config my.yaml", "bigdit train --config my.ya
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory, pictures):
+def reader(tmp_path_factory, images):
     """The folder of a reader who has extracted and trained, as pages say it, and what these two commands came to."""
-    return done_in(reader_folder(tmp_path_factory.mktemp("docs") / "reader", pictures), EXTRACT, TRAIN)
+    return done_in(reader_folder(tmp_path_factory.mktemp("docs") / "reader", images), EXTRACT, TRAIN)
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +107,8 @@ def planned(reader):
 
 
 @pytest.fixture(scope="module")
-def classes(tmp_path_factory, pictures):
-    return done_in(classes_folder(tmp_path_factory.mktemp("docs") / "classes", pictures), EXTRACT, TRAIN)
+def classes(tmp_path_factory, images):
+    return done_in(classes_folder(tmp_path_factory.mktemp("docs") / "classes", images), EXTRACT, TRAIN)
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ def parsed(command, _):
 
 
 def asked(command, tmp_path):
-    """Parsed, and its model, card, strategy and sizes are checked as when it runs; of the first plan the page has what
+    """Parsed, and its model, GPU, strategy and sizes are checked as when it runs; of the first plan the page has what
     another test has seen printed."""
     from bigdit import catalog
     from bigdit.config.load import parse_strategy
@@ -234,7 +234,7 @@ def made(command, _):
 
 
 TRIED = {way.__name__: way for way in (run, reading, listed, parsed, asked, launched, submitted, downloaded, made)}
-WAYS = said()
+WAYS = tried_by()
 
 
 def way_of(command):
@@ -268,7 +268,7 @@ def test_a_reader_gets_what_stands_there(command, request):
     reading(command, request.getfixturevalue(who))
 
 
-def test_all_that_is_said_of_commands_is_of_some():
+def test_all_that_is_reported_of_commands_is_of_some():
     assert set(WAYS) == {beginning(command, WAYS) for command in ALL}
     assert {way_of(command) for command in ALL} == set(TRIED)
 

@@ -22,8 +22,8 @@ def test_every_key_says_what_it_means(name):
     if issubclass(model, Section):
         assert [key for key, field in model.model_fields.items() if not field.description] == []
     else:
-        said = inspect.getdoc(model)
-        assert [key for key in model.model_fields if not re.search(rf"`{key}\b", said)] == []
+        printed = inspect.getdoc(model)
+        assert [key for key in model.model_fields if not re.search(rf"`{key}\b", printed)] == []
 
 
 def test_every_key_has_a_row():

@@ -271,7 +271,7 @@ def test_every_repository_names_what_the_catalogue_has():
         assert all("_class_name" in config or "architectures" in config for config in found.configs.values())
 
 
-def test_a_text_encoder_that_sees_pictures_too_has_the_language_model_of_the_catalogue_in_it():
+def test_a_text_encoder_that_sees_images_too_has_the_language_model_of_the_catalogue_in_it():
     import torch
     import transformers
 

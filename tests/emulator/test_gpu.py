@@ -1,4 +1,4 @@
-"""The card that is not there, as the CUDA build of torch sees it: figures, bytes, refusals, and what is left of it."""
+"""The GPU that is not there, as the CUDA build of torch sees it: figures, bytes, refusals, and what is left of it."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ import subprocess
 import time
 
 import pytest
-from gpus import answers, on_card
+from gpus import answers, on_gpu
 
 from bigdit import catalog
 from bigdit.catalog.gpus import capability
@@ -27,10 +27,10 @@ print(json.dumps([p.name, [p.major, p.minor], p.multi_processor_count, p.total_m
 
 
 @pytest.mark.parametrize("name", ["a40", "rtx-5090", "h100-sxm", "a100-80g-sxm:3g.40gb"])
-def test_a_card_is_the_catalogues(name):
+def test_a_gpu_is_the_catalogues(name):
     gpu = catalog.resolve_gpu(name)
     has = capability(gpu.compute_capability)
-    assert answers(name, FIGURES, cards=3) == [
+    assert answers(name, FIGURES, gpus=3) == [
         gpu.title,
         list(gpu.compute_capability),
         gpu.multiprocessors,
@@ -70,7 +70,7 @@ def test_visible_devices_are_those_that_cuda_would_show(visible, seen):
         n = torch._C._cuda_getDeviceCount()
         print(json.dumps([n, [torch.cuda.get_device_properties(i).uuid.bytes[-1] for i in range(n)]]))
         """,
-        cards=3,
+        gpus=3,
         CUDA_VISIBLE_DEVICES=visible,
     )
     assert found[0] == seen
@@ -91,7 +91,7 @@ except torch.cuda.OutOfMemoryError as error:
 
 
 @pytest.mark.parametrize("setting", ["", "expandable_segments:True"])
-def test_memory_ends_where_the_cards_bytes_end(setting):
+def test_memory_ends_where_the_gpus_bytes_end(setting):
     gpu = catalog.resolve_gpu("rtx-3060-12g")
     free, total, held, reserved, message = answers(gpu.name, FILL, PYTORCH_CUDA_ALLOC_CONF=setting)
     context = cuda_context(gpu.compute_capability, gpu.multiprocessors).high_bytes
@@ -123,7 +123,7 @@ except torch.cuda.OutOfMemoryError:
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
-def test_a_limited_card_is_one_of_so_many_bytes():
+def test_a_limited_gpu_is_one_of_so_many_bytes():
     """Two pages of 20 MiB are there, a block of 50 wants one more, and there is no fourth."""
     found = answers("h100-sxm", LIMITED.format(limit="limit(60 << 20)"), **EXPANDABLE)
     assert found == [20 * MIB, 0, 60 * MIB]
@@ -155,7 +155,7 @@ def test_a_final_limit_gives_nothing_more_once_it_has_refused_something():
     assert answers("h100-sxm", FINAL, **EXPANDABLE) == [[40, 0, 40], [40, 0, 0], 40]
 
 
-def test_torchs_own_limit_has_room_looked_for_where_a_card_has_it():
+def test_torchs_own_limit_has_room_looked_for_where_a_gpu_has_it():
     """Why attempts do not go by it: the block of 50 MiB counts whole beside the two pages that it lies on."""
     own = "torch.cuda.set_per_process_memory_fraction(60.5 * 2**20 / torch.cuda.get_device_properties(0).total_memory)"
     found = answers("h100-sxm", LIMITED.format(limit=own), **EXPANDABLE)
@@ -178,15 +178,15 @@ print(json.dumps(torch.cuda.memory_reserved()))
 """
 
 
-def test_addresses_follow_from_the_card_and_not_from_its_limit():
+def test_addresses_follow_from_the_gpu_and_not_from_its_limit():
     """Where a block fits depends on how many addresses there are behind another."""
     events = [8 * GIB, GIB, GIB, -1, -3, GIB // 2, 8 * GIB]
-    of_card = [answers("rtx-3060-12g", ADDRESSES.format(limit=each, events=events), **EXPANDABLE) for each in (11, 40)]
-    of_larger_card = answers("a40", ADDRESSES.format(limit=40, events=events), **EXPANDABLE)
-    assert of_card[0] == of_card[1] < of_larger_card
+    of_gpu = [answers("rtx-3060-12g", ADDRESSES.format(limit=each, events=events), **EXPANDABLE) for each in (11, 40)]
+    of_larger_gpu = answers("a40", ADDRESSES.format(limit=40, events=events), **EXPANDABLE)
+    assert of_gpu[0] == of_gpu[1] < of_larger_gpu
 
 
-def test_processes_of_an_emulation_fill_the_same_card(tmp_path):
+def test_processes_of_an_emulation_fill_the_same_gpu(tmp_path):
     gpu = catalog.resolve_gpu("rtx-3060-12g")
     hold = """
 import sys, torch
@@ -268,7 +268,7 @@ def workspaces(gpu: str, runs: list[str], room: int = 0) -> list[int]:
     return answers(gpu, CONVOLUTIONS.format(runs=runs, room=room))
 
 
-def test_convolutions_take_the_workspace_that_a_real_card_was_seen_to_take():
+def test_convolutions_take_the_workspace_that_a_real_gpu_was_seen_to_take():
     """With channels first; benchmarks/on_gpu/convolutions.json has the bytes, which are blocks of 512 here."""
     seen = {
         "conv2d(like(1, 128, 256, 256), like(128, 128, 3, 3), padding=1)": 33_849_491,
@@ -301,8 +301,8 @@ def test_calls_of_libraries_fills_and_copies_by_direction_are_counted():
         """
         import ctypes, json, torch
         from bigdit_emulated import libraries
-        a, b = (torch.zeros(512, 512, device=f"cuda:{card}") for card in range(2))
-        picture, kernel = torch.zeros(1, 3, 32, 32, device="cuda"), torch.zeros(4, 3, 3, 3, device="cuda")
+        a, b = (torch.zeros(512, 512, device=f"cuda:{gpu}") for gpu in range(2))
+        image, kernel = torch.zeros(1, 3, 32, 32, device="cuda"), torch.zeros(4, 3, 3, 3, device="cuda")
         high, rows = torch.zeros(1 << 18, 16, device="cuda"), torch.zeros(8, 16, dtype=torch.uint8)
         at = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (a, rows)]
         sizes = [ctypes.c_size_t(size) for size in (16, 16, 12, 8)]
@@ -317,17 +317,17 @@ def test_calls_of_libraries_fills_and_copies_by_direction_are_counted():
             runtime = libraries.library("libcudart")
             runtime.cudaMemcpy2DAsync(at[0], sizes[0], at[1], sizes[1], sizes[2], sizes[3], 1, None)
 
-        a @ a, torch.conv2d(picture, kernel)  # what only the first ones do
+        a @ a, torch.conv2d(image, kernel)  # what only the first ones do
         print(json.dumps([
             counted(lambda: a @ a),
-            counted(lambda: torch.conv2d(picture, kernel))["library_calls"],
+            counted(lambda: torch.conv2d(image, kernel))["library_calls"],
             counted(lambda: high.sum(0)),  # blocks of threads meet at counters that are zero before
             counted(lambda: b.copy_(a))["bytes_between"],
             counted(lambda: a.cpu()),
             counted(in_rows),
         ]))
         """,
-        cards=2,
+        gpus=2,
     )
     assert found == [
         {"library_calls": 1},
@@ -340,16 +340,16 @@ def test_calls_of_libraries_fills_and_copies_by_direction_are_counted():
 
 
 def test_what_has_no_answer_is_named():
-    done = on_card("a40", "import torch; torch.linalg.eigh(torch.ones(500, 500, device='cuda') * 2, UPLO='L')")
-    small = on_card("a40", "import torch; print(torch.linalg.inv(torch.eye(2, device='cuda') * 4).tolist())")
+    done = on_gpu("a40", "import torch; torch.linalg.eigh(torch.ones(500, 500, device='cuda') * 2, UPLO='L')")
+    small = on_gpu("a40", "import torch; print(torch.linalg.inv(torch.eye(2, device='cuda') * 4).tolist())")
     assert small.stdout == "[[0.25, 0.0], [0.0, 0.25]]\n"
     assert done.returncode == 0 or "is not supported" in done.stderr
 
 
-@pytest.mark.parametrize("cards", [0, 17])
-def test_as_many_cards_as_a_machine_has(cards):
-    with pytest.raises(UserError, match=f"{cards} GPUs were requested; an emulated machine has 1 to 16"):
-        emulated_environment(catalog.resolve_gpu("a40"), cards)
+@pytest.mark.parametrize("gpus", [0, 17])
+def test_as_many_gpus_as_a_machine_has(gpus):
+    with pytest.raises(UserError, match=f"{gpus} GPUs were requested; an emulated machine has 1 to 16"):
+        emulated_environment(catalog.resolve_gpu("a40"), gpus)
 
 
 def test_a_killed_process_leaves_nothing(tmp_path):

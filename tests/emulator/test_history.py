@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from accounts import ACCOUNT, CARD, LINE
+from accounts import ACCOUNT, GPU, LINE
 from gpus import answers
 
 from bigdit.emulator.emulation import Account, read_account
@@ -131,8 +131,8 @@ def test_an_account_is_data_of_a_fixed_form_or_nothing() -> None:
     for changed in (
         {"pid": -1},
         {"ended": "somehow"},
-        {"gpus": [CARD | {"curve": [[0, 0, 0]] * 2001}]},
-        {"gpus": [CARD | {"peak_reserved_bytes": "all of it"}]},
+        {"gpus": [GPU | {"curve": [[0, 0, 0]] * 2001}]},
+        {"gpus": [GPU | {"peak_reserved_bytes": "all of it"}]},
         {"command": "rm"},
         {"argv": ["x" * 10_000]},
     ):

@@ -1,4 +1,4 @@
-"""Host memory beside an emulated card: what shares pages, what nobody wrote, what is neither copied nor computed."""
+"""Host memory beside an emulated GPU: what shares pages, what nobody wrote, what is neither copied nor computed."""
 
 from gpus import answers
 

@@ -1,4 +1,4 @@
-"""The emulated card's libraries: how they are built, kept and found, and what is said where they cannot be."""
+"""The emulated GPU's libraries: how they are built, kept and found, and what is said where they cannot be."""
 
 import os
 import shutil
@@ -83,7 +83,7 @@ def test_libraries_are_built_once_and_by_one(tmp_path):
     assert (folder / "libcuda.so.1").stat().st_mtime_ns == built
 
 
-def test_damaged_libraries_are_built_anew(tmp_path):
+def test_damaged_libraries_are_built_again(tmp_path):
     environment = os.environ | emulated_environment(catalog.resolve_gpu("a40"))
     environment["BIGDIT_EMULATED_CACHE"] = str(tmp_path)
     command = [str(cuda_python()), "-W", "ignore", "-c", "import torch; print(torch.cuda.device_count())"]

@@ -1,4 +1,4 @@
-"""What scripts save on an emulated card: small files as they are, large ones with holes that load as zeros."""
+"""What scripts save on an emulated GPU: small files as they are, large ones with holes that load as zeros."""
 
 import json
 import os
@@ -108,7 +108,7 @@ def test_safetensors_have_their_header_over_a_hole(tmp_path):
     )
 
 
-def test_holes_are_loaded_without_ram_and_data_beside_them_as_it_is(tmp_path):
+def test_holes_are_loaded_without_ram_and_data_next_to_them_as_it_is(tmp_path):
     script(
         tmp_path,
         """

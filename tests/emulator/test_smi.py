@@ -1,4 +1,4 @@
-"""`nvidia-smi` of the emulated card, as scripts and launchers ask it, and against what CUDA says of that card."""
+"""`nvidia-smi` of the emulated GPU, as scripts and launchers ask it, and against what CUDA says of that GPU."""
 
 import json
 
@@ -51,7 +51,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict:
     return json.loads((folder / "found.json").read_text())
 
 
-def test_launchers_find_the_card(found):
+def test_launchers_find_the_gpu(found):
     names = ["NVIDIA A40", "NVIDIA A40"]
     assert found["launcher"] == [[names, 2], "580.00"]
     driver, listed = found["collect_env"]
@@ -60,10 +60,10 @@ def test_launchers_find_the_card(found):
 
 
 def test_the_table_says_that_it_is_emulated(found):
-    status, table, said = found["table"]
+    status, table, printed = found["table"]
     assert status == 0
     assert "580.00 (emulated)" in table
-    assert said == "nvidia-smi: no GPU is here; bigdit answers for an emulated one\n"
+    assert printed == "nvidia-smi: no GPU is here; bigdit answers for an emulated one\n"
     assert {len(line) for line in table.splitlines()} == {0, 91}
     assert f"{found['pid']:>10}" in table
     assert found["list"][1].splitlines()[1] == f"GPU 1: NVIDIA A40 (UUID: GPU-{found['uuid']})"
@@ -85,10 +85,10 @@ def test_bytes_are_those_that_cuda_says(found):
 
 def test_what_is_not_known_is_refused_as_the_real_one_does(found):
     assert found["wrong"][:2] == [2, 'Field "colour" is not a valid field to query.\n']
-    status, out, said = found["unformatted"]
+    status, out, printed = found["unformatted"]
     assert (status, out) == (2, "")
-    assert "--format is None; a query takes csv[,noheader][,nounits]" in said
+    assert "--format is None; a query takes csv[,noheader][,nounits]" in printed
     assert found["absent"][:2] == [6, "No devices were found\n"]
-    status, out, said = found["unknown"]
+    status, out, printed = found["unknown"]
     assert (status, out) == (2, "")
-    assert said.startswith("nvidia-smi: unrecognized arguments: topo -m; an emulated GPU supports the table, -L,")
+    assert printed.startswith("nvidia-smi: unrecognized arguments: topo -m; an emulated GPU supports the table, -L,")

@@ -1,8 +1,8 @@
-"""Values on the emulated card: small tensors hold what their operators compute; what nobody computed says so."""
+"""Values on the emulated GPU: small tensors hold what their operators compute; what nobody computed says so."""
 
 from __future__ import annotations
 
-from gpus import answers, on_cards
+from gpus import answers, on_gpus
 
 from bigdit import catalog
 from bigdit.emulator import emulated_environment
@@ -82,10 +82,10 @@ print(json.dumps([read, [[found["text"], found["count"]] for found in notices.fo
 """
 
 
-def test_what_no_kernel_computed_reads_zero_and_is_said():
-    read, said = answers("a40", UNKNOWN)
+def test_what_no_kernel_computed_reads_zero_and_is_reported():
+    read, printed = answers("a40", UNKNOWN)
     assert read == [0.0, False, True, 0.0, 0, 7.0]  # zero is finite: a script that asks for it trains on
-    assert said == [
+    assert printed == [
         ["a condition on values that no kernel computed was read: they are 0", 2],
         ["a value that no kernel computed was read: it is 0", 2],
         ["nonzero read values that no kernel computed: they are 0", 1],
@@ -108,7 +108,7 @@ def test_values_change_no_allocation():
     assert answers("a40", script) == answers("a40", script, BIGDIT_EMULATED_VALUES="0")
 
 
-def test_a_card_without_values_reads_as_zeros():
+def test_a_gpu_without_values_reads_as_zeros():
     script = """
     import json, torch
     print(json.dumps([torch.ones(3, device="cuda").tolist(), torch.tensor([2.0]).cuda().item()]))
@@ -178,7 +178,7 @@ def test_what_is_never_written_is_not_converted_on_the_host():
 
 
 def test_processes_exchange_small_payloads(tmp_path):
-    found = on_cards("a40", tmp_path, EXCHANGE, processes=3)
+    found = on_gpus("a40", tmp_path, EXCHANGE, processes=3)
     for rank, one in enumerate(found):
         behind, pair = 10.0 * ((rank - 1) % 3), 1.0 if rank == 1 else 2.0
         assert one == [6.0, 2.0, [0, 1, 2], [0.0, 1.0, 2.0], 3.0 * rank, 2.0, behind, pair]
@@ -204,6 +204,6 @@ os._exit(0)
 
 
 def test_a_rank_that_has_ended_is_not_waited_for(tmp_path):
-    waited, ended = on_cards("a40", tmp_path, DEAD)
+    waited, ended = on_gpus("a40", tmp_path, DEAD)
     assert ended == 2.0
     assert "NCCL" in waited

@@ -199,7 +199,7 @@ def test_on_a_cpu_a_caption_has_the_same_bytes_in_any_company():
         assert torch.equal(one.states, two.states)
 
 
-def test_devices_are_taken_by_turns_or_refused(monkeypatch):
+def test_devices_are_taken_interleaved_or_refused(monkeypatch):
     assert encoding_device("cpu") == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # on a machine without
     assert encoding_device("auto", 3) == torch.device("cpu")

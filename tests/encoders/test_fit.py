@@ -71,7 +71,7 @@ def test_the_encoders_that_a_run_names_are_those_of_its_store(tmp_path):
     assert misfits(f"encoders.text={{path: {tmp_path}/nowhere}}") == []  # where no encoders are, nothing more is known
 
 
-def test_other_weights_of_the_same_encoders_are_told_apart_without_loading_them(tmp_path):
+def test_other_weights_of_the_same_encoders_are_reported_apart_without_loading_them(tmp_path):
     for name in ("own", "other"):
         tiny_vaes.kl().save_pretrained(tmp_path / f"{name}/vae")
         tiny_pipelines.save(tmp_path / f"{name}/pipeline", "FluxPipeline", seed=len(name))
@@ -114,7 +114,7 @@ def limit(height, width, recommended):
     return LargestMicroBatch(height=height, width=width, none=1, recommended=recommended, full=64)
 
 
-def test_samples_larger_than_a_plans_are_refused_and_smaller_ones_told_of():
+def test_samples_larger_than_a_plans_are_refused_and_smaller_ones_reported_of():
     plan = plan_of()  # 4x4x6 of 8 × 12 pixels, 32 tokens, a micro-batch of 8
     assert plan_misfits(plan, [(4, 4, 4), (4, 4, 6), (4, 6, 4)], 32) == []
     assert plan_misfits(plan, [(4, 4, 6), (4, 16, 16)], 64) == [
@@ -146,8 +146,8 @@ def test_training_by_a_plan_refuses_a_store_of_larger_samples(tmp_path, capfd):
     )
     arguments = ["--config", str(config), "--set", f"output={tmp_path}/run"]
     assert main(arguments) == EXIT_USER
-    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert said == [
+    printed = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert printed == [
         f"error: data.features: {tmp_path}/store does not fit: its bucket {name} is {times} times the plan's "
         "largest (batch.latents 4x4x6, for 8 × 12); plan again for the size of this bucket"
         for name, times in (("4x4x8", "1.3"), ("4x6x6", "1.5"))
@@ -155,8 +155,8 @@ def test_training_by_a_plan_refuses_a_store_of_larger_samples(tmp_path, capfd):
     make_store(tmp_path / "other", buckets=((8, 8), (8, 16)))
     arguments += ["--set", f"data.features={tmp_path}/other"]
     assert main([*arguments, "--set", "plan=null"]) == EXIT_USER
-    said = capfd.readouterr().err
-    assert "it was encoded with the buckets 8 × 8, 8 × 16, and data.buckets is 8 × 8; set data.buckets to " in said
+    printed = capfd.readouterr().err
+    assert "it was encoded with the buckets 8 × 8, 8 × 16, and data.buckets is 8 × 8; set data.buckets to " in printed
 
 
 def _model(kwargs):

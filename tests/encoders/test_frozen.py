@@ -15,7 +15,7 @@ from bigdit.catalog import batch_shape, model
 from bigdit.catalog.encoders import OnlineEncoders, TextEncoderSpec, VaeSpec, online_encoders
 from bigdit.encoders.frozen import FrozenEncoders
 from bigdit.errors import UserError
-from bigdit.profile.attempt import IMAGES as OF_PICTURES
+from bigdit.profile.attempt import IMAGES as OF_IMAGES
 from bigdit.profile.attempt import TEXTS, StepRequest
 from bigdit.profile.gpus import EmulatedGpus
 from bigdit.profile.run_attempt import weights_of
@@ -109,7 +109,7 @@ def _strategy(precision: str, chunk: int | None, **changes: object) -> Strategy:
 
 
 @pytest.fixture(scope="module")
-def cards(own_cache: None) -> Iterator[EmulatedGpus]:
+def gpus(own_cache: None) -> Iterator[EmulatedGpus]:
     with EmulatedGpus(A40, 1) as found:
         yield found
 
@@ -123,10 +123,10 @@ def _request(vae: VaeSpec, text: TextEncoderSpec, precision: str, chunk: int | N
 @pytest.mark.parametrize(("vae", "text"), [(KL, T5), (DC, GEMMA)], ids=["KL, T5", "DC, Gemma 2"])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_encoders_stay_on_the_gpu_and_chunks_lower_the_peak_of_encoding_alone(
-    cards: EmulatedGpus, vae: VaeSpec, text: TextEncoderSpec, precision: str
+    gpus: EmulatedGpus, vae: VaeSpec, text: TextEncoderSpec, precision: str
 ) -> None:
     whole, chunked = (
-        {phase.phase: phase for phase in cards.profile(_request(vae, text, precision, chunk)).ledger.phases}
+        {phase.phase: phase for phase in gpus.profile(_request(vae, text, precision, chunk)).ledger.phases}
         for chunk in (None, 1)
     )
     assert {*whole} == {"init", "encode", "forward", "backward", "step"}
@@ -138,11 +138,11 @@ def test_encoders_stay_on_the_gpu_and_chunks_lower_the_peak_of_encoding_alone(
 
 
 @pytest.mark.slow
-def test_encoders_alone_take_turns_on_the_gpu(cards: EmulatedGpus) -> None:
+def test_encoders_alone_take_turns_on_the_gpu(gpus: EmulatedGpus) -> None:
     """Each phase has its own weights there, and no others."""
     request = _request(KL, T5, "bf16", None).model_copy(update={"part": "encoders"})
-    attempt, frozen = cards.attempt(request), FrozenEncoders(_encoders(KL, T5))
-    for phase, modules in ((OF_PICTURES, frozen.of_images()), (TEXTS, frozen.of_texts())):
+    attempt, frozen = gpus.attempt(request), FrozenEncoders(_encoders(KL, T5))
+    for phase, modules in ((OF_IMAGES, frozen.of_images()), (TEXTS, frozen.of_texts())):
         weights = sum(_block(tensor) for module in modules for tensor in module.parameters())
         assert attempt.phases[weights_of(phase)].end_bytes == weights
         assert attempt.phases[phase].peak_bytes > weights
@@ -311,7 +311,7 @@ def test_what_has_no_recipe_is_named() -> None:
         online_encoders(wan, BatchShape(latents=(48, 3, 8, 8), text=(512, 4096)))
 
 
-def test_encoders_are_refused_where_features_are_cached(cards: EmulatedGpus) -> None:
+def test_encoders_are_refused_where_features_are_cached(gpus: EmulatedGpus) -> None:
     request = StepRequest(model=SANA, batch=SHAPE, strategy=Strategy(), encoders=_encoders(KL, T5))
     with pytest.raises(UserError, match="encoders were given, and"):
-        cards.attempt(request)
+        gpus.attempt(request)

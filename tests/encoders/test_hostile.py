@@ -125,7 +125,7 @@ def test_pickles_are_not_opened(part, handed):
 
 @pytest.mark.parametrize("part", ["text_encoder", "vae"])
 @pytest.mark.parametrize("name", ["weights.bin", "../weights.bin", "../../x.safetensors", "/x.safetensors", 7])
-def test_an_index_names_safetensors_beside_it_alone(name, part, handed):
+def test_an_index_names_safetensors_next_to_it_alone(name, part, handed):
     shards(handed / part, name)
     torch.save({"shared.weight": Harm()}, handed / part / "weights.bin")
     torch.save({"shared.weight": Harm()}, handed / "weights.bin")

@@ -132,7 +132,7 @@ def words(count):
 
 
 @pytest.mark.parametrize("class_name", sorted(PARTS))
-def test_captions_that_a_tokenizer_cuts_are_told_from_those_that_just_fit(class_name, saved):
+def test_captions_that_a_tokenizer_cuts_are_reported_from_those_that_just_fit(class_name, saved):
     """Of a caption that was cut, words at its end change nothing; the end of a template is cut before it is.
 
     Each caption is encoded alone: in batches of other sizes sums are rounded otherwise.
@@ -184,7 +184,7 @@ def test_words_within_quotes_that_a_second_encoder_reads_are_cut_in_any_batch(sa
         assert texts[0].cuts[0].longest > 399  # a byte or a letter each
 
 
-def test_all_states_of_a_model_that_pools_them_are_kept_and_a_second_text_beside_them(saved):
+def test_all_states_of_a_model_that_pools_them_are_kept_and_a_second_text_next_to_them(saved):
     """HunyuanDiT: mT5's, whose mask stands for their first ones, and CLIP's without padding; to the bit."""
     folder, parts = saved("HunyuanDiTPipeline")
     encoder, pipeline = load_text_encoder(TextEncoderConfig(pipeline=folder)), pipeline_of("HunyuanDiTPipeline", parts)
@@ -202,12 +202,12 @@ def test_all_states_of_a_model_that_pools_them_are_kept_and_a_second_text_beside
         assert torch.equal(text.states, states)
         assert mask.tolist() == [1] * text.seen + [0] * (256 - text.seen)
         assert states[text.seen :].any(dim=1).all()  # padding has states of its own
-        beside = text.streams["clip_text"]
-        assert torch.equal(beside.states, clip[f"{prefix}states"][0][clip[f"{prefix}mask"][0].bool()])
-        assert (beside.seen, len(beside.states) < 77) == (None, True)
+        second = text.streams["clip_text"]
+        assert torch.equal(second.states, clip[f"{prefix}states"][0][clip[f"{prefix}mask"][0].bool()])
+        assert (second.seen, len(second.states) < 77) == (None, True)
 
 
-def test_all_layers_of_llama_are_kept_beside_t5(saved):
+def test_all_layers_of_llama_are_kept_next_to_t5(saved):
     """HiDream: one after another, as its encode_prompt stacks them; with padding, which its blocks attend to."""
     folder, parts = saved("HiDreamImagePipeline")
     encoder = load_text_encoder(TextEncoderConfig(pipeline=folder), batch_size=1)
@@ -226,7 +226,7 @@ def test_all_layers_of_llama_are_kept_beside_t5(saved):
 
 
 def test_what_stands_in_quotes_is_a_text_of_its_own(saved):
-    """HunyuanImage: ByT5's, of no tokens where nothing is to be written in the picture."""
+    """HunyuanImage: ByT5's, of no tokens where nothing is to be written in the image."""
     folder, parts = saved("HunyuanImagePipeline")
     encoder = load_text_encoder(TextEncoderConfig(pipeline=folder))
     assert (encoder.dim, encoder.max_tokens, encoder.streams) == (16, 1000, {"glyph_text": (128, 12)})

@@ -1,4 +1,4 @@
-"""Encoders that have no room on a card together take turns there, and make the same features to the bit."""
+"""Encoders that have no room on a GPU together take turns there, and make the same features to the bit."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ import torch
 from bigdit.encoders.load import EncoderSide as Side, Turns
 from bigdit.errors import UserError
 
-CARD = torch.device("cuda", 0)
+GPU = torch.device("cuda", 0)
 
 class Weights(torch.nn.Module):
     def __init__(self, gibs):
@@ -22,7 +22,7 @@ class Weights(torch.nn.Module):
 
 class Encoder:
     def __init__(self, gibs):
-        self.module = Weights(gibs).to(CARD)
+        self.module = Weights(gibs).to(GPU)
     def modules(self):
         return [self.module]
 
@@ -36,47 +36,47 @@ def error(ask):
         return error.problems
 
 found, notes = {}, []
-texts, pictures = Side("encoders.text", "a smaller one takes less"), Side("encoders.image", "tiling takes less")
-turns = Turns(CARD, (texts, pictures), notes.append)
+texts, images = Side("encoders.text", "a smaller one takes less"), Side("encoders.image", "tiling takes less")
+turns = Turns(GPU, (texts, images), notes.append)
 turns.load(texts, lambda: Encoder(5))
-turns.load(pictures, lambda: Encoder(2))
-found["together"] = where(texts, pictures), list(notes)
-taken = turns.of(pictures)(lambda: torch.empty(8 * 2**30, dtype=torch.uint8, device=CARD).nbytes)
-found["after pictures"] = taken, where(texts, pictures), list(notes)
+turns.load(images, lambda: Encoder(2))
+found["together"] = where(texts, images), list(notes)
+taken = turns.of(images)(lambda: torch.empty(8 * 2**30, dtype=torch.uint8, device=GPU).nbytes)
+found["after images"] = taken, where(texts, images), list(notes)
 turns.of(texts)(lambda: None)
-found["after texts"] = where(texts, pictures), len(notes), torch.cuda.memory_allocated()
-found["too much"] = error(lambda: turns.of(pictures)(lambda: torch.empty(10 * 2**30, dtype=torch.uint8, device=CARD)))
-del turns, texts, pictures
+found["after texts"] = where(texts, images), len(notes), torch.cuda.memory_allocated()
+found["too much"] = error(lambda: turns.of(images)(lambda: torch.empty(10 * 2**30, dtype=torch.uint8, device=GPU)))
+del turns, texts, images
 
 notes.clear()
-texts, pictures = Side("encoders.text", "a smaller one takes less"), Side("encoders.image", "tiling takes less")
-turns = Turns(CARD, (texts, pictures), notes.append)
+texts, images = Side("encoders.text", "a smaller one takes less"), Side("encoders.image", "tiling takes less")
+turns = Turns(GPU, (texts, images), notes.append)
 turns.load(texts, lambda: Encoder(7))
-turns.load(pictures, lambda: Encoder(6))
-found["loaded by turns"] = where(texts, pictures), len(notes)
-del turns, texts, pictures
+turns.load(images, lambda: Encoder(6))
+found["loaded by turns"] = where(texts, images), len(notes)
+del turns, texts, images
 torch.cuda.empty_cache()
 class Small(Encoder):
     def __init__(self, count, nbytes):
         self.module = torch.nn.Module()
         weights = [Weights(nbytes / 2**30).weight for _ in range(count)]
-        self.module.weights = torch.nn.ParameterList(weights).to(CARD)
+        self.module.weights = torch.nn.ParameterList(weights).to(GPU)
 
-texts, pictures = Side("encoders.text", "a smaller one takes less"), Side("encoders.image", "tiling takes less")
-turns = Turns(CARD, (texts, pictures), notes.append)
+texts, images = Side("encoders.text", "a smaller one takes less"), Side("encoders.image", "tiling takes less")
+turns = Turns(GPU, (texts, images), notes.append)
 turns.load(texts, lambda: Small(256, 62 * 1024))
-turns.load(pictures, lambda: Small(448, 36 * 1024))
-larger = [torch.empty(2**33, dtype=torch.uint8, device=CARD)]
+turns.load(images, lambda: Small(448, 36 * 1024))
+larger = [torch.empty(2**33, dtype=torch.uint8, device=GPU)]
 def once_short():
     if larger:
         larger.clear()
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-turns.of(pictures)(once_short)
-found["of small weights"] = [pictures.nbytes, torch.cuda.memory_reserved()]
-del turns, texts, pictures
+turns.of(images)(once_short)
+found["of small weights"] = [images.nbytes, torch.cuda.memory_reserved()]
+del turns, texts, images
 
 lone = Side("encoders.text", "a smaller one takes less")
-found["not loaded"] = error(lambda: Turns(CARD, (lone,), notes.append).load(lone, lambda: Encoder(13)))
+found["not loaded"] = error(lambda: Turns(GPU, (lone,), notes.append).load(lone, lambda: Encoder(13)))
 
 from bigdit.encoders.load import load_encoders
 from bigdit.config.data import EncodersConfig
@@ -89,7 +89,7 @@ def features(encoders):
 together = features(load_encoders(config, note=notes.append))
 notes.clear()
 apart = load_encoders(config, note=notes.append)
-held = [torch.empty(2**30, dtype=torch.uint8, device=CARD)]
+held = [torch.empty(2**30, dtype=torch.uint8, device=GPU)]
 def short():
     if held:
         held.clear()
@@ -120,7 +120,7 @@ def test_all_stay_while_there_is_room(found):
 
 
 def test_they_take_turns_from_where_memory_runs_out(found):
-    taken, where, notes = found["after pictures"]
+    taken, where, notes = found["after images"]
     assert (taken, where) == (8 * 2**30, ["cpu", "cuda"])
     (note,) = notes
     assert note.startswith("note: text encoders and VAE do not fit on the GPU together, and take turns")

@@ -41,10 +41,10 @@ def test_a_video_goes_to_the_most_frames_and_then_the_nearest_ratio(count, sides
     assert pixels[:, :, 0, 0].tolist() == [list(range(bucket[0]))] * 3
 
 
-def test_pictures_are_videos_of_one_frame_and_stay_pictures():
-    picture = Image.new("RGB", (8, 8))
-    assert bucket_pixels(picture, [(8, 8), (5, 8, 8)], "rgb")[1].shape == (3, 8, 8)
-    assert bucket_pixels(picture, [(1, 8, 8), (5, 8, 8)], "gray")[1].shape == (1, 1, 8, 8)
+def test_images_are_videos_of_one_frame_and_stay_images():
+    image = Image.new("RGB", (8, 8))
+    assert bucket_pixels(image, [(8, 8), (5, 8, 8)], "rgb")[1].shape == (3, 8, 8)
+    assert bucket_pixels(image, [(1, 8, 8), (5, 8, 8)], "gray")[1].shape == (1, 1, 8, 8)
     with pytest.raises(Unusable, match=r"^video of 4 frames at data\.fps; the shortest bucket has 5$"):
         bucket_pixels(frames(4), [(9, 8, 8), (5, 8, 8)], "rgb")
     with pytest.raises(Unusable, match=r"^video without frames$"):
@@ -84,17 +84,17 @@ def test_every_vae_of_videos_gives_what_its_own_pass_over_them_does(class_name, 
         codec.latent_shape((4, 16, 24))
 
 
-@pytest.mark.parametrize(("said", "told"), [("temporal", "4 × 2 × 4 × 6"), ("spatial", "4 × 3 × 2 × 3")])
-def test_a_config_that_divides_otherwise_than_its_weights_is_named(said, told, tmp_path, pixels):
+@pytest.mark.parametrize(("printed", "reported"), [("temporal", "4 × 2 × 4 × 6"), ("spatial", "4 × 3 × 2 × 3")])
+def test_a_config_that_divides_otherwise_than_its_weights_is_named(printed, reported, tmp_path, pixels):
     torch.manual_seed(0)
-    ltx(**{f"{said}_compression_ratio": {"temporal": 4, "spatial": 8}[said]}).save_pretrained(tmp_path)
+    ltx(**{f"{printed}_compression_ratio": {"temporal": 4, "spatial": 8}[printed]}).save_pretrained(tmp_path)
     codec = VaeCodec(name="vae", class_name="AutoencoderKLLTXVideo", path=str(tmp_path))
     encode = load_image_codec(codec, device="cpu", batch_size=1).encode
     with pytest.raises(UserError) as raised:
         encode(pixels)
     assert str(raised.value).startswith(
         f"encoders.image.path: {tmp_path} encodes 5 × 16 × 24 pixels as latents of 4 × 3 × 4 × 6, and its config.json "
-        f"says {told}; correct its "
+        f"says {reported}; correct its "
     )
 
 
@@ -106,7 +106,7 @@ def test_pixels_of_videos_are_latents_frame_by_frame(pixels):
     assert torch.equal(codec.decode(latents), pixels)
 
 
-def test_tiles_are_blended_and_said(tmp_path):
+def test_tiles_are_blended_and_reported(tmp_path):
     make, _, _ = VIDEO_VAES["AutoencoderKLWan"]
     make().save_pretrained(tmp_path)
     large = torch.rand(1, 3, 1, 272, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1  # beyond a tile of 256
@@ -120,7 +120,7 @@ def test_tiles_are_blended_and_said(tmp_path):
     assert tiled.identity == whole.identity | {"tiling": True}
 
 
-def test_a_vae_of_pictures_takes_no_videos(tmp_path):
+def test_a_vae_of_images_takes_no_videos(tmp_path):
     kl().save_pretrained(tmp_path)
     codec = load_image_codec(VaeCodec(class_name="AutoencoderKL", path=tmp_path))
     with pytest.raises(UserError, match=r"5 × 16 × 24 has frames, and AutoencoderKL encodes images; use \[16, 24\]$"):
@@ -152,7 +152,7 @@ def test_latents_that_a_model_does_not_take_are_named(model, shape, misfits):
 
 
 def test_frames_are_brought_to_size_one_by_one():
-    picture = Image.fromarray(np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3))
-    _, alone = bucket_pixels(picture, [(8, 8)], "rgb")
-    _, moving = bucket_pixels(iter([picture] * 3), [(3, 8, 8)], "rgb")
+    image = Image.fromarray(np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3))
+    _, alone = bucket_pixels(image, [(8, 8)], "rgb")
+    _, moving = bucket_pixels(iter([image] * 3), [(3, 8, 8)], "rgb")
     assert (moving == alone[:, None]).all()

@@ -22,7 +22,7 @@ def channels(values, z):
 
 
 def normalised(vae, z, kind):
-    """As the pipelines that encode pictures write it."""
+    """As the pipelines that encode images write it."""
     if kind == "scale":
         return z * vae.config.scaling_factor
     if kind == "buffers":  # LTXPipeline._normalize_latents
@@ -105,7 +105,7 @@ def test_moments_are_normalised_with_their_latents(class_name, tmp_path, pixels)
     assert (deviation > 0).all()
 
 
-def test_samples_are_drawn_by_the_pictures_place_and_in_no_other_order(tmp_path, pixels):
+def test_samples_are_drawn_by_the_images_place_and_in_no_other_order(tmp_path, pixels):
     kl(scaling_factor=0.5).save_pretrained(tmp_path)
 
     def load(latents, seed=0):
@@ -127,7 +127,7 @@ def test_samples_are_drawn_by_the_pictures_place_and_in_no_other_order(tmp_path,
     assert load("sampled").identity != load("moments").identity != load("mode").identity
 
 
-def test_pictures_that_memory_does_not_do_for_at_once_are_encoded_in_smaller_batches(tmp_path, monkeypatch):
+def test_images_that_memory_does_not_do_for_at_once_are_encoded_in_smaller_batches(tmp_path, monkeypatch):
     kl().save_pretrained(tmp_path)
     config = VaeCodec(class_name="AutoencoderKL", path=tmp_path, latents="sampled")
     pixels = torch.rand(9, 3, 16, 24, generator=torch.Generator().manual_seed(0)) * 2 - 1
@@ -146,7 +146,7 @@ def test_pictures_that_memory_does_not_do_for_at_once_are_encoded_in_smaller_bat
     assert batches == [9, 4, 2, 2, 2, 2, 1]
 
 
-def test_an_ltx_decoder_that_asks_for_noise_is_told_that_there_is_none(tmp_path, pixels):
+def test_an_ltx_decoder_that_asks_for_noise_is_reported_that_there_is_none(tmp_path, pixels):
     ltx(timestep_conditioning=True).save_pretrained(tmp_path)
     codec = load_image_codec(VaeCodec(class_name="AutoencoderKLLTXVideo", path=tmp_path))
     assert codec.decode(codec.encode(pixels)).shape == pixels.shape

@@ -21,11 +21,11 @@ from bigdit.train.step import train_step
 STEPS, SAMPLES = 4, 4
 
 
-def strategy(world_size: int, **said: object) -> Strategy:
+def strategy(world_size: int, **printed: object) -> Strategy:
     engine = "single" if world_size == 1 else "fsdp2"
     fp32 = {"precision": "fp32", "micro_batch_size": SAMPLES // world_size, "optimizer": OptimizerSpec(lr=1e-2)}
     fp32["gradient_clipping"] = None
-    return Strategy(**(fp32 | {"engine": engine, "world_size": world_size} | said))
+    return Strategy(**(fp32 | {"engine": engine, "world_size": world_size} | printed))
 
 
 def batch(spec: ModelSpec, step: int, world: World) -> Batch:

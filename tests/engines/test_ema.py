@@ -56,7 +56,7 @@ def averaged(strategy, steps=6):
 
 @pytest.mark.parametrize("device", ["gpu", "cpu"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_average_is_the_recurrence(device, precision):
+def test_the_ema_is_the_recurrence(device, precision):
     optimizer = OptimizerSpec(lr=1e-2)
     ema = EmaSpec(decay=DECAY, device=device)
     found, expected = averaged(Strategy(precision=precision, optimizer=optimizer, ema=ema))
@@ -65,7 +65,7 @@ def test_the_average_is_the_recurrence(device, precision):
 
 
 @pytest.mark.parametrize("device", ["gpu", "cpu"])
-def test_an_average_by_a_power_function_is_the_recurrence_of_the_paper(device):
+def test_an_ema_by_a_power_function_is_the_recurrence_of_the_paper(device):
     """The weights before the first step count for nothing. γ has the three digits of the paper: 5e-4 of the exponent,
     and as much of how far the weights have come."""
     strategy = Strategy(precision="fp32", optimizer=OptimizerSpec(lr=1e-2), ema=EmaSpec(power=0.1, device=device))
@@ -76,7 +76,7 @@ def test_an_average_by_a_power_function_is_the_recurrence_of_the_paper(device):
 
 @pytest.mark.parametrize("device", ["gpu", "cpu"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16_sr"])
-def test_each_of_several_averages_is_what_it_would_be_alone(device, precision):
+def test_each_of_several_emas_is_what_it_would_be_alone(device, precision):
     """To the bit: with weights in fp32, and with those that come to fp32 a chunk at a time."""
 
     def of(**kind):
@@ -110,7 +110,7 @@ def test_the_profile_of_a_power_function_is_as_wide_as_it_says(width):
     assert (square - mean**2) ** 0.5 == pytest.approx(width, rel=2e-3)
 
 
-def test_an_average_is_of_one_kind():
+def test_an_ema_is_of_one_kind():
     with pytest.raises(ValueError, match=r"ema\.decay is 0\.99, and ema\.power is 0\.1; leave all but one of them out"):
         EmaSpec(decay=0.99, power=0.1)
     assert EmaSpec.model_validate(EmaSpec(power=0.1).model_dump()).decay is None
@@ -118,7 +118,7 @@ def test_an_average_is_of_one_kind():
     assert EmaSpec(widths=(0.05, 0.1)).decay is None
 
 
-def test_an_average_of_bf16_weights_without_masters_is_fp32():
+def test_an_ema_of_bf16_weights_without_masters_is_fp32():
     """Updates of 1/10 of a bf16 step would be lost in bf16."""
     strategy = Strategy(precision="bf16", ema=EmaSpec(decay=DECAY))
     engine = engines.create(
@@ -188,7 +188,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_what_is_averaged_in_shards_is_the_average_of_the_whole(tmp_path):
+def test_what_is_averaged_in_shards_is_the_ema_of_the_whole(tmp_path):
     answer = answer_of_two(f"{DECAY = }\n{TOLERANCE = }\n{_SHARDED}", tmp_path)
     for shares in answer.values():
         assert shares["here"] < 0.6 * shares["of_all"]  # half, and the padding
@@ -199,7 +199,7 @@ EMA = ("train.checkpoint_every=2", "train.keep_checkpoints=9")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["decay=0.9", "power=0.1"])
-def test_a_resumed_run_averages_on(tmp_path, features, kind):
+def test_a_resumed_run_emas_on(tmp_path, features, kind):
     straight = run_to(4, tmp_path / "straight", features, *EMA, f"strategy.ema.{kind}")
     run_to(2, tmp_path / "resumed", features, *EMA, f"strategy.ema.{kind}")
     resumed = run_to(4, tmp_path / "resumed", features, *EMA, f"strategy.ema.{kind}")
@@ -226,7 +226,7 @@ def test_a_resumed_run_averages_on(tmp_path, features, kind):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_without_an_average_says_so(trained):
+def test_a_checkpoint_without_an_ema_says_so(trained):
     found, _ = checkpoint.latest(trained)
     with pytest.raises(UserError, match=r"--ema: .* holds no EMA of the weights; train with strategy\.ema"):
         Sampler(found, torch.device("cpu"), ema=True)

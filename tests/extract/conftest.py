@@ -1,4 +1,4 @@
-"""Pictures of which some are of no use."""
+"""Images of which some are of no use."""
 
 import pytest
 from PIL import Image
@@ -6,7 +6,7 @@ from PIL import Image
 
 @pytest.fixture
 def flawed(tmp_path):
-    """Four pictures: one damaged, one without a caption."""
+    """Four images: one damaged, one without a caption."""
     folder = tmp_path / "flawed"
     folder.mkdir()
     for name in ("a", "b", "c", "d"):

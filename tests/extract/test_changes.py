@@ -26,10 +26,10 @@ def refused(images, features):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Pictures a to e in BMP, whose size follows from their sides; d has no caption."""
+    """Images a to e in BMP, whose size follows from their sides; d has no caption."""
     for number, name in enumerate("abcde"):
-        picture = gradient(8, 8).point(lambda value, add=number: value // 2 + 9 * add)
-        save(tmp_path / f"pictures/{name}.bmp", None if name == "d" else f"caption {name}", picture)
+        image = gradient(8, 8).point(lambda value, add=number: value // 2 + 9 * add)
+        save(tmp_path / f"pictures/{name}.bmp", None if name == "d" else f"caption {name}", image)
     return tmp_path / "pictures"
 
 

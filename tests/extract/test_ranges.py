@@ -122,7 +122,7 @@ def test_pull_takes_what_others_have_in_hand_last(tmp_path):
     assert sorted(pulled[-3:]) == ranges[2:5]
 
 
-def test_two_that_pull_by_turns_do_no_unit_twice(tmp_path):
+def test_two_that_pull_interleaved_do_no_unit_twice(tmp_path):
     ranges = schema_of(400).ranges()
     pullers = [pull(tmp_path, ranges, random.Random(seed)) for seed in (1, 2)]
     done = []

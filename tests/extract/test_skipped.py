@@ -1,4 +1,4 @@
-"""Pictures that are of no use: skipped by name, or the end of a unit; and what `bigdit extract` reports of them."""
+"""Images that are of no use: skipped by name, or the end of a unit; and what `bigdit extract` reports of them."""
 
 import json
 import os
@@ -44,8 +44,8 @@ def test_the_command_reports_what_was_skipped_and_why(flawed, tmp_path):
     assert "2 skipped:\n  b.png: damaged image" in again.stdout
 
 
-def test_captions_that_were_cut_are_counted_over_parts_and_told_wherever_a_store_is_shown(tmp_path):
-    """Each caption of a picture counts, and one that two pictures share counts twice."""
+def test_captions_that_were_cut_are_counted_over_parts_and_reported_wherever_a_store_is_shown(tmp_path):
+    """Each caption of an image counts, and one that two images share counts twice."""
     captions = {"a": ["a cat", "x" * 50, "y" * 20], "b": ["x" * 50], "c": ["z" * 15], "d": ["z" * 16]}
     for name, texts in captions.items():
         save(tmp_path / f"pictures/{name}.png", None)
@@ -93,13 +93,13 @@ def test_each_bad_file_is_one_line_and_the_others_are_encoded(flawed, tmp_path, 
     assert json.loads((tmp_path / "f/report.json").read_text()) == report.store.model_dump(mode="json")
     assert all_indices(tmp_path / "f") == [0]
     print_skipped(report.store.skipped)
-    said = capfdbinary.readouterr().out
-    assert rb"esc \x1b[31m.png: caption esc \x1b[31m.txt is missing" in said
-    assert b"\x1b" not in said
+    printed = capfdbinary.readouterr().out
+    assert rb"esc \x1b[31m.png: caption esc \x1b[31m.txt is missing" in printed
+    assert b"\x1b" not in printed
 
 
 @pytest.mark.slow
-def test_a_source_without_one_usable_picture_is_an_error(flawed, tmp_path):
+def test_a_source_without_one_usable_image_is_an_error(flawed, tmp_path):
     for caption in flawed.glob("*.txt"):
         caption.unlink()
     with pytest.raises(UserError, match=r"none of 4 images can be used, the first a\.png: caption a\.txt is mis"):
@@ -109,7 +109,7 @@ def test_a_source_without_one_usable_picture_is_an_error(flawed, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_picture_that_vanishes_stops_the_unit_and_is_no_skip(flawed, tmp_path):
+def test_a_image_that_vanishes_stops_the_unit_and_is_no_skip(flawed, tmp_path):
     (flawed / "a.png").unlink()
     (flawed / "a.png").symlink_to("/proc/self/mem")  # a file that is there, and cannot be read from its start
     with pytest.raises(UserError, match=r"data\.images: .*a\.png cannot be read: Input/output error; run again"):

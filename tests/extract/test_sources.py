@@ -14,7 +14,7 @@ from bigdit.store import FeatureStore
 
 @pytest.fixture
 def sources(tmp_path):
-    """A folder, a CSV, tars and Parquet: fifteen pictures, four of them of no use."""
+    """A folder, a CSV, tars and Parquet: fifteen images, four of them of no use."""
     (tmp_path / "folder").mkdir()
     for number in range(3):
         (tmp_path / f"folder/{number}.png").write_bytes(png(number))
@@ -25,7 +25,7 @@ def sources(tmp_path):
     wide = io.BytesIO()
     Image.new("L", (12, 8), 77).save(wide, "png")
     good = [("a.png", png(3)), ("a.json", b'["three", "a three"]')]
-    bad = [("b.png", png(4)[:50]), ("b.txt", b"four"), ("c.txt", b"no picture")]
+    bad = [("b.png", png(4)[:50]), ("b.txt", b"four"), ("c.txt", b"no image")]
     write_tar(tmp_path / "tars/0.tar", [*good, *bad])
     write_tar(tmp_path / "tars/1.tar", [("d.png", wide.getvalue()), ("d.txt", b"wide")])
     snapshot(tmp_path / "table", "a.parquet", range(5, 11))

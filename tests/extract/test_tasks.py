@@ -17,16 +17,16 @@ from bigdit.store import FeatureStore
 PARTS = 12
 
 
-def configured(pictures, features, *more):
-    run = load_run(DIGITS, [f"data.images={pictures}", f"data.features={features}", "data.part_size=20", *more])
+def configured(images, features, *more):
+    run = load_run(DIGITS, [f"data.images={images}", f"data.features={features}", "data.part_size=20", *more])
     return run, model_spec(run.model)
 
 
 @pytest.fixture(scope="module")
-def here(pictures, tmp_path_factory):
+def here(images, tmp_path_factory):
     """The parts that processes of this machine make."""
     folder = tmp_path_factory.mktemp("here") / "features"
-    extract(*configured(pictures, folder), workers=1)
+    extract(*configured(images, folder), workers=1)
     return parts(folder)
 
 
@@ -36,10 +36,10 @@ def parts(folder):
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_an_array_makes_the_same_parts(pictures, here, tmp_path):
+def test_an_array_makes_the_same_parts(images, here, tmp_path):
     """submitit's local executor starts the tasks that SLURM would, as processes of this machine."""
     folder = tmp_path / "f"
-    settings = with_set([f"data.images={pictures}", f"data.features={folder}", "data.part_size=20"])
+    settings = with_set([f"data.images={images}", f"data.features={folder}", "data.part_size=20"])
     options = ["--engine", "slurm", "--tasks", "2", "--workers", "1", "--resource", "cluster=local"]
     done = bigdit("extract", "--config", DIGITS, *settings, *options)
     assert done.returncode == 0, done.stderr
@@ -49,21 +49,21 @@ def test_an_array_makes_the_same_parts(pictures, here, tmp_path):
     assert len(list((folder / "speed").iterdir())) <= 2
     assert list((folder / "workers").iterdir()) == []
     assert len(FeatureStore.open(folder).schema.ranges()) == PARTS
-    again = extract(*configured(pictures, folder), engine=Slurm(2, {"cluster": "local"}))
+    again = extract(*configured(images, folder), engine=Slurm(2, {"cluster": "local"}))
     assert (again.parts, again.workers) == (0, [])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_task_that_fails_is_one_line(pictures, tmp_path):
-    """The pictures change between submission and start."""
+def test_a_task_that_fails_is_one_line(images, tmp_path):
+    """The images change between submission and start."""
 
     def changed(job, source):
         data = job.data.model_copy(update={"images": (SourceConfig(path=tmp_path / "none"),)})
         Slurm(1, {"cluster": "local"})(replace(job, data=data), source)
 
     with pytest.raises(UserError) as error:
-        extract(*configured(pictures, tmp_path / "f"), engine=changed)
+        extract(*configured(images, tmp_path / "f"), engine=changed)
     (problem,) = error.value.problems
     assert problem.startswith("1 of 1 task failed, the first: ")
     assert "none does not exist" in problem
@@ -76,26 +76,26 @@ def test_an_interrupted_task_is_queued_again_as_it_is():
     assert task.checkpoint().function is task
 
 
-def test_what_an_engine_lacks_is_said_before_encoding(pictures, tmp_path, monkeypatch):
+def test_what_an_engine_lacks_is_reported_before_encoding(images, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="--engine slurm: sbatch was not found on this machine; run this on a SLURM"):
-        extract(*configured(pictures, tmp_path / "f"), engine=Slurm(1, {}))
+        extract(*configured(images, tmp_path / "f"), engine=Slurm(1, {}))
     with pytest.raises(UserError, match=r"--resource: submitit rejects it: .*partiton"):
-        extract(*configured(pictures, tmp_path / "f"), engine=Slurm(1, {"cluster": "local", "partiton": "gpu"}))
+        extract(*configured(images, tmp_path / "f"), engine=Slurm(1, {"cluster": "local", "partiton": "gpu"}))
     with pytest.raises(UserError, match="cluster=lsf is neither slurm nor local"):
-        extract(*configured(pictures, tmp_path / "f"), engine=Slurm(1, {"cluster": "lsf"}))
+        extract(*configured(images, tmp_path / "f"), engine=Slurm(1, {"cluster": "lsf"}))
     with pytest.raises(UserError, match=r"--resource: a Ray task has no option num_gpu; did you mean num_gpus"):
-        extract(*configured(pictures, tmp_path / "f"), engine=Ray(1, {"num_gpu": 1}))
+        extract(*configured(images, tmp_path / "f"), engine=Ray(1, {"num_gpu": 1}))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_ray_cluster_makes_the_same_parts(pictures, here, tmp_path, monkeypatch):
+def test_a_ray_cluster_makes_the_same_parts(images, here, tmp_path, monkeypatch):
     """A real cluster of this machine alone, which ray starts and ends."""
     monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    report = extract(*configured(pictures, tmp_path / "f"), workers=1, engine=Ray(2, {}))
+    report = extract(*configured(images, tmp_path / "f"), workers=1, engine=Ray(2, {}))
     assert parts(tmp_path / "f") == here
     assert sum(worker.parts for worker in report.workers) >= PARTS
     pids = {int(worker.worker.rsplit("_", 5)[3]) for worker in report.workers}

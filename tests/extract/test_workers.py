@@ -33,7 +33,7 @@ COUNT = 48
 
 @pytest.fixture(scope="module")
 def noise(tmp_path_factory):
-    """Pictures large enough that encoding takes a while."""
+    """Images large enough that encoding takes a while."""
     folder = tmp_path_factory.mktemp("noise")
     random = np.random.default_rng(0)
     for i in range(COUNT):
@@ -68,7 +68,7 @@ def test_two_workers_write_what_one_writes(noise, one_worker, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_killed_worker_is_an_error_and_the_same_call_goes_on(noise, one_worker, tmp_path):
+def test_a_killed_worker_is_an_error_and_the_same_call_continues(noise, one_worker, tmp_path):
     folder = tmp_path / "features"
     raised = []
 
@@ -196,7 +196,7 @@ def test_another_run_is_refused_in_one_line(noise, one_worker):
     assert "text_encoder.weights is " in problem
 
 
-def test_what_does_not_fit_together_is_said_before_encoding(noise, tmp_path):
+def test_what_does_not_fit_together_is_reported_before_encoding(noise, tmp_path):
     run, model = configured(noise, tmp_path / "x", "data.buckets=[[127, 128]]")
     wider = model.model_copy(update={"kwargs": {"in_channels": 16, "caption_channels": 2304}})
     with pytest.raises(UserError) as error:

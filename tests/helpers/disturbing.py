@@ -30,8 +30,8 @@ class Command:
         words, self.log, self._watched = [str(BIN / "bigdit"), *map(str, arguments)], log, watched
         print(*words[1:2], *words[-2:])  # pytest shows it where a round fails
         own = environment_with(dict([TAG.split("="), ("BIGDIT_RECEIPTS", str(log.parent / "receipts"))]))
-        with open(log, "w") as said:
-            files = {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": said}
+        with open(log, "w") as printed:
+            files = {"stdin": subprocess.DEVNULL, "stdout": printed, "stderr": printed}
             start = warm.Executed if cold else warm.Popen
             self.process = start(words, env=own, cwd=ROOT, **files, start_new_session=True)
 
@@ -69,11 +69,11 @@ class Command:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"no end within {LIMIT_S:g} s: {self.text()[-3000:]}") from None
         _ = alone and none_left()
-        said = f"status {status}: {self.text()[-3000:]}"
+        printed = f"status {status}: {self.text()[-3000:]}"
         lines = sum(line.startswith("error: ") for line in self.text().splitlines())
-        assert not any(bug in said for bug in BUGS), said
-        assert status in (statuses or [status]), said
-        assert bool(refused(status)) <= lines <= (most if refused(status) else 0), said
+        assert not any(bug in printed for bug in BUGS), printed
+        assert status in (statuses or [status]), printed
+        assert bool(refused(status)) <= lines <= (most if refused(status) else 0), printed
         return status
 
 

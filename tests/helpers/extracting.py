@@ -1,4 +1,4 @@
-"""Extractions of a folder of pictures by this process, and what they leave."""
+"""Extractions of a folder of images by this process, and what they leave."""
 
 from commands import DIGITS
 

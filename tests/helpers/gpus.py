@@ -1,4 +1,4 @@
-"""Scripts run on emulated cards, in the environment that has the CUDA build of torch."""
+"""Scripts run on emulated GPUs, in the environment that has the CUDA build of torch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _LIBRARIES = build.cache_folder()
 
 
 def empty_cache(folder: Path) -> Path:
-    """A cache where nothing is kept but the emulated card's libraries, which are built once for all tests."""
+    """A cache where nothing is kept but the emulated GPU's libraries, which are built once for all tests."""
     _LIBRARIES.mkdir(parents=True, exist_ok=True)
     folder.mkdir(exist_ok=True)
     (folder / _LIBRARIES.name).symlink_to(_LIBRARIES)
@@ -63,10 +63,10 @@ def request(strategy: str, micro_batch_size: int = 2, model: CatalogModel = SMAL
 
 def recorded_as_attempted(requests: Mapping[str, StepRequest], folder: Path) -> dict[str, Profile]:
     """Recorded runs that take what attempts take, in each phase; every byte has its category there."""
-    with pytest.MonkeyPatch.context() as patch, EmulatedGpus(A40, 2) as cards, ThreadPoolExecutor(2) as aside:
+    with pytest.MonkeyPatch.context() as patch, EmulatedGpus(A40, 2) as gpus, ThreadPoolExecutor(2) as aside:
         patch.setenv("BIGDIT_CACHE", str(empty_cache(folder)))
-        attempts = dict(zip(requests, aside.map(cards.attempt, requests.values()), strict=True))
-        profiles = dict(zip(requests, aside.map(cards.profile, requests.values()), strict=True))
+        attempts = dict(zip(requests, aside.map(gpus.attempt, requests.values()), strict=True))
+        profiles = dict(zip(requests, aside.map(gpus.profile, requests.values()), strict=True))
     for name, found in profiles.items():
         bare = {phase: each.peak_bytes for phase, each in attempts[name].phases.items()}
         assert {each.phase: each.peak_bytes for each in found.ledger.phases} == bare, name
@@ -75,22 +75,22 @@ def recorded_as_attempted(requests: Mapping[str, StepRequest], folder: Path) -> 
     return profiles
 
 
-def on_card(gpu: str, script: str, cards: int = 1, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run python code in a process with emulated cards."""
-    environment = os.environ | emulated_environment(catalog.resolve_gpu(gpu), cards) | variables
+def on_gpu(gpu: str, script: str, gpus: int = 1, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run python code in a process with emulated GPUs."""
+    environment = os.environ | emulated_environment(catalog.resolve_gpu(gpu), gpus) | variables
     command = [str(cuda_python()), "-W", "ignore", "-c", textwrap.dedent(script)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT_S)
 
 
-def answers(gpu: str, script: str, cards: int = 1, **variables: str) -> Any:
+def answers(gpu: str, script: str, gpus: int = 1, **variables: str) -> Any:
     """What the script prints as JSON in its last line; a script that fails fails the test, with what it said."""
-    done = on_card(gpu, script, cards, **variables)
+    done = on_gpu(gpu, script, gpus, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def on_cards(gpu: str, folder: Path, script: str, *arguments: str, processes: int = 2) -> list[Any]:
-    """Run python code under torchrun, a process a card; what each rank left by `leave(value)`, in their order."""
+def on_gpus(gpu: str, folder: Path, script: str, *arguments: str, processes: int = 2) -> list[Any]:
+    """Run python code under torchrun, a process a GPU; what each rank left by `leave(value)`, in their order."""
     file = folder / "script.py"
     file.write_text(_LEAVE + textwrap.dedent(script))
     with shared_state() as state:

@@ -26,7 +26,7 @@ def plan_of(strategy=SINGLE, *, kwargs=None, **found):
 
 
 def made_up(model, batch, strategy, *, gpus_per_node=8, verdict="FITS", expandable_segments=False):
-    """A plan for A40s, of pictures twice as high and wide as their latents."""
+    """A plan for A40s, of images twice as high and wide as their latents."""
     height, width = (2 * side for side in batch.latents[-2:])
     return PlanFile(
         model=model,

@@ -10,7 +10,7 @@ from rich.console import Console
 from bigdit import catalog
 from bigdit.config.plan_file import LargestMicroBatch
 from bigdit.errors import versions
-from bigdit.memory.process import ByteRange, beside_training
+from bigdit.memory.process import ByteRange, non_torch_memory_of
 from bigdit.profile.attempt import request_for
 from bigdit.profile.gpus import EmulatedGpus
 from bigdit.report.plan import show
@@ -46,8 +46,8 @@ def strategy(**changes: Any) -> Strategy:
     return Strategy(**(usual | changes))
 
 
-def _beside(gpu: catalog.Gpu) -> ByteRange:
-    return beside_training(strategy(), gpu.compute_capability, gpu.multiprocessors)
+def _non_torch(gpu: catalog.Gpu) -> ByteRange:
+    return non_torch_memory_of(strategy(), gpu.compute_capability, gpu.multiprocessors)
 
 
 @functools.cache
@@ -55,10 +55,10 @@ def made_plan() -> Plan:
     """Sana-1600M on one A40 at 1024 × 1024: recorded; the other strategies, speeds and the data set are made up."""
     model, gpu = catalog.model("sana-1600m"), catalog.gpu("a40")
     # Two micro-batches show all that thirty-two do.
-    with EmulatedGpus(gpu, 1) as cards:
-        found = cards.profile(request_for(model, gpu, strategy(grad_accum_steps=2)))
+    with EmulatedGpus(gpu, 1) as gpus:
+        found = gpus.profile(request_for(model, gpu, strategy(grad_accum_steps=2)))
     margin = Margin(share=0.03, source="9 engines on a GPU like this one")
-    process = process_of(found.peak_reserved_bytes, _beside(gpu), margin)
+    process = process_of(found.peak_reserved_bytes, _non_torch(gpu), margin)
     host = host_need(found.host_timeline, found.checkpoint_bytes, Cluster())
     step = StepTime(seconds=interval(28.4, 37.1), parts={"compute": interval(26.0, 32.2), "memory": interval(2.4, 4.9)})
     chosen = Estimate(
@@ -69,7 +69,7 @@ def made_plan() -> Plan:
         phases={phase.phase: phase.peak_bytes for phase in found.ledger.phases},
         peak_allocated_bytes=found.ledger.peak_allocated_bytes,
         peak_reserved_bytes=found.peak_reserved_bytes,
-        non_torch=_beside(gpu),
+        non_torch=_non_torch(gpu),
         process=process,
         verdict="FITS",
         headroom_bytes=gpu.usable_bytes - process.high_bytes,
@@ -141,7 +141,7 @@ def made_plan() -> Plan:
 
 
 def curve(chosen: Estimate, share: float) -> dict[int, int]:
-    """A line that is flat while the step decides, and then rises by a `share` of what a picture takes here."""
+    """A line that is flat while the step decides, and then rises by a `share` of what an image takes here."""
     sizes = (1, 2, 4, 6, 8, 12, 16, 24, 32)
     flat, peak = chosen.phases["step"] + GIB, chosen.process.high_bytes
     each = share * (peak - 21 * GIB) / chosen.strategy.micro_batch_size
@@ -221,16 +221,16 @@ WATERFALL = (
 
 
 def unfitting_plan() -> Plan:
-    """The same on a card of 16 GB: what is nearest does not fit, and what would."""
+    """The same on a GPU of 16 GB: what is nearest does not fit, and what would."""
     plan = made_plan()
     gpu = catalog.gpu("rtx-4080")
     reserved = plan.chosen.peak_reserved_bytes
-    taken = process_of(reserved, _beside(gpu), plan.margin)
+    taken = process_of(reserved, _non_torch(gpu), plan.margin)
     chosen = plan.chosen.model_copy(
         update={
             "verdict": "DOES NOT FIT",
             "peak_reserved_bytes": reserved,
-            "non_torch": _beside(gpu),
+            "non_torch": _non_torch(gpu),
             "process": taken,
             "headroom_bytes": gpu.usable_bytes - taken.high_bytes,
             "reason": "the nearest to fitting of all that keep the numbers of AdamW",
@@ -253,7 +253,7 @@ def unfitting_plan() -> Plan:
 
 
 def sharded_plan(world_size: int = 32) -> Plan:
-    """The same by ZeRO-2 with an average on the host, on four machines; the ledger stays that of one card."""
+    """The same by ZeRO-2 with an average on the host, on four machines; the ledger stays that of one GPU."""
     from bigdit.config.load import parse_strategy
 
     plan = made_plan()

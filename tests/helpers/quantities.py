@@ -37,7 +37,7 @@ def quantities(text: str) -> set[Quantity]:
 
 
 def visible(text: str) -> str:
-    """What a page shows but for its pictures, which have scales of their own."""
+    """What a page shows but for its images, which have scales of their own."""
     text = re.sub(r"<(svg|style|script).*?</\1>", "", text, flags=re.DOTALL)
     return html.unescape(re.sub("<[^>]+>", " ", text))
 

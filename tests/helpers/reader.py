@@ -1,4 +1,4 @@
-"""The folders of people who follow the pages: pictures, and runs of theirs as small as can be."""
+"""The folders of people who follow the pages: images, and runs of theirs as small as can be."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ while True:
 """In the place of diffusers' example, whose weights are laid out as for that one."""
 
 
-def reader_folder(folder, pictures):
+def reader_folder(folder, images):
     """`images`, `my.yaml` with features/my and runs/my, `run.yaml`, which has two stages, and RECIPES."""
     folder.mkdir()
-    (folder / "images").symlink_to(pictures)
+    (folder / "images").symlink_to(images)
     (folder / "train_dreambooth_lora_sana.py").write_text(SCRIPT)
     my = _run(*SET, "data.features=features/my", "output=runs/my")
     stages = [{"data": {"features": "features/my"}, "train": {"steps": steps}} for steps in (2, 3)]
@@ -91,13 +91,13 @@ def planned_folder(folder, reader):
     return folder
 
 
-def classes_folder(folder, pictures):
-    """`my.yaml` of a model of two classes, whose pictures lie in a folder a class."""
+def classes_folder(folder, images):
+    """`my.yaml` of a model of two classes, whose images lie in a folder a class."""
     names = ("n01440764", "n01443537")
     for name in names:
         (folder / "classes" / name).mkdir(parents=True)
-    for number, picture in enumerate(sorted(Path(pictures).glob("*.png"))[:32]):
-        shutil.copy(picture, folder / "classes" / names[number % 2])
+    for number, image in enumerate(sorted(Path(images).glob("*.png"))[:32]):
+        shutil.copy(image, folder / "classes" / names[number % 2])
     my = _run(
         *("model.kwargs.hidden_size=16", "model.kwargs.depth=1", "model.kwargs.num_classes=2"),
         *("train.steps=2", "train.warmup_steps=0", "strategy.micro_batch_size=8", "data.part_size=null"),
@@ -126,7 +126,7 @@ def videos_folder(folder, *changed):
 
 
 def first_frames_folder(folder):
-    """The same of videos that begin with a picture, and one to begin with."""
+    """The same of videos that begin with an image, and one to begin with."""
     videos_folder(folder, "model.kwargs.in_channels=2049", "encoders.first_frame={}")  # both latents, and the mask
     Image.new("RGB", (32, 32), "orange").save(folder / "fox.png")
     return folder

@@ -1,4 +1,4 @@
-"""Stores of random features, without pictures or encoders, and streams of batches from them."""
+"""Stores of random features, without images or encoders, and streams of batches from them."""
 
 from contextlib import closing
 from dataclasses import dataclass, replace

@@ -63,9 +63,9 @@ def _difference(found: Timeline, real: Timeline, name: str) -> str:
     parts = [each[at : at + SHOWN] for each in (ours, theirs)]
     if name == "events":
         phase = next((span.phase for span in real.spans if span.start <= at < span.stop), "?")
-        said = [
+        printed = [
             ", ".join(f"{event} ({each.blocks[abs(event) - 1].label})" for event in part)
             for each, part in zip((found, real), parts, strict=True)
         ]
-        return f"from event {at} of {len(real.events)}, in {phase}, on; found {said[0]}; real {said[1]}"
+        return f"from event {at} of {len(real.events)}, in {phase}, on; found {printed[0]}; real {printed[1]}"
     return f"from number {at} on; found {parts[0]}; real {parts[1]}"

@@ -18,7 +18,7 @@ from bigdit.loader.order import draw
 from bigdit.loader.stages import data_state, plan_order
 from bigdit.loader.stream import BatchReader
 from bigdit.profile.steps import batch as profiled_batch
-from bigdit.profile.steps import feed
+from bigdit.profile.steps import step_batches
 from bigdit.store import FeatureStore
 from bigdit.store.part import part_path
 from bigdit.store.text import Text, dequantise, quantise
@@ -133,7 +133,7 @@ def test_captions_are_drawn_by_their_weights(tmp_path):
     assert 255 < found[1] < 345  # 300 of 400, five deviations
 
 
-def test_latents_are_drawn_anew_from_mean_and_deviation(tmp_path):
+def test_latents_are_drawn_again_from_mean_and_deviation(tmp_path):
     truth = make_store(tmp_path / "store", count=8, deviation=True)
     store = FeatureStore.open(tmp_path / "store")
     reader = BatchReader(store, 2, 0.0, pinned=False)
@@ -182,7 +182,7 @@ def test_a_bit_that_flips_while_training_ends_it_with_the_part(tmp_path):
         list(stream.steps(0, 10))
 
 
-def test_added_data_enters_with_the_next_epoch_and_is_told(tmp_path):
+def test_added_data_enters_with_the_next_epoch_and_is_reported(tmp_path):
     root = tmp_path / "store"
     make_store(root, 40)
     store = FeatureStore.open(root)
@@ -208,7 +208,7 @@ def test_added_data_enters_with_the_next_epoch_and_is_told(tmp_path):
         plan_order(store, 4, 0, {"seed": 0}, 13, tmp_path)
 
 
-def test_small_buckets_are_told_of(tmp_path):
+def test_small_buckets_are_reported_of(tmp_path):
     make_store(tmp_path / "store", 40)
     _, notices = plan_order(FeatureStore.open(tmp_path / "store"), 16, 0, None, 0, tmp_path)
     assert notices == [
@@ -266,7 +266,7 @@ def test_the_host_memory_that_is_predicted_is_what_the_loader_takes(tmp_path, mo
     shape = BatchShape(latents=(4, 64, 64), latents_dtype="bf16", text=(64, 512))
     one = sum(tensor.nbytes for tensor in profiled_batch(shape, strategy).tensors())
     live = []
-    fed = feed(lambda: profiled_batch(shape, strategy), strategy, pin=False, seen=live.append)
+    fed = step_batches(lambda: profiled_batch(shape, strategy), strategy, pin=False, on_batch=live.append)
     next(fed)
     predicted = sum(tensor.nbytes for batch in live for tensor in batch.tensors())
     assert predicted == (ahead + 1) * one

@@ -85,7 +85,7 @@ def test_large_stores_are_gone_through_a_piece_at_a_time(monkeypatch):
     assert len({part for _, part, _ in whole}) > 20
 
 
-def test_a_run_goes_on_with_what_it_held_out_alone(tmp_path):
+def test_a_run_continues_with_what_it_held_out_alone(tmp_path):
     make_store(tmp_path / "store")
     store = FeatureStore.open(tmp_path / "store")
     order, _ = plan_order(store, 4, 0, None, 0, tmp_path, 6)

@@ -84,7 +84,7 @@ ONLINE_AND_NOT = {"cached": (), "online": ONLINE}
 
 @pytest.fixture(scope="module")
 def captioned(tmp_path_factory):
-    """Eleven pictures of several sizes, of which one has two captions, and some have the same one."""
+    """Eleven images of several sizes, of which one has two captions, and some have the same one."""
     folder = tmp_path_factory.mktemp("captioned")
     for number in range(10):
         caption = tiny_pipelines.CAPTIONS[number % 3 * 3] + (' that reads "CAT"' if number % 2 else "")
@@ -95,8 +95,8 @@ def captioned(tmp_path_factory):
     return folder
 
 
-def written(folder, name, pictures):
-    """The config of a run over the pictures, in `folder`, beside its encoders."""
+def written(folder, name, images):
+    """The config of a run over the images, in `folder`, beside its encoders."""
     class_name, kwargs, vae = (CASES | VIDEOS)[name]
     torch.manual_seed(0)
     (tiny_vaes.VIDEO_VAES if name in VIDEOS else tiny_vaes.VAES)[vae][0]().save_pretrained(folder / "vae")
@@ -105,7 +105,7 @@ def written(folder, name, pictures):
     config = {
         "model": {"class_name": class_name, "kwargs": kwargs},
         "data": {
-            "images": str(pictures),
+            "images": str(images),
             "features": str(folder / "features"),
             "buckets": [[16, 16]],
             "part_size": 4,
@@ -179,7 +179,7 @@ def test_two_processes_encode_a_share_each(sd3, tmp_path):
     assert found == pytest.approx(single, rel=2e-2)
 
 
-def test_a_run_by_epochs_counts_its_pictures(sd3, tmp_path, capsys):
+def test_a_run_by_epochs_counts_its_images(sd3, tmp_path, capsys):
     path, cached = sd3
     lines = [*ONLINE, "train.steps=null", "train.epochs=2"]
     assert all(torch.equal(each, cached[name]) for name, each in trained(path, tmp_path / "run", *lines).items())
@@ -194,8 +194,8 @@ def filmed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("filmed")
     for video in range(7):
         for frame in range(9):
-            picture = tiny_sources.gradient(16 + frame, 20 - video)
-            tiny_sources.save(folder / f"{video}" / f"{frame}.png", None, picture)
+            image = tiny_sources.gradient(16 + frame, 20 - video)
+            tiny_sources.save(folder / f"{video}" / f"{frame}.png", None, image)
         (folder / f"{video}.txt").write_text(tiny_pipelines.CAPTIONS[2 * video % 5 // 2 * 2])
     return folder
 
@@ -260,7 +260,7 @@ def assert_same(path, *overrides):
 
 def test_what_is_not_taken_online_is_refused(sd3, tmp_path, captioned):
     path, _ = sd3
-    said = {
+    printed = {
         "data.buckets=[[16, 16], [16, 24]]": "data.buckets has 2: the bucket of an image is known only after all were "
         "read",
         "validation.samples=2": "validation needs samples of a store",
@@ -270,7 +270,7 @@ def test_what_is_not_taken_online_is_refused(sd3, tmp_path, captioned):
         "encoders.first_frame={}": "encoders.first_frame needs a store",
         "stages=[{train: {steps: 1}}, {train: {steps: 2}}]": "it is of a run without stages",
     }
-    for override, problem in said.items():
+    for override, problem in printed.items():
         with pytest.raises(UserError) as error:
             prepare_stages(load_stages(path, [*ONLINE, override]))
         assert any(problem in line for line in error.value.problems), (override, error.value.problems)

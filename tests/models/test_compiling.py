@@ -44,14 +44,14 @@ def counted():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("said", [{}, AROUND | {"precision": "bf16"}], ids=["alone", "all of it"])
-def test_compiled_blocks_learn_as_others_do_and_share_their_graphs(said, counted):
+@pytest.mark.parametrize("printed", [{}, AROUND | {"precision": "bf16"}], ids=["alone", "all of it"])
+def test_compiled_blocks_learn_as_others_do_and_share_their_graphs(printed, counted):
     """To the rounding of sums that are taken in another order. Of four blocks two graphs: the first is fed images
     that lie otherwise in memory than what a block gives."""
-    said = {"precision": "fp32"} | said
-    plain = losses(Strategy(**said))
+    printed = {"precision": "fp32"} | printed
+    plain = losses(Strategy(**printed))
     assert counted["unique_graphs"] == 0
-    assert losses(Strategy(compile_blocks=True, **said)) == pytest.approx(plain, rel=1e-5)
+    assert losses(Strategy(compile_blocks=True, **printed)) == pytest.approx(plain, rel=1e-5)
     assert counted["unique_graphs"] == 2
 
 
@@ -62,9 +62,9 @@ def test_a_profiled_step_is_of_blocks_as_they_are_written():
         StepRequest(model=SANA, batch=SHAPE, strategy=Strategy(compile_blocks=switch, checkpointed_blocks=1))
         for switch in (False, True)
     )
-    with EmulatedGpus(A40, 1) as cards:
-        assert cards.attempt(compiled).memory == cards.attempt(plain).memory
-        assert cards.profile(compiled).ledger == cards.profile(plain).ledger
+    with EmulatedGpus(A40, 1) as gpus:
+        assert gpus.attempt(compiled).memory == gpus.attempt(plain).memory
+        assert gpus.profile(compiled).ledger == gpus.profile(plain).ledger
 
 
 def test_a_plan_and_a_profile_say_that_they_are_of_blocks_as_they_are_written():
@@ -89,7 +89,7 @@ def test_a_block_that_cannot_be_compiled_is_a_line():
 
 
 @pytest.mark.parametrize(
-    ("said", "problem"),
+    ("printed", "problem"),
     [
         (
             {"engine": "deepspeed", "ds_config": {}},
@@ -107,9 +107,9 @@ def test_a_block_that_cannot_be_compiled_is_a_line():
         ({"lora": LoraSpec(dora=True)}, "compile_blocks was not tried with lora.dora; use LoRA with lora.base bf16"),
     ],
 )
-def test_what_was_not_tried_is_refused(said, problem):
+def test_what_was_not_tried_is_refused(printed, problem):
     with pytest.raises(ValueError, match="compile_blocks") as refused:
-        Strategy(compile_blocks=True, **said)
+        Strategy(compile_blocks=True, **printed)
     assert problem in str(refused.value)
 
 

@@ -222,7 +222,7 @@ def test_blocks_are_all_lists_of_blocks_in_the_order_of_the_forward_pass(class_n
 @pytest.mark.parametrize("class_name", TINY)
 def test_the_catalogue_names_the_same_inputs(class_name: str) -> None:
     fed = Fed(class_name)
-    assert tuple(fed.family.extras(fed.model)) == FAMILIES[class_name].fed
+    assert tuple(fed.family.extras(fed.model)) == FAMILIES[class_name].further_inputs
 
 
 def test_packing_is_undone_and_positions_run_row_by_row() -> None:

@@ -55,7 +55,7 @@ def unpacked(layer):
 
 
 @pytest.mark.parametrize("base", ["bf16", "int8", "nf4"])
-def test_magnitudes_learn_beside_the_adapters_and_start_as_the_base(base):
+def test_magnitudes_learn_next_to_the_adapters_and_start_as_the_base(base):
     """A magnitude for each row of an adapted weight; with adapters of zero the prediction is the base's."""
     plain, dora = (
         Strategy(lora=LoraSpec(rank=4, base=base, dora=dora), optimizer=OptimizerSpec(lr=1e-2))
@@ -168,7 +168,7 @@ def test_adapters_are_trained_kept_resumed_and_read_by_diffusers(tmp_path, featu
 
 
 @pytest.mark.slow
-def test_other_adapters_start_anew_elsewhere(tmp_path, features, trained):
+def test_other_adapters_start_again_elsewhere(tmp_path, features, trained):
     """Whatever changes, the error says what works; adapters alone are no weights to start from."""
     base = trained / "exports/step-00000008/transformer"
     settings = ("strategy.lora={rank: 4, alpha: 8}", f"model.init_from={base}", "train.checkpoint_every=2")

@@ -45,14 +45,14 @@ def as_slices():
 
 
 @pytest.mark.parametrize(
-    "said",
+    "printed",
     [{}, {"checkpointed_blocks": 2}, {"checkpointed_blocks": "all", "checkpointing": "selective"}],
     ids=str,
 )
-def test_flux_learns_the_same_to_the_bit_and_no_gradient_is_put_into_zeros(said, as_slices):
+def test_flux_learns_the_same_to_the_bit_and_no_gradient_is_put_into_zeros(printed, as_slices):
     """Three single-stream blocks cut what they return in two; of the last one's the text is used by nobody."""
     expected, slices = as_slices
-    found, joined = gradients(*equipped(Strategy(precision="fp32", **said), FLUX))
+    found, joined = gradients(*equipped(Strategy(precision="fp32", **printed), FLUX))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert (slices[aten.slice_backward.default], joined[aten.slice_backward.default]) == (5, 0)

@@ -305,7 +305,7 @@ def numbers(row):
     return {key: value for key, value in row.items() if "loss" in key or key == "grad_norm"}
 
 
-ON_CARD = """
+ON_GPU = """
 import dataclasses, json, os, sys, torch
 sys.path[:0] = os.environ["HELPERS"].split(":")
 from stepping import equipped, one_batch
@@ -313,7 +313,7 @@ from bigdit import engines
 from bigdit.dist import World
 from bigdit.strategy import LoraSpec, ModelSpec, Strategy
 
-for kernels in ("flash", "mem_efficient", "cudnn"):  # of whose results an emulated card computes none
+for kernels in ("flash", "mem_efficient", "cudnn"):  # of whose results an emulated GPU computes none
     getattr(torch.backends.cuda, f"enable_{kernels}_sdp")(False)
 device, found = torch.device("cuda", 0), []
 spec = ModelSpec.model_validate_json(os.environ["SPEC"])
@@ -331,7 +331,7 @@ for count in (0, 4):
     found.append({
         "predictions": [each.tolist() for each in predictions],
         "pinned": sum(weight.is_pinned() for weight in weights),
-        "on card": sum(weight.is_cuda for weight in weights),
+        "on the GPU": sum(weight.is_cuda for weight in weights),
     })
 print(json.dumps(found))
 """
@@ -340,9 +340,9 @@ print(json.dumps(found))
 @pytest.mark.slow
 def test_a_gpu_computes_the_same_with_weights_that_wait_in_pinned_memory():
     """An emulated one, which computes small tensors, as this model's are: before and after a backward pass."""
-    plain, swapped = answers("a40", ON_CARD, HELPERS=HELPERS, SPEC=DEEP.model_dump_json())
+    plain, swapped = answers("a40", ON_GPU, HELPERS=HELPERS, SPEC=DEEP.model_dump_json())
     first, second = (torch.tensor(each) for each in plain["predictions"])
     assert (first - second).abs().max() > 0.1
     assert plain["predictions"] == swapped["predictions"]
     assert plain["pinned"] == 0 < swapped["pinned"]
-    assert plain["on card"] == swapped["on card"] + swapped["pinned"]
+    assert plain["on the GPU"] == swapped["on the GPU"] + swapped["pinned"]

@@ -125,6 +125,6 @@ def test_a_folder_that_cannot_be_read_is_one_line(tmp_path, spoiled):
         (tmp_path / "config.json").unlink()
     with pytest.raises(
         UserError, match=f"^{tmp_path} does not hold diffusers weights of SD3Transformer2DModel: ."
-    ) as said:
+    ) as printed:
         models.load(SPEC, tmp_path, dtype=torch.float32)
-    assert "\n" not in str(said.value)
+    assert "\n" not in str(printed.value)

@@ -9,7 +9,7 @@ from bigdit.errors import UserError
 from bigdit.objective_spec import DdpmSpec, FlowMatchingSpec
 from bigdit.objectives.schedule import alphas_cumprod
 
-PICTURE = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+IMAGE = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
 NOISE = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(1))
 
 
@@ -26,8 +26,8 @@ def knowing(objective, asked, *, variance):
         asked.append(round(timestep))
         signal = alphas_cumprod(objective)[round(timestep)]
         alpha, sigma = signal**0.5, (1 - signal) ** 0.5
-        noise = (latents - alpha * PICTURE) / sigma
-        known = {"epsilon": noise, "v": alpha * noise - sigma * PICTURE, "x0": PICTURE}[objective.prediction]
+        noise = (latents - alpha * IMAGE) / sigma
+        known = {"epsilon": noise, "v": alpha * noise - sigma * IMAGE, "x0": IMAGE}[objective.prediction]
         return torch.cat([known, torch.full_like(known, 9.0)], dim=1) if variance else known
 
     return predict
@@ -51,7 +51,7 @@ def test_every_sampler_ends_at_the_image(objective, sampler):
         asked = []
         predict = knowing(objective, asked, variance=variance)
         found = objectives.sample(objective, sampler, predict, NOISE, 10, 16)
-        assert torch.allclose(found, PICTURE, atol=2e-3)
+        assert torch.allclose(found, IMAGE, atol=2e-3)
         assert (asked[0], len(asked)) == (objective.timesteps - 1, 10)
         assert asked == sorted(asked, reverse=True)
 
@@ -64,10 +64,10 @@ def test_every_sampler_of_a_flow_ends_at_the_image(sampler, shift, steps):
 
     def predict(latents, t):
         asked.append(t[0].item())
-        return (latents - PICTURE) / t[0]
+        return (latents - IMAGE) / t[0]
 
     found = objectives.sample(FlowMatchingSpec(shift=shift), sampler, predict, NOISE, steps, 16)
-    assert torch.allclose(found, PICTURE, atol=1e-3)
+    assert torch.allclose(found, IMAGE, atol=1e-3)
     assert asked[0] == (pytest.approx(1, abs=2e-6) if sampler == "unipc" else 1)  # diffusers' own begins 1e-6 below
     assert asked == sorted(asked, reverse=True)
     assert len(asked) == (2 * steps - 1 if sampler == "heun" else steps)
@@ -111,7 +111,7 @@ def test_a_flow_follows_its_scheduler_to_the_bit(sampler, scheduler, steps):
 @pytest.mark.parametrize(
     ("sampler", "scheduler"),
     [
-        ("ddim", lambda **said: diffusers.DDIMScheduler(clip_sample=False, **said)),
+        ("ddim", lambda **printed: diffusers.DDIMScheduler(clip_sample=False, **printed)),
         ("dpmsolver++", diffusers.DPMSolverMultistepScheduler),
         ("unipc", diffusers.UniPCMultistepScheduler),
     ],
@@ -164,7 +164,7 @@ def test_samplers_of_second_order_come_nearer_than_euler_in_as_many_calls():
         ),
     ],
 )
-def test_what_does_not_go_together_is_said(objective, sampler, steps, error):
+def test_what_does_not_go_together_is_reported(objective, sampler, steps, error):
     with pytest.raises(UserError) as caught:
         objectives.sample(objective, sampler, lambda latents, t: latents, NOISE, steps, 16)
     assert caught.value.problems == (error,)

@@ -9,8 +9,8 @@ from bigdit.objectives import scheduler_config
 from bigdit.objectives.schedule import alphas_cumprod
 
 
-def made(objective, class_name, **said):
-    config = scheduler_config(objective, class_name, said)
+def made(objective, class_name, **printed):
+    config = scheduler_config(objective, class_name, printed)
     assert isinstance(config, dict), config
     return getattr(diffusers, class_name).from_config(config)
 
@@ -59,5 +59,5 @@ def test_flux_is_shifted_by_its_tokens():
         ),
     ],
 )
-def test_what_a_scheduler_cannot_follow_is_said(objective, class_name, line):
+def test_what_a_scheduler_cannot_follow_is_reported(objective, class_name, line):
     assert line in scheduler_config(objective, class_name, {})

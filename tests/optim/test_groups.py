@@ -11,16 +11,13 @@ from whole import full_weights
 
 from bigdit import models, optim
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.strategy import LoraSpec, ModelSpec, OptimizerSpec, Strategy
+from bigdit.strategy import OPTIMIZERS, LoraSpec, ModelSpec, OptimizerSpec, Strategy
 from bigdit.train.step import train_step
 
 MATRICES = {"weight_decay": 0.3, "decayed": "matrices"}
 # What of a Sana is no norm, no bias and no table, by its names.
 NAMED = re.compile(r"(proj\w*|linear\w*|to_\w+(\.0)?|conv_\w+)\.weight$")
-ON_CPU = (
-    *("adamw", "adamw_8bit", "lion_8bit", "adamw_8bit_ao", "adamw_4bit_ao"),
-    *("adafactor", "came", "came_8bit"),
-)
+ON_CPU = [name for name in OPTIMIZERS if name != "paged_adamw_8bit"]
 DIT = ModelSpec(name="dit", class_name="PaperDiT", kwargs={"hidden_size": 24, "depth": 1, "num_heads": 2})
 
 

@@ -9,7 +9,7 @@ from bigdit.profile.gpus import EmulatedGpus
 
 
 @pytest.fixture(scope="session")
-def cards() -> Iterator[EmulatedGpus]:
+def gpus() -> Iterator[EmulatedGpus]:
     with EmulatedGpus(A40, 2) as found:
         yield found
 

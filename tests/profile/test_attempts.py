@@ -45,28 +45,28 @@ STRATEGIES = (
 
 
 @pytest.fixture(scope="module")
-def first(cards: EmulatedGpus) -> dict[str, Attempt]:
+def first(gpus: EmulatedGpus) -> dict[str, Attempt]:
     """An attempt of each strategy, one after another."""
-    return {strategy: cards.attempt(request(strategy)) for strategy in STRATEGIES}
+    return {strategy: gpus.attempt(request(strategy)) for strategy in STRATEGIES}
 
 
 def test_every_attempt_finds_the_gpu_and_its_host_as_the_first_one_did(
-    cards: EmulatedGpus, first: dict[str, Attempt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpus: EmulatedGpus, first: dict[str, Attempt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the reverse order, with work counted: neither changes a byte."""
     monkeypatch.setenv("BIGDIT_CACHE", str(empty_cache(tmp_path / "empty")))
     for strategy in reversed(STRATEGIES):
-        again = cards.attempt(request(strategy), counted="step")
+        again = gpus.attempt(request(strategy), counted="step")
         assert (again.memory, again.phases) == (first[strategy].memory, first[strategy].phases), strategy
         assert again.host.peak_bytes == pytest.approx(first[strategy].host.peak_bytes, abs=MIB), strategy
         assert again.host.steps_bytes == pytest.approx(first[strategy].host.steps_bytes, abs=MIB), strategy
 
 
 def test_a_recorded_run_takes_what_an_attempt_takes_and_every_byte_has_a_category(
-    cards: EmulatedGpus, first: dict[str, Attempt]
+    gpus: EmulatedGpus, first: dict[str, Attempt]
 ) -> None:
     with ThreadPoolExecutor(2) as aside:
-        profiles = dict(zip(STRATEGIES, aside.map(lambda each: cards.profile(request(each)), STRATEGIES), strict=True))
+        profiles = dict(zip(STRATEGIES, aside.map(lambda each: gpus.profile(request(each)), STRATEGIES), strict=True))
     for strategy, found in profiles.items():
         bare = first[strategy]
         assert {each.phase: each.peak_bytes for each in found.ledger.phases} == {
@@ -87,9 +87,9 @@ def test_a_recorded_run_takes_what_an_attempt_takes_and_every_byte_has_a_categor
 @pytest.mark.parametrize(
     "strategy", ["single", "zero2,world_size=8", "fsdp2,world_size=8", "fsdp2-offload,world_size=8"]
 )
-def test_counted_work_is_that_of_the_recorded_run(cards: EmulatedGpus, strategy: str) -> None:
+def test_counted_work_is_that_of_the_recorded_run(gpus: EmulatedGpus, strategy: str) -> None:
     asked = request(strategy)
-    counted, recorded = cards.attempt(asked, counted="step"), cards.profile(asked)
+    counted, recorded = gpus.attempt(asked, counted="step"), gpus.profile(asked)
     assert counted.checkpoint_bytes == recorded.checkpoint_bytes
     ours, theirs = work_of(counted.work, asked.strategy), work_of(recorded.timeline, asked.strategy)
     for found, expected in ((ours.micro, theirs.micro), (ours.last, theirs.last), (ours.step, theirs.step)):
@@ -101,46 +101,46 @@ def amounts(load: Load) -> tuple[dict, dict]:
     return dict(load.operations.items()), dict(load.exchanges.items())
 
 
-def test_an_attempt_within_fewer_bytes_looks_for_room_and_runs_out(cards: EmulatedGpus) -> None:
+def test_an_attempt_within_fewer_bytes_looks_for_room_and_runs_out(gpus: EmulatedGpus) -> None:
     asked = request("fsdp2,world_size=8")
-    most = cards.attempt(asked).peak_reserved_bytes
-    exact, less, least = (cards.attempt(asked, most - missing * MIB) for missing in (0, 2, 1000))
+    most = gpus.attempt(asked).peak_reserved_bytes
+    exact, less, least = (gpus.attempt(asked, most - missing * MIB) for missing in (0, 2, 1000))
     assert (exact.fits, less.ran, less.fits, least.ran) == (True, True, False, False)
     assert exact.peak_reserved_bytes == most > less.peak_reserved_bytes
     assert "CUDA out of memory" in str(least.out_of_memory)
     assert least.launched == {}
-    at_once = cards.attempt(asked, most - 2 * MIB, to_end=False)
+    at_once = gpus.attempt(asked, most - 2 * MIB, to_end=False)
     assert not at_once.fits
 
 
-def test_the_largest_micro_batch_fits_and_the_next_one_does_not(cards: EmulatedGpus) -> None:
+def test_the_largest_micro_batch_fits_and_the_next_one_does_not(gpus: EmulatedGpus) -> None:
     def sized(size: int):
         return request("single,checkpointed_blocks=all", size)
 
     for guess in (1, 9):
-        found = cards.largest(Row(sized, guess), 12 * GIB)
+        found = gpus.largest(Row(sized, guess), 12 * GIB)
         assert found is not None
         size, reserved = int(found[0]), found[1]
         assert reserved[size] <= 12 * GIB < reserved.get(size + 1, 13 * GIB)
         assert size > 1
-        assert cards.attempt(sized(size), 12 * GIB).fits
-        assert not cards.attempt(sized(size + 1), 12 * GIB).fits
-    none = cards.largest(Row(sized, 1), GIB)
+        assert gpus.attempt(sized(size), 12 * GIB).fits
+        assert not gpus.attempt(sized(size + 1), 12 * GIB).fits
+    none = gpus.largest(Row(sized, 1), GIB)
     assert none is not None
     assert none[0] < 1
 
 
-def test_an_int8_base_halves_the_weights_of_a_recomputed_model(cards: EmulatedGpus) -> None:
+def test_an_int8_base_halves_the_weights_of_a_recomputed_model(gpus: EmulatedGpus) -> None:
     """Of Flux.1-dev, whose base in bf16 takes 22.2 GiB; the adapters and what is saved stay as they are."""
     model = catalog.model("flux.1-dev")
     requests = [request(f"single,checkpointed_blocks=all,lora.base={base}", 1, model) for base in ("bf16", "int8")]
-    plain, int8 = (cards.attempt(each, 44 * GIB).peak_allocated_bytes for each in requests)
+    plain, int8 = (gpus.attempt(each, 44 * GIB).peak_allocated_bytes for each in requests)
     assert plain - int8 == pytest.approx(model.params, rel=0.02)  # a byte for each
     assert int8 < 15 * GIB
 
 
-def test_an_attempt_tells_what_the_second_step_had_the_gpu_do(cards: EmulatedGpus, first: dict[str, Attempt]) -> None:
-    single, larger = counts(first["single"]), counts(cards.attempt(request("single", 4)))
+def test_an_attempt_tells_what_the_second_step_had_the_gpu_do(gpus: EmulatedGpus, first: dict[str, Attempt]) -> None:
+    single, larger = counts(first["single"]), counts(gpus.attempt(request("single", 4)))
     offload, fsdp2 = counts(first["zero2-offload,world_size=8"]), counts(first["fsdp2,world_size=8"])
     assert list(single) == ["forward", "backward", "step"]
     more = {phase: larger[phase]["launches"] - each["launches"] for phase, each in single.items()}
@@ -185,7 +185,7 @@ def test_what_takes_other_memory_without_values_is_run_with_them(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_sr"])
-def test_what_an_optimizer_takes_does_not_follow_from_values(cards: EmulatedGpus, precision: str) -> None:
+def test_what_an_optimizer_takes_does_not_follow_from_values(gpus: EmulatedGpus, precision: str) -> None:
     """The first attempt of a kind has values, and those of other optimizers have none."""
     for optimizer in get_args(OptimizerName):
         strategy = f"single,precision={precision},optimizer.name={optimizer}"
@@ -194,7 +194,7 @@ def test_what_an_optimizer_takes_does_not_follow_from_values(cards: EmulatedGpus
             of_kind, alone = (request(strategy, 2, model) for model in models)
         except UserError:  # an optimizer without stochastic rounding
             continue
-        assert cards.attempt(of_kind).memory == cards.attempt(alone).memory, optimizer
+        assert gpus.attempt(of_kind).memory == gpus.attempt(alone).memory, optimizer
 
 
 def test_a_process_that_dies_is_a_line_and_the_next_question_has_another() -> None:
@@ -203,7 +203,7 @@ def test_a_process_that_dies_is_a_line_and_the_next_question_has_another() -> No
         before = own.attempt(request("single", 2))
         dies = aside.submit(own.attempts, asked)
         while not dies.done():
-            for fork in filter(None, (lane.fork for lane in own._pool._lanes)):
+            for fork in filter(None, (slot.fork for slot in own._pool._slots)):
                 with suppress(ProcessLookupError):
                     os.kill(fork, signal.SIGKILL)
         assert not isinstance(dies.result()[0], Attempt)
@@ -214,9 +214,9 @@ def test_a_process_that_dies_is_a_line_and_the_next_question_has_another() -> No
     assert after.peak_allocated_bytes > before.peak_allocated_bytes
 
 
-def test_attempts_of_any_number_of_processes_follow_each_other(cards: EmulatedGpus) -> None:
+def test_attempts_of_any_number_of_processes_follow_each_other(gpus: EmulatedGpus) -> None:
     """On one GPU; each process has one process group."""
     asked = [request(f"fsdp2,world_size={ranks}", size) for ranks, size in ((2, 2), (4, 2), (2, 1))]
-    two, four, less = (cards.attempt(each) for each in asked)
+    two, four, less = (gpus.attempt(each) for each in asked)
     assert two.peak_allocated_bytes > four.peak_allocated_bytes
     assert two.peak_allocated_bytes > less.peak_allocated_bytes

@@ -22,7 +22,7 @@ from bigdit.loader.stream import FeatureStream
 from bigdit.memory import Block, HostMemory, Span, Timeline, host_memory, pinned_bytes
 from bigdit.profile.attempt import StepRequest
 from bigdit.profile.gpus import EmulatedGpus
-from bigdit.profile.steps import batch, feed
+from bigdit.profile.steps import batch, step_batches
 from bigdit.profile.unwritten import unwritten_weights
 from bigdit.store import FeatureStore
 from bigdit.strategy import BatchShape, Strategy
@@ -85,7 +85,7 @@ def test_the_real_stream_holds_what_profiled_steps_hold(features: Path, ahead: i
             trained = next(steps)
             real.append(_settled())
             del trained
-    with closing(feed(make, strategy, pin=False)) as steps:
+    with closing(step_batches(make, strategy, pin=False)) as steps:
         for _ in range(3):
             trained = next(steps)
             profiled.append(_held())
@@ -96,11 +96,11 @@ def test_the_real_stream_holds_what_profiled_steps_hold(features: Path, ahead: i
 
 
 @pytest.mark.slow
-def test_beside_a_gpu_batches_wait_pinned_on_the_host(cards: EmulatedGpus) -> None:
+def test_next_to_a_gpu_batches_wait_pinned_on_the_host(gpus: EmulatedGpus) -> None:
     """The host's timeline holds read_ahead_steps + 1 steps of pinned input."""
     shape = BatchShape(latents=(4, 8, 8), text=(6, 12))
     strategy = Strategy(micro_batch_size=2, grad_accum_steps=2, read_ahead_steps=3)
-    host = cards.profile(StepRequest(model=SANA, batch=shape, strategy=strategy)).host_timeline
+    host = gpus.profile(StepRequest(model=SANA, batch=shape, strategy=strategy)).host_timeline
     one = [tensor.nbytes for tensor in batch(shape, strategy).tensors()]
     live = most = 0
     for event in host.events:

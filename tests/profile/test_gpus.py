@@ -50,9 +50,9 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_an_answer_is_found_again_and_follows_from_the_sources_and_the_build_of_torch(
-    cards: EmulatedGpus, cache: Path, worker, monkeypatch: pytest.MonkeyPatch
+    gpus: EmulatedGpus, cache: Path, worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, two = (cards.attempt(asked(size)) for size in (1, 2))
+    one, two = (gpus.attempt(asked(size)) for size in (1, 2))
     assert two.peak_allocated_bytes > one.peak_allocated_bytes
     assert len(list(cache.iterdir())) == 2
     worker("exit 7")
@@ -72,9 +72,9 @@ def test_an_answer_is_found_again_and_follows_from_the_sources_and_the_build_of_
 
 
 def test_a_damaged_answer_is_not_believed(
-    cards: EmulatedGpus, cache: Path, worker, capsys: pytest.CaptureFixture[str]
+    gpus: EmulatedGpus, cache: Path, worker, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = cards.attempt(asked())
+    found = gpus.attempt(asked())
     (file,) = cache.iterdir()
     whole = file.read_bytes()
     changes = [b"", whole[:-1], whole[65:], whole + b" ", b'{"micro_batch_size": 1}']
@@ -86,17 +86,17 @@ def test_a_damaged_answer_is_not_believed(
             with pytest.raises(WorkerError):
                 other.attempt(asked())
             assert f"{file} is damaged, and the " in capsys.readouterr().err
-    assert cards.attempt(asked()).memory == found.memory
+    assert gpus.attempt(asked()).memory == found.memory
     assert "is damaged" in capsys.readouterr().err
-    assert cards.attempt(asked()).memory == found.memory
+    assert gpus.attempt(asked()).memory == found.memory
     assert capsys.readouterr().err == ""  # it was written again
 
 
 def test_a_cache_that_cannot_be_written_is_noticed_and_the_answer_stands(
-    cards: EmulatedGpus, cache: Path, capsys: pytest.CaptureFixture[str]
+    gpus: EmulatedGpus, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cache.write_text("a file where the folder should be")
-    assert all(cards.attempt(asked(size)).params > 0 for size in (1, 2))
+    assert all(gpus.attempt(asked(size)).params > 0 for size in (1, 2))
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "is not cached" in line]
     assert line.startswith("the attempt is not cached: cannot write")
     assert line.endswith(f"; logged once for {cache}")
@@ -104,8 +104,8 @@ def test_a_cache_that_cannot_be_written_is_noticed_and_the_answer_stands(
 
 def test_an_answer_that_takes_too_long_is_a_line_and_is_not_kept(cache: Path, worker) -> None:
     worker("exec sleep 60")
-    said = r"^two steps of tiny-sana on an emulated a40 took more than 0\.2 s$"
-    with EmulatedGpus(A40, 1, timeout_s=0.2) as slow, pytest.raises(TookTooLong, match=said):
+    printed = r"^two steps of tiny-sana on an emulated a40 took more than 0\.2 s$"
+    with EmulatedGpus(A40, 1, timeout_s=0.2) as slow, pytest.raises(TookTooLong, match=printed):
         slow.attempt(asked())
     assert not cache.exists()
 
@@ -130,9 +130,9 @@ from bigdit.profile.gpus import EmulatedGpus
 from bigdit.profile.attempt import request_for
 from bigdit.strategy import Strategy
 gpu, model = catalog.gpu("a40"), catalog.model("dit-xl-2")
-with EmulatedGpus(gpu) as cards:
+with EmulatedGpus(gpu) as emulated:
     sizes = [request_for(model, gpu, Strategy(micro_batch_size=size)) for size in range(1, 60)]
-    cards.attempts([(each, gpu.usable_bytes) for each in sizes])
+    emulated.attempts([(each, gpu.usable_bytes) for each in sizes])
 """
 
 
@@ -183,7 +183,7 @@ def test_a_full_disk_for_temporary_files_is_no_matter(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "printed"),
     [
         ({"strategy": Strategy(checkpointed_blocks=9)}, r"checkpointed_blocks is 9, and the model has 2 blocks"),
         ({"model": SANA.model_copy(update={"class_name": "NoTransformer"})}, "no family adapter drives"),
@@ -194,17 +194,17 @@ def test_a_full_disk_for_temporary_files_is_no_matter(tmp_path: Path, monkeypatc
         ),
     ],
 )
-def test_what_the_user_can_mend_is_one_line(cards: EmulatedGpus, changes: dict[str, object], said: str) -> None:
-    for ask in (cards.attempt, cards.profile):
-        with pytest.raises(UserError, match=said) as caught:
+def test_what_the_user_can_mend_is_one_line(gpus: EmulatedGpus, changes: dict[str, object], printed: str) -> None:
+    for ask in (gpus.attempt, gpus.profile):
+        with pytest.raises(UserError, match=printed) as caught:
             ask(asked(**changes))
         assert all("\n" not in problem for problem in caught.value.problems)
 
 
-def test_a_class_that_refuses_its_arguments_is_one_line(cards: EmulatedGpus) -> None:
+def test_a_class_that_refuses_its_arguments_is_one_line(gpus: EmulatedGpus) -> None:
     refused = SANA.model_copy(update={"kwargs": SANA.kwargs | {"num_layers": "many"}})
     with pytest.raises(UserError, match=r"^model\.kwargs\.num_layers is 'many'"):
-        cards.attempt(asked(model=refused))
+        gpus.attempt(asked(model=refused))
 
 
 def test_the_worker_sees_one_gpu_and_no_launched_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from bigdit.profile.measured.run import GpuRun
 
 
 def run_all(asked: StepRequest, folder: Path) -> GpuRun:
-    """The first rank's two steps among all, each on an emulated card of its own, with NCCL between them."""
+    """The first rank's two steps among all, each on an emulated GPU of its own, with NCCL between them."""
     ranks, request, result = asked.strategy.world_size, folder / "request.json", folder / "result.json"
     request.write_text(asked.model_dump_json())
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -35,10 +35,10 @@ def run_all(asked: StepRequest, folder: Path) -> GpuRun:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["zero2", "fsdp2"])
-def test_the_first_rank_alone_takes_what_it_takes_among_all(cards: EmulatedGpus, engine: str, tmp_path: Path) -> None:
+def test_the_first_rank_alone_takes_what_it_takes_among_all(gpus: EmulatedGpus, engine: str, tmp_path: Path) -> None:
     strategy = parse_strategy([f"{engine},world_size=2,micro_batch_size=2,grad_accum_steps=2"])
     asked = StepRequest(model=THREE_BLOCKS, batch=SHAPE, strategy=strategy)
-    among_all, alone = run_all(asked, tmp_path), cards.attempt(asked)
+    among_all, alone = run_all(asked, tmp_path), gpus.attempt(asked)
     assert {phase.phase: phase.peak_allocated_bytes for phase in among_all.phases} == {
         name: found.peak_bytes for name, found in alone.phases.items()
     }

@@ -63,21 +63,21 @@ class Asked(Strict):
     what: str
 
 
-def forks(lanes: Pool) -> list[int | None]:
-    """The process that answers in each lane, None where there is none."""
-    return [lane.fork for lane in lanes._lanes] or [None] * 2
+def forks(pool: Pool) -> list[int | None]:
+    """The process that answers in each slot, None where there is none."""
+    return [slot.fork for slot in pool._slots] or [None] * 2
 
 
 @pytest.fixture
-def lanes() -> Iterator[Pool]:
+def pool() -> Iterator[Pool]:
     server = [sys.executable, "-c", SERVER], os.environ | {"PYTHONPATH": str(ROOT)}
     with closing(Pool(lambda: server, 2)) as found:
         yield found
 
 
-def ask(lanes: Pool, lane: int, what: str, timeout_s: float = 20.0) -> tuple[str, int]:
+def ask(pool: Pool, slot: int, what: str, timeout_s: float = 20.0) -> tuple[str, int]:
     """The answer, and the process that gave it."""
-    text, _, pid = lanes.ask(lane, "the question", Asked(what=what), timeout_s).decode().partition(" by ")
+    text, _, pid = pool.ask(slot, "the question", Asked(what=what), timeout_s).decode().partition(" by ")
     return text, int(pid)
 
 
@@ -96,24 +96,24 @@ def gone(pid: int) -> bool:
         return True
 
 
-def test_each_question_has_a_fork_of_its_own(lanes: Pool) -> None:
+def test_each_question_has_a_fork_of_its_own(pool: Pool) -> None:
     texts, forks = zip(
-        *(ask(lanes, lane, what) for lane, what in ((0, "one"), (1, "two"), (0, "x" * 300_000))), strict=True
+        *(ask(pool, slot, what) for slot, what in ((0, "one"), (1, "two"), (0, "x" * 300_000))), strict=True
     )
     assert texts == ("one", "two", "x" * 300_000)
-    assert len({*forks, lanes.start()}) == 4
+    assert len({*forks, pool.start()}) == 4
 
 
-def test_what_questions_have_alike_is_built_once_and_apart_from_others(lanes: Pool) -> None:
+def test_what_questions_have_alike_is_built_once_and_apart_from_others(pool: Pool) -> None:
     kinds = [f"built {number}" for number in range(MOST_BRANCHES + 2)]
-    first = [ask(lanes, number % 2, kind)[0] for number, kind in enumerate(kinds)]
+    first = [ask(pool, number % 2, kind)[0] for number, kind in enumerate(kinds)]
     assert first == kinds
-    assert ask(lanes, 0, f"{kinds[-1]} more")[0] == f"{kinds[-1]}, {kinds[-1]} more"
-    assert ask(lanes, 0, kinds[0])[0] == kinds[0]  # whose branch had to end
+    assert ask(pool, 0, f"{kinds[-1]} more")[0] == f"{kinds[-1]}, {kinds[-1]} more"
+    assert ask(pool, 0, kinds[0])[0] == kinds[0]  # whose branch had to end
 
 
 @pytest.mark.parametrize(
-    ("what", "error", "said"),
+    ("what", "error", "printed"),
     [
         (
             "killed",
@@ -128,69 +128,69 @@ def test_what_questions_have_alike_is_built_once_and_apart_from_others(lanes: Po
     ],
 )
 def test_what_ends_one_fork_disturbs_no_other_and_the_next_question_has_another(
-    lanes: Pool, what: str, error: type[Exception], said: str
+    pool: Pool, what: str, error: type[Exception], printed: str
 ) -> None:
     for _ in range(2):
-        with pytest.raises(error, match=said):
-            ask(lanes, 0, what)
-    assert [ask(lanes, lane, "one")[0] for lane in (0, 1)] == ["one", "one"]
+        with pytest.raises(error, match=printed):
+            ask(pool, 0, what)
+    assert [ask(pool, slot, "one")[0] for slot in (0, 1)] == ["one", "one"]
 
 
-def test_one_that_takes_too_long_is_stopped_alone(lanes: Pool) -> None:
+def test_one_that_takes_too_long_is_stopped_alone(pool: Pool) -> None:
     with ThreadPoolExecutor(1) as aside:
-        slow = aside.submit(ask, lanes, 0, "sleep", 1.0)
-        until(lambda: forks(lanes)[:1] != [None])
-        fork, process = forks(lanes)[0], lanes.start()
-        assert ask(lanes, 1, "two")[0] == "two"
+        slow = aside.submit(ask, pool, 0, "sleep", 1.0)
+        until(lambda: forks(pool)[:1] != [None])
+        fork, process = forks(pool)[0], pool.start()
+        assert ask(pool, 1, "two")[0] == "two"
         with pytest.raises(TimeoutError):
             slow.result()
     until(lambda: gone(fork or 0))
-    assert (ask(lanes, 0, "one")[0], lanes.start()) == ("one", process)
+    assert (ask(pool, 0, "one")[0], pool.start()) == ("one", process)
 
 
-def test_a_process_that_is_killed_takes_its_forks_along_and_the_next_question_starts_another(lanes: Pool) -> None:
+def test_a_process_that_is_killed_takes_its_forks_along_and_the_next_question_starts_another(pool: Pool) -> None:
     with ThreadPoolExecutor(2) as aside:
-        waiting = [aside.submit(ask, lanes, lane, "sleep") for lane in (0, 1)]
-        until(lambda: None not in forks(lanes))
-        ended = [fork or 0 for fork in forks(lanes)]
-        os.kill(lanes.start(), signal.SIGKILL)
+        waiting = [aside.submit(ask, pool, slot, "sleep") for slot in (0, 1)]
+        until(lambda: None not in forks(pool))
+        ended = [fork or 0 for fork in forks(pool)]
+        os.kill(pool.start(), signal.SIGKILL)
         until(lambda: all(map(gone, ended)))
         for each in waiting:
             with pytest.raises(WorkerError, match=f"^the question ended with status {-signal.SIGKILL} and no result"):
                 each.result()
-    assert ask(lanes, 1, "two")[0] == "two"
+    assert ask(pool, 1, "two")[0] == "two"
 
 
-def test_a_process_that_is_killed_is_told_to_all_that_wait_for_it(lanes: Pool) -> None:
+def test_a_process_that_is_killed_is_reported_to_all_that_wait_for_it(pool: Pool) -> None:
     with ThreadPoolExecutor(2) as aside:
         for _ in range(10):
-            waiting = [aside.submit(ask, lanes, lane, "sleep") for lane in (0, 1)]
-            until(lambda: None not in forks(lanes))
-            os.kill(lanes.start(), signal.SIGKILL)
+            waiting = [aside.submit(ask, pool, slot, "sleep") for slot in (0, 1)]
+            until(lambda: None not in forks(pool))
+            os.kill(pool.start(), signal.SIGKILL)
             for each in waiting:
                 with pytest.raises(WorkerError, match=f"^the question ended with status {-signal.SIGKILL} and"):
                     each.result()
-    assert ask(lanes, 1, "two")[0] == "two"
+    assert ask(pool, 1, "two")[0] == "two"
 
 
-def test_nothing_is_left_when_it_ends(lanes: Pool) -> None:
-    processes = [ask(lanes, 0, "one")[1], lanes.start()]
+def test_nothing_is_left_when_it_ends(pool: Pool) -> None:
+    processes = [ask(pool, 0, "one")[1], pool.start()]
     with ThreadPoolExecutor(1) as aside:
-        asked = aside.submit(ask, lanes, 1, "sleep")
-        until(lambda: forks(lanes)[1] is not None)
-        processes.append(forks(lanes)[1] or 0)
-        lanes.close()
+        asked = aside.submit(ask, pool, 1, "sleep")
+        until(lambda: forks(pool)[1] is not None)
+        processes.append(forks(pool)[1] or 0)
+        pool.close()
         with pytest.raises(WorkerError):
             asked.result()
     until(lambda: all(map(gone, processes)))
     with pytest.raises(WorkerError, match="were ended"):  # and none is started anew, by a thread that asks late
-        ask(lanes, 0, "one")
+        ask(pool, 0, "one")
 
 
 @pytest.mark.timeout(60, method="thread")  # who waits for a lock hears nothing else
-def test_a_process_that_ends_before_all_have_asked_is_told_to_those_that_ask_late() -> None:
-    with closing(Pool(lambda: (["false"], dict(os.environ)), 8)) as lanes, ThreadPoolExecutor(8) as aside:
+def test_a_process_that_ends_before_all_have_asked_is_reported_to_those_that_ask_late() -> None:
+    with closing(Pool(lambda: (["false"], dict(os.environ)), 8)) as pool, ThreadPoolExecutor(8) as aside:
         for _ in range(100):
-            for each in [aside.submit(ask, lanes, lane, "one") for lane in range(8)]:
+            for each in [aside.submit(ask, pool, slot, "one") for slot in range(8)]:
                 with pytest.raises(WorkerError, match=r"^the question ended with status 1 and no"):
                     each.result()

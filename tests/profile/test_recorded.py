@@ -37,10 +37,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("recorded policies")]  #
 
 
 @pytest.fixture(scope="module")
-def profiles(cards: EmulatedGpus) -> Profiles:
+def profiles(gpus: EmulatedGpus) -> Profiles:
     def profile(policy: dict[str, object]) -> Profile:
         strategy = Strategy.model_validate({"micro_batch_size": 2, **policy})
-        return cards.profile(StepRequest(model=TINY, batch=SHAPE, strategy=strategy))
+        return gpus.profile(StepRequest(model=TINY, batch=SHAPE, strategy=strategy))
 
     with ThreadPoolExecutor(2) as aside:
         return dict(zip(POLICIES, aside.map(profile, POLICIES.values()), strict=True))
@@ -77,7 +77,7 @@ def test_bytes_of_weights_follow_from_their_dtypes(profiles: Profiles) -> None:
     assert all(phase.peak_bytes % 512 == 0 for phase in found.ledger.phases)
 
 
-def test_a_card_saves_less_the_more_is_recomputed(profiles: Profiles) -> None:
+def test_a_gpu_saves_less_the_more_is_recomputed(profiles: Profiles) -> None:
     none, selective, full = (profiles[name].ledger for name in ("plain", "selective", "full"))
     for measure in (_saved, lambda found: _phase(found, "backward").peak_bytes):
         assert measure(none) > measure(selective) > measure(full)
@@ -95,7 +95,7 @@ def test_offloaded_activations_wait_in_pinned_memory(profiles: Profiles) -> None
     assert _pinned(plain) < _pinned(both) < _pinned(offloaded)
 
 
-def test_an_average_costs_four_bytes_a_parameter_where_it_is_kept(profiles: Profiles) -> None:
+def test_an_ema_costs_four_bytes_a_parameter_where_it_is_kept(profiles: Profiles) -> None:
     plain, on_gpu, on_host = (profiles[name] for name in ("plain", "ema-gpu", "ema-cpu"))
     assert _of_category(on_gpu.timeline, "EMA") == 4 * plain.params
     assert _of_category(profiles["ema-widths"].timeline, "EMA") == 2 * 4 * plain.params

@@ -82,7 +82,7 @@ def test_a_cycle_is_freed_where_its_phase_ends() -> None:
     assert (held, freed) == (40, 0)
 
 
-def test_a_step_s_storages_are_told_apart() -> None:
+def test_a_step_s_storages_are_reported_apart() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
 

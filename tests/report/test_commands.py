@@ -1,4 +1,4 @@
-"""The commands that a plan prints: right for its engine, its cards and its machines, as their launchers read them."""
+"""The commands that a plan prints: right for its engine, its GPUs and its machines, as their launchers read them."""
 
 import json
 import shlex
@@ -171,7 +171,7 @@ def test_what_cannot_be_trained_here_has_no_command(made):
 
 
 def online(made):
-    """The plan with its encoders on the card."""
+    """The plan with its encoders on the GPU."""
     strategy = made.chosen.strategy.model_copy(update={"features": "online"})
     return made.model_copy(update={"chosen": made.chosen.model_copy(update={"strategy": strategy})})
 

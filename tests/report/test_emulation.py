@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accounts import ACCOUNT, CARD, LINE
+from accounts import ACCOUNT, GPU, LINE
 
 from bigdit import log
 from bigdit.catalog import gpu
@@ -22,7 +22,7 @@ OOM = {
     "phase": "backward", "steps": 1, "frames": [LINE | {"own": False, "name": "inner"}, HOSTILE, LINE],
     "live": [{"script": HOSTILE, "library": None, "phase": "backward", "nbytes": 43 * GIB, "count": 2}],
 }  # fmt: skip
-LARGE = CARD | {"total_bytes": 44 * GIB, "peak_reserved_bytes": 43 * GIB, "curve": [[0, 0, 0], [1, 42 * GIB, 43 * GIB]]}
+LARGE = GPU | {"total_bytes": 44 * GIB, "peak_reserved_bytes": 43 * GIB, "curve": [[0, 0, 0], [1, 42 * GIB, 43 * GIB]]}
 
 
 def run(*changed: dict[str, Any], status: int = 0, skipped: bool = False, **more: Any) -> EmulatedRun:
@@ -97,15 +97,17 @@ def test_a_command_that_failed_gives_no_answer(
 ) -> None:
     """Text, page and JSON say so alike, and its status is not that of what does not fit."""
     found = emulation(run(*[{"steps": 0}] * processes, status=status))
-    told = document(found)
-    (of_run,) = told["runs"]
-    assert [told["fits"], of_run["fits"], *(each["fits"] for each in of_run["accounts"])] == [None] * (2 + processes)
-    assert told["verdict"] == of_run["verdict"] == "no answer"
+    reported = document(found)
+    (of_run,) = reported["runs"]
+    assert [reported["fits"], of_run["fits"], *(each["fits"] for each in of_run["accounts"])] == [None] * (
+        2 + processes
+    )
+    assert reported["verdict"] == of_run["verdict"] == "no answer"
     ended = "ended by signal 11" if status == 139 else f"ended with status {status}"
-    assert told["reason"].startswith(f"the command was {ended}" if status == 139 else f"the command {ended}")
-    assert f"no answer: {told['reason']}" in " ".join(shown(found, monkeypatch, capsys).split())
-    assert f"<strong>no answer</strong> <span>{told['reason']}</span>" in page(found)
-    assert (told["exit_status"], of_run["exit_status"]) == (1 if status == 2 else status, status)
+    assert reported["reason"].startswith(f"the command was {ended}" if status == 139 else f"the command {ended}")
+    assert f"no answer: {reported['reason']}" in " ".join(shown(found, monkeypatch, capsys).split())
+    assert f"<strong>no answer</strong> <span>{reported['reason']}</span>" in page(found)
+    assert (reported["exit_status"], of_run["exit_status"]) == (1 if status == 2 else status, status)
 
 
 def test_a_page_says_first_that_memory_ran_out_on_the_way() -> None:
@@ -113,7 +115,7 @@ def test_a_page_says_first_that_memory_ran_out_on_the_way() -> None:
     assert "<strong>ended well</strong> <span>although memory ran out once: the process needs" in page(of)
 
 
-def test_a_process_of_a_command_that_failed_is_not_said_to_have_ended_well() -> None:
+def test_a_process_of_a_command_that_failed_is_not_reported_to_have_ended_well() -> None:
     assert "<td>well</td>" in page(emulation(run({})))
     failed = page(emulation(run({}, status=9)))
     assert "<td>by itself</td>" in failed
@@ -125,12 +127,12 @@ def test_a_traceback_is_the_scripts_own_lines_from_outside_in() -> None:
     assert [line.name for line in own_lines(oom)] == ["<module>", "[link=x]<b>", "inner"]
 
 
-def test_notices_are_said_once() -> None:
-    said = {"text": "read what is not there", "count": 2, "place": LINE}
+def test_notices_are_reported_once() -> None:
+    printed = {"text": "read what is not there", "count": 2, "place": LINE}
     other = {"text": "only then", "count": 1, "place": None}
     runs = (
-        run({"notices": [said], "rank": 0}, {"notices": [said], "rank": 1, "pid": 2}, lost=(7,), crowd=2),
-        run({"notices": [said, other]}, skipped=True),
+        run({"notices": [printed], "rank": 0}, {"notices": [printed], "rank": 1, "pid": 2}, lost=(7,), crowd=2),
+        run({"notices": [printed, other]}, skipped=True),
     )
     lines = emulation(*runs).notices
     assert "read what is not there (rank 0 and 1 more, 4 times, first at train.py:3)" in lines
@@ -141,7 +143,7 @@ def test_notices_are_said_once() -> None:
     assert "2 processes used GPU 0, and shared its memory" in lines
 
 
-def test_no_card_is_no_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_gpu_is_no_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = emulation(run())
     assert "no process used a GPU" in " ".join(shown(found, monkeypatch, capsys).split())
     assert verdict(found.runs[0], found)[0] == "no answer"

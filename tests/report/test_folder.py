@@ -45,8 +45,8 @@ def test_the_folder_of_a_plan(made, tmp_path):
     document = json.loads((folder / "plan.json").read_text())
     assert document.pop("fits") is True
     assert Plan.model_validate(document) == made
-    for picture in ("memory.png", "curve.png"):
-        assert (folder / picture).read_bytes().startswith(b"\x89PNG")
+    for image in ("memory.png", "curve.png"):
+        assert (folder / image).read_bytes().startswith(b"\x89PNG")
     assert list(folder.parent.iterdir()) == [folder]
 
 
@@ -200,7 +200,7 @@ def test_a_model_of_several_texts_is_run_by_its_pipeline(made, tmp_path, name, v
     assert run.data.part_size == 256
 
 
-def test_it_is_told_where_the_weights_are_that_it_starts_from(made):
+def test_it_is_reported_where_the_weights_are_that_it_starts_from(made):
     strategy = made.chosen.strategy.model_copy(update={"lora": LoraSpec(rank=16)})
     adapted = made.model_copy(update={"chosen": made.chosen.model_copy(update={"strategy": strategy})})
     for run in (yaml.safe_load(skeleton(plan)) for plan in (adapted, made)):
@@ -213,7 +213,7 @@ def test_large_samples_are_written_in_small_parts(made, tmp_path):
     assert yaml.safe_load(skeleton(plan))["data"]["part_size"] == 16
 
 
-def test_text_that_is_encoded_elsewhere_is_told_of_the_model_it_is_of(made, tmp_path):
+def test_text_that_is_encoded_elsewhere_is_reported_of_the_model_it_is_of(made, tmp_path):
     known = model("flux.2-klein-4b")
     other = known.model_copy(update={"text": known.text.model_copy(update={"dim": 4096})})
     klein, unknown = (of_model(made, each) for each in (known, other))
@@ -224,15 +224,15 @@ def test_text_that_is_encoded_elsewhere_is_told_of_the_model_it_is_of(made, tmp_
     assert commands(unknown, tmp_path)[0].words[:2] != ("bigdit", "extract")
 
 
-def test_what_is_assumed_of_a_users_model_is_said_where_its_encoders_are_filled_in(made, tmp_path):
+def test_what_is_assumed_of_a_users_model_is_reported_where_its_encoders_are_filled_in(made, tmp_path):
     """Of one class are PixArt-α's encoders and PixArt-Σ's, which are in pipelines of two classes."""
     file = tmp_path / "mine/config.json"
     file.parent.mkdir()
     alpha = model("pixart-alpha-xl-2-512").spec
     file.write_text(json.dumps({"_class_name": alpha.class_name} | alpha.kwargs))
     text = skeleton(of_model(made, user_model(file)))
-    said = "the VAE (sd-vae-ft, 8 × 8 pixels a latent) and 120 text tokens, taken from pixart-alpha-xl-2-512"
-    assert f"# Not verified for mine: {said}.\n" in text
+    printed = "the VAE (sd-vae-ft, 8 × 8 pixels a latent) and 120 text tokens, taken from pixart-alpha-xl-2-512"
+    assert f"# Not verified for mine: {printed}.\n" in text
     assert yaml.safe_load(text)["encoders"]["text"] == {"pipeline": "path/to/pipeline", "max_tokens": 120}
 
 

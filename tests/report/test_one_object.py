@@ -31,7 +31,7 @@ WAYS = {
     "fits": plans.made_plan,
     "bound by launches": lambda: launched(plans.made_plan()),
     "does not fit": plans.unfitting_plan,
-    "32 cards": plans.sharded_plan,
+    "32 GPUs": plans.sharded_plan,
 }
 
 
@@ -41,11 +41,11 @@ def test_every_number_in_the_text_and_on_the_page_is_one_of_the_json(way):
     plan = WAYS[way]()
     document = json.loads(plan.model_dump_json(exclude={"packed_timeline"}))
     numbers = {value for value in leaves(document) if not isinstance(value, str)} | set(_of_two(plan))
-    said = quantities(" ".join(value for value in leaves(document) if isinstance(value, str)))
+    printed = quantities(" ".join(value for value in leaves(document) if isinstance(value, str)))
     for shown, at_least in ((plans.shown(plan, FOLDER), 90), (visible(page(plan, FOLDER)), 105)):
         found = quantities(shown)
         assert len(found) >= at_least
-        made_up = {each for each in found - said - FIXED if not any(reads(value, *each) for value in numbers)}
+        made_up = {each for each in found - printed - FIXED if not any(reads(value, *each) for value in numbers)}
         assert made_up == set()
 
 
@@ -70,7 +70,7 @@ def test_a_number_that_is_not_the_plan_s_is_seen():
 def _of_two(plan: Plan) -> Iterator[float]:
     """What is shown and is not in the JSON: what two of its numbers come to."""
     chosen, ledger, non_torch = plan.chosen, plan.ledger, plan.chosen.non_torch
-    yield plan.question.gpu.usable_bytes  # the card's bytes as `usable_mib`
+    yield plan.question.gpu.usable_bytes  # the GPU's bytes as `usable_mib`
     yield chosen.process.high_bytes - non_torch.high_bytes - chosen.peak_reserved_bytes
     yield non_torch.high_bytes - non_torch.low_bytes
     yield chosen.peak_reserved_bytes - ledger.peak_allocated_bytes

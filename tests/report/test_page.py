@@ -1,4 +1,4 @@
-"""The page of a plan and its pictures: whole in one file, for every eye and on paper; and the folder they lie in."""
+"""The page of a plan and its images: whole in one file, for every eye and on paper; and the folder they lie in."""
 
 import itertools
 import json
@@ -66,7 +66,7 @@ def shown(made):
     return page(made, Path("plans/x"))
 
 
-def test_it_asks_for_nothing_beside_itself(shown):
+def test_it_asks_for_nothing_next_to_itself(shown):
     outline = Outline(shown)
     assert outline.open == []
     assert not {"link", "img", "iframe", "object", "base"} & {tag for tag, _ in outline.elements}
@@ -89,9 +89,9 @@ def test_it_is_for_those_who_cannot_see_it_too(shown):
     ids = [attributes["id"] for _, attributes in elements if "id" in attributes]
     assert len(ids) == len(set(ids))
     assert elements[0] == ("html", {"lang": "en"})
-    pictures = [attributes for tag, attributes in elements if tag == "svg"]
-    assert len(pictures) == 3
-    for attributes in pictures:
+    images = [attributes for tag, attributes in elements if tag == "svg"]
+    assert len(images) == 3
+    for attributes in images:
         assert attributes["role"] == "img"
         assert all(name in ids for name in attributes["aria-labelledby"].split())
     assert all("scope" in attributes for tag, attributes in elements if tag == "th")
@@ -105,7 +105,7 @@ def test_it_is_for_those_who_cannot_see_it_too(shown):
 
 def test_on_a_narrow_screen_nothing_is_lost(shown):
     """At 400 pixels tables of many columns become lists whose lines name their column; what stays wide scrolls, and
-    the card's mark stands on the side of its line where it has room."""
+    the GPU's mark stands on the side of its line where it has room."""
     narrow = shown[shown.index("@media (max-width: 560px)") : shown.index("@media print")]
     assert ".stacks [data-head]::before { content: attr(data-head)" in narrow
     tables = re.findall(r"<table class=.(?:choices )?stacks.>(.*?)</table>", shown, re.DOTALL)
@@ -123,7 +123,7 @@ def test_on_a_narrow_screen_nothing_is_lost(shown):
 
 
 @pytest.mark.parametrize("percent", range(0, 101, 5))
-def test_the_cards_mark_has_room_on_a_narrow_screen(percent):
+def test_the_gpus_mark_has_room_on_a_narrow_screen(percent):
     """400 pixels less the margins of page and section, of which the mark takes 16 letters of 0.85 rem."""
     template = (ROOT / "bigdit/report/templates/plan.html").read_text()
     after = percent < int(re.search(r"gpu_line < (\d+)", template)[1])
@@ -132,17 +132,17 @@ def test_the_cards_mark_has_room_on_a_narrow_screen(percent):
     assert line + 8 + mark <= width if after else line - 6 - mark >= 0
 
 
-def test_references_within_pictures_are_met(shown):
+def test_references_within_images_are_met(shown):
     ids = {attributes["id"] for _, attributes in Outline(shown).elements if "id" in attributes}
     assert set(re.findall(r"(?:href=\"|url\()#([\w.-]+)", shown)) <= ids
 
 
-def test_pictures_take_the_pages_colours(shown):
-    pictures = re.findall(r"<svg.*?</svg>", shown, re.DOTALL)
-    for picture in pictures:
+def test_images_take_the_pages_colours(shown):
+    images = re.findall(r"<svg.*?</svg>", shown, re.DOTALL)
+    for image in images:
         for colour in ("#000000", "#ffffff", *COLOURS.values()):
-            assert colour.lower() not in picture.lower()
-        assert "<style" not in picture
+            assert colour.lower() not in image.lower()
+        assert "<style" not in image
     styles = re.search(r"<style>(.*?)</style>", shown, re.DOTALL)[1]
     defined = set(re.findall(r"(--[\w-]+):", styles))
     assert set(re.findall(r"var\((--[\w-]+)\)", shown)) <= defined | {"--colour"}
@@ -233,13 +233,13 @@ def test_in_the_dark_colours_stand_out_from_the_page():
         assert lab(colour, np.eye(3))[0] - paper[0] > 20, name
 
 
-def test_curves_are_drawn_and_the_card_is_among_them(made, tmp_path):
+def test_curves_are_drawn_and_the_gpu_is_among_them(made, tmp_path):
     plot_curves(made, tmp_path / "curve.png")
-    with Image.open(tmp_path / "curve.png") as picture:
-        pixels = np.asarray(picture.convert("RGB"))
+    with Image.open(tmp_path / "curve.png") as image:
+        pixels = np.asarray(image.convert("RGB"))
     assert pixels.shape[:2] == (600, 1200)
     for colour in (COLOURS["gradient"], COLOURS["parameter"], COLOURS["optimizer state"]):
         rgb = tuple(int(colour[at : at + 2], 16) for at in (1, 3, 5))
         assert (pixels == rgb).all(axis=-1).sum() > 100, colour
     black = (pixels < 40).all(axis=-1).sum(axis=1)
-    assert (black > 500).sum() >= 2  # the axis below, and the dashed line of the card
+    assert (black > 500).sum() >= 2  # the axis below, and the dashed line of the GPU

@@ -30,7 +30,7 @@ def made():
 WAYS = {
     "fits": plans.made_plan,
     "does not fit": plans.unfitting_plan,
-    "32 cards": plans.sharded_plan,
+    "32 GPUs": plans.sharded_plan,
 }
 
 
@@ -73,18 +73,18 @@ def test_the_answer_comes_first_and_the_commands_last(made):
 @pytest.mark.slow
 @pytest.mark.xdist_group("plan")
 def test_launches_say_their_source_and_what_they_mean_for_the_step(made):
-    def said(counted, bound, waits=None):
+    def printed(counted, bound, waits=None):
         handed = Handed(count=4338, counted=counted, seconds=Interval(low=0.02, high=0.2), bound=bound)
         parts = made.chosen.step.parts | ({} if waits is None else {"launches": waits})
         step = made.chosen.step.model_copy(update={"launches": handed, "parts": parts})
         return speed(made.model_copy(update={"chosen": made.chosen.model_copy(update={"step": step})}))["launches"]
 
     host = "4,338 a step, counted on an emulated GPU: 20.0–200 ms of CPU time"
-    assert said(True, "yes") == f"{host}; the step is bound by launches"
-    assert said(True, "possible") == f"{host}; the step may be bound by launches"
-    assert said(True, "no") == f"{host}, hidden behind kernels"
-    assert said(True, "no", Interval(low=0, high=0.05)) == f"{host}, hidden behind kernels except 0.00–50.0 ms"
-    assert said(False, "no").startswith("4,338 a step, one for each operator: ")
+    assert printed(True, "yes") == f"{host}; the step is bound by launches"
+    assert printed(True, "possible") == f"{host}; the step may be bound by launches"
+    assert printed(True, "no") == f"{host}, hidden behind kernels"
+    assert printed(True, "no", Interval(low=0, high=0.05)) == f"{host}, hidden behind kernels except 0.00–50.0 ms"
+    assert printed(False, "no").startswith("4,338 a step, one for each operator: ")
 
 
 @pytest.mark.slow
@@ -102,9 +102,9 @@ def test_the_numbers_are_the_plans(made):
     assert f"total allocated   {gib(made.ledger.peak_allocated_bytes)}  100.0 %" in text
     *parts, total = words.held(made).values()
     assert sum(parts) == total == process.high_bytes
-    assert "step   28.4–37.1 s: compute 26.0–32.2 s, memory 2.40–4.90 s" in text
-    assert "run    30,000,000 images × 1 epoch, 117,187 steps: 38.5–50.3 days" in text
-    assert "cost   924–1,208 GPU-hours, 453–592 at 0.49 per GPU-hour" in text
+    assert "step    28.4–37.1 s: compute 26.0–32.2 s, memory 2.40–4.90 s" in text
+    assert "run     30,000,000 images × 1 epoch, 117,187 steps: 38.5–50.3 days" in text
+    assert "cost    924–1,208 GPU-hours, 453–592 at 0.49 per GPU-hour" in text
     assert "disk        5,693–40,455 GiB for 30,000,000 encoded images" in text
     assert "each        0.06 MiB of latents, 0.13–1.32 MiB of text (1.32 MiB padded)" in text
     assert "encoding    1.85–3.59 days on all GPUs" in text
@@ -129,8 +129,8 @@ def test_all_that_is_shown_ran_on_an_emulated_gpu(made):
         assert f"<dt>safety margin</dt><dd>3 %: {plan.margin.source}</dd>" in shown_page
         for text in (shown, visible(shown_page)):
             assert not re.search(r"~|predicted|confirmed|\bcards?\b|\bwants\b", text)
-    assert f"{how}; {margin}, CUDA's context varies by " in " ".join(plans.shown(made).split())
-    assert f"{margin}, CUDA's context and NCCL vary by " in " ".join(plans.shown(plans.sharded_plan()).split())
+    assert f"{how}; {margin}, uncertainty of the CUDA context " in " ".join(plans.shown(made).split())
+    assert f"{margin}, uncertainty of the CUDA context and NCCL " in " ".join(plans.shown(plans.sharded_plan()).split())
 
 
 @pytest.mark.slow
@@ -181,17 +181,17 @@ def test_a_tight_plan_says_so(made):
     ):
         plan = tight(made, usable_bytes)
         needed = words.gibs(process.low_bytes, process.high_bytes)
-        said = f"TIGHT: needs {needed} of {gib(plan.question.gpu.usable_bytes)} usable: {why}, and the high end is "
-        assert f"{said}{gib(-plan.chosen.headroom_bytes)} too much" in " ".join(plans.shown(plan).split())
+        printed = f"TIGHT: needs {needed} of {gib(plan.question.gpu.usable_bytes)} usable: {why}, and the high end is "
+        assert f"{printed}{gib(-plan.chosen.headroom_bytes)} too much" in " ".join(plans.shown(plan).split())
 
 
 def test_what_may_not_fit_is_not_called_the_fastest_that_fits(made):
     chosen = tight(made, made.chosen.process.high_bytes - MIB).chosen
-    assert recommended(chosen, [chosen]).startswith("nothing of what was asked for is sure to fit")
+    assert recommended(chosen, [chosen]).startswith("nothing that the options allow is sure to fit")
 
 
 def tight(plan, usable_bytes):
-    """The plan on a card of so many bytes, where it is tight."""
+    """The plan on a GPU of so many bytes, where it is tight."""
     gpu = plan.question.gpu.model_copy(update={"usable_mib": usable_bytes // MIB})
     left = gpu.usable_bytes - plan.chosen.process.high_bytes
     chosen = plan.chosen.model_copy(update={"headroom_bytes": left, "verdict": "TIGHT"})
@@ -203,9 +203,11 @@ def tight(plan, usable_bytes):
 @pytest.mark.xdist_group("plan")
 @pytest.mark.parametrize(("verdict", "status"), [("FITS", 0), ("TIGHT", 0), ("DOES NOT FIT", 2)])
 def test_a_verdict_has_its_exit_status(made, monkeypatch, capsys, verdict, status):
-    told = tight(made, made.chosen.process.high_bytes - MIB)
-    told = told.model_copy(update={"verdict": verdict, "chosen": told.chosen.model_copy(update={"verdict": verdict})})
-    monkeypatch.setattr("bigdit.search.answer.make_plan", lambda question, progress: told)
+    reported = tight(made, made.chosen.process.high_bytes - MIB)
+    reported = reported.model_copy(
+        update={"verdict": verdict, "chosen": reported.chosen.model_copy(update={"verdict": verdict})}
+    )
+    monkeypatch.setattr("bigdit.search.answer.make_plan", lambda question, progress: reported)
     with pytest.raises(SystemExit) as ended:
         main(["plan", "--model", "sana-1600m", "--gpu", "a40"])
     assert ended.value.code == status
@@ -234,13 +236,13 @@ def test_a_host_that_is_too_small_is_in_the_verdict(made):
 @pytest.mark.xdist_group("plan")
 def test_what_is_reserved_is_in_the_verdict(made):
     """For what, where it is what is reserved of its kind."""
-    for gpu, said in (
+    for gpu, printed in (
         (made.question.gpu.reserving(512 * MIB), "43.85 GiB usable (0.50 GiB reserved), "),
         (catalog.gpu("rtx-a6000").reserving(), "46.89 GiB usable (0.50 GiB reserved for the display), "),
         (made.question.gpu, "44.35 GiB usable, "),
     ):
         question = made.question.model_copy(update={"gpu": gpu})
-        assert f" of {said}" in " ".join(plans.shown(made.model_copy(update={"question": question})).split())
+        assert f" of {printed}" in " ".join(plans.shown(made.model_copy(update={"question": question})).split())
 
 
 @pytest.mark.slow
@@ -299,7 +301,7 @@ def test_videos_are_not_called_images(made):
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("plan")
-def test_where_the_search_ends_is_no_limit_of_the_card(made):
+def test_where_the_search_ends_is_no_limit_of_the_gpu(made):
     assert "512+" not in plans.shown(made)
     limit = made.buckets[0].model_copy(update={"full": LARGEST_MICRO_BATCH})
     plan = made.model_copy(update={"buckets": (limit, *made.buckets[1:])})
@@ -429,7 +431,7 @@ def test_what_takes_less_than_a_thousandth_of_the_step_is_less():
     parts = made.chosen.step.parts | {"copies": plans.interval(0, 0.02), "waits": plans.interval(0, 0)}
     step = made.chosen.step.model_copy(update={"parts": parts})
     text = plans.shown(made.model_copy(update={"chosen": made.chosen.model_copy(update={"step": step})}))
-    assert "compute 26.0–32.2 s, memory 2.40–4.90 s, and less" in " ".join(text.split())
+    assert "compute 26.0–32.2 s, memory 2.40–4.90 s, and smaller parts" in " ".join(text.split())
 
 
 def test_what_is_below_one_has_two_figures():

@@ -81,8 +81,8 @@ def test_every_number_is_one_that_the_run_left(planned):
     left += [json.loads((planned / name).read_text()) for name in LEFT[1:]]
     left += [str(path.relative_to(planned)) for path in planned.rglob("step-*")]
     numbers = {value for value in leaves(left) if not isinstance(value, str)}
-    said = quantities(" ".join(value for value in leaves(left) if isinstance(value, str)))
-    said |= quantities(duration(found.receipt.seconds))
+    printed = quantities(" ".join(value for value in leaves(left) if isinstance(value, str)))
+    printed |= quantities(duration(found.receipt.seconds))
     measured, expected = found.record.measured, found.record.planned
     pairs = [(phase.allocated_bytes, expected.phases[phase.phase]) for phase in measured.phases]
     pairs.append((measured.peak_reserved_bytes, expected.peak_reserved_bytes))
@@ -93,11 +93,11 @@ def test_every_number_is_one_that_the_run_left(planned):
     quantities_shown = quantities(shown)
     assert len(quantities_shown) > 40
     zone = {("00", "")}  # of a time that JSON has as Z
-    made_up = {each for each in quantities_shown - said - zone if not any(reads(value, *each) for value in numbers)}
+    made_up = {each for each in quantities_shown - printed - zone if not any(reads(value, *each) for value in numbers)}
     assert {number for number, _ in made_up} - losses == set()
 
 
-def test_memory_by_phase_stands_beside_the_plan(planned):
+def test_memory_by_phase_stands_next_to_the_plan(planned):
     found = read_run(planned)
     text = " ".join(visible(page(found)).split())
     assert "planned 40.00 MiB at 8 × 12, measured 44.00 MiB (+10.0 %) reserved by torch" in text
@@ -123,7 +123,7 @@ def test_the_settings_are_the_runs(planned):
     assert yaml.safe_load(html.unescape(settings)) == json.loads((planned / "run.json").read_text())["run"]
 
 
-def test_it_needs_nothing_beside_itself_and_captions_are_text(planned):
+def test_it_needs_nothing_next_to_itself_and_captions_are_text(planned):
     text = page(read_run(planned))
     assert "<script" not in text
     assert "&lt;script&gt;alert(1)&lt;/script&gt;; a &amp; b" in text
@@ -139,13 +139,13 @@ def test_it_needs_nothing_beside_itself_and_captions_are_text(planned):
     assert set(re.findall(r"var\((--[\w-]+)\)", text)) <= defined | {"--colour"}
 
 
-def test_many_large_pictures_make_no_large_page(run, monkeypatch):
+def test_many_large_images_make_no_large_page(run, monkeypatch):
     monkeypatch.setattr(report, "IMAGE_BYTES", 15_000)
     (run / "samples").mkdir()
     pixels = np.random.default_rng(0).integers(0, 256, (300, 500, 3), dtype=np.uint8)
     for step in range(1, 12):
         Image.fromarray(pixels).save(run / f"samples/step-{step:08d}.png")
-    (run / "samples/step-00000011.png").write_text("no picture")
+    (run / "samples/step-00000011.png").write_text("no image")
     text = page(read_run(run))
     shown = re.findall(r'src="data:image/jpeg;base64,([^"]+)"', text)
     assert 40_000 < sum(map(len, shown)) <= 120_000
@@ -168,7 +168,7 @@ def test_a_run_that_has_not_ended_has_its_page(planned):
     assert "Not measured" in text
 
 
-def test_what_is_damaged_is_left_out_and_said(run):
+def test_what_is_damaged_is_left_out_and_reported(run):
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 9, "los')
     (run / "run.json").write_text("{")
@@ -257,14 +257,14 @@ def test_a_line_of_many_rows_is_no_longer_than_one_of_few(run):
     assert sizes[1] < 1.1 * sizes[0]
 
 
-def test_far_apart_is_logarithmic_and_said(run):
+def test_far_apart_is_logarithmic_and_reported(run):
     rows = read_run(run).rows
     write_rows(run, [row | {"grad_norm": 10.0 ** -row["step"], "loss": -row["step"]} for row in rows])
     assert titles(charts(read_run(run)))[:2] == ["Loss", "Norm of the gradients, log scale"]
 
 
 @pytest.mark.slow
-def test_on_a_narrow_screen_nothing_lies_beside_it(planned):
+def test_on_a_narrow_screen_nothing_lies_next_to_it(planned):
     bigdit("report", planned)
     with browser() as seen:
         for pixels in (400, 1200):

@@ -264,8 +264,8 @@ def test_an_address_that_means_nothing_shows_what_is_recommended(page, folder, d
 def test_an_address_that_asks_for_too_much_says_what_is_shown_instead(page, folder, document):
     page.get(f"{(folder / 'report.html').as_uri()}#{urlencode({'micro-batch': '9999', 'blocks': '-1e9', 'size': '3'})}")
     shows(page, *point(document, ADAMW, 24, 20))
-    said = "micro-batch “9999” (shown: 24); blocks “-1e9” (shown: 20); size “3” (no such choice)"
-    assert at(page, "instead").text == f"These did not run: {said}"
+    printed = "micro-batch “9999” (shown: 24); blocks “-1e9” (shown: 20); size “3” (no such choice)"
+    assert at(page, "instead").text == f"These did not run: {printed}"
 
 
 @pytest.mark.parametrize("pixels", [400, 1200])
@@ -290,7 +290,7 @@ def test_tables_that_are_lists_on_a_narrow_screen_are_as_wide_as_it(page):
     assert set(page.execute_script(pieces)) == {1}
 
 
-def test_bars_are_told_apart_without_colours(page):
+def test_bars_are_reported_apart_without_colours(page):
     letters = texts(page, "#whatif-bar i")
     assert len(letters) >= 3
     legend = [row[0] for row in texts(page, "#whatif-parts li")]
@@ -328,10 +328,10 @@ def test_another_number_of_gpus_is_another_plans(chromium, plan, tmp_path):
     written = tmp_path / "plan" / "report.html"
     chromium.get(written.as_uri())
     assert "All settings and sizes here ran for plans of 1, 8 GPUs;" in chromium.page_source
-    cards = Select(at(chromium, "gpus"))
-    assert [each.text for each in cards.options] == ["1", "8"]
-    assert cards.first_selected_option.text == "1"
-    cards.select_by_visible_text("8")
+    gpus = Select(at(chromium, "gpus"))
+    assert [each.text for each in gpus.options] == ["1", "8"]
+    assert gpus.first_selected_option.text == "1"
+    gpus.select_by_visible_text("8")
     asked = state(chromium)
     assert asked["strategy"] == own.option
     shows(chromium, *shown(chromium, json.loads(other.model_dump_json())))

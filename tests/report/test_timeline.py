@@ -1,4 +1,4 @@
-"""The picture of a timeline, and the tables of its ledger on a GPU."""
+"""The image of a timeline, and the tables of its ledger on a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from traces import MIB, timeline, timelines
 
 from bigdit.errors import UserError
 from bigdit.memory import CATEGORIES, Block, Span, Timeline, ledger
-from bigdit.memory.process import beside_torch
+from bigdit.memory.process import non_torch_memory
 from bigdit.report import plan as tables
 from bigdit.report.figures import COLOURS, MOST_COLUMNS, columns, live_bytes, plot_timeline
 
@@ -36,13 +36,13 @@ STEP = Timeline(
 
 def painted(path: Path) -> dict[str, int]:
     """Pixels of each category's own colour."""
-    with Image.open(path) as picture:
-        assert picture.format == "PNG"
-        pixels = np.asarray(picture.convert("RGB"))
+    with Image.open(path) as image:
+        assert image.format == "PNG"
+        pixels = np.asarray(image.convert("RGB"))
     return {name: int((pixels == rgb(colour)).all(axis=-1).sum()) for name, colour in COLOURS.items()}
 
 
-def test_layers_cover_the_picture_as_bytes_cover_the_events(tmp_path: Path) -> None:
+def test_layers_cover_the_image_as_bytes_cover_the_events(tmp_path: Path) -> None:
     plot_timeline(STEP, tmp_path / "memory.png", title="a step")
     found = painted(tmp_path / "memory.png")
     drawn = {"parameter", "saved activation", "gradient", "temporary"}
@@ -53,10 +53,10 @@ def test_layers_cover_the_picture_as_bytes_cover_the_events(tmp_path: Path) -> N
     assert found["gradient"] / found["parameter"] == pytest.approx(120 / 240, rel=0.1)
 
 
-def test_a_cards_line_lifts_the_top_and_a_far_one_does_not(tmp_path: Path) -> None:
+def test_a_gpus_line_lifts_the_top_and_a_far_one_does_not(tmp_path: Path) -> None:
     parameter = {}
-    for name, card in (("none", None), ("near", 200 * MIB), ("far", 2000 * MIB)):
-        plot_timeline(STEP, tmp_path / f"{name}.png", title="a step", gpu_bytes=card)
+    for name, gpu in (("none", None), ("near", 200 * MIB), ("far", 2000 * MIB)):
+        plot_timeline(STEP, tmp_path / f"{name}.png", title="a step", gpu_bytes=gpu)
         parameter[name] = painted(tmp_path / f"{name}.png")["parameter"]
     assert parameter["near"] < 0.8 * parameter["none"]
     assert parameter["far"] == pytest.approx(parameter["none"], rel=0.05)
@@ -65,11 +65,11 @@ def test_a_cards_line_lifts_the_top_and_a_far_one_does_not(tmp_path: Path) -> No
 @pytest.mark.parametrize("trace", [Timeline((), (), ()), timeline(3, 700, -1, -2), timeline(0, -1)])
 def test_small_and_empty_timelines_are_drawn(trace: Timeline, tmp_path: Path) -> None:
     plot_timeline(trace, tmp_path / "memory.png", title="small", gpu_bytes=1000)
-    with Image.open(tmp_path / "memory.png") as picture:
-        assert picture.size == (1440, 672)
+    with Image.open(tmp_path / "memory.png") as image:
+        assert image.size == (1440, 672)
 
 
-def test_a_picture_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+def test_a_image_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot write .*memory\.png: File exists"):
         plot_timeline(STEP, tmp_path / "file" / "memory.png", title="a step")
@@ -138,7 +138,7 @@ total allocated    0.13 GiB  100.0 %
 def test_the_way_to_what_nvidia_smi_shows() -> None:
     # Beside torch, at 8.6, lie 133 MiB and stacks of 10 multiprocessors, 15 MiB, to 519 and stacks of 84, 126 MiB.
     assert (
-        text(tables.process(150 * MIB, beside_torch((8, 6), 1), 751 * MIB))
+        text(tables.process(150 * MIB, non_torch_memory((8, 6), 1), 751 * MIB))
         == """\
 on the GPU
                                 low        high

@@ -24,8 +24,8 @@ def sampler(trained):
 
 
 def draw(sampler, captions=CAPTIONS, **chosen):
-    pictures = sampler.sample(captions, SamplingOptions(8, 8, steps=2, **chosen))
-    return torch.stack(list(pictures)).int()
+    images = sampler.sample(captions, SamplingOptions(8, 8, steps=2, **chosen))
+    return torch.stack(list(images)).int()
 
 
 def fed(sampler, monkeypatch, most=None, error=None):
@@ -62,7 +62,7 @@ def test_a_batch_without_room_is_halved_before_it_is_drawn(sampler, monkeypatch)
     assert sizes == [4, 4, 4, 4, 2, 2]
 
 
-def test_of_one_image_the_shortage_is_said(sampler, monkeypatch):
+def test_of_one_image_the_shortage_is_reported(sampler, monkeypatch):
     sizes = fed(
         sampler, monkeypatch, most=1, error=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     )

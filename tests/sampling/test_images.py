@@ -41,8 +41,8 @@ def test_one_image_a_caption_and_a_grid(sampled):
     rows = report["images"]
     assert [row["caption"] for row in rows] == ["a handwritten six", "a handwritten one", "a handwritten two"]
     assert [row["seed"] for row in rows] == [0, 1, 2]
-    pictures = pixels(out / "first", rows)
-    assert [(picture.shape, picture.dtype) for picture in pictures] == [((8, 12), np.uint8)] * 3
+    images = pixels(out / "first", rows)
+    assert [(image.shape, image.dtype) for image in images] == [((8, 12), np.uint8)] * 3
     assert Image.open(out / "first/grid.png").size[0] > 300
     assert json.loads((out / "first/samples.json").read_text()) == report
 
@@ -138,9 +138,9 @@ def test_what_a_killed_command_had_drawn_is_there_and_whole(trained, tmp_path):
     until(lambda: process.poll() is not None or len(list(out.glob("0*.png"))) > 60)  # more than a batch
     process.kill()
     assert process.wait(60) == -signal.SIGKILL
-    pictures = sorted(out.glob("0*.png"))
-    assert [file.name for file in pictures] == [f"{number:05d}.png" for number in range(len(pictures))]
-    assert {np.asarray(Image.open(file)).shape for file in pictures} == {(8, 8)}
+    images = sorted(out.glob("0*.png"))
+    assert [file.name for file in images] == [f"{number:05d}.png" for number in range(len(images))]
+    assert {np.asarray(Image.open(file)).shape for file in images} == {(8, 8)}
     assert not (out / "samples.json").exists()
 
 
@@ -180,8 +180,8 @@ def test_no_checkpoint(tmp_path):
 
 
 def test_a_letter_that_the_font_lacks_is_no_warning():
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as printed:
         libraries.prepare()
-        picture = grid_png([np.zeros((4, 4), np.uint8)], ["日本"])
-    assert picture.startswith(b"\x89PNG")
-    assert not said
+        image = grid_png([np.zeros((4, 4), np.uint8)], ["日本"])
+    assert image.startswith(b"\x89PNG")
+    assert not printed

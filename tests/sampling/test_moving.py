@@ -52,8 +52,8 @@ def test_stills_are_of_the_first_frame_to_the_last(frames, shown):
     videos = [np.full((frames, 90, 90, 3), 100 * number, np.uint8) for number in (1, 2)]
     for video in videos:
         video += np.arange(frames, dtype=np.uint8)[:, None, None, None]
-    with Image.open(io.BytesIO(stills_png(videos, ["one", "two"]))) as picture:
-        pixels = np.asarray(picture.convert("RGB"))
+    with Image.open(io.BytesIO(stills_png(videos, ["one", "two"]))) as image:
+        pixels = np.asarray(image.convert("RGB"))
     wanted = {100 * number + place for number in (1, 2) for place in shown}
     values, counts = np.unique(pixels.reshape(-1, 3), axis=0, return_counts=True)
     plain = {int(each[0]) for each, count in zip(values, counts, strict=True) if len({*each}) == 1 and count > 9000}

@@ -183,8 +183,8 @@ def test_images_follow_from_what_the_pipeline_encodes(name, negative, tmp_path):
     saved, parts = saved_beside_encoders(tmp_path, class_name, kwargs, pipeline_name, vae)
     sampler = Sampler(saved, torch.device("cpu"))
     options = SamplingOptions(height=16, width=24, steps=1, guidance=2.0, negative=negative, seed=3)
-    picture = next(sampler.sample([CAPTION], options))
-    assert (picture.shape, picture.dtype) == ((3, 16, 24), torch.uint8)
+    image = next(sampler.sample([CAPTION], options))
+    assert (image.shape, image.dtype) == ((3, 16, 24), torch.uint8)
 
     pipeline = tiny_pipelines.pipeline_of(pipeline_name, parts)
     noise = objectives.draw_noise(torch.empty(1, *shape), [3])
@@ -202,5 +202,5 @@ def test_images_follow_from_what_the_pipeline_encodes(name, negative, tmp_path):
         caption, none = velocities
         latents = noise - (none + 2.0 * (caption - none))  # one Euler step over all of t
         expected = ((sampler._codec.decode(latents) + 1) * 127.5).round().clamp(0, 255)
-    assert (picture.float() - expected[0]).abs().max() <= 1  # at a rounding border
+    assert (image.float() - expected[0]).abs().max() <= 1  # at a rounding border
     assert expected.std() > 5

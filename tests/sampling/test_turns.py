@@ -50,10 +50,10 @@ def test_what_encoded_is_gone_before_the_model_comes_and_the_model_before_anythi
     latents = sampler.generate(CAPTIONS, OPTIONS)
     first = next(latents)
     assert held["model"]() is not None
-    pictures = sampler.decode([first, *latents], OPTIONS)
-    next(pictures)
+    images = sampler.decode([first, *latents], OPTIONS)
+    next(images)
     assert held["model"]() is None
-    assert len(list(pictures)) == len(CAPTIONS) - 1
+    assert len(list(images)) == len(CAPTIONS) - 1
 
 
 @torch.no_grad()
@@ -90,21 +90,21 @@ def test_images_come_while_others_are_still_to_be_drawn(trained, capsys):
             drawn.append(each)
             yield each
 
-    pictures = sampler.sample(CAPTIONS, replace(OPTIONS, micro_batch_size=1), shown=shown)
-    for number, picture in enumerate(pictures, 1):
+    images = sampler.sample(CAPTIONS, replace(OPTIONS, micro_batch_size=1), shown=shown)
+    for number, image in enumerate(images, 1):
         assert len(drawn) == number
-        assert (picture.int() - whole[number - 1].int()).abs().max() <= 1  # another batch size takes other kernels
+        assert (image.int() - whole[number - 1].int()).abs().max() <= 1  # another batch size takes other kernels
     assert (len(drawn), capsys.readouterr().err) == (len(CAPTIONS), "")
 
 
-def test_without_room_to_decode_beside_the_model_they_come_when_all_are_drawn(trained, monkeypatch, capsys):
-    sampler, said = Sampler(computed_in("fp32", trained), CPU), []
+def test_without_room_to_decode_next_to_the_model_they_come_when_all_are_drawn(trained, monkeypatch, capsys):
+    sampler, printed = Sampler(computed_in("fp32", trained), CPU), []
     whole = list(sampler.sample(CAPTIONS, OPTIONS))
     model, decode = weakref.ref(kept := sampler.model()), sampler._codec.decode
 
     def short(latents):
-        said.append(model() is not None)
-        if model() is not None and len(said) > 1:  # for the first one there is room
+        printed.append(model() is not None)
+        if model() is not None and len(printed) > 1:  # for the first one there is room
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return decode(latents)
 
@@ -113,7 +113,7 @@ def test_without_room_to_decode_beside_the_model_they_come_when_all_are_drawn(tr
     monkeypatch.setattr(sampler, "model", models.pop)
     monkeypatch.setattr(sampler._codec, "decode", short)
     waited = list(sampler.sample(CAPTIONS, OPTIONS))
-    assert said == [True, True, False, False]
+    assert printed == [True, True, False, False]
     assert all(map(torch.equal, waited, whole))
     note = "note: --size 8x8: no room to decode next to the model; images come when all are generated"
     assert capsys.readouterr().err.splitlines() == [note]

@@ -48,7 +48,7 @@ def test_a_real_store_takes_as_many_bytes(tmp_path):
     assert (sizes[1] - sizes[0]) / 8 == pytest.approx(wanted + captions, abs=8)  # the header's numbers grow, too
 
 
-def test_padded_text_is_said_before_it_fills_a_disk():
+def test_padded_text_is_reported_before_it_fills_a_disk():
     found = need("pixart-sigma-xl-2-1024", images="30M")
     assert found.latent_bytes == 4 * 128 * 128 * 2
     assert found.padded_text_bytes == 300 * 4096 * 2
@@ -152,7 +152,7 @@ def test_unknown_encoders_have_no_time():
     )
 
 
-def test_an_old_card_encodes_in_what_it_computes():
+def test_an_old_gpu_encodes_in_what_it_computes():
     for gpu, precision in (("v100-32g-sxm2", "fp16"), ("a40", "bf16")):
         question = question_for("pixart-sigma-xl-2-512", gpu, images=10)
         requests = encoding_requests(question)
@@ -161,10 +161,10 @@ def test_an_old_card_encodes_in_what_it_computes():
 
 
 def test_extraction_takes_the_encoders_alone():
-    """The VAE of DiT: 16 pictures a pass, between its arithmetic at the card's rate and a hundred times that."""
+    """The VAE of DiT: 16 images a pass, between its arithmetic at the GPU's rate and a hundred times that."""
     question = question_for("dit-s-8", "a100-80g-sxm", images=1_000_000)
-    with EmulatedGpus(question.gpu, 1) as cards:
-        encoding = {size: cards.attempt(each) for size, each in encoding_requests(question).items()}
+    with EmulatedGpus(question.gpu, 1) as emulated:
+        encoding = {size: emulated.attempt(each) for size, each in encoding_requests(question).items()}
     timeline = encoding[16].work
     (encode,) = [span for span, each in enumerate(timeline.spans) if each.phase == "images"]
     flops = sum(each.flops for each in timeline.operators if each.span == encode)
@@ -178,8 +178,8 @@ def test_extraction_takes_the_encoders_alone():
 def test_a_plan_says_where_encoders_have_no_room_together():
     """By made-up needs: the attempts that give them are those of extraction, tested with it."""
     question = question_for("flux.1-dev", "rtx-3060-12g", images=1000)
-    pictures = EncoderBytes(GIB, GIB, GIB)
-    for gibs, said in (
+    images = EncoderBytes(GIB, GIB, GIB)
+    for gibs, printed in (
         (7, []),
         (
             10,
@@ -196,7 +196,7 @@ def test_a_plan_says_where_encoders_have_no_room_together():
             ],
         ),
     ):
-        assert _room_notes(EncodersNeed(pictures, EncoderBytes(gibs * GIB, GIB / 2, 0)), question) == said
+        assert _room_notes(EncodersNeed(images, EncoderBytes(gibs * GIB, GIB / 2, 0)), question) == printed
 
 
 @given(st.floats(1, 1e18))

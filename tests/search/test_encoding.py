@@ -35,42 +35,42 @@ def size_of(asked, gpu, processes=1):
 
 
 @pytest.fixture(scope="module")
-def card():
+def device():
     return resolve_gpu("a40", "8192MiB")
 
 
 @pytest.mark.slow
-def test_the_largest_batch_that_fits_is_chosen(card):
-    chosen = size_of(run(DIT), card)
-    room = card.usable_bytes * 0.9 - cuda_context(card.compute_capability, card.multiprocessors).high_bytes
-    request = encode_batch._requests(run(DIT), card)[1]
+def test_the_largest_batch_that_fits_is_chosen(device):
+    chosen = size_of(run(DIT), device)
+    room = device.usable_bytes * 0.9 - cuda_context(device.compute_capability, device.multiprocessors).high_bytes
+    request = encode_batch._requests(run(DIT), device)[1]
     assert (request.batch.latents, request.encoders.vae.dtype) == ((4, 32, 32), "fp32")  # the largest bucket
     sizes = [request.strategy.with_micro_batch_size(size) for size in (chosen, 2 * chosen)]
-    with EmulatedGpus(card, 1) as cards:
-        answers = [cards.attempt(request.model_copy(update={"strategy": each})) for each in sizes]
+    with EmulatedGpus(device, 1) as gpus:
+        answers = [gpus.attempt(request.model_copy(update={"strategy": each})) for each in sizes]
     fits, does_not = (answer.phases["images"].peak_bytes for answer in answers)
     assert fits <= room < does_not
-    assert size_of(run(DIT), card, processes=2) <= chosen / 2
+    assert size_of(run(DIT), device, processes=2) <= chosen / 2
     assert size_of(run(DIT), resolve_gpu("a40")) > chosen
-    assert size_of(run(DIT), card, processes=16) == 1
+    assert size_of(run(DIT), device, processes=16) == 1
 
 
-def test_what_the_catalogue_does_not_know_has_no_answer(card):
+def test_what_the_catalogue_does_not_know_has_no_answer(device):
     own = {"class_name": "SanaTransformer2DModel", "kwargs": {"num_layers": 1}}
-    assert size_of(run(own), card) is None
-    assert size_of(run({"name": "flux.2-klein-9b"}), card) is None
-    assert size_of(run(DIT, image={"name": "identity"}), card) is None
+    assert size_of(run(own), device) is None
+    assert size_of(run({"name": "flux.2-klein-9b"}), device) is None
+    assert size_of(run(DIT, image={"name": "identity"}), device) is None
 
 
-def test_a_run_takes_the_size_where_it_leaves_it_open_and_there_is_a_card(card, monkeypatch):
-    monkeypatch.setattr(encode_batch, "found_gpus", lambda: (card, gpu("h200")))  # there is no driver to ask here
+def test_a_run_takes_the_size_where_it_leaves_it_open_and_there_is_a_gpu(device, monkeypatch):
+    monkeypatch.setattr(encode_batch, "found_gpus", lambda: (device, gpu("h200")))  # there is no driver to ask here
     chosen = with_batch_size(run(DIT), workers=2).encoders.batch_size
-    assert chosen == size_of(run(DIT), card)  # one each, and the smaller card decides
+    assert chosen == size_of(run(DIT), device)  # one each, and the smaller GPU decides
     for settled in (run(DIT, batch_size=5), run(DIT, device="cpu"), run({"name": "flux.2-klein-9b"})):
         assert with_batch_size(settled, workers=2) == settled
 
 
-def test_what_takes_turns_and_what_has_no_room_is_said():
+def test_what_takes_turns_and_what_has_no_room_is_reported():
     small, few = resolve_gpu("rtx-3060-12g"), EncoderBytes(GIB, GIB, GIB)
     asked = run(DIT)
     by_turns, nothing = (
@@ -80,13 +80,13 @@ def test_what_takes_turns_and_what_has_no_room_is_said():
     assert (by_turns.way(small), nothing.way(small), nothing.way(resolve_gpu("a40"))) == ("in turns", None, "together")
     assert by_turns.taken("in turns", 9) == max(10 * GIB, 10 * GIB)
     assert by_turns.taken("together", 1) == 11.5 * GIB
-    said = encode_batch._fit(EncodeBatch(8, "in turns", by_turns), asked, small, 1, 1)
-    assert said == (
+    printed = encode_batch._fit(EncodeBatch(8, "in turns", by_turns), asked, small, 1, 1)
+    assert printed == (
         "which fits the NVIDIA GeForce RTX 3060 (emulated) where text encoders and VAE take turns; "
         "9.50 GiB of weights wait in CPU memory"
     )
-    said = encode_batch._fit(EncodeBatch(1, None, nothing), asked, small, 1, 1)
-    assert said == (
+    printed = encode_batch._fit(EncodeBatch(1, None, nothing), asked, small, 1, 1)
+    assert printed == (
         "and even that does not fit the NVIDIA GeForce RTX 3060 (emulated): 12.00 GiB are needed for the text "
         "encoders, and 11.10 GiB are free; encoders.device: cpu takes nothing of a GPU"
     )
@@ -98,14 +98,14 @@ def test_what_takes_turns_and_what_has_no_room_is_said():
     )
 
 
-def test_a_host_that_has_less_than_what_waits_is_told_of_before_anything_starts():
+def test_a_host_that_has_less_than_what_waits_is_reported_of_before_anything_starts():
     need, half = EncodersNeed(EncoderBytes(GIB, GIB, GIB), EncoderBytes(9.5 * GIB, 0, 0)), run(DIT)
     whole = run(DIT, text={"pipeline": "pipeline", "dtype": "fp32"})
-    said = [
+    printed = [
         encode_batch._waiting(need, *asked) for asked in ((half, 2, 20 * GIB), (half, 2, 16 * GIB), (whole, 1, GIB))
     ]
     short = "so that extraction may be killed"
-    assert said == [
+    assert printed == [
         "19.00 GiB of weights of 2 workers wait in CPU memory",
         "19.00 GiB of weights of 2 workers have to wait in CPU memory, which is 16.00 GiB, "
         f"{short}; fewer data.workers take less",
@@ -122,8 +122,8 @@ def test_videos_are_encoded_whole_and_weights_that_encode_nothing_are_counted():
 
 
 @pytest.mark.parametrize("missing", ["BIGDIT_CUDA_PYTHON", "CC"])
-def test_without_an_emulated_gpu_the_size_stays_and_a_line_says_why(card, missing, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(encode_batch, "found_gpus", lambda: (card,))
+def test_without_an_emulated_gpu_the_size_stays_and_a_line_says_why(device, missing, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(encode_batch, "found_gpus", lambda: (device,))
     monkeypatch.setenv("BIGDIT_CACHE", str(tmp_path))
     monkeypatch.setenv(missing, "missing/program")
     assert with_batch_size(run(DIT), workers=1) == run(DIT)
@@ -132,6 +132,6 @@ def test_without_an_emulated_gpu_the_size_stays_and_a_line_says_why(card, missin
     assert "missing/program" in line
 
 
-def test_without_cards_nothing_is_chosen(monkeypatch, tmp_path):
+def test_without_gpus_nothing_is_chosen(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))  # and without nvidia-smi
     assert with_batch_size(run(DIT), workers=1).encoders.batch_size == "auto"

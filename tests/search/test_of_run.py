@@ -36,7 +36,7 @@ def problems(path, *overrides, **options):
     return [line.removeprefix(f"{path}: ").removeprefix(f"{path} with --set: ") for line in lines]
 
 
-def test_each_stage_is_asked_with_what_is_said_of_it(tmp_path):
+def test_each_stage_is_asked_with_what_is_reported_of_it(tmp_path):
     low, high = asked(written(tmp_path, LOW, HIGH), images="10k")
     assert [each.model.name for each in (low, high)] == ["pixart-sigma-xl-2-1024"] * 2
     assert (low.resolution, low.buckets, high.resolution, high.buckets) == ((256, 256), ((224, 288),), (1024, 1024), ())
@@ -77,7 +77,7 @@ def test_a_run_without_stages_is_one_question(tmp_path):
     )
 
 
-def test_features_online_are_pinned_and_what_is_not_is_said(tmp_path):
+def test_features_online_are_pinned_and_what_is_not_is_reported(tmp_path):
     strategy = {"features": "online", "lora": {"rank": 4, "base": "nf4", "dora": False}, "offload_activations": True}
     path = written(tmp_path, data=PIXART["data"] | {"features": None}, train={"steps": 9}, strategy=strategy)
     (only,) = asked(path)
@@ -89,8 +89,8 @@ def test_features_online_are_pinned_and_what_is_not_is_said(tmp_path):
     ]
     asked_for = {"checkpointing": "selective", "lora.base": "nf4", "offload_activations": "true"}
     assert overruled(path, ["strategy.checkpointing=selective"]) == [
-        f"{path}: strategy.{key} is {said}, which plans do not fix: this one chooses by itself"
-        for key, said in asked_for.items()
+        f"{path}: strategy.{key} is {printed}, which plans do not fix: this one chooses by itself"
+        for key, printed in asked_for.items()
     ]
     assert overruled(written(tmp_path, LOW, HIGH), ()) == []
     path = written(tmp_path, train={"steps": 9}, strategy={"compile_blocks": True})
@@ -112,7 +112,7 @@ def test_the_engine_is_a_preset(tmp_path, engine, pinned):
     assert (low.constraints.engine, low.cluster.gpus) == (pinned, engine.get("world_size", 1))
 
 
-def test_what_is_wrong_is_told_by_the_runs_keys(tmp_path):
+def test_what_is_wrong_is_reported_by_the_runs_keys(tmp_path):
     path = written(tmp_path, LOW, HIGH)
     (line,) = problems(path, "stages.0.data.buckets=[[250, 250]]")
     assert line.startswith("stages.0: data.buckets 250: pixart-sigma-xl-2-1024 takes pixels in multiples of 16")
@@ -135,7 +135,7 @@ def test_what_is_wrong_is_told_by_the_runs_keys(tmp_path):
     assert problems(path, "train.stepz=3") == ["train.stepz: unknown key; did you mean steps, decay_steps?"]
 
 
-def test_a_key_that_set_said_is_told_as_training_tells_it(tmp_path):
+def test_a_key_that_set_reported_is_reported_as_training_tells_it(tmp_path):
     path = written(tmp_path, LOW, HIGH)
     for override in ("train.seed=x", "stages.1.train.steps=x"):
         with pytest.raises(UserError) as caught:

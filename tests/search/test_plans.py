@@ -39,13 +39,13 @@ def pinned(pins: Constraints, **changes: object) -> Constraints:
 
 @pytest.mark.slow
 def test_the_largest_is_found_from_any_guess() -> None:
-    with EmulatedGpus(A40) as cards:
+    with EmulatedGpus(A40) as emulated:
         guesses = [(0, GIB), (1, 1), (40.5, MIB), (LARGEST_MICRO_BATCH, 0)]
         rows = [Row(partial(request, "single"), guess, sample_bytes) for guess, sample_bytes in guesses]
-        found = [cards.largest(row, 12 * GIB) for row in rows]
+        found = [emulated.largest(row, 12 * GIB) for row in rows]
         (size,) = {int(each[0]) for each in found if each is not None}
-        runs = cards.attempts([(request("single", size + more), 12 * GIB) for more in (0, 1)])
-        none = cards.largest(rows[0], GIB)
+        runs = emulated.attempts([(request("single", size + more), 12 * GIB) for more in (0, 1)])
+        none = emulated.largest(rows[0], GIB)
     assert [isinstance(run, Attempt) and run.fits for run in runs] == [True, False]
     assert none is not None
     assert int(none[0]) == 0
@@ -63,11 +63,11 @@ def test_a_plan_ran_and_so_did_its_alternatives_and_its_limit_and_one_more_did_n
     assert 1 <= plan.chosen.strategy.micro_batch_size <= limit.none
     assert all(choice.step.launches is not None and choice.step.launches.counted for choice in plan.front)
     assert not any(choice.verdict == "DOES NOT FIT" for choice in plan.front)
-    with EmulatedGpus(SMALLER) as cards:
-        planner = Planner(asked, cards, Calibration())
+    with EmulatedGpus(SMALLER) as emulated:
+        planner = Planner(asked, emulated, Calibration())
         room = planner.capacity(plan.chosen.strategy)
         sizes = [plan.chosen.strategy.with_micro_batch_size(limit.none + more) for more in (0, 1)]
-        runs = cards.attempts([(planner.request(each), room) for each in sizes])
+        runs = emulated.attempts([(planner.request(each), room) for each in sizes])
     assert [isinstance(run, Attempt) and run.fits for run in runs] == [True, False]
     fits, more = (make_plan(question(constraints=pinned(ONLY, micro_batch_size=limit.none + more))) for more in (0, 1))
     assert (fits.verdict, fits.buckets) == ("FITS", plan.buckets)
@@ -87,10 +87,10 @@ def test_a_plan_ran_and_so_did_its_alternatives_and_its_limit_and_one_more_did_n
 @pytest.mark.slow
 def test_the_verdict_without_a_limit_is_that_within_it() -> None:
     """What torch reserves on a GPU without a limit says whether steps fit: on fewer bytes it has to look for room."""
-    with EmulatedGpus(A40) as cards:
+    with EmulatedGpus(A40) as emulated:
         asked = request("single,checkpointed_blocks=1", 4)
-        wanted = cards.attempt(asked).peak_reserved_bytes
-        enough, short = cards.attempts([(asked, wanted), (asked, wanted - 2 * MIB)])
+        wanted = emulated.attempt(asked).peak_reserved_bytes
+        enough, short = emulated.attempts([(asked, wanted), (asked, wanted - 2 * MIB)])
     assert isinstance(enough, Attempt)
     assert isinstance(short, Attempt)
     assert (enough.fits, enough.peak_reserved_bytes, short.fits) == (True, wanted, False)
@@ -104,11 +104,11 @@ def test_of_images_turned_by_a_quarter_as_many_fit_and_one_more_does_not() -> No
     assert one.none == turned.none
     assert turned.none is not None
     assert (one.full is None, turned.full) == (False, None)  # near the planned size
-    with EmulatedGpus(SMALLER) as cards:
-        planner = Planner(question(resolution=(1024, 512)), cards, Calibration())
+    with EmulatedGpus(SMALLER) as emulated:
+        planner = Planner(question(resolution=(1024, 512)), emulated, Calibration())
         sizes = [plan.chosen.strategy.with_micro_batch_size(turned.none + more) for more in (0, 1)]
         room = planner.capacity(plan.chosen.strategy)
-        runs = cards.attempts([(planner.request(each), room) for each in sizes])
+        runs = emulated.attempts([(planner.request(each), room) for each in sizes])
     assert [isinstance(run, Attempt) and run.fits for run in runs] == [True, False]
 
 
@@ -133,7 +133,7 @@ def test_curves_run_beyond_a_global_batch_and_nothing_else_does() -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_of_which_a_step_could_not_be_run_says_so_and_is_made_anew(
+def test_a_plan_of_which_a_step_could_not_be_run_says_so_and_is_made_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked = question(gpu=A40, constraints=pinned(ONLY, micro_batch_size=2))
@@ -181,19 +181,19 @@ def test_an_engine_whose_state_its_machine_does_not_hold_is_not_looked_at() -> N
     engines, _ = proposals(asked)
     either = question(gpu=A40, constraints=Constraints(engine="single"), host_memory_bytes=MIB)
     both = [each for each in proposals(either)[0] if not each.last_resort]
-    with EmulatedGpus(A40) as cards:
+    with EmulatedGpus(A40) as emulated:
 
         def hopeful(of: Question, group: list[Option]) -> tuple[list[Option], list[Option], list[str]]:
-            planner = Planner(of, cards, Calibration())
+            planner = Planner(of, emulated, Calibration())
             return *planner.hopeful(group), [each.choice for each in planner.rejected]
 
         def state_bytes(of: Question, group: list[Option]) -> float:
             """Of a machine, by the reason that an engine is rejected for."""
-            planner = Planner(of, cards, Calibration())
+            planner = Planner(of, emulated, Calibration())
             planner.hopeful(group)
-            said = re.match(r"its state alone takes ([\d.]+) GiB of a machine's memory", planner.rejected[0].reason)
-            assert said
-            return float(said[1]) * GIB
+            printed = re.match(r"its state alone takes ([\d.]+) GiB of a machine's memory", planner.rejected[0].reason)
+            assert printed
+            return float(printed[1]) * GIB
 
         (engine,) = engines
         assert hopeful(asked, engines) == ([], engines, [engine.title])
@@ -219,8 +219,8 @@ def test_what_is_predicted_is_near_what_runs(gpus: int, record_property) -> None
         gpu=A40, constraints=Constraints(engine="single" if gpus == 1 else "fsdp2"), cluster=Cluster(gpus=gpus)
     )
     proposed = [each for each in proposals(asked)[0] if not each.last_resort]
-    with EmulatedGpus(A40) as cards:
-        planner = Planner(asked, cards, Calibration())
+    with EmulatedGpus(A40) as emulated:
+        planner = Planner(asked, emulated, Calibration())
         rejected = planner.explore(proposed)
         off: list[float] = []
         for option in planner.options.values():
@@ -228,7 +228,7 @@ def test_what_is_predicted_is_near_what_runs(gpus: int, record_property) -> None
                 strategy = option.strategy.settled(
                     micro_batch_size=size, grad_accum_steps=1, checkpointed_blocks=blocks
                 )
-                ran = cards.attempt(planner.request(strategy))
+                ran = emulated.attempt(planner.request(strategy))
                 off.append(option.reserved(size, blocks) / ran.peak_reserved_bytes - 1)
     assert rejected == []
     assert max(map(abs, off)) < 0.2

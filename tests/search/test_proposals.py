@@ -45,7 +45,7 @@ def reasons(asked: Question) -> dict[str, str]:
     return {rejected.choice: rejected.reason for rejected in proposals(asked)[1]}
 
 
-def test_one_card_is_not_sharded_and_offload_is_a_last_resort() -> None:
+def test_one_gpu_is_not_sharded_and_offload_is_a_last_resort() -> None:
     found, _ = proposals(question())
     assert {option.strategy.engine for option in found if not option.last_resort} == {"single"}
     (stepped,) = (option.title for option in found if option.last_resort == 3)
@@ -55,12 +55,12 @@ def test_one_card_is_not_sharded_and_offload_is_a_last_resort() -> None:
         "FSDP2, weights and optimizer in CPU memory, AdamW",
     }
     assert (
-        "on one GPU shard nothing"
+        "on one GPU they only add buffers"
         in reasons(question())["ZeRO-1, ZeRO-2, ZeRO-3 and FSDP2 on one GPU, without CPU offload"]
     )
 
 
-def test_engines_of_several_cards_depend_on_accumulation_and_machines() -> None:
+def test_engines_of_several_gpus_depend_on_accumulation_and_machines() -> None:
     eight = question(cluster=Cluster(gpus=8))
     assert titles(eight)[0] == "ZeRO-2 on 8, AdamW"
     assert "ZeRO-1" in reasons(eight)
@@ -92,7 +92,7 @@ def test_deepspeed_s_buckets_hold_a_block_and_not_half_a_billion() -> None:
         assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"]
 
 
-def test_a_card_without_bf16_trains_in_fp16() -> None:
+def test_a_gpu_without_bf16_trains_in_fp16() -> None:
     found, _ = proposals(question("pixart-sigma-xl-2-1024", "v100-32g-sxm2", cluster=Cluster(gpus=32)))
     assert {option.strategy.precision for option in found} == {"fp16"}
     assert "does not compute it" in reasons(question(gpu="v100-32g-sxm2"))["bf16"]
@@ -108,7 +108,7 @@ def test_pins_are_kept() -> None:
     assert not found.lossless
 
 
-def test_an_average_is_placed_where_it_was_asked_for() -> None:
+def test_an_ema_is_placed_where_it_was_asked_for() -> None:
     places = {
         ema: {option.strategy.ema and option.strategy.ema.device for option in proposals(asked)[0]}
         for ema in ("none", "auto", "gpu", "cpu")
@@ -117,7 +117,7 @@ def test_an_average_is_placed_where_it_was_asked_for() -> None:
     assert places == {"none": {None}, "auto": {"gpu", "cpu"}, "gpu": {"gpu"}, "cpu": {"cpu"}}
 
 
-def test_as_many_averages_are_proposed_as_were_asked_for() -> None:
+def test_as_many_emas_are_proposed_as_were_asked_for() -> None:
     asked = question(constraints=Constraints(ema="auto", ema_widths=(0.05, 0.1)))
     assert {each.strategy.ema and each.strategy.ema.widths for each in proposals(asked)[0]} == {(0.05, 0.1)}
     assert "single GPU, AdamW, 2 EMAs in CPU memory" in titles(asked)
@@ -164,7 +164,7 @@ def test_a_settled_strategy_says_the_same_in_deepspeed_s_document() -> None:
 
 
 @given(st.integers(1, 64), st.integers(1, 64))
-def test_micro_batches_divide_a_card_s_share_of_the_global_batch(gpus: int, share: int) -> None:
+def test_micro_batches_divide_a_gpu_s_share_of_the_global_batch(gpus: int, share: int) -> None:
     asked = question(cluster=Cluster(gpus=gpus), global_batch_size=gpus * share)
     sizes = list(asking(asked).micro_batch_sizes(Strategy(engine="fsdp2", world_size=gpus)))
     assert sizes == [size for size in range(1, share + 1) if share % size == 0]
@@ -273,7 +273,7 @@ def weighed(title: str, nbytes: int, low: float, high: float, optimizer: str = "
     )
 
 
-def test_room_comes_before_speed_that_cannot_be_told_apart() -> None:
+def test_room_comes_before_speed_that_cannot_be_reported_apart() -> None:
     def preferred(estimates: list[Estimate], **resorts: Any) -> list[Estimate]:
         planner = asking(question())
         for each in estimates:
@@ -305,19 +305,19 @@ def test_a_rate_turns_an_interval_around(low: float, wider: float, amount: float
     assert rate.middle * seconds.middle == pytest.approx(amount)
 
 
-def test_speeds_are_told_by_what_tells_them_apart() -> None:
+def test_speeds_are_reported_by_what_tells_them_apart() -> None:
     """By the middles; where an end says more, so much is said, since it is that end that keeps a strategy from being as
     fast."""
     other = Interval(low=1.03, high=1.79)
 
-    def said(low: float, high: float) -> str:
+    def printed(low: float, high: float) -> str:
         return faster_or_slower(Interval(low=low, high=high), other)
 
-    assert said(1.03, 1.79) == said(1.032, 1.789) == "as fast"
-    assert said(1.133, 1.969) == "10% faster"
-    assert said(0.927, 1.611) == "10% slower"
-    assert said(1.05, 1.67) == "up to 7% slower"
-    assert said(0.98, 1.88) == "up to 5% slower"
+    assert printed(1.03, 1.79) == printed(1.032, 1.789) == "as fast"
+    assert printed(1.133, 1.969) == "10% faster"
+    assert printed(0.927, 1.611) == "10% slower"
+    assert printed(1.05, 1.67) == "up to 7% slower"
+    assert printed(0.98, 1.88) == "up to 5% slower"
 
 
 def test_recomputed_blocks_are_looked_at_in_quarters() -> None:

@@ -47,9 +47,9 @@ def test_what_is_left_out_is_as_the_question_has_it():
 )
 def test_what_is_reserved_is_not_usable(gpu, reserve, kept):
     """By the kind of GPU where nobody says how much; what a process is told stays the driver's."""
-    asked, card = question_for("sana-1600m", gpu, reserve=reserve).gpu, catalog.gpu(gpu)
-    assert (asked.reserved_bytes, asked.told_bytes) == (kept, card.told_bytes)
-    assert asked.usable_bytes == card.usable_bytes - kept
+    asked, device = question_for("sana-1600m", gpu, reserve=reserve).gpu, catalog.gpu(gpu)
+    assert (asked.reserved_bytes, asked.driver_bytes) == (kept, device.driver_bytes)
+    assert asked.usable_bytes == device.usable_bytes - kept
 
 
 def test_adapters_have_weights_to_adapt():
@@ -59,7 +59,7 @@ def test_adapters_have_weights_to_adapt():
 
 
 def test_what_is_reserved_leaves_something():
-    for reserve in ("30GiB", f"{catalog.gpu('rtx-4090').told_bytes}B"):
+    for reserve in ("30GiB", f"{catalog.gpu('rtx-4090').driver_bytes}B"):
         (problem,) = problems(gpu="rtx-4090", reserve=reserve)
         assert problem == f"--reserve {reserve} leaves nothing of the rtx-4090, which has 23.60 GiB"
     (problem,) = problems(reserve="512")
@@ -81,7 +81,7 @@ def test_the_host_is_this_machine_s_or_the_usual_one(monkeypatch):
     assert (found.host_memory_bytes, found.host_assumed) == (own, False)
     assert question_for("sana-1600m", "a40").host_assumed
     assert not question_for("sana-1600m", "a40", host_memory="96GiB").host_assumed
-    for slip, said in (
+    for slip, printed in (
         ("0GiB", "0GiB is 0 B, and machines and GPUs have 1 GiB to 1024 TiB"),
         ("64B", "64B is 64 B, and machines and GPUs have 1 GiB to 1024 TiB; did you mean 64GiB?"),
         ("512 MB", "512 MB is 0.48 GiB, and machines and GPUs have 1 GiB to 1024 TiB; did you mean 512GiB?"),
@@ -90,7 +90,7 @@ def test_the_host_is_this_machine_s_or_the_usual_one(monkeypatch):
             "64000TB is 59604644.78 GiB, and machines and GPUs have 1 GiB to 1024 TiB; did you mean 64000GiB?",
         ),
     ):
-        assert problems(host_memory=slip) == (f"--host-memory: {said}",)
+        assert problems(host_memory=slip) == (f"--host-memory: {printed}",)
     (problem,) = problems(host_memory="much")
     assert (
         problem
@@ -338,7 +338,7 @@ def test_unknown_encoders_are_named_where_they_are_wanted():
     assert question_for("flux.2-klein-9b", "b200").constraints.features == "cached"
 
 
-def test_all_that_is_wrong_is_said_at_once():
+def test_all_that_is_wrong_is_reported_at_once():
     found = problems(
         "sana-160m", "a4", gpus=0, global_batch=-1, price=-2, optimizer="adamw8", images="x", resolution="1024x"
     )
@@ -354,7 +354,7 @@ def test_all_that_is_wrong_is_said_at_once():
     ]
 
 
-def test_contradictions_are_said_beside_what_is_unknown():
+def test_contradictions_are_reported_next_to_what_is_unknown():
     found = problems("sana-1600m", "a4", gpus=12, global_batch=100, engine="single", checkpointed_blocks=99, frames=3)
     assert [line.split()[0].rstrip(":") for line in found] == [
         "--gpu",

@@ -26,13 +26,13 @@ GIB = 1 << 30
 
 
 @pytest.fixture(scope="module")
-def cards():
+def gpus():
     """Emulated A100s."""
     with EmulatedGpus(A100, 1) as found:
         yield found
 
 
-def test_a_card_s_receipt_is_kept_and_read_again(tmp_path, monkeypatch):
+def test_a_gpu_s_receipt_is_kept_and_read_again(tmp_path, monkeypatch):
     monkeypatch.setenv("BIGDIT_RECEIPTS", str(tmp_path / "kept"))
     written = receipt_of()
     receipt.write(written, tmp_path / "run/receipt.json")
@@ -49,7 +49,7 @@ def test_a_cpu_s_receipt_is_of_no_use_to_plans(tmp_path, monkeypatch):
     assert not receipt.folder().exists()
 
 
-def test_a_folder_that_cannot_be_written_is_said(tmp_path, monkeypatch, capsys):
+def test_a_folder_that_cannot_be_written_is_reported(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("BIGDIT_RECEIPTS", str(tmp_path / "file"))
     receipt.write(receipt_of(), tmp_path / "receipt.json")
@@ -84,11 +84,11 @@ def test_files_that_are_no_receipts_are_named_and_passed_over(tmp_path):
     assert "model: Field required" in notices[2]
 
 
-def test_only_receipts_of_the_card_and_of_one_shape_count():
+def test_only_receipts_of_the_gpu_and_of_one_shape_count():
     mine = receipt_of()
     others = [
         receipt_of(device="NVIDIA A40"),
-        receipt_of(device="a card of 2031"),
+        receipt_of(device="a GPU of 2031"),
         receipt_of(device="cpu"),
         receipt_of(buckets=5),
     ]
@@ -97,12 +97,12 @@ def test_only_receipts_of_the_card_and_of_one_shape_count():
     assert receipts.of_gpu(many, A100) == many[-receipts.NEWEST :]
 
 
-def test_an_emulated_card_s_receipt_teaches_nothing_of_the_real_one(cards, tmp_path):
+def test_an_emulated_gpu_s_receipt_teaches_nothing_of_the_real_one(gpus, tmp_path):
     mine = receipt_of()
     emulated = [receipt_of(emulated=True, seconds_per_step=each) for each in (9.0, 9.5)]
     assert receipts.of_gpu([mine, *emulated], A100) == [mine]
     assert receipts.of_gpu([mine, *emulated], A100, emulated=True) == emulated
-    checked, _ = check(emulated, A100, cards)
+    checked, _ = check(emulated, A100, gpus)
     assert (
         len(checked),
         Calibration(checked).measured_margin,
@@ -123,41 +123,41 @@ def test_an_emulated_card_s_receipt_teaches_nothing_of_the_real_one(cards, tmp_p
     assert own_receipts(other.gpu, other.receipts) == ([], [])
 
 
-def test_measured_steps_move_and_narrow_the_prediction(cards):
+def test_measured_steps_move_and_narrow_the_prediction(gpus):
     strategy = receipt_of().strategy
     request = StepRequest(model=SANA, batch=SHAPE, strategy=strategy)
-    work = work_of(cards.attempt(request, counted="step").work, strategy)
+    work = work_of(gpus.attempt(request, counted="step").work, strategy)
     plain = step_time(work, strategy, A100, Cluster()).seconds
     measured = [receipt_of(seconds_per_step=plain.middle * times) for times in (1.5, 1.6, 1.7)]
-    checked, notices = check(measured, A100, cards)
+    checked, notices = check(measured, A100, gpus)
     assert notices == []
-    told = Calibration(checked).ratio(strategy)
-    assert told is not None
-    assert (told.count, told.ratio) == (3, pytest.approx(1.6))
-    assert told.spread == pytest.approx(math.log(1.6 / 1.5))
-    assert told.source.startswith("3 receipts of NVIDIA A100-SXM4-80GB, one GPU: steps took 1.60 times")
-    found = step_time(work, strategy, A100, Cluster(), told).seconds
+    reported = Calibration(checked).ratio(strategy)
+    assert reported is not None
+    assert (reported.count, reported.ratio) == (3, pytest.approx(1.6))
+    assert reported.spread == pytest.approx(math.log(1.6 / 1.5))
+    assert reported.source.startswith("3 receipts of NVIDIA A100-SXM4-80GB, one GPU: steps took 1.60 times")
+    found = step_time(work, strategy, A100, Cluster(), reported).seconds
     assert found.low < 1.5 * plain.middle < 1.7 * plain.middle < found.high
     assert found.high / found.low < plain.high / plain.low
 
 
-def test_receipts_speak_for_strategies_like_theirs(cards):
+def test_receipts_speak_for_strategies_like_theirs(gpus):
     offloaded = receipt_of("zero2-offload,world_size=8")
-    checked, _ = check([offloaded], A100, cards)
+    checked, _ = check([offloaded], A100, gpus)
     assert Calibration(checked).ratio(receipt_of().strategy) is None
-    told = Calibration(checked).ratio(offloaded.strategy)
-    assert told is not None
-    assert "several GPUs, optimizer in CPU memory" in told.source
-    untimed, _ = check([receipt_of(seconds_per_step=None)], A100, cards)
+    reported = Calibration(checked).ratio(offloaded.strategy)
+    assert reported is not None
+    assert "several GPUs, optimizer in CPU memory" in reported.source
+    untimed, _ = check([receipt_of(seconds_per_step=None)], A100, gpus)
     assert Calibration(untimed).ratio(receipt_of().strategy) is None
 
 
-def test_measured_peaks_give_the_band(cards):
-    (seen,), _ = check([receipt_of()], A100, cards)
+def test_measured_peaks_give_the_margin(gpus):
+    (seen,), _ = check([receipt_of()], A100, gpus)
     assert Calibration([]).measured_margin is None
-    assert Calibration(check([receipt_of(measured_peak_reserved_bytes=None)], A100, cards)[0]).measured_margin is None
+    assert Calibration(check([receipt_of(measured_peak_reserved_bytes=None)], A100, gpus)[0]).measured_margin is None
     measured = [round(seen.peak_reserved_bytes * times) for times in (1.02, 0.99, 1.01)]
-    checked, _ = check([receipt_of(measured_peak_reserved_bytes=each) for each in measured], A100, cards)
+    checked, _ = check([receipt_of(measured_peak_reserved_bytes=each) for each in measured], A100, gpus)
     margin = Calibration(checked).measured_margin
     assert margin is not None
     assert margin.share == pytest.approx(0.02 * 4 / 3 + UNPROVED.share / 4, rel=1e-3)
@@ -166,10 +166,10 @@ def test_measured_peaks_give_the_band(cards):
     )
 
 
-def test_one_receipt_that_is_met_to_the_byte_leaves_half_of_what_is_assumed(cards):
-    (seen,), _ = check([receipt_of()], A100, cards)
+def test_one_receipt_that_is_met_to_the_byte_leaves_half_of_what_is_assumed(gpus):
+    (seen,), _ = check([receipt_of()], A100, gpus)
     met = receipt_of(measured_peak_reserved_bytes=seen.peak_reserved_bytes)
-    checked, _ = check([met], A100, cards)
+    checked, _ = check([met], A100, gpus)
     margin = Calibration(checked).measured_margin
     assert margin is not None
     assert margin.share == UNPROVED.share / 2
@@ -181,18 +181,18 @@ def test_one_receipt_that_is_met_to_the_byte_leaves_half_of_what_is_assumed(card
     assert calibrated.source.endswith("times the middle of the roofline, once")
 
 
-def test_a_receipt_is_held_against_the_allocator_as_it_was_set(cards):
-    whole, expandable = check([receipt_of(), receipt_of(expandable_segments=True)], A100, cards)[0]
+def test_a_receipt_is_held_against_the_allocator_as_it_was_set(gpus):
+    whole, expandable = check([receipt_of(), receipt_of(expandable_segments=True)], A100, gpus)[0]
     request = StepRequest(model=SANA, batch=SHAPE, strategy=receipt_of().strategy)
-    assert expandable.peak_reserved_bytes == cards.attempt(request).peak_reserved_bytes
+    assert expandable.peak_reserved_bytes == gpus.attempt(request).peak_reserved_bytes
     with EmulatedGpus(A100, 1, expandable_segments=False) as others:
         assert whole.peak_reserved_bytes == others.attempt(request).peak_reserved_bytes
 
 
-def test_a_receipt_that_cannot_be_run_is_said(cards):
+def test_a_receipt_that_cannot_be_run_is_reported(gpus):
     lost = receipt_of().model_copy(update={"model": SANA.model_copy(update={"class_name": "NoSuchModel"})})
     compiled = receipt_of("single,compile_blocks=true")
-    checked, notices = check([compiled, lost], A100, cards)
+    checked, notices = check([compiled, lost], A100, gpus)
     assert checked == []
     assert notices[0] == "the receipt of tiny-sana, 2026-01-02, is left out: its blocks were compiled"
     assert notices[1].startswith("the receipt of tiny-sana, 2026-01-02, is left out: ")

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 @pytest.mark.slow
 def test_lossless_alternatives_come_first_and_are_not_driven_out_by_lossy_ones() -> None:
-    card = A40.model_copy(update={"usable_mib": 6 * 1024})
-    plan = make_plan(Question(model=SMALL, gpu=card, resolution=(1024, 1024), constraints=Constraints(engine="single")))
+    gpu = A40.model_copy(update={"usable_mib": 6 * 1024})
+    plan = make_plan(Question(model=SMALL, gpu=gpu, resolution=(1024, 1024), constraints=Constraints(engine="single")))
     assert plan.chosen.lossless
     assert len(plan.front) <= MOST_ROWS + 1
     own, others = ([row for row in plan.front if row.lossless == wanted] for wanted in (True, False))

@@ -74,10 +74,10 @@ def test_what_is_lossy_is_not_looked_at_further() -> None:
     """Over a quantised base adapters fit without, which is lossy: limits are asked of the best alone."""
     pins, further = ADAPTERS.model_copy(update={"checkpointed_blocks": 6}), list[Estimate]()
     asked = question(SHORT, 3400, pins, buckets=())
-    with EmulatedGpus(asked.gpu) as cards:
-        planner = Planner(asked, cards, Calibration())
+    with EmulatedGpus(asked.gpu) as gpus:
+        planner = Planner(asked, gpus, Calibration())
         best = search(planner, further.append)
-        assert not cards.unanswered
+        assert not gpus.unanswered
     assert (best.verdict, best.lossless) == ("FITS", True)
     assert 0 < best.strategy.blocks_to_swap <= best.blocks == 6
     assert any(option.last_resort == 0 and not option.lossless for option in planner.options.values())
@@ -103,8 +103,8 @@ def test_adapters_are_named_where_all_weights_train_by_a_last_resort_alone() -> 
 
     def left_out(mib: int, pins: Constraints) -> set[str]:
         asked = question(SANA, mib, pins, buckets=())
-        with EmulatedGpus(asked.gpu) as cards:
-            planner = Planner(asked, cards, Calibration())
+        with EmulatedGpus(asked.gpu) as gpus:
+            planner = Planner(asked, gpus, Calibration())
             assert search(planner, lambda _: None).verdict == "FITS"
         return {each.choice for each in planner.rejected}
 

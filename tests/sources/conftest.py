@@ -1,4 +1,4 @@
-"""Pictures that tables name."""
+"""Images that tables name."""
 
 import pytest
 from tiny_sources import png
@@ -6,7 +6,7 @@ from tiny_sources import png
 
 @pytest.fixture
 def folder(tmp_path):
-    """Pictures 0.png to 9.png, each of its number's value."""
+    """Images 0.png to 9.png, each of its number's value."""
     (tmp_path / "pictures").mkdir()
     for number in range(10):
         (tmp_path / f"pictures/{number}.png").write_bytes(png(number))

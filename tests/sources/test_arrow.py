@@ -95,7 +95,7 @@ def test_shards_with_other_columns_are_refused(tmp_path):
 
 
 def saved(numbers):
-    """A data set of pictures as the `datasets` library makes it."""
+    """A data set of images as the `datasets` library makes it."""
     features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
     rows = {
         "image": [{"bytes": png(number), "path": None} for number in numbers],
@@ -120,7 +120,7 @@ def test_what_datasets_saved_is_read_without_it(tmp_path):
         opened(str(tmp_path / "both"))
 
 
-def test_pictures_that_datasets_names_by_path(folder):
+def test_images_that_datasets_names_by_path(folder):
     features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
     rows = {"image": [str(folder / "pictures/3.png"), None], "text": ["three", "none"]}
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(folder / "saved")
@@ -174,13 +174,13 @@ def test_hostile_offsets_and_compressed_arrow_are_refused(tmp_path):
 
 def test_a_large_row_group_is_read_in_little_memory(tmp_path):
     random = np.random.default_rng(0)
-    pictures = [random.bytes(100_000) for _ in range(600)]  # 60 MB in one row group; none is a picture
-    table = pa.table({"image": pictures, "text": ["x"] * 600})
-    # Pages of a few pictures; as a rule writers look at a page's size after 1024 rows.
+    images = [random.bytes(100_000) for _ in range(600)]  # 60 MB in one row group; none is an image
+    table = pa.table({"image": images, "text": ["x"] * 600})
+    # Pages of a few images; as a rule writers look at a page's size after 1024 rows.
     pq.write_table(table, tmp_path / "a.parquet", use_dictionary=False, write_batch_size=8)
     del table
     before, most = pa.total_allocated_bytes(), 0
-    del pictures
+    del images
     for item in opened(str(tmp_path / "a.parquet")).items(0, 600):
         assert reason(item).startswith("damaged image: ")
         most = max(most, pa.total_allocated_bytes() - before)

@@ -37,8 +37,8 @@ def filmed(path, codec, **options):
         stream.width, stream.height = 64, 32
         stream.gop_size = 12
         for number in range(LENGTH):
-            picture = ground.crop((0, number, 64, number + 32))
-            container.mux(stream.encode(av.VideoFrame.from_image(picture)))
+            image = ground.crop((0, number, 64, number + 32))
+            container.mux(stream.encode(av.VideoFrame.from_image(image)))
         container.mux(stream.encode())
 
 
@@ -73,7 +73,7 @@ def test_clips_are_the_video_and_none_is_decoded_from_its_start(tmp_path, name, 
             wanted = whole[start : start + 9]
             assert len(found) == len(wanted), start
             assert all(map(np.array_equal, found, wanted)), start
-            assert len(decoded) < 64  # a group of pictures, a second, the clip
+            assert len(decoded) < 64  # a group of images, a second, the clip
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=20), st.integers(1, 9), st.integers(0, 40))
@@ -104,7 +104,7 @@ def test_a_source_has_so_many_clips_of_each_video_in_its_order(tmp_path):
     assert opened(asked | {"clips": 1}, fps=1).identity == alone.identity
 
 
-def test_sources_of_all_kinds_have_clips_and_a_picture_has_one(tmp_path):
+def test_sources_of_all_kinds_have_clips_and_a_image_has_one(tmp_path):
     frames = [Image.new("RGB", (16, 16), (number * SHADES,) * 3) for number in range(9)]
     for folder in ("moving", "frames/a"):
         (tmp_path / folder).mkdir(parents=True)

@@ -11,14 +11,14 @@ from bigdit.errors import UserError
 from bigdit.sources.tables import CsvRows
 
 
-def test_a_csv_names_pictures_relative_to_itself(folder):
+def test_a_csv_names_images_relative_to_itself(folder):
     (folder / "list.csv").write_text(
         "path,caption,source\n"
         'pictures/1.png,"a ""quoted"", and\nlong caption",x\n'
         f"{folder}/pictures/2.png,größer,x\n"
         "pictures/11.png,gone,x\n"
         "pictures/3.png,,x\n"
-        ",no picture,x\n"
+        ",no image,x\n"
         "pictures/4.png,an, unquoted comma,x\n"
         "\n"
         "pictures/5.png,last,x"
@@ -37,7 +37,7 @@ def test_a_csv_names_pictures_relative_to_itself(folder):
     assert items[4].name == "list.csv row 5"
 
 
-def test_a_picture_whose_folder_is_gone_stops_the_run(folder):
+def test_a_image_whose_folder_is_gone_stops_the_run(folder):
     (folder / "list.csv").write_text("path,caption\nelsewhere/1.png,one\n")
     with pytest.raises(UserError, match=r"data\.images: .*elsewhere/1\.png cannot be read: No such file"):
         opened(str(folder / "list.csv")).items(0, 1)[0].load()

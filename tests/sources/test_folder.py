@@ -1,4 +1,4 @@
-"""A folder of pictures and captions: what is listed, which links are followed, and what cannot be used."""
+"""A folder of images and captions: what is listed, which links are followed, and what cannot be used."""
 
 import os
 
@@ -18,20 +18,20 @@ def test_a_folder_is_listed_in_the_order_of_paths(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
     source = opened(str(tmp_path))
-    pictures = sorted(set(names) - {"notes.md"})
-    assert len(source) == len(pictures)
-    assert [item.name for item in source.items(0, 99)] == pictures
-    assert [(item.index, item.name) for item in source.items(2, 4)] == list(enumerate(pictures))[2:4]
+    images = sorted(set(names) - {"notes.md"})
+    assert len(source) == len(images)
+    assert [item.name for item in source.items(0, 99)] == images
+    assert [(item.index, item.name) for item in source.items(2, 4)] == list(enumerate(images))[2:4]
 
 
-def test_what_a_folder_holds_besides_is_told(tmp_path, capsys):
+def test_what_a_folder_holds_besides_is_reported(tmp_path, capsys):
     save(tmp_path / "a.png")
     (tmp_path / "b.heic").touch()
     (tmp_path / "c.heic").touch()
     (tmp_path / "link").symlink_to(tmp_path)
     assert len(opened(str(tmp_path))) == 1
-    told = f"data.images: other files in {tmp_path} are ignored: 2 .heic files, 1 linked folder\n"
-    assert capsys.readouterr().err == told
+    reported = f"data.images: other files in {tmp_path} are ignored: 2 .heic files, 1 linked folder\n"
+    assert capsys.readouterr().err == reported
 
 
 FILE_NAMES = st.binary(min_size=1, max_size=9).map(lambda name: os.fsdecode(name.translate(None, b"\0/") or b"x"))
@@ -121,7 +121,7 @@ def test_a_missing_and_an_empty_folder_are_errors(tmp_path):
 
 
 def load_with(tmp_path, **captions):
-    """The captions of a picture with such files beside it."""
+    """The captions of an image with such files beside it."""
     save(tmp_path / "a.png", None)
     for suffix, content in captions.items():
         (tmp_path / f"a.{suffix}").write_bytes(content.encode() if isinstance(content, str) else content)
@@ -180,16 +180,16 @@ def test_captions_that_cannot_be_used(tmp_path, files, reason):
         load_with(tmp_path, **files)
 
 
-def test_damaged_pictures_are_unusable_and_vanished_ones_an_error(tmp_path):
-    save(tmp_path / "a.png", picture=gradient(64, 64))
+def test_damaged_images_are_unusable_and_vanished_ones_an_error(tmp_path):
+    save(tmp_path / "a.png", image=gradient(64, 64))
     item = opened(str(tmp_path)).items(0, 1)[0]
-    picture = tmp_path / "a.png"
-    whole = picture.read_bytes()
-    for damaged in (whole[: len(whole) // 2], b"not a picture", b""):
-        picture.write_bytes(damaged)
+    image = tmp_path / "a.png"
+    whole = image.read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"not an image", b""):
+        image.write_bytes(damaged)
         with pytest.raises(Unusable, match="damaged image: "):
             item.load()
-    picture.unlink()
+    image.unlink()
     with pytest.raises(UserError, match=r"data\.images: .*a\.png cannot be read: No such file"):
         item.load()
 

@@ -1,4 +1,4 @@
-"""Classes of pictures: of the folders that they lie in, a column or a key of JSON; and no captions are asked for."""
+"""Classes of images: of the folders that they lie in, a column or a key of JSON; and no captions are asked for."""
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,13 +14,13 @@ def labels(source):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Three pictures in two folders of classes, one of them deeper, and one picture beside them."""
+    """Three images in two folders of classes, one of them deeper, and one image beside them."""
     for name in ("cat/1.png", "cat/more/0.png", "ant/0.png", "loose.png"):
         save(tmp_path / "pictures" / name, caption=None)
     return tmp_path / "pictures"
 
 
-def test_the_first_folder_of_a_picture_is_its_class(folder):
+def test_the_first_folder_of_a_image_is_its_class(folder):
     source = opened({"path": folder, "label": "folder"})
     items = source.items(0, len(source))
     assert [item.load().label for item in items[:3]] == ["ant", "cat", "cat"]

@@ -97,7 +97,7 @@ def test_sources_are_checked_by_the_config(images, problem):
     assert problem in line
 
 
-def test_what_does_not_go_with_a_kind_is_said_for_all_sources_at_once(tmp_path):
+def test_what_does_not_go_with_a_kind_is_reported_for_all_sources_at_once(tmp_path):
     for name in ("one", "two"):
         save(tmp_path / name / "a.png")
     (tmp_path / "two/a.tar").touch()
@@ -112,21 +112,21 @@ def test_what_does_not_go_with_a_kind_is_said_for_all_sources_at_once(tmp_path):
 
 
 def test_pixels_beyond_the_limit_are_refused_in_every_kind(tmp_path):
-    """Pictures of 16 × 16, a video and an animation of two frames."""
+    """Images of 16 × 16, a video and an animation of two frames."""
     root = tmp_path / "kinds"
-    save(root / "plain/a.png", picture=gradient(16, 16))
-    picture = (root / "plain/a.png").read_bytes()
+    save(root / "plain/a.png", image=gradient(16, 16))
+    encoded = (root / "plain/a.png").read_bytes()
     (root / "list.csv").write_text("path,caption\nplain/a.png,a gradient\n")
-    pq.write_table(pa.table({"image": [picture], "caption": ["a gradient"]}), root / "a.parquet")
-    write_tar(root / "a.tar", [("a.png", picture), ("a.txt", b"a gradient")])
+    pq.write_table(pa.table({"image": [encoded], "caption": ["a gradient"]}), root / "a.parquet")
+    write_tar(root / "a.tar", [("a.png", encoded), ("a.txt", b"a gradient")])
     features = datasets.Features({"image": datasets.Image(), "caption": datasets.Value("string")})
-    rows = {"image": [{"bytes": picture, "path": None}], "caption": ["a gradient"]}
+    rows = {"image": [{"bytes": encoded, "path": None}], "caption": ["a gradient"]}
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(root / "saved")
-    save(root / "frames/a/1.png", picture=gradient(16, 16))
+    save(root / "frames/a/1.png", image=gradient(16, 16))
     (root / "frames/a.txt").write_text("a gradient")
     (root / "moving").mkdir()
     video(root / "moving/a.mp4", range(2), size=(16, 16))
-    save(root / "moving/b.gif", picture=gradient(16, 16), save_all=True, append_images=[Image.new("RGB", (16, 16))])
+    save(root / "moving/b.gif", image=gradient(16, 16), save_all=True, append_images=[Image.new("RGB", (16, 16))])
     write_tar(root / "moving.tar", [("a.mp4", (root / "moving/a.mp4").read_bytes()), ("a.txt", b"a caption")])
     names = ("plain", "list.csv", "a.parquet", "a.tar", "saved", "moving", "moving.tar")
     images = [*(str(root / name) for name in names), {"path": str(root / "frames"), "frame_rate": 8}]
@@ -159,10 +159,10 @@ def test_a_file_of_no_kind_is_named_with_what_is_read(tmp_path, name):
 
 
 def test_pixels_survive_every_kind(folder):
-    """The same pictures and captions, from a folder, a CSV, Parquet, and what datasets saved."""
-    picture = gradient(24, 16)
+    """The same images and captions, from a folder, a CSV, Parquet, and what datasets saved."""
+    image = gradient(24, 16)
     buffer = io.BytesIO()
-    picture.save(buffer, "png")
+    image.save(buffer, "png")
     root = folder / "kinds"
     (root / "plain").mkdir(parents=True)
     (root / "plain/a.png").write_bytes(buffer.getvalue())
@@ -177,5 +177,5 @@ def test_pixels_survive_every_kind(folder):
     assert kinds == ["folder", "csv", "parquet", "datasets"]
     for item in source.items(0, 4):
         sample = item.load()
-        assert pixels(sample.image) == pixels(picture)
+        assert pixels(sample.image) == pixels(image)
         assert [caption.text for caption in sample.captions] == ["a gradient"]

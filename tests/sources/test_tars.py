@@ -28,7 +28,7 @@ def member(name, kind, **fields):
 
 
 def samples(numbers):
-    """A picture and a caption for each number."""
+    """An image and a caption for each number."""
     return [
         pair for number in numbers for pair in ((f"{number:04d}.png", png(number)), (f"{number:04d}.txt", b"a caption"))
     ]
@@ -43,12 +43,12 @@ def test_samples_are_read_at_their_offsets(tmp_path, tar_format):
         ("./000.txt", b"a caption"),
         ("./000.json", b'{"captions": ["one", "two"], "weights": [1, 3]}'),
         ("./000.cls", b"5"),
-        ("./000.seg.png", b"a mask, no picture of the sample"),
+        ("./000.seg.png", b"a mask, no image of the sample"),
         (f"{long}.TXT", b"of a long name"),
         (f"{long}.PNG", png(8)),
         ("README", b"no sample"),
         ("no-caption.png", png(9)),
-        ("no-picture.txt", b"a caption"),
+        ("no-image.txt", b"a caption"),
         ("two.png", png(1)),
         ("two.jpg", png(2)),
         ("damaged.png", png(3)[:30]),
@@ -57,7 +57,7 @@ def test_samples_are_read_at_their_offsets(tmp_path, tar_format):
     write_tar(tmp_path / "a.tar", files, tar_format)
     items = opened(str(tmp_path / "a.tar"), tmp_path / "f").items(0, 99)
     assert [item.name for item in items] == [
-        f"a.tar/{name}" for name in ("000", long, "no-caption", "no-picture", "two", "damaged")
+        f"a.tar/{name}" for name in ("000", long, "no-caption", "no-image", "two", "damaged")
     ]
     items = pickle.loads(pickle.dumps(items))  # as they travel to a worker
     assert texts(items[0]) == [("one", 1), ("two", 3)]
@@ -69,7 +69,7 @@ def test_samples_are_read_at_their_offsets(tmp_path, tar_format):
     assert reason(items[5]).startswith("damaged image: ")
 
 
-def test_nothing_is_written_beside_the_tars_and_pickles_are_never_read(tmp_path):
+def test_nothing_is_written_next_to_the_tars_and_pickles_are_never_read(tmp_path):
     class Harm:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "harm"),)

@@ -102,11 +102,11 @@ def test_animations_are_videos_by_the_times_of_their_frames(tmp_path, suffix):
     (tmp_path / "a.txt").write_text("a caption")
     assert shades(source) == [0, 1, 1, 1, 2, 3, 3]
     assert isinstance(source.items(1, 2)[0].load().image, Image.Image)
-    pictures = open_source(DataConfig(images=str(tmp_path), features="f", buckets=[(8, 8)]))
-    assert isinstance(pictures.items(0, 1)[0].load().image, Image.Image)  # without frames in the buckets, the first
+    images = open_source(DataConfig(images=str(tmp_path), features="f", buckets=[(8, 8)]))
+    assert isinstance(images.items(0, 1)[0].load().image, Image.Image)  # without frames in the buckets, the first
 
 
-def test_folders_of_numbered_pictures_are_videos(tmp_path):
+def test_folders_of_numbered_images_are_videos(tmp_path):
     for number in range(12):
         path = tmp_path / f"deep/a.b/frame_{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ def test_folders_of_numbered_pictures_are_videos(tmp_path):
         opened({"path": str(tmp_path / "deep/a.b"), "frame_rate": 24})
 
 
-def test_what_stands_beside_folders_of_frames_is_counted(tmp_path, capfd):
+def test_what_stands_next_to_folders_of_frames_is_counted(tmp_path, capfd):
     (tmp_path / "a").mkdir()
     for file in ("a/1.png", "b.png"):
         save(tmp_path / file)
@@ -197,7 +197,7 @@ def test_transparent_videos_lie_over_white(tmp_path, suffix, codec, pixels):
             assert frame.getpixel((28, 8)) == (255, 255, 255)
 
 
-def test_transparency_that_cannot_be_decoded_is_said(tmp_path):
+def test_transparency_that_cannot_be_decoded_is_reported(tmp_path):
     transparent(tmp_path / "a.mkv", "mpeg4", "yuv420p", {"alpha_mode": "1"})
     with pytest.raises(Unusable, match=r"^video with transparency in mpeg4, which PyAV cannot decode here"):
         shades(opened(str(tmp_path)))
@@ -209,9 +209,9 @@ def test_a_video_that_was_filmed_upright_is_upright(tmp_path, aspect):
         stream = container.add_stream("mpeg4", rate=8)
         stream.width, stream.height = 32, 16
         stream.codec_context.sample_aspect_ratio = aspect
-        picture = Image.new("RGB", (32, 16))
-        picture.paste("white", (0, 0, 16, 16))  # the left half, which is above once it is turned clockwise
-        container.mux(stream.encode(av.VideoFrame.from_image(picture)))
+        image = Image.new("RGB", (32, 16))
+        image.paste("white", (0, 0, 16, 16))  # the left half, which is above once it is turned clockwise
+        container.mux(stream.encode(av.VideoFrame.from_image(image)))
         container.mux(stream.encode())
     data = (tmp_path / "a.mp4").read_bytes()
     header = data.index(b"tkhd")
@@ -290,8 +290,8 @@ def test_without_pyav_the_line_names_what_brings_it(tmp_path, monkeypatch):
         shades(opened(str(tmp_path)))
 
 
-def test_pictures_beside_videos_stay_pictures(tmp_path):
-    save(tmp_path / "a.png", picture=gradient(24, 24))
+def test_images_next_to_videos_stay_images(tmp_path):
+    save(tmp_path / "a.png", image=gradient(24, 24))
     found = opened(str(tmp_path)).items(0, 1)[0].load().image
     assert np.asarray(found).tolist() == np.asarray(gradient(24, 24)).tolist()
 
@@ -319,7 +319,7 @@ def test_videos_in_tars_are_those_of_files(tmp_path):
     stills[0].save(animated, "WEBP", save_all=True, append_images=stills[1:], duration=125, lossless=True)
     mp4, long = ((tmp_path / f"{name}.mp4").read_bytes() for name in ("a", "long"))
     files = [
-        *(("0.mp4", mp4), ("0.jpg", b"a picture of it, which is not read"), ("0.txt", b"a caption")),
+        *(("0.mp4", mp4), ("0.jpg", b"an image of it, which is not read"), ("0.txt", b"a caption")),
         *(("1.webp", animated.getvalue()), ("1.txt", b"a caption")),
         *(("2.mp4", long[:200]), ("2.txt", b"a caption")),
         *(("3.mp4", mp4), ("3.mkv", mp4), ("3.txt", b"a caption")),
@@ -333,6 +333,6 @@ def test_videos_in_tars_are_those_of_files(tmp_path):
         shades(source, 2)
     with pytest.raises(Unusable, match=r"^sample of 2 videos among mp4, mkv, txt, not of one$"):
         source.items(3, 4)[0].load()
-    pictures = open_source(DataConfig(**tars, buckets=[(16, 16)]))
+    images = open_source(DataConfig(**tars, buckets=[(16, 16)]))
     with pytest.raises(Unusable, match=r"^sample of a video, without an image$"):
-        pictures.items(4, 5)[0].load()
+        images.items(4, 5)[0].load()

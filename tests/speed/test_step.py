@@ -37,9 +37,7 @@ loads = st.builds(
     Load, st.dictionaries(operations, amounts, max_size=5), st.dictionaries(exchanges, amounts, max_size=3)
 )
 works = st.builds(Work, loads, loads, loads)
-cards = st.sampled_from(
-    [catalog.gpu(name) for name in ("a100-80g-sxm", "v100-32g-sxm2", "rtx-4090", "a40", "h100-sxm")]
-)
+gpus = st.sampled_from([catalog.gpu(name) for name in ("a100-80g-sxm", "v100-32g-sxm2", "rtx-4090", "a40", "h100-sxm")])
 clusters = st.sampled_from([Cluster(gpus=16), Cluster(gpus=8), Cluster(gpus=16, gpus_per_node=2, network_gbs=1.0)])
 
 
@@ -53,57 +51,57 @@ def no_longer(first: StepTime, second: StepTime) -> bool:
 
 
 @settings(deadline=None)
-@given(works, loads, cards, clusters)
-def test_more_work_never_takes_less_time(work, more, card, cluster):
-    before = step_time(work, ONE, card, cluster)
+@given(works, loads, gpus, clusters)
+def test_more_work_never_takes_less_time(work, more, gpu, cluster):
+    before = step_time(work, ONE, gpu, cluster)
     for added in (one(more), Work(NOTHING, more, NOTHING), Work(NOTHING, NOTHING, more)):
-        assert no_longer(before, step_time(work + added, ONE, card, cluster))
-    assert no_longer(before, step_time(work, ONE.model_copy(update={"grad_accum_steps": 3}), card, cluster))
+        assert no_longer(before, step_time(work + added, ONE, gpu, cluster))
+    assert no_longer(before, step_time(work, ONE.model_copy(update={"grad_accum_steps": 3}), gpu, cluster))
 
 
 @settings(deadline=None)
-@given(works, cards, clusters, st.floats(1, 10))
-def test_a_faster_card_or_link_never_takes_longer(work, card, cluster, times):
-    rates = card.tflops
+@given(works, gpus, clusters, st.floats(1, 10))
+def test_a_faster_gpu_or_link_never_takes_longer(work, gpu, cluster, times):
+    rates = gpu.tflops
     faster = rates.model_copy(
         update={name: value and value * times for name, value in rates.model_dump().items()},
     )
-    before = step_time(work, ONE, card, cluster)
-    for update in ({"bandwidth_gbs": card.bandwidth_gbs * times}, {"tflops": faster}, {"pcie": "6.0 x16"}):
-        assert no_longer(step_time(work, ONE, card.model_copy(update=update), cluster), before)
+    before = step_time(work, ONE, gpu, cluster)
+    for update in ({"bandwidth_gbs": gpu.bandwidth_gbs * times}, {"tflops": faster}, {"pcie": "6.0 x16"}):
+        assert no_longer(step_time(work, ONE, gpu.model_copy(update=update), cluster), before)
     network = cluster.model_copy(update={"network_gbs": cluster.network_gbs * times})
-    assert no_longer(step_time(work, ONE, card, network), before)
+    assert no_longer(step_time(work, ONE, gpu, network), before)
 
 
 @settings(deadline=None)
-@given(works, cards, clusters)
-def test_parts_add_up_to_the_whole(work, card, cluster):
-    found = step_time(work, ONE, card, cluster)
+@given(works, gpus, clusters)
+def test_parts_add_up_to_the_whole(work, gpu, cluster):
+    found = step_time(work, ONE, gpu, cluster)
     assert set(found.parts) <= set(PARTS)
     assert sum(part.low for part in found.parts.values()) == pytest.approx(found.seconds.low)
     assert sum(part.high for part in found.parts.values()) == pytest.approx(found.seconds.high)
 
 
 @settings(deadline=None)
-@given(works, cards, clusters, st.floats(0, 1e5), st.floats(0, 1e5), st.floats(0, 1e4))
-def test_counted_launches_are_a_part_like_others_and_more_of_them_take_no_less(work, card, cluster, micro, step, more):
-    found = step_time(work, ONE, card, cluster, launches=Launches(micro, step))
+@given(works, gpus, clusters, st.floats(0, 1e5), st.floats(0, 1e5), st.floats(0, 1e4))
+def test_counted_launches_are_a_part_like_others_and_more_of_them_take_no_less(work, gpu, cluster, micro, step, more):
+    found = step_time(work, ONE, gpu, cluster, launches=Launches(micro, step))
     assert sum(part.low for part in found.parts.values()) == pytest.approx(found.seconds.low)
     assert sum(part.high for part in found.parts.values()) == pytest.approx(found.seconds.high)
     assert found.seconds.low >= found.launches.seconds.low * (1 - 1e-9)
-    assert no_longer(found, step_time(work, ONE, card, cluster, launches=Launches(micro + more, step)))
+    assert no_longer(found, step_time(work, ONE, gpu, cluster, launches=Launches(micro + more, step)))
 
 
 @settings(deadline=None)
-@given(works, cards, clusters, st.floats(0.2, 5), st.floats(0, 1), st.integers(1, 9))
-def test_a_calibrated_interval_is_moved_and_never_wider(work, card, cluster, ratio, spread, count):
-    told = StepRatio(ratio=ratio, spread=spread, count=count, source="")
-    plain, found = step_time(work, ONE, card, cluster), step_time(work, ONE, card, cluster, told)
+@given(works, gpus, clusters, st.floats(0.2, 5), st.floats(0, 1), st.integers(1, 9))
+def test_a_calibrated_interval_is_moved_and_never_wider(work, gpu, cluster, ratio, spread, count):
+    reported = StepRatio(ratio=ratio, spread=spread, count=count, source="")
+    plain, found = step_time(work, ONE, gpu, cluster), step_time(work, ONE, gpu, cluster, reported)
     assert plain.seconds.low * ratio <= found.seconds.low * (1 + 1e-9)
     assert found.seconds.high <= plain.seconds.high * ratio * (1 + 1e-9)
     if plain.seconds.low:
         assert found.seconds.middle == pytest.approx(plain.seconds.middle * ratio)
-        more = step_time(work, ONE, card, cluster, told.model_copy(update={"count": count + 5}))
+        more = step_time(work, ONE, gpu, cluster, reported.model_copy(update={"count": count + 5}))
         assert more.seconds.high <= found.seconds.high * (1 + 1e-9)
     assert sum(part.high for part in found.parts.values()) == pytest.approx(found.seconds.high)
 
@@ -143,19 +141,19 @@ def test_the_dtype_and_the_precision_choose_the_rate():
     assert step_time(int8, ONE, A100, Cluster()).seconds.low == pytest.approx(1 / PRODUCTS[8, 0].high)
 
 
-def test_a_card_whose_products_were_measured_is_told_from_others_of_its_kind():
+def test_a_gpu_whose_products_were_measured_is_reported_from_others_of_its_kind():
     work = one(Load({MM: Amount(1, 149.7e12, 0)}, {}))
     a40, a10 = (catalog.gpu(name) for name in ("a40", "a10"))
     assert a40.compute_capability == a10.compute_capability
-    known, unknown = (step_time(work, ONE, card, Cluster()).seconds for card in (a40, a10))
+    known, unknown = (step_time(work, ONE, gpu, Cluster()).seconds for gpu in (a40, a10))
     assert known.low == pytest.approx(1 / 0.82)
     assert known.high / known.low < 0.5 * unknown.high / unknown.low
 
 
 def test_attention_takes_as_long_as_the_tiles_that_its_heads_fill():
-    def seconds(card, heads):
+    def seconds(gpu, heads):
         attention = Operation("forward", f"aten._scaled_dot_product_cudnn_attention{heads}", "bfloat16", "device")
-        return step_time(one(Load({attention: Amount(1, 1e15, 0)}, {})), ONE, catalog.gpu(card), Cluster()).seconds
+        return step_time(one(Load({attention: Amount(1, 1e15, 0)}, {})), ONE, catalog.gpu(gpu), Cluster()).seconds
 
     of_64, of_72, of_128, of_136, any_size = (
         seconds("h100-sxm", heads)
@@ -197,7 +195,7 @@ def test_a_step_is_bound_by_the_launches_that_were_counted():
         assert step_time(second, ONE, A100, Cluster(), launches=Launches(count, 0)).launches.bound == bound
 
 
-def test_what_a_card_counted_belongs_to_micro_batches_or_to_the_end_of_the_step():
+def test_what_a_gpu_counted_belongs_to_micro_batches_or_to_the_end_of_the_step():
     names = ("launches", "library_calls", "fills", "host_syncs", "all_reduces", "copies_to_host", "bytes_to_host")
     none = dict.fromkeys(names, 0)
     ends = none | {"launches": 7, "copies_to_host": 2, "bytes_to_host": 24, "all_reduces": 1, "host_syncs": 5}

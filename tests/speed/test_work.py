@@ -38,11 +38,11 @@ STRATEGIES = {
 def recorded(own_cache):
     """Strategy and work of each name in STRATEGIES, of a tiny Sana."""
     found = {}
-    with EmulatedGpus(A100, 1) as cards:
+    with EmulatedGpus(A100, 1) as gpus:
         for name, text in STRATEGIES.items():
             strategy = parse_strategy([text])
             request = StepRequest(model=SANA, batch=SHAPE, strategy=strategy)
-            found[name] = strategy, work_of(cards.attempt(request, counted="step").work, strategy)
+            found[name] = strategy, work_of(gpus.attempt(request, counted="step").work, strategy)
     return found
 
 

@@ -1,4 +1,4 @@
-"""A small store of real pictures, encoded here, and what it is made of."""
+"""A small store of real images, encoded here, and what it is made of."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from bigdit.store.store import write_null_text
 
 BUCKETS = [(8, 8), (8, 12)]
 COUNT, PART_SIZE = 11, 4
-BAD = 5  # this picture has no caption
+BAD = 5  # this image has no caption
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def text_encoder():
 
 
 @pytest.fixture
-def pictures(tmp_path):
+def images(tmp_path):
     """Eleven of noise, of two aspect ratios; captions repeat, and number 5 has none."""
     folder = tmp_path / "pictures"
     folder.mkdir()
@@ -45,25 +45,25 @@ def pictures(tmp_path):
 
 
 @pytest.fixture
-def schema(pictures, codec, text_encoder):
+def schema(images, codec, text_encoder):
     return StoreSchema(
         codec=codec.identity,
         text_encoder=text_encoder.identity,
         buckets=BUCKETS,
-        sources=[ImageFolder(pictures).identity],
+        sources=[ImageFolder(images).identity],
         part_size=PART_SIZE,
     )
 
 
 @pytest.fixture
-def fill(pictures, codec, text_encoder):
-    """Make a whole store of the pictures by its schema."""
+def fill(images, codec, text_encoder):
+    """Make a whole store of the images by its schema."""
 
     def make(root, schema):
         claim(root, schema)
         write_null_text(root, text_encoder.null, store_identity(schema))
         for start, end in schema.ranges():
-            items = ImageFolder(pictures).items(start, end)
+            items = ImageFolder(images).items(start, end)
             encoded = UnitEncoder(Encoders(codec, text_encoder, torch.device("cpu")), BUCKETS).encode(items)
             write_part(part_path(root, start, end), encoded, identity=part_identity(schema, start))
 

@@ -173,12 +173,12 @@ def encoded(start, tokens=4):
 
 
 def test_the_writer_commits_in_the_background_and_the_same_bytes(tmp_path):
-    told, whole = [], [encoded(i) for i in range(5)]
+    reported, whole = [], [encoded(i) for i in range(5)]
     with PartWriter() as writer:
         for i, each in enumerate(whole):
             path = part_path(tmp_path / "background", i, i + 1)
-            writer.write(path, each, "x", committed=lambda i=i: told.append((i, threading.current_thread().name)))
-    assert told == [(i, "writer_0") for i in range(5)]
+            writer.write(path, each, "x", committed=lambda i=i: reported.append((i, threading.current_thread().name)))
+    assert reported == [(i, "writer_0") for i in range(5)]
     for i, each in enumerate(whole):
         path = part_path(tmp_path / "plain", i, i + 1)
         write_part(path, each, identity="x")

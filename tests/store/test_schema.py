@@ -77,7 +77,7 @@ def test_every_flipped_bit_of_a_schema_is_found_and_it_is_made_again(root, schem
     assert len(FeatureStore.open(root).buckets) == 2
 
 
-def sealed(plain):
+def with_checksum(plain):
     """A schema's text under the checksum that is right for it."""
     return json.dumps(plain | {"checksum": lines_digest([json.dumps(plain, sort_keys=True).encode()])})
 
@@ -90,7 +90,7 @@ def test_values_of_wrong_types_under_a_right_checksum_are_one_line_or_read(root,
     refused = 0
     for place in places_of(plain):
         for value in (None, True, -1, 1.5, float("inf"), "x", [], [[]], {}, {"a": 1}):
-            file.write_text(sealed(changed(plain, place, value)))
+            file.write_text(with_checksum(changed(plain, place, value)))
             for look in (FeatureStore.open, lambda each: claim(each, schema)):
                 try:
                     look(root)
@@ -121,7 +121,7 @@ def test_a_store_of_another_version_is_rejected(root):
     file = root / "schema.json"
     plain = {key: value for key, value in json.loads(file.read_text()).items() if key != "checksum"}
     plain["version"] = 3
-    for text in (sealed(plain),):
+    for text in (with_checksum(plain),):
         file.write_text(text)
         with pytest.raises(UserError, match=r"schema\.json has version 3, expected 5"):
             FeatureStore.open(root)
@@ -133,7 +133,7 @@ def test_what_a_part_is_of_follows_from_its_own_source_alone(schema):
     assert part_identity(grown, 4) == own == part_identity(schema, 8)
     later = schema.model_copy(update={"sources": [{"count": 4}, *schema.sources]})
     end = schema.sources[0]["count"]
-    others = [part_identity(grown, end), part_identity(later, 4)]  # the same pictures, from another place on
+    others = [part_identity(grown, end), part_identity(later, 4)]  # the same images, from another place on
     for key, value in {"buckets": [(8, 8), (12, 8)], "codec": {"name": "other"}, "text_encoder": {}}.items():
         others.append(part_identity(schema.model_copy(update={key: value}), 4))
     assert len({own, *others}) == 6

@@ -26,7 +26,7 @@ from bigdit.store.reader import Part
 from bigdit.store.schema import claim, part_identity, store_identity
 from bigdit.store.store import write_index, write_null_text
 
-CAPTIONED = (*range(5), *range(6, 11))  # of the pictures
+CAPTIONED = (*range(5), *range(6, 11))  # of the images
 
 
 def flip_bit(file, offset):
@@ -35,7 +35,7 @@ def flip_bit(file, offset):
     file.write_bytes(data)
 
 
-def test_every_sample_is_read_as_it_was_encoded(root, pictures, codec, text_encoder):
+def test_every_sample_is_read_as_it_was_encoded(root, images, codec, text_encoder):
     store = FeatureStore.open(root)
     assert {bucket: len(rows) for bucket, rows in store.buckets.items()} == {(4, 4, 4): 6, (4, 4, 6): 4}
     seen = []
@@ -45,7 +45,7 @@ def test_every_sample_is_read_as_it_was_encoded(root, pictures, codec, text_enco
         assert (latents.dtype, latents.shape) == (torch.float32, (len(rows), *bucket))
         for sample, text, index in zip(latents, texts, indices, strict=True):
             pixels = to_bytes(codec.decode(sample[None]))[0, 0].numpy()
-            assert np.array_equal(pixels, np.asarray(Image.open(pictures / f"{index:02d}.png")))
+            assert np.array_equal(pixels, np.asarray(Image.open(images / f"{index:02d}.png")))
             expected = text_encoder.encode([f"number {index % 2}"])[0].states
             # bfloat16 keeps 8 bits of significance.
             assert torch.allclose(text.states.float(), expected, rtol=2**-7, atol=1e-4)
@@ -55,11 +55,11 @@ def test_every_sample_is_read_as_it_was_encoded(root, pictures, codec, text_enco
     assert store.max_tokens == 20
 
 
-def test_a_vaes_latents_are_kept_in_bfloat16(tmp_path, pictures, schema, text_encoder):
+def test_a_vaes_latents_are_kept_in_bfloat16(tmp_path, images, schema, text_encoder):
     vae = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, latent_channels=4)
     vae.save_pretrained(tmp_path / "vae")
     codec = load_image_codec(VaeCodec(class_name="AutoencoderKL", path=tmp_path / "vae"))
-    root, items = tmp_path / "store", ImageFolder(pictures).items(0, 4)
+    root, items = tmp_path / "store", ImageFolder(images).items(0, 4)
     one_part = schema.model_copy(update={"codec": codec.identity, "sources": [{"count": 4}]})
     claim(root, one_part)
     write_null_text(root, text_encoder.null, store_identity(one_part))
@@ -238,11 +238,11 @@ def test_an_index_that_is_none_is_made_again(root, data):
     assert index.read_bytes() == whole
 
 
-def test_a_part_of_other_pictures_is_refused_by_name(root, schema, pictures, fill, tmp_path):
+def test_a_part_of_other_images_is_refused_by_name(root, schema, images, fill, tmp_path):
     """The same encoders, buckets and range."""
-    (pictures / "12.png").write_bytes((pictures / "00.png").read_bytes())
-    (pictures / "12.txt").write_text("one more")
-    sources = [ImageFolder(pictures).identity]
+    (images / "12.png").write_bytes((images / "00.png").read_bytes())
+    (images / "12.txt").write_text("one more")
+    sources = [ImageFolder(images).identity]
     fill(tmp_path / "other", schema.model_copy(update={"sources": sources}))
     file = part_path(root, 4, 8)
     indexed = FeatureStore.open(root)  # writes the index, which knows the parts by their names and bytes
@@ -266,7 +266,7 @@ def refusal(action, *arguments):
     return line
 
 
-def test_bytes_that_are_no_text_beside_the_parts_are_passed_over(root, schema):
+def test_bytes_that_are_no_text_next_to_the_parts_are_passed_over(root, schema):
     (root / "speed").mkdir()
     (root / "report.json").write_bytes(b"\xff")
     for name in ("of nobody.jsonl", "h_b_s_1_2_t.jsonl"):

@@ -49,7 +49,7 @@ def digits_by_class(tmp_path_factory):
 
 def settings(root, *overrides, output="run"):
     places = [
-        f"data.images={{path: {root / 'pictures'}, label: folder}}",
+        f"data.images={{path: {root / 'images'}, label: folder}}",
         f"data.features={root / 'features'}",
         f"output={root / output}",
     ]
@@ -84,7 +84,7 @@ def test_the_store_has_the_class_of_each_folder(digits_by_class):
 
 
 @pytest.mark.parametrize("class_name", TINY)
-def test_a_run_goes_on_from_its_checkpoint(digits_by_class, straight, class_name):
+def test_a_run_continues_from_its_checkpoint(digits_by_class, straight, class_name):
     chosen, twice = (*TINY[class_name], *SEEN), f"{class_name}-twice"
     for steps in (2, 4):
         done = trained(digits_by_class, *chosen, f"train.steps={steps}", output=twice)
@@ -201,7 +201,7 @@ def test_losses_with_features_online_are_those_of_the_store(digits_by_class, tmp
     shutil.copytree(digits_by_class / "pictures", tmp_path / "pictures")
     (tmp_path / "pictures/eight").rename(tmp_path / "pictures/acht")
     chosen = (*TINY["PaperDiT"], "train.steps=5", *ONLINE)
-    images = f"data.images={{path: {tmp_path / 'pictures'}, label: folder}}"
+    images = f"data.images={{path: {tmp_path / 'images'}, label: folder}}"
     done = trained(digits_by_class, *chosen, images, output="features-online")
     assert done.returncode == 1
     assert "\nerror: data.images has other classes than " in done.stderr

@@ -13,7 +13,7 @@ def errors(capfd):
     return [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
 
 
-def test_a_full_disk_while_saving_loses_nothing_and_the_run_goes_on_with_room(features, tmp_path, capfd):
+def test_a_full_disk_while_saving_loses_nothing_and_the_run_continues_with_room(features, tmp_path, capfd):
     with mounted(tmp_path / "small", "size=64m") as disk:
         more = ("train.steps=8", "train.checkpoint_every=2", "train.keep_checkpoints=9")
         assert run(features, disk / "run", *more, "train.steps=2") == 0
@@ -50,7 +50,7 @@ def used(folder):
 def test_a_full_disk_at_a_snapshot_and_at_a_page_is_a_line_and_both_come_with_room(features, tmp_path, capfd):
     of_averages = ("train.checkpoint_every=9", "train.snapshot_every=1", "strategy.ema.widths=[0.05,0.1]")
     with mounted(tmp_path / "small", "size=64m") as disk:
-        output, snapshots = disk / "run", disk / "run/averages"
+        output, snapshots = disk / "run", disk / "run/ema_snapshots"
         assert run(features, output, *of_averages, "train.steps=2") == 0
         remount(disk, f"size={(used(disk) + used(snapshots) // 4) // 1024}k")
         assert run(features, output, *of_averages, "train.steps=4") == 1

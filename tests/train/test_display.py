@@ -119,8 +119,8 @@ class Half:
 
 def written(output, **options):
     """The rows of a metrics.jsonl after two steps."""
-    told = {"images": 4, "name_samples": str, "memory": host_now}
-    with Metrics(output, Peers(), torch.device("cpu"), start=0, stop=2, **told, **options) as metrics:
+    reported = {"images": 4, "name_samples": str, "memory": host_now}
+    with Metrics(output, Peers(), torch.device("cpu"), start=0, stop=2, **reported, **options) as metrics:
         for step in (1, 2):
             metrics.add(step, 1e-3, StepResult(torch.tensor(1.0), torch.tensor(0.5), taken=True))
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]

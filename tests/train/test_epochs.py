@@ -56,14 +56,14 @@ def test_a_dry_run_says_what_they_come_to(features, tmp_path):
         train = json.loads(done.stdout)["run"]["train"]
         return (train["steps"], train["epochs"]), " ".join(done.stderr.split())
 
-    found, said = dry(features)
+    found, printed = dry(features)
     assert found == (STEPS, None)
-    assert "train.epochs 0.5 of 240 samples in steps of 16: 8 steps" in said
-    assert said.endswith(" ok: 240 images, 3 buckets, 8 steps of 16, memory not planned (`bigdit plan --config`)")
-    found, said = dry(tmp_path)
+    assert "train.epochs 0.5 of 240 samples in steps of 16: 8 steps" in printed
+    assert printed.endswith(" ok: 240 images, 3 buckets, 8 steps of 16, memory not planned (`bigdit plan --config`)")
+    found, printed = dry(tmp_path)
     assert found == (None, 0.5)
-    assert f"train.epochs 0.5: the number of steps is known once {tmp_path} holds features" in said
-    assert " ok: no features yet (`bigdit extract`), 3 buckets, 0.5 epochs in steps of 16, memory" in said
+    assert f"train.epochs 0.5: the number of steps is known once {tmp_path} holds features" in printed
+    assert " ok: no features yet (`bigdit extract`), 3 buckets, 0.5 epochs in steps of 16, memory" in printed
 
 
 @pytest.fixture(scope="module")
@@ -96,10 +96,10 @@ def test_stages_by_epochs_go_on_to_the_bit(staged, tmp_path):
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     done = staged(straight, "train.keep_checkpoints=9")
     assert done.returncode == 0, done.stderr
-    said = " ".join(done.stderr.split())
-    assert said.count("stages.0.train.epochs 0.5 of 240 samples in steps of 16: 8 steps") == 2  # at each start
-    assert "stages.1.train.epochs 0.2 of 240 samples in steps of 16: 3 steps" in said
-    assert "stages.1: steps 9 to 11 of 11" in said
+    printed = " ".join(done.stderr.split())
+    assert printed.count("stages.0.train.epochs 0.5 of 240 samples in steps of 16: 8 steps") == 2  # at each start
+    assert "stages.1.train.epochs 0.2 of 240 samples in steps of 16: 3 steps" in printed
+    assert "stages.1: steps 9 to 11 of 11" in printed
     shutil.copytree(straight, stopped)  # and set back to its first checkpoint
     for step in (6, 8, 9, 11):
         shutil.rmtree(stopped / f"checkpoints/step-{step:08d}")

@@ -15,7 +15,7 @@ from bigdit.train.processes.process import output_lock
 
 
 @pytest.mark.slow
-def test_a_second_trainer_is_refused_and_the_first_goes_on(features, tmp_path):
+def test_a_second_trainer_is_refused_and_the_first_continues(features, tmp_path):
     output = tmp_path / "run"
     with running(BIGDIT, features, output, *SINGLE) as first:
         first.until_it_trains()
@@ -28,12 +28,12 @@ def test_a_second_trainer_is_refused_and_the_first_goes_on(features, tmp_path):
         finally:
             os.kill(holder["pid"], signal.SIGCONT)
         assert second.returncode == 1
-        said = [line for line in second.stderr.splitlines() if line.startswith("error: ")]
-        assert len(said) == 1, second.stderr
+        printed = [line for line in second.stderr.splitlines() if line.startswith("error: ")]
+        assert len(printed) == 1, second.stderr
         where = f"process {holder['pid']} on {os.uname().nodename} since {holder['since']}"
-        assert said[0].startswith(f"error: output {output} is in use by {where} ({holder['command'][:40]}")
-        assert said[0].endswith("); wait for it, end it, or choose another output")
-        assert "bigdit" not in second.stderr.partition(said[0])[2]  # torchrun's traceback is its own
+        assert printed[0].startswith(f"error: output {output} is in use by {where} ({holder['command'][:40]}")
+        assert printed[0].endswith("); wait for it, end it, or choose another output")
+        assert "bigdit" not in second.stderr.partition(printed[0])[2]  # torchrun's traceback is its own
         assert before is None or before == os.stat(output / "checkpoints").st_mtime_ns
         first.process.send_signal(signal.SIGTERM)
         assert first.ends() == 143
@@ -77,7 +77,7 @@ def test_an_output_that_cannot_be_written(tmp_path, place):
         pass
 
 
-def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
+def test_a_file_system_without_locks_is_reported(tmp_path, monkeypatch, capsys):
     def refuse(*_):
         raise OSError(38, "Function not implemented")
 

@@ -83,7 +83,7 @@ def test_only_the_newest_checkpoints_stay(features, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_a_run_goes_on(features, tmp_path):
+def test_killed_at_any_moment_a_run_continues(features, tmp_path):
     """`kill -9` of the trainer: what `latest` names is whole, no half checkpoint has a final name."""
     chosen = [*TINY, *SINGLE, f"data.features={features}", f"output={tmp_path}", "train.steps=400"]
     command = [
@@ -214,7 +214,7 @@ def test_dry_run_prints_what_would_run(features, trained):
 
 
 @pytest.mark.parametrize(
-    ("said", "refused"),
+    ("printed", "refused"),
     [
         (("--set", "train.steps=1", "--set", "train.steps=2"), "--set has train.steps 2 times; give it once"),
         (
@@ -227,9 +227,9 @@ def test_dry_run_prints_what_would_run(features, trained):
         ),
     ],
 )
-def test_a_key_is_said_once_however_training_starts(said, refused):
-    begun = [bigdit("train", "--config", DIGITS, *said)]
-    begun += [run_ranks(1, *program, "--config", DIGITS, *said) for program in (("-m", "bigdit.train"), (TRAIN,))]
+def test_a_key_is_reported_once_however_training_starts(printed, refused):
+    begun = [bigdit("train", "--config", DIGITS, *printed)]
+    begun += [run_ranks(1, *program, "--config", DIGITS, *printed) for program in (("-m", "bigdit.train"), (TRAIN,))]
     for done in begun:
         assert (done.returncode, " ".join(done.stderr.split())) == (1, f"error: {refused}")
 
@@ -237,9 +237,9 @@ def test_a_key_is_said_once_however_training_starts(said, refused):
 def test_arguments_of_a_model_that_do_not_go_together_are_a_line_before_a_step(features, tmp_path):
     """Its class takes them: what it makes of them is known when a sample's shapes go through it. --dry-run says so."""
     done = train(features, tmp_path, "model.kwargs.attention_head_dim=33")
-    (said,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+    (printed,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
     assert done.returncode == 1
-    assert said == (
+    assert printed == (
         "error: model.kwargs: a step ends with a and b must have same reduction dim, but got [300, 132] X [32, 32]; "
         "the model's arguments, such as widths, may not go together; where they do, this is a bug in bigdit"
     )

@@ -18,8 +18,8 @@ def rows(path, *steps):
 
 
 def metrics(output, start, **options):
-    told = {"images": 1, "name_samples": str, "memory": host_now}
-    return Metrics(output, Peers(), torch.device("cpu"), start=start, stop=9, **told, **options)
+    reported = {"images": 1, "name_samples": str, "memory": host_now}
+    return Metrics(output, Peers(), torch.device("cpu"), start=start, stop=9, **reported, **options)
 
 
 def going_on(output, start):
@@ -33,7 +33,7 @@ def test_rows_that_come_again_are_dropped(tmp_path, capfd):
     assert "note" not in capfd.readouterr().err
 
 
-def test_rows_of_another_course_are_put_aside_and_said(tmp_path, capfd):
+def test_rows_of_another_course_are_put_aside_and_reported(tmp_path, capfd):
     rows(tmp_path / "metrics.jsonl", 1, 2, 3)
     assert going_on(tmp_path, 0) == []
     (aside,) = tmp_path.glob("before-*-metrics.jsonl")
@@ -65,7 +65,7 @@ def test_a_disk_without_room_for_more_rows_is_one_line(tmp_path):
     ["", "[[", "null\n", '{"step": "1"}\n', "[" * 100_000 + "\n", '{"step": 1' + "0" * 5000 + "}\n", "\udcff\x00\n"],
     ids=["nothing", "half", "null", "text", "deep", "long", "bytes"],
 )
-def test_rows_that_are_lost_are_said(tmp_path, capfd, damage):
+def test_rows_that_are_lost_are_reported(tmp_path, capfd, damage):
     path = tmp_path / "metrics.jsonl"
     rows(path, 1, 3)
     path.write_text(path.read_text() + damage, errors="surrogateescape")
@@ -73,7 +73,7 @@ def test_rows_that_are_lost_are_said(tmp_path, capfd, damage):
     assert f"note: {path} has no row that can be read of 2 of the 4 steps before this one" in capfd.readouterr().err
 
 
-def test_rows_that_were_changed_are_said(tmp_path, capfd):
+def test_rows_that_were_changed_are_reported(tmp_path, capfd):
     """What a digest in the checkpoint is for: a flipped digit is JSON as well."""
     path = tmp_path / "metrics.jsonl"
     before = metrics(tmp_path, 0)
@@ -83,8 +83,8 @@ def test_rows_that_were_changed_are_said(tmp_path, capfd):
     assert "note" not in capfd.readouterr().err
     path.write_text(path.read_text().replace("1.5", "1.7"))
     metrics(tmp_path, 1, written=before.digest)
-    said = f"note: {path} was changed: its rows up to step 1 are not those that were written"
-    assert said in capfd.readouterr().err
+    printed = f"note: {path} was changed: its rows up to step 1 are not those that were written"
+    assert printed in capfd.readouterr().err
 
 
 def test_a_full_disk_is_a_line(tmp_path):

@@ -24,8 +24,8 @@ LUMINA = {"hidden_size": 24, "num_layers": 1, "num_refiner_layers": 1, "num_atte
 LUMINA |= {"multiple_of": 8, "axes_dim_rope": (4, 2, 2), "axes_lens": (32, 32, 32), "cap_feat_dim": 12}
 
 
-def counted(*, frozen=False, micro_batch_size=2, grad_accum_steps=1, **said):
-    strategy = Strategy(precision="fp32", micro_batch_size=micro_batch_size, **said)
+def counted(*, frozen=False, micro_batch_size=2, grad_accum_steps=1, **printed):
+    strategy = Strategy(precision="fp32", micro_batch_size=micro_batch_size, **printed)
     mfu = Mfu(SANA, models.family(SANA.class_name), 1e12, frozen=frozen)
     return mfu.flops([batch(SHAPE, strategy)] * grad_accum_steps)
 
@@ -81,7 +81,7 @@ def test_a_model_that_reads_its_masks_has_none():
 
 
 @pytest.mark.parametrize(
-    ("card", "gib", "precision", "name", "rate"),
+    ("device", "gib", "precision", "name", "rate"),
     [
         ("NVIDIA H100 80GB HBM3", 79.2, "bf16", "h100-sxm", "bf16"),
         ("NVIDIA GeForce RTX 4090", 23.5, "fp16", "rtx-4090", "fp16"),
@@ -90,8 +90,8 @@ def test_a_model_that_reads_its_masks_has_none():
         ("NVIDIA A40", 44.4, "fp32", "a40", "fp32"),
     ],
 )
-def test_the_peak_is_the_catalogues_for_the_precision(card, gib, precision, name, rate):
-    assert peak_flops(card, int(gib * GIB), precision) == getattr(gpu(name).tflops, rate) * 1e12
+def test_the_peak_is_the_catalogues_for_the_precision(device, gib, precision, name, rate):
+    assert peak_flops(device, int(gib * GIB), precision) == getattr(gpu(name).tflops, rate) * 1e12
 
 
 def test_a_gpu_that_is_not_known_has_no_peak():

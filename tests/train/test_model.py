@@ -23,17 +23,17 @@ def dry_run(capsys, *overrides, config=DIGITS):
     sound run without its last line, the verdict."""
     with pytest.raises(SystemExit) as ended:
         main(["train", "--config", str(config), *with_set([*SINGLE, *overrides]), "--dry-run"])
-    printed, said = capsys.readouterr()
+    printed, message = capsys.readouterr()
     if ended.value.code == 0:
-        *lines, verdict = said.splitlines(keepends=True)
+        *lines, verdict = message.splitlines(keepends=True)
         assert verdict.startswith("ok: ")
-        said = "".join(lines)
-    return ended.value.code, printed, said
+        message = "".join(lines)
+    return ended.value.code, printed, message
 
 
 def test_a_sound_run_is_printed(capsys, tmp_path):
-    status, printed, said = dry_run(capsys, "data.images=/nowhere", "data.features=/none")
-    assert (status, said) == (
+    status, printed, message = dry_run(capsys, "data.images=/nowhere", "data.features=/none")
+    assert (status, message) == (
         0,
         "note: data.images: /nowhere is not there, and /none holds no features: neither was checked\n",
     )
@@ -122,8 +122,8 @@ SWAPPING = (
     ],
 )
 def test_what_its_class_refuses_is_one_line(capsys, overrides, line):
-    status, _, said = dry_run(capsys, *overrides)
-    assert (status, said) == (1, f"error: {line}\n")
+    status, _, message = dry_run(capsys, *overrides)
+    assert (status, message) == (1, f"error: {line}\n")
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,8 @@ def test_channels_of_a_pixel_are_held_against_those_of_a_patch(capsys, tmp_path)
         (tmp_path / name).touch()
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(document))
-    status, _, said = dry_run(capsys, config=config)
-    assert (status, said.count("note: data.images: "), said.count("\n")) == (0, 1, 1)
+    status, _, message = dry_run(capsys, config=config)
+    assert (status, message.count("note: data.images: "), message.count("\n")) == (0, 1, 1)
     document["model"] = {"class_name": "QwenImageTransformer2DModel", "kwargs": {"num_layers": 1, "out_channels": 64}}
     del document["strategy"]["lora"], document["strategy"]["checkpointed_blocks"]
     config.write_text(yaml.safe_dump(document))
@@ -168,24 +168,25 @@ def test_channels_of_a_pixel_are_held_against_those_of_a_patch(capsys, tmp_path)
 
 
 def test_a_store_that_is_there_is_held_against_the_run(capsys, features):
-    status, _, said = dry_run(capsys, f"data.features={features}", "data.buckets=[[8, 8], [16, 16]]")
+    status, _, message = dry_run(capsys, f"data.features={features}", "data.buckets=[[8, 8], [16, 16]]")
     assert status == 1
-    assert f"error: data.features: {features} does not fit: it was encoded with the buckets 8 × 8, 8 × 12, " in said
+    assert f"error: data.features: {features} does not fit: it was encoded with the buckets 8 × 8, 8 × 12, " in message
 
 
 def test_nothing_would_be_left_to_train_on(capsys, features):
-    status, _, said = dry_run(capsys, f"data.features={features}", "validation.samples=9999")
+    status, _, message = dry_run(capsys, f"data.features={features}", "validation.samples=9999")
     assert status == 1
     assert (
-        f"error: validation.samples is 9999, and {features} has 240 samples: none would be left to train on; " in said
+        f"error: validation.samples is 9999, and {features} has 240 samples: none would be left to train on; "
+        in message
     )
 
 
 def test_the_folder_of_a_pipeline_is_no_transformers(capsys, tmp_path):
     (tmp_path / "transformer").mkdir()
     (tmp_path / "transformer/config.json").touch()
-    status, _, said = dry_run(capsys, f"model.init_from={tmp_path}")
-    assert (status, said.rpartition(": ")[2]) == (1, f"it has no config.json; {tmp_path}/transformer has\n")
+    status, _, message = dry_run(capsys, f"model.init_from={tmp_path}")
+    assert (status, message.rpartition(": ")[2]) == (1, f"it has no config.json; {tmp_path}/transformer has\n")
 
 
 def test_weights_of_another_shape_than_the_class_takes_are_refused(capsys, tmp_path):
@@ -194,8 +195,8 @@ def test_weights_of_another_shape_than_the_class_takes_are_refused(capsys, tmp_p
     (tmp_path / "diffusion_pytorch_model.safetensors").touch()
     left_out = {key: value for key, value in ARGUMENTS.items() if key not in ("num_layers", "sample_size")}
     starts = ("data.images=/nowhere", "data.features=/none", f"model.init_from={tmp_path}")
-    status, _, said = dry_run(capsys, *starts, f"model.kwargs={json.dumps(left_out)}")
-    assert (status, said) == (
+    status, _, message = dry_run(capsys, *starts, f"model.kwargs={json.dumps(left_out)}")
+    assert (status, message) == (
         1,
         f"error: model.init_from: {tmp_path} has num_layers 4, and model.kwargs leaves it to SanaTransformer2DModel, "
         f"which has 20, and 1 more of its arguments differ; set model.path to {tmp_path} in the place of "
@@ -223,10 +224,10 @@ def test_a_checkpoint_that_the_run_cannot_go_on_from_is_refused(capsys, features
     chosen = (*TINY, f"data.features={features}", f"output={trained}")
     found = trained / "checkpoints/step-00000008"
     for nothing_goes_on in ((), ("data.caption_dropout=0.3", "train.steps=7", "train.warmup_steps=0")):
-        status, _, said = dry_run(capsys, *chosen, *nothing_goes_on)
-        assert (status, said) == (0, f"{found} has its 8 steps already; raise train.steps to go on\n")
-    status, _, said = dry_run(capsys, *chosen, "train.steps=9", "data.caption_dropout=0.3")
-    assert (status, said) == (
+        status, _, message = dry_run(capsys, *chosen, *nothing_goes_on)
+        assert (status, message) == (0, f"{found} has its 8 steps already; raise train.steps to go on\n")
+    status, _, message = dry_run(capsys, *chosen, "train.steps=9", "data.caption_dropout=0.3")
+    assert (status, message) == (
         0,
         f"note: {found} was trained with data.caption_dropout 0.1, and resumes with 0.3\n"
         f"note: {found} was trained with train.steps 8, and resumes with 9\n",
@@ -236,22 +237,22 @@ def test_a_checkpoint_that_the_run_cannot_go_on_from_is_refused(capsys, features
         "model.kwargs.num_layers=3": f"{found} holds num_layers 2, and the run's model has 3; ",
         "train.seed=7": f"train.seed is 7, and {found} was trained with 6: ",
     }.items():
-        status, printed, said = dry_run(capsys, *chosen, "train.steps=9", override)
+        status, printed, message = dry_run(capsys, *chosen, "train.steps=9", override)
         assert (status, printed) == (1, "")
-        assert said.startswith(f"error: {problem}")
+        assert message.startswith(f"error: {problem}")
 
 
-def test_images_that_extraction_refuses_are_refused(capsys, tmp_path, features, pictures):
+def test_images_that_extraction_refuses_are_refused(capsys, tmp_path, features, images):
     label = ["data.images.path={}", "data.images.captions=[text]"]
     for there in (features, tmp_path / "none"):  # with and without their features
-        columns = [each.format(pictures) for each in label]
-        status, _, said = dry_run(capsys, "data.images={}", *columns, f"data.features={there}")
-        assert (status, said) == (
+        columns = [each.format(images) for each in label]
+        status, _, message = dry_run(capsys, "data.images={}", *columns, f"data.features={there}")
+        assert (status, message) == (
             1,
-            f"error: data.images: {pictures} is of kind folder, which has no columns; leave out image and captions\n",
+            f"error: data.images: {images} is of kind folder, which has no columns; leave out image and captions\n",
         )
-    status, _, said = dry_run(capsys, f"data.images={tmp_path}", f"data.features={tmp_path / 'none'}")
-    assert (status, said.partition(" (")[0]) == (1, f"error: data.images: {tmp_path} holds no images")
+    status, _, message = dry_run(capsys, f"data.images={tmp_path}", f"data.features={tmp_path / 'none'}")
+    assert (status, message.partition(" (")[0]) == (1, f"error: data.images: {tmp_path} holds no images")
     assert dry_run(capsys, "data.images=/nowhere", f"data.features={features}")[::2] == (0, "")
 
 

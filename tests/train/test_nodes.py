@@ -96,8 +96,8 @@ def on_two_machines(command: Command, environment: dict[str, str]) -> None:
         machines.append(
             subprocess.Popen(shlex.split(line), cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
         )
-    said = [machine.communicate(timeout=300)[1] for machine in machines]
-    assert [machine.returncode for machine in machines] == [0, 0], said
+    printed = [machine.communicate(timeout=300)[1] for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], printed
 
 
 def losses(output: Path) -> list[float]:

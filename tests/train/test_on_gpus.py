@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 from commands import DIGITS, ONLINE, ROOT, SINGLE, TINY, with_set
 from diffusers import AutoencoderKL
-from gpus import A40, TIME_LIMIT_S, answers, benched, on_card
+from gpus import A40, TIME_LIMIT_S, answers, benched, on_gpu
 from plan_files import TINY_KWARGS, plan_of, run_yaml, write
 
 from bigdit import catalog
@@ -31,11 +31,11 @@ FSDP2 = ("strategy.engine=fsdp2", "strategy.ds_config=null")
 BIGDIT = ("-c", "from bigdit.cli import main; main()", "train")
 
 
-def launched(features, output, *command, overrides=(), cards=2):
+def launched(features, output, *command, overrides=(), gpus=2):
     """A launcher's command on emulated A40s, as it ended."""
     chosen = with_set([*TINY, *STEPS, f"data.features={features}", f"output={output}", *overrides])
     with shared_state() as state:
-        environment = os.environ | emulated_environment(catalog.resolve_gpu("a40"), cards, state)
+        environment = os.environ | emulated_environment(catalog.resolve_gpu("a40"), gpus, state)
         environment["OMP_NUM_THREADS"] = "1"
         line = [str(cuda_python()), "-W", "ignore", *command, "--config", str(DIGITS), *chosen]
         return subprocess.run(
@@ -43,7 +43,7 @@ def launched(features, output, *command, overrides=(), cards=2):
         )
 
 
-def on_two_cards(features, output, *command, overrides=()):
+def on_two_gpus(features, output, *command, overrides=()):
     """Run a launcher's command on two emulated A40s; the receipt that the run wrote."""
     done = launched(features, output, *command, overrides=overrides)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -85,8 +85,8 @@ def test_a_run_by_a_plan_says_what_was_planned_and_what_was_measured(features, t
     receipt, expected = json.loads((tmp_path / "run/receipt.json").read_text()), plan.expected
     measured = receipt["measured_peak_reserved_bytes"]
     off = f"{100 * (measured / expected.peak_reserved_bytes - 1):+.1f} %"
-    said = f"planned 40.00 GiB at 8 × 12, measured {gib(measured)} ({off}) reserved by torch"
-    assert done.stderr.count(f"{said}\n") == 1, done.stderr
+    printed = f"planned 40.00 GiB at 8 × 12, measured {gib(measured)} ({off}) reserved by torch"
+    assert done.stderr.count(f"{printed}\n") == 1, done.stderr
     assert "note: strategy.compile_blocks is true, and plans run blocks as they are written: " in done.stderr
     assert "note: strategy.compile_blocks: an emulated GPU runs no kernels, and blocks run as they are" in done.stderr
     assert receipt["predicted_peak_reserved_bytes"] == expected.peak_reserved_bytes
@@ -95,10 +95,10 @@ def test_a_run_by_a_plan_says_what_was_planned_and_what_was_measured(features, t
         assert row["planned_memory_bytes"] == expected.peak_allocated_bytes
         assert 0 < row["memory_bytes"] < row["peak_memory_bytes"]
         assert row["peak_memory_bytes"] >= receipt["measured_peak_allocated_bytes"]  # which is of the first two steps
-        assert "mfu" not in row  # an emulated card computes nothing
+        assert "mfu" not in row  # an emulated GPU computes nothing
     check_phases(json.loads((tmp_path / "run/run.json").read_text()), plan, receipt)
     page = (tmp_path / "run/report.html").read_text()
-    assert html.escape(said) in page
+    assert html.escape(printed) in page
     assert "NVIDIA A40, emulated" in page
 
 
@@ -120,11 +120,11 @@ HELD = 1024
 
 
 @pytest.mark.slow
-def test_encoders_online_take_of_a_gpu_what_an_attempt_takes(pictures, tmp_path):
+def test_encoders_online_take_of_a_gpu_what_an_attempt_takes(images, tmp_path):
     """A VAE and the digits' T5 through every phase, beside what a step takes; encoding has a phase of its own."""
     AutoencoderKL(**KL).save_pretrained(tmp_path / "vae")
     codec = f"encoders.image={{name: vae, class_name: AutoencoderKL, path: {tmp_path / 'vae'}}}"
-    places = [f"data.images={pictures}", *ONLINE, "data.buckets=[[16, 16]]", codec]
+    places = [f"data.images={images}", *ONLINE, "data.buckets=[[16, 16]]", codec]
     settings = [*TINY, *STEPS, *SINGLE, *places, f"output={tmp_path / 'run'}"]
     command = [str(cuda_python()), "-W", "ignore", *BIGDIT, "--config", str(DIGITS), *with_set(settings)]
     done = subprocess.run(
@@ -155,8 +155,8 @@ def test_encoders_online_take_of_a_gpu_what_an_attempt_takes(pictures, tmp_path)
         strategy=run.strategy,
         encoders=OnlineEncoders(pixels=(3, 16, 16), vae=vae, text=(text,)),
     )
-    with EmulatedGpus(A40, 1) as cards:
-        attempted = {phase: each.peak_bytes for phase, each in cards.attempt(request).phases.items()}
+    with EmulatedGpus(A40, 1) as gpus:
+        attempted = {phase: each.peak_bytes for phase, each in gpus.attempt(request).phases.items()}
     assert list(found) == list(attempted) == ["init", "encode", "forward", "backward", "step"]
     assert {phase: found[phase] - attempted[phase] for phase in ("forward", "backward", "step")} == dict.fromkeys(
         ("forward", "backward", "step"), HELD
@@ -179,7 +179,7 @@ ACCELERATE = (
 def test_deepspeed_trains_on_two_gpus(features, tmp_path, launcher, stage):
     ds_config = f"ds_configs/zero{stage}_bf16.json"
     command = (*launcher, str(_port()), "launch/train.py", "--ds-config", ds_config)
-    check(on_two_cards(features, tmp_path, *command), tmp_path, 2)
+    check(on_two_gpus(features, tmp_path, *command), tmp_path, 2)
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "launch/train.py")
@@ -191,12 +191,12 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 )
 def test_fsdp2_trains_on_two_gpus(features, tmp_path, command, replicate):
     overrides = (*FSDP2, f"strategy.dp_replicate={replicate}")
-    check(on_two_cards(features, tmp_path, *command, overrides=overrides), tmp_path, 2)
+    check(on_two_gpus(features, tmp_path, *command, overrides=overrides), tmp_path, 2)
 
 
 @pytest.mark.slow
 def test_more_processes_than_gpus_are_a_line(features, tmp_path):
-    done = launched(features, tmp_path, *BIGDIT, cards=1)
+    done = launched(features, tmp_path, *BIGDIT, gpus=1)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
         "error: 2 processes of the run are on this machine, a GPU each, and torch sees 1 there: start 1 "
@@ -228,7 +228,7 @@ sys.exit(main(json.loads(os.environ["ARGUMENTS"])))
 def test_gpus_that_accelerate_was_to_leave_alone_are_refused(features, tmp_path):
     overrides = (*TINY, *STEPS, *SINGLE, f"data.features={features}", f"output={tmp_path}")
     arguments = ["--config", str(DIGITS), *with_set(overrides)]
-    done = on_card("a40", TRAINED, ARGUMENTS=json.dumps(arguments), ACCELERATE_USE_CPU="True")  # as accelerate says it
+    done = on_gpu("a40", TRAINED, ARGUMENTS=json.dumps(arguments), ACCELERATE_USE_CPU="True")  # as accelerate says it
     assert done.returncode == 1, done.stdout + done.stderr
     assert done.stderr.splitlines()[-1] == (
         "error: accelerate was asked for --cpu (ACCELERATE_USE_CPU), and runs take the GPUs that they see; leave it "

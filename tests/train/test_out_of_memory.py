@@ -42,13 +42,13 @@ HALVED = "strategy.micro_batch_size 8, grad_accum_steps 2, checkpointed_blocks 0
 
 
 @pytest.fixture(scope="module")
-def mixed(tmp_path_factory, pictures):
+def mixed(tmp_path_factory, images):
     """A store of two buckets, of which the larger one comes seldom: 16 times the tokens."""
     folder, features = tmp_path_factory.mktemp("mixed"), tmp_path_factory.mktemp("store") / "features"
-    for file in pictures.glob("*.png"):
-        picture = Image.open(file)
+    for file in images.glob("*.png"):
+        image = Image.open(file)
         large = int(file.stem) % 4 == 3
-        (picture.resize((32, 32)) if large else picture).save(folder / file.name)
+        (image.resize((32, 32)) if large else image).save(folder / file.name)
         (folder / f"{file.stem}.txt").write_text(file.with_suffix(".txt").read_text())
     done = bigdit(
         "extract", "--config", DIGITS, *with_set([f"data.images={folder}", f"data.features={features}", BUCKETS])
@@ -58,7 +58,7 @@ def mixed(tmp_path_factory, pictures):
 
 
 @contextmanager
-def cards(mib, count=1):
+def gpus(mib, count=1):
     """The environment of a process with emulated A40s that have so little memory."""
     with shared_state() as state:
         small = A40.model_copy(update={"usable_mib": mib})
@@ -83,10 +83,12 @@ def trained(environment, features, output, command, *overrides):
 def check(done, output, rank, step):
     """After so many steps one ran out of memory; all before were saved, it was taken again, and the receipt says it."""
     assert done.returncode == 0, done.stdout + done.stderr
-    said = [line for line in done.stderr.splitlines() if line.startswith("note: step ")]
-    assert len(said) == 1, done.stderr
-    assert said[0].startswith(f"note: step {step + 1} ran out of memory on rank {rank} (NVIDIA A40) in ")
-    assert said[0].endswith("; all restart with strategy.micro_batch_size 8, grad_accum_steps 2, checkpointed_blocks 0")
+    printed = [line for line in done.stderr.splitlines() if line.startswith("note: step ")]
+    assert len(printed) == 1, done.stderr
+    assert printed[0].startswith(f"note: step {step + 1} ran out of memory on rank {rank} (NVIDIA A40) in ")
+    assert printed[0].endswith(
+        "; all restart with strategy.micro_batch_size 8, grad_accum_steps 2, checkpointed_blocks 0"
+    )
     assert f"resuming from {output}/checkpoints/step-{step:08}, step {step}" in done.stderr
     assert [row["step"] for row in read_metrics(output / "metrics.jsonl")] == list(range(1, 13))
     assert (output / "checkpoints/latest").read_text() == "step-00000012\n"
@@ -99,9 +101,9 @@ def check(done, output, rank, step):
 
 
 @pytest.mark.slow
-def test_one_process_goes_on_with_half_the_micro_batch_and_so_does_its_next_start(mixed, tmp_path):
+def test_one_process_continues_with_half_the_micro_batch_and_so_does_its_next_start(mixed, tmp_path):
     sizes = (*SINGLE, "strategy.micro_batch_size=16", "strategy.global_batch_size=16")
-    with cards(CONTEXT + 46) as environment:
+    with gpus(CONTEXT + 46) as environment:
         check(trained(environment, mixed, tmp_path, BIGDIT, *sizes), tmp_path, 0, 1)
         again = trained(environment, mixed, tmp_path, BIGDIT, *sizes, "train.steps=14")
     assert again.returncode == 0, again.stderr
@@ -129,7 +131,7 @@ def test_two_processes_start_again_together_where_one_gpu_is_partly_taken(mixed,
     config = ("launch/train.py", "--ds-config", f"ds_configs/{engine}_bf16.json")
     command = TORCHRUN if engine == "fsdp2" else (*DEEPSPEED, "--master_port", str(free_port()), *config)
     taken = 400 - room
-    with cards(2 * CONTEXT + NCCL + 400, 2) as environment:
+    with gpus(2 * CONTEXT + NCCL + 400, 2) as environment:
         hog = subprocess.Popen(
             [str(cuda_python()), "-W", "ignore", "-c", HOG, str(taken << 20)],
             env=environment,
@@ -148,7 +150,7 @@ def test_two_processes_start_again_together_where_one_gpu_is_partly_taken(mixed,
 @pytest.mark.slow
 def test_where_nothing_is_left_to_take_it_is_one_line(mixed, tmp_path):
     sizes = ("strategy.micro_batch_size=1", "strategy.global_batch_size=1", "strategy.checkpointed_blocks=all")
-    with cards(CONTEXT + 20) as environment:
+    with gpus(CONTEXT + 20) as environment:
         done = trained(environment, mixed, tmp_path, BIGDIT, *SINGLE, *sizes)
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
@@ -166,7 +168,7 @@ def test_what_cannot_be_kept_ends_the_run_in_a_line(mixed, tmp_path, engine):
     if engine == "fsdp2":
         sizes = (*FSDP2, "strategy.micro_batch_size=16", "strategy.global_batch_size=32")
         command, count, room, step = TORCHRUN, 2, CONTEXT + NCCL + 46, 5
-    with cards(room, count) as environment:
+    with gpus(room, count) as environment:
         done = trained(environment, mixed, tmp_path, command, *sizes)
     assert done.returncode == 1
     assert "Exception in thread" not in done.stderr
@@ -180,7 +182,7 @@ def test_what_cannot_be_kept_ends_the_run_in_a_line(mixed, tmp_path, engine):
 def test_a_signal_while_they_start_again_ends_them_in_order(mixed, tmp_path):
     """It comes when all is saved and kept; the same command resumes from there."""
     sizes = (*FSDP2, "strategy.world_size=2", "strategy.micro_batch_size=16", "strategy.global_batch_size=32")
-    with cards(CONTEXT + NCCL + 46, 2) as environment:
+    with gpus(CONTEXT + NCCL + 46, 2) as environment:
         line = line_of(mixed, tmp_path, BIGDIT, *sizes)
         run = subprocess.Popen(line, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         until(lambda: run.poll() is not None or (tmp_path / FILE).exists())
@@ -243,7 +245,7 @@ def test_what_steps_in_the_backward_pass_recomputes_blocks():
     assert smaller_strategy(strategy, (), 12).step_size.checkpointed_blocks == "all"
 
 
-def test_a_file_of_other_settings_or_a_damaged_one_is_said_and_left_out(tmp_path, capsys):
+def test_a_file_of_other_settings_or_a_damaged_one_is_reported_and_left_out(tmp_path, capsys):
     now = smaller_strategy(STRATEGY, (), 12)
     write_oom_fallback(tmp_path, OomFallback(asked=STRATEGY, now=now))
     assert read_oom_fallback(tmp_path, STRATEGY).now == now

@@ -27,11 +27,11 @@ def kill_rank(run, rank):
     status = run.ends(within=WITHIN_S)
     assert status != 0
     assert "this is a bug" not in run.stderr
-    said = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
-    assert len(said) == 1, run.stderr
+    printed = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
+    assert len(printed) == 1, run.stderr
     where = f"rank {rank} (process {ranks[rank]} on {os.uname().nodename}) was lost after step "
-    assert said[0].startswith(f"error: {where}")
-    assert said[0].endswith(": all end; the same command resumes from the last checkpoint")
+    assert printed[0].startswith(f"error: {where}")
+    assert printed[0].endswith(": all end; the same command resumes from the last checkpoint")
     return status
 
 
@@ -77,10 +77,10 @@ def test_a_stopped_process_is_named_after_the_timeout(features, tmp_path, name):
         os.kill(ranks[rank], signal.SIGSTOP)
         assert run.ends(within=60) == 1
         assert ended(ranks)
-        (said,) = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
+        (printed,) = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
         where = f"rank {rank} (process {ranks[rank]} on {os.uname().nodename}), which is stopped,"
-        assert said.startswith(f"error: {where} did not answer for 5 s (train.timeout) after step ")
-        assert said.endswith(": all end; the same command resumes from the last checkpoint")
+        assert printed.startswith(f"error: {where} did not answer for 5 s (train.timeout) after step ")
+        assert printed.endswith(": all end; the same command resumes from the last checkpoint")
         assert "Traceback" not in run.stderr
 
 
@@ -177,11 +177,11 @@ def from_here(monkeypatch):
 
 
 @pytest.mark.parametrize(("what", "line"), [("both", "the same on both"), ("one", "on one alone")])
-def test_an_error_is_said_once_by_whoever_has_it(capfd, what, line):
+def test_an_error_is_reported_once_by_whoever_has_it(capfd, what, line):
     assert grouped(capfd, what) == (1, f"error: {line}\n")
 
 
-def test_a_bug_of_one_process_is_said_by_that_one(capfd):
+def test_a_bug_of_one_process_is_reported_by_that_one(capfd):
     status, stderr = grouped(capfd, "bug")
     assert status == 3
     assert stderr.count("ZeroDivisionError: of one alone") == 1
@@ -189,7 +189,7 @@ def test_a_bug_of_one_process_is_said_by_that_one(capfd):
     assert "error: " not in stderr.lower().replace("zerodivisionerror: ", "")
 
 
-def test_a_process_that_is_lost_before_it_has_told_where_it_is(capfd):
+def test_a_process_that_is_lost_before_it_has_reported_where_it_is(capfd):
     status, stderr = grouped(capfd, "lost")
     assert status == 137
     assert stderr.startswith("error: of 2 processes one on another machine, or one that does not answer (")
@@ -229,9 +229,9 @@ def test_processes_that_could_not_speak(capfd, monkeypatch, host_bytes, counted)
     monkeypatch.setattr(launch, "PATIENCE_S", 1.0)
     script = "import os, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), 9); time.sleep(100)"
     assert Ranks([sys.executable, "-c", script], 10.0, host_bytes).run(2) == 137
-    said = capfd.readouterr().err
-    assert said.startswith("error: rank 1 (process ")
-    assert said.endswith(
+    printed = capfd.readouterr().err
+    assert printed.startswith("error: rank 1 (process ")
+    assert printed.endswith(
         f") was ended by SIGKILL (by hand, or because memory ran out: this machine has 32.00 GiB, and {counted}); rank "
         "0 waited for it and had to be killed\n"
     )
@@ -242,9 +242,9 @@ def test_processes_that_abort_since_another_is_stopped(capfd, monkeypatch):
     monkeypatch.setattr(launch, "PATIENCE_S", 1.0)
     script = "import os; os.kill(os.getpid(), 19) if os.environ['RANK'] == '1' else os.abort()"
     assert Ranks([sys.executable, "-c", script], 10.0).run(2) == 134
-    said = capfd.readouterr().err.splitlines()[-1]
-    assert said.startswith("error: rank 1, which was stopped, did not answer; rank 0 (process ")
-    assert said.endswith(") was ended by SIGABRT")
+    printed = capfd.readouterr().err.splitlines()[-1]
+    assert printed.startswith("error: rank 1, which was stopped, did not answer; rank 0 (process ")
+    assert printed.endswith(") was ended by SIGABRT")
 
 
 def test_the_process_that_holds_the_store_does_not_answer():
@@ -254,13 +254,15 @@ def test_the_process_that_holds_the_store_does_not_answer():
     ranks = [os.environ | port | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
     first, second = (subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) for env in ranks)
     try:
-        _, said = second.communicate(timeout=100)
+        _, printed = second.communicate(timeout=100)
     finally:
         first.kill()
         second.kill()
     assert second.returncode == 1
-    assert said.startswith(f"error: rank 0 (process {first.pid} on {os.uname().nodename}), which is stopped, did not ")
-    assert said.count("\n") == 1
+    assert printed.startswith(
+        f"error: rank 0 (process {first.pid} on {os.uname().nodename}), which is stopped, did not "
+    )
+    assert printed.count("\n") == 1
 
 
 def test_a_process_that_loses_its_parent_before_it_looks(tmp_path):

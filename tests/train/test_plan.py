@@ -68,15 +68,15 @@ def test_the_receipt_has_the_plans_strategy(engine, features, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "printed"),
     [
         ("PYTORCH_ALLOC_CONF", "backend:native", True),
         ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64", True),
         ("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True", False),
     ],
 )
-def test_an_allocator_that_is_set_otherwise_than_planned_is_left_so_and_said(
-    name, value, said, features, tmp_path, monkeypatch, capsys
+def test_an_allocator_that_is_set_otherwise_than_planned_is_left_so_and_reported(
+    name, value, printed, features, tmp_path, monkeypatch, capsys
 ):
     config = written(PLANS["single"], tmp_path, data={"features": str(features)})
     for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
@@ -89,7 +89,7 @@ def test_an_allocator_that_is_set_otherwise_than_planned_is_left_so_and_said(
     assert seen[name] == value
     assert sum("ALLOC_CONF" in each for each in seen) == 1
     line = f"note: {name} is {value}, and the plan is for expandable_segments:True: without it torch may reserve more "
-    assert (line in " ".join(capsys.readouterr().err.split())) is said
+    assert (line in " ".join(capsys.readouterr().err.split())) is printed
 
 
 def test_dry_run_shows_the_plans_strategy(tmp_path):

@@ -28,8 +28,8 @@ def test_bigdit_train_saves_on_a_signal_and_takes_its_processes_with_it(features
         run.until_it_trains().process.send_signal(signal.SIGUSR1)
         assert run.ends() == 138
         (step,) = run.saved()
-        said = f"SIGUSR1: saved {output}/checkpoints/step-{step:08d}; the same command resumes from step {step}"
-        assert run.stderr.count(said) == 1
+        printed = f"SIGUSR1: saved {output}/checkpoints/step-{step:08d}; the same command resumes from step {step}"
+        assert run.stderr.count(printed) == 1
         assert "Traceback" not in run.stderr
     with running(BIGDIT, features, output, *FSDP2, log=tmp_path / "again.log") as again:
         ranks = again.until_it_trains().ranks()

@@ -141,17 +141,17 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(BatchReader, "read", poison)
 
 
-def test_a_skipped_step_is_said_with_its_sample(features, tmp_path, poisoned, capfd):
+def test_a_skipped_step_is_reported_with_its_sample(features, tmp_path, poisoned, capfd):
     assert run(features, tmp_path, "train.steps=15") == 0  # of 16 samples: an epoch of 240
-    said = " ".join(capfd.readouterr().err.split())
+    printed = " ".join(capfd.readouterr().err.split())
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 16))
     (skipped,) = [row for row in rows if row.get("skipped")]
     assert skipped["loss"] is skipped["grad_norm"] is None
-    assert f"note: step {skipped['step']} is skipped: the loss of step {skipped['step']} is nan" in said
-    assert "; values are not finite in sample 9 (row 3 of " in said
-    assert " in part-000000000000-000000000240.safetensors)" in said
-    assert f"note: 1 of 15 steps skipped; {tmp_path}/metrics.jsonl marks them" in said
+    assert f"note: step {skipped['step']} is skipped: the loss of step {skipped['step']} is nan" in printed
+    assert "; values are not finite in sample 9 (row 3 of " in printed
+    assert " in part-000000000000-000000000240.safetensors)" in printed
+    assert f"note: 1 of 15 steps skipped; {tmp_path}/metrics.jsonl marks them" in printed
 
 
 def test_too_many_skipped_steps_end_the_run(features, tmp_path, poisoned, capfd):
@@ -168,8 +168,8 @@ def test_a_loss_that_stands_out_is_noticed():
     spikes = LossSpikes()
     assert [spikes.add(loss) for loss in (9.0, *generator.normal(1.0, 0.1, 200), 0.1)] == [None] * 202
     assert spikes.add(1.3) is None
-    assert "is 2.0000, " in (said := spikes.add(2.0))
-    assert "robust deviations above the median of the last 100, " in said
+    assert "is 2.0000, " in (printed := spikes.add(2.0))
+    assert "robust deviations above the median of the last 100, " in printed
     assert spikes.add(1.0) is None
 
 

@@ -29,7 +29,7 @@ BORDER, END = 8, 16
 
 
 @pytest.fixture(scope="module")
-def staged(once, pictures, features):
+def staged(once, images, features):
     """A run's YAML: the digits as they are, and at twice their side; half the micro-batch, and another rate."""
 
     def make(folder):
@@ -39,7 +39,7 @@ def staged(once, pictures, features):
         high["strategy"] = {"micro_batch_size": 4, "checkpointed_blocks": 1, "optimizer": {"lr": 1e-3}}
         high["train"] = {"steps": END - BORDER, "warmup_steps": 0}
         document = yaml.safe_load(DIGITS.read_text()) | {"stages": [low, high]}
-        document["data"]["images"] = str(pictures)
+        document["data"]["images"] = str(images)
         (folder / "run.yaml").write_text(yaml.safe_dump(document))
         done = bigdit("extract", "--config", folder / "run.yaml", *with_set(SMALL))
         assert done.returncode == 0, done.stderr
@@ -66,9 +66,9 @@ def ended(staged, output, engine, step, signum=signal.SIGKILL):
     """The status of a run that is sent a signal as soon as the checkpoint of this step is there, and what it said."""
     command = [BIN / "bigdit", "train", "--config", staged, *settings(output, engine)]
     latest, log = output / "checkpoints/latest", output.with_suffix(".log")
-    with open(log, "w") as said:
+    with open(log, "w") as printed:
         process = subprocess.Popen(
-            [str(part) for part in command], cwd=ROOT, env=environment_with({}), stdout=said, stderr=said
+            [str(part) for part in command], cwd=ROOT, env=environment_with({}), stdout=printed, stderr=printed
         )
         try:
             until(lambda: process.poll() is not None or (latest.exists() and reached(output) >= step))
@@ -111,15 +111,15 @@ def alone(once, staged):
 
 
 def test_one_command_goes_through_all_stages(alone):
-    said, (rows, _) = (alone / "said").read_text(), course(alone)
+    printed, (rows, _) = (alone / "said").read_text(), course(alone)
     assert [row[:2] for row in rows] == [(step, int(step > BORDER)) for step in range(1, END + 1)]
     assert [row[2] for row in rows[:3]] == [1e-3, 2e-3, 2e-3]  # it warms up in the first
     assert rows[BORDER][2] == 1e-3  # and the rate begins anew in the second
     assert rows[BORDER + 1][2] < 1e-3
-    assert "stages.0 is done; the processes start again for stages.1" in said
+    assert "stages.0 is done; the processes start again for stages.1" in printed
     assert (
         f"resuming from {alone}/checkpoints/step-{BORDER:08d}, step {BORDER} stages.1: steps {BORDER + 1} to 16 of 16"
-        in said
+        in printed
     )
     receipts = [json.loads((alone / name).read_text()) for name in ("receipt-stage-0.json", "receipt.json")]
     assert [each["steps"] for each in receipts] == [BORDER, END - BORDER]
@@ -133,7 +133,7 @@ def test_one_command_goes_through_all_stages(alone):
 
 
 @pytest.mark.slow
-def test_killed_in_either_stage_or_between_a_run_goes_on(staged, alone, tmp_path):
+def test_killed_in_either_stage_or_between_a_run_continues(staged, alone, tmp_path):
     """Its order, its rates and its weights are those of the run that nobody killed."""
     assert killed(staged, tmp_path, "single", 2) < BORDER
     assert killed(staged, tmp_path, "single", BORDER) == BORDER
@@ -166,9 +166,9 @@ def test_zero3_goes_over_a_border_after_kills(staged, tmp_path):
 @pytest.mark.slow
 def test_a_signal_between_two_stages_ends_the_run(staged, tmp_path):
     """At the border, where it is saved, or while the processes start again."""
-    status, said = ended(staged, tmp_path / "run", "single", BORDER, signal.SIGTERM)
+    status, printed = ended(staged, tmp_path / "run", "single", BORDER, signal.SIGTERM)
     assert status == 128 + signal.SIGTERM
-    assert "Traceback" not in said
+    assert "Traceback" not in printed
     assert reached(tmp_path / "run") == BORDER
 
 
@@ -197,7 +197,7 @@ def test_a_border_does_not_move_beneath_a_checkpoint(staged, alone, tmp_path, ca
     )
 
 
-def test_a_stage_without_its_store_is_told_before_the_first(staged, tmp_path, capsys):
+def test_a_stage_without_its_store_is_reported_before_the_first(staged, tmp_path, capsys):
     assert refused(capsys, staged, tmp_path, f"stages.1.data.features={tmp_path}") == (
         f"error: stages.1: data.features: {tmp_path} holds no features; `bigdit extract --config RUN.yaml` makes them\n"
     )

@@ -24,7 +24,7 @@ def scalars(output, tag):
     return [(event.step, event.value) for event in read.Scalars(tag)]
 
 
-def test_tensorboard_has_every_step_once_also_of_a_run_that_goes_on(features, tmp_path):
+def test_tensorboard_has_every_step_once_also_of_a_run_that_continues(features, tmp_path):
     chosen = ("trackers=[tensorboard]", "validation.samples=8", "validation.every=3", "validation.times=[0.5]")
     run_to(3, tmp_path, features, *chosen)
     with SummaryWriter(tmp_path / "tensorboard") as killed:  # a start that had no time to save what it did
@@ -45,7 +45,7 @@ def test_a_tracker_that_fails_is_a_line(tmp_path, capfd):
         failing.add([{"step": step, "loss": 1.0} for step in range(1, 4)])
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("note: trackers: tensorboard failed (")
-    assert line.endswith("); training goes on without it")
+    assert line.endswith("); training continues without it")
 
 
 WANDB = """import json, os, types
@@ -81,9 +81,9 @@ def test_wandb_takes_rows_and_images_in_any_order(tmp_path, monkeypatch):
         trackers.show(2, tmp_path / "grid.png")  # it took long to decode
     logged = [json.loads(line) for line in (tmp_path / "logged").read_text().splitlines()]
     assert all(axes == {"*": "step"} for axes, _ in logged)
-    rows, pictures = ([values for _, values in logged if key in values] for key in ("loss", "samples"))
+    rows, images = ([values for _, values in logged if key in values] for key in ("loss", "samples"))
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
-    assert pictures == [{"samples": [[2, 3, 3]], "step": 4}, {"samples": [[2, 3, 3]], "step": 2}]
+    assert images == [{"samples": [[2, 3, 3]], "step": 4}, {"samples": [[2, 3, 3]], "step": 2}]
 
 
 def test_a_process_that_is_gone_is_a_line(tmp_path, capfd, monkeypatch):
@@ -91,7 +91,7 @@ def test_a_process_that_is_gone_is_a_line(tmp_path, capfd, monkeypatch):
     with Trackers(["tensorboard"], tmp_path, 0, {"long": "x" * 100_000}, shown=True):
         pass
     assert capfd.readouterr().err == (
-        "note: the process of the trackers has ended; training goes on without it, metrics.jsonl has all\n"
+        "note: the process of the trackers has ended; training continues without it, metrics.jsonl has all\n"
     )
 
 

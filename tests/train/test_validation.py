@@ -47,7 +47,7 @@ def rows(features, tmp_path_factory):
     return {name: read_metrics(output / "metrics.jsonl") for name, output in outputs.items()}, outputs
 
 
-def test_rows_have_the_mean_and_each_time_of_weights_and_average(rows):
+def test_rows_have_the_mean_and_each_time_of_weights_and_ema(rows):
     found, _ = rows
     assert [row["step"] for row in found["often"] if LOSSES[0] in row] == [2, 4]
     assert [row["step"] for row in found["once"] if LOSSES[0] in row] == [4]
@@ -59,7 +59,7 @@ def test_rows_have_the_mean_and_each_time_of_weights_and_average(rows):
     assert found["often"][3][LOSSES[0]] != found["often"][3][LOSSES[1]]
 
 
-def test_training_is_the_same_however_often_it_is_measured_and_goes_on(rows):
+def test_training_is_the_same_however_often_it_is_measured_and_continues(rows):
     found, _ = rows
     losses = {name: [row["loss"] for row in each] for name, each in found.items()}
     assert losses["often"] == losses["once"] == losses["stopped"]
@@ -68,7 +68,7 @@ def test_training_is_the_same_however_often_it_is_measured_and_goes_on(rows):
     assert measured["often"][3] == measured["once"][3]
 
 
-def test_a_run_that_goes_on_holds_out_the_same(rows, features):
+def test_a_run_that_continues_holds_out_the_same(rows, features):
     output = rows[1]["once"]
     with pytest.raises(UserError, match=r"validation\.samples is 23, and .* was trained with 24:"):
         run_to(5, output, features, "strategy.ema.decay=0.5", "validation.samples=23")
@@ -106,9 +106,9 @@ def measured(store, chosen, *, taken_from=None):
     return engine, ema, Validation(config, store, held, Peers(), engine, ema, family, FlowMatchingSpec(), 99)
 
 
-@pytest.mark.parametrize("said", [{"precision": "fp32"}, {}, {"precision": "bf16_sr"}, {"lora": LoraSpec(rank=2)}])
-def test_the_loss_of_the_average_is_that_of_a_model_with_these_weights(store, said):
-    chosen = strategy(micro_batch_size=4, ema=EmaSpec(decay=0.9), **said)
+@pytest.mark.parametrize("printed", [{"precision": "fp32"}, {}, {"precision": "bf16_sr"}, {"lora": LoraSpec(rank=2)}])
+def test_the_loss_of_the_ema_is_that_of_a_model_with_these_weights(store, printed):
+    chosen = strategy(micro_batch_size=4, ema=EmaSpec(decay=0.9), **printed)
     _, ema, validation = measured(store, chosen)
     found = validation.measure()
     assert found == validation.measure()

@@ -40,7 +40,7 @@ def png(each):
     return grid_png(each, CAPTIONS)
 
 
-def test_they_are_those_of_the_checkpoints_average_and_training_is_the_same(features, tmp_path, drawn):
+def test_they_are_those_of_the_checkpoints_ema_and_training_is_the_same(features, tmp_path, drawn):
     run_to(3, tmp_path / "plain", features, *ASKED[:3])
     run_to(3, tmp_path / "run", features, *ASKED, "trackers=[tensorboard]")
     files = sorted(path.name for path in (tmp_path / "run/samples").iterdir())
@@ -59,19 +59,19 @@ def test_they_are_those_of_the_checkpoints_average_and_training_is_the_same(feat
     read = EventAccumulator(str(tmp_path / "run/tensorboard"), size_guidance={"images": 0})
     read.Reload()
     shown = read.Images("samples/image_0") if "samples/image_0" in read.Tags()["images"] else read.Images("samples")
-    with Image.open(tmp_path / "run/samples/step-00000003.png") as picture:
-        assert [(each.step, each.width, each.height) for each in shown] == [(step, *picture.size) for step in (2, 3)]
+    with Image.open(tmp_path / "run/samples/step-00000003.png") as image:
+        assert [(each.step, each.width, each.height) for each in shown] == [(step, *image.size) for step in (2, 3)]
 
 
-def test_what_fails_is_a_line_and_training_goes_on(features, tmp_path, monkeypatch, capfd):
+def test_what_fails_is_a_line_and_training_continues(features, tmp_path, monkeypatch, capfd):
     def fails(each, captions):
         raise MemoryError("no room")
 
     monkeypatch.setattr(images, "grid_png", fails)
     run_to(3, tmp_path, features, *ASKED)
-    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("note: the validation images")]
-    assert said == [
-        "note: the validation images of step 2 are not written: no room; training goes on",
+    printed = [line for line in capfd.readouterr().err.splitlines() if line.startswith("note: the validation images")]
+    assert printed == [
+        "note: the validation images of step 2 are not written: no room; training continues",
         "note: the validation images of step 3 are not written: no room",
     ]
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
@@ -91,8 +91,8 @@ def test_two_processes_draw_what_one_does(features, tmp_path, engine):
     found, _ = checkpoint.latest(tmp_path / "run")
     options = SamplingOptions(8, 8, steps=2, guidance=3.0, seed=7)
     wanted = [each[0].numpy() for each in Sampler(found, torch.device("cpu"), ema=True).sample(CAPTIONS, options)]
-    with Image.open(tmp_path / "run/samples/step-00000003.png") as picture:
-        grid = np.asarray(picture.convert("L"))
+    with Image.open(tmp_path / "run/samples/step-00000003.png") as image:
+        grid = np.asarray(image.convert("L"))
     (tmp_path / "wanted.png").write_bytes(png(wanted))
-    with Image.open(tmp_path / "wanted.png") as picture:
-        assert np.abs(np.asarray(picture.convert("L")).astype(int) - grid).max() <= 2 * ROUNDING
+    with Image.open(tmp_path / "wanted.png") as image:
+        assert np.abs(np.asarray(image.convert("L")).astype(int) - grid).max() <= 2 * ROUNDING

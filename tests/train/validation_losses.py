@@ -32,11 +32,11 @@ SPEC = SANA.model_copy(update={"kwargs": SANA.kwargs | {"caption_channels": DIM}
 SAMPLES, HELD, STEPS = 2, 7, 3  # of two buckets; two processes' micro-batches do not fill them
 
 
-def validated(store: FeatureStore, world: World, *, every: int = 1, **said: object) -> list[dict[str, Any]]:
+def validated(store: FeatureStore, world: World, *, every: int = 1, **printed: object) -> list[dict[str, Any]]:
     """A row a step: the loss trained by, what validation says where it is due, and whether it left all as it was."""
     micro = SAMPLES // world.world_size
     chosen, family = (
-        strategy(world_size=world.world_size, micro_batch_size=micro, **said),
+        strategy(world_size=world.world_size, micro_batch_size=micro, **printed),
         models.family(SPEC.class_name),
     )
     model = models.build(SPEC, device="cpu", dtype=engines.compute_dtype(chosen), seed=0)

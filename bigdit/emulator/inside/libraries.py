@@ -54,7 +54,7 @@ def library(stem: str) -> ctypes.CDLL:
 
 
 def limit(nbytes: int, *, final: bool = False) -> None:
-    """Limit this process to `nbytes` of its GPU beside the context and NCCL's buffers, instead of the GPU's memory.
+    """Limit this process to `nbytes` of its GPU besides the context and NCCL's buffers, instead of the GPU's memory.
 
     It is like a GPU of this size. torch's own limit, `set_per_process_memory_fraction`, counts whole blocks in pages
     that an expandable segment has already, and frees caches too early. With `final`, after the first refusal every

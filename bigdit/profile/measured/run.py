@@ -26,7 +26,7 @@ class RanOut(UserError):
     """Two steps took more than the GPU has."""
 
 
-class CardPhase(Strict):
+class GpuPhase(Strict):
     """The peaks of a phase by torch's own counters; `allocated` counts whole blocks of the allocator."""
 
     phase: str
@@ -57,14 +57,14 @@ class Timing(Strict):
 class GpuRun(Strict):
     """Two steps on a CUDA device.
 
-    `beside_bytes`: what the process takes beside the allocator; None where that is not known.
+    `non_torch_bytes`: what the process takes outside torch's allocator; None where that is not known.
     """
 
     device: str
     params: PositiveInt
-    phases: tuple[CardPhase, ...]
+    phases: tuple[GpuPhase, ...]
     alloc_retries: NonNegativeInt
-    beside_bytes: NonNegativeInt | None
+    non_torch_bytes: NonNegativeInt | None
     timing: Timing | None
     versions: dict[str, str]
 

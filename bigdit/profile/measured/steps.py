@@ -21,7 +21,7 @@ from bigdit.emulator import on_emulated_gpu
 from bigdit.errors import versions
 from bigdit.loader.batch import Batch, RawBatch
 from bigdit.profile.attempt import StepRequest
-from bigdit.profile.measured.run import CardPhase, GpuRun, Spent, Timing
+from bigdit.profile.measured.run import GpuPhase, GpuRun, Spent, Timing
 from bigdit.profile.steps import STEPS, Witness, Workload, build, group, prepare, take, training
 from bigdit.profile.unwritten import fill, fill_noise, unwritten_weights
 from bigdit.train.measure import GpuPeaks
@@ -43,7 +43,7 @@ def run(request: StepRequest, timed_steps: int = 0) -> GpuRun:
             take(steps)
         phases = peaks.close()
         free, total = torch.cuda.mem_get_info(device)
-        beside = total - free - torch.cuda.memory_reserved(device)
+        non_torch = total - free - torch.cuda.memory_reserved(device)
         retries = torch.cuda.memory_stats()["num_alloc_retries"]
         timing = _timed(steps, timed_steps) if timed_steps else None
     return GpuRun(
@@ -51,7 +51,7 @@ def run(request: StepRequest, timed_steps: int = 0) -> GpuRun:
         params=workload.params,
         phases=phases,
         alloc_retries=retries,
-        beside_bytes=beside if beside >= 0 else None,
+        non_torch_bytes=non_torch if non_torch >= 0 else None,
         timing=timing,
         versions=versions(),
     )
@@ -91,13 +91,13 @@ class _Peaks(Witness):
         if not self._closed:
             gc.collect()
 
-    def close(self) -> tuple[CardPhase, ...]:
+    def close(self) -> tuple[GpuPhase, ...]:
         gc.collect()
         self._peaks.end()
         gc.enable()
         self._closed = True
         return tuple(
-            CardPhase(
+            GpuPhase(
                 phase=each.phase,
                 peak_allocated_bytes=each.allocated_bytes,
                 peak_reserved_bytes=each.reserved_bytes or 0,

@@ -34,7 +34,7 @@ class ValidationImages:
     """Generates the same images, or videos, again and again; all processes call it alike, and share the work.
 
     Forward passes are the training engine's, of at most a micro-batch. Captions are encoded once, at the start. The
-    main process's CPU decodes latents while training goes on.
+    main process's CPU decodes latents while training continues.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ValidationImages:
         return step % self._config.every == 0 or step == self._last
 
     def generate(self, step: int) -> None:
-        """Generate them, and have them decoded and written while training goes on."""
+        """Generate them, and have them decoded and written while training continues."""
         with self._ema.in_place() if self._ema is not None else nullcontext(), self._engine.evaluating():
             found = self._peers.gather(self._share())
         if self._peers.world.is_main:
@@ -153,7 +153,7 @@ class ValidationImages:
                 _write(path, stills_png(made, self._config.captions))
             self._done(step, path)
         except (UserError, RuntimeError, MemoryError) as error:
-            goes_on = "" if step == self._last else "; training goes on"
+            goes_on = "" if step == self._last else "; training continues"
             log.notice(f"note: the validation images of step {step} are not written: {error}{goes_on}")
 
 

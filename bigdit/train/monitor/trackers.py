@@ -35,7 +35,7 @@ _OURS = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELA
 class Trackers:
     """Hands rows to accelerate's trackers of these `names`; without names, or where not `shown`, to nobody.
 
-    A tracker that fails is logged once, and training goes on. The rows of `start` steps are there already; `run` is
+    A tracker that fails is logged once, and training continues. The rows of `start` steps are there already; `run` is
     what trackers keep as its settings.
     """
 
@@ -90,7 +90,7 @@ class Trackers:
                     pipe.flush()
         except OSError:
             log.notice(
-                "note: the process of the trackers has ended; training goes on without it, metrics.jsonl has all"
+                "note: the process of the trackers has ended; training continues without it, metrics.jsonl has all"
             )
         self._process.wait()
 
@@ -159,7 +159,7 @@ class _Guarded:
             work()
         except Exception as error:  # whatever a tracker raises: its network, its disk, its account
             reason = shown(" ".join(f"{type(error).__name__}: {error}".split())[:200])
-            log.notice(f"note: trackers: {self._name} failed ({reason}); training goes on without it")
+            log.notice(f"note: trackers: {self._name} failed ({reason}); training continues without it")
             self._tracker = None
 
 

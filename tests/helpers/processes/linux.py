@@ -56,17 +56,19 @@ def end_with_parent() -> None:
 
 def show(words: Iterable[str], environment: Mapping[str, str]) -> None:
     """Have /proc/PID/cmdline and environ tell these."""
-    told = [_strings(words), _strings(f"{name}={value}" for name, value in environment.items())]
-    kept = mmap.mmap(-1, sum(map(len, told)) + 1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # others are not shown
-    kept.write(b"\0".join(told))
+    reported = [_strings(words), _strings(f"{name}={value}" for name, value in environment.items())]
+    kept = mmap.mmap(
+        -1, sum(map(len, reported)) + 1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )  # others are not shown
+    kept.write(b"\0".join(reported))
     start = ctypes.addressof(ctypes.c_char.from_buffer(kept))
     # proc_pid_stat(5) numbers its fields from 1.
     field = dict(enumerate(Path("/proc/self/stat").read_text().rpartition(")")[2].split(), start=3))
-    middle = start + len(told[0])
+    middle = start + len(reported[0])
     here = _Map(
         start_code=int(field[26]), end_code=int(field[27]), start_data=int(field[45]), end_data=int(field[46]),
         start_brk=int(field[47]), brk=_libc.sbrk(0), start_stack=int(field[28]),
-        arg_start=start, arg_end=middle, env_start=middle + 1, env_end=middle + 1 + len(told[1]),
+        arg_start=start, arg_end=middle, env_start=middle + 1, env_end=middle + 1 + len(reported[1]),
         auxv=0, auxv_size=0, exe_fd=2**32 - 1,
     )  # fmt: skip
     _checked(_libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(here), ctypes.sizeof(here), 0))

@@ -41,14 +41,14 @@ LIBRARIES = (
     *("typer", "rich.progress", "rich.table", "xxhash", "elftools.elf.elffile"),
 )
 UNCOMPILED = ("deepspeed.runtime.zero.muon.muon_optimizer", "bitsandbytes.optim", "peft")
-LOOK_AT_CARDS = ("bitsandbytes.optim", "peft")
-"""Which of them ask for cards when they are imported: a clone is to see its own."""
+LOOK_AT_GPUS = ("bitsandbytes.optim", "peft")
+"""Which of them ask for GPUs when they are imported: a clone is to see its own."""
 READ_AT_IMPORT = ("HF_", "LD_", "OMP_", "MKL_", "BIGDIT_EMULATED_")
 """How variables begin that are read when libraries are imported, and not again."""
-LIBRARIES_OF_CARDS = "BIGDIT_EMULATED_CACHE"
+LIBRARIES_OF_GPUS = "BIGDIT_EMULATED_CACHE"
 """Of those, the folder of what is loaded, however it is called."""
 READ_LATER = ("BIGDIT_EMULATED_GPU", "BIGDIT_EMULATED_PEERS", "HF_HUB_OFFLINE")
-"""Of those, what the emulated card's libraries read when they are first called, and what a clone reads again."""
+"""Of those, what the emulated GPU's libraries read when they are first called, and what a clone reads again."""
 SET_BY_BIGDIT = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 """Of those, what bigdit/libraries.py sets where nobody has: a seed is told there, and its process may be told later."""
 
@@ -61,8 +61,8 @@ def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
     read = SET_BY_BIGDIT | {
         name: value for name, value in environment.items() if name.startswith(READ_AT_IMPORT) and name not in READ_LATER
     }
-    if LIBRARIES_OF_CARDS in read:
-        read[LIBRARIES_OF_CARDS] = os.path.realpath(read[LIBRARIES_OF_CARDS])
+    if LIBRARIES_OF_GPUS in read:
+        read[LIBRARIES_OF_GPUS] = os.path.realpath(read[LIBRARIES_OF_GPUS])
     return read
 
 
@@ -105,7 +105,7 @@ class Seed:
 FORK_SERVER = "from multiprocessing.forkserver import main"
 Executed, _executed_spawn = subprocess.Popen, multiprocessing.util.spawnv_passfds  # their places are taken
 _seeds: dict[tuple[Path, str], Seed] = {}
-"""By the folder of their interpreter, and whether a card computes values. A clone has one of its own kind alone, and
+"""By the folder of their interpreter, and whether a GPU computes values. A clone has one of its own kind alone, and
 starts others by exec."""
 _OWN = (Path(sys.prefix) / "bin").resolve()
 _is_a_seed = __name__ == "__main__"
@@ -117,15 +117,15 @@ def _kind(folder: Path, environment: Mapping[str, str]) -> tuple[Path, str]:
 
 def _seed_for(folder: Path, environment: Mapping[str, str]) -> Seed | None:
     """The seed whose clone such a process would be. It starts when it is first asked, and ends with this process."""
-    on_card = "BIGDIT_EMULATED_GPU" in environment
-    home = _OWN.parents[1] / ".venv-cuda/bin" if on_card else _OWN
+    on_gpu = "BIGDIT_EMULATED_GPU" in environment
+    home = _OWN.parents[1] / ".venv-cuda/bin" if on_gpu else _OWN
     kind, observed = _kind(folder, environment), "BIGDIT_EMULATED_OUT" in environment
     if folder == home and kind not in _seeds and not observed and not _is_a_seed:
         own = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
         own.pop("PYTHONSAFEPATH", None)  # it imports what lies beside it; its clones are told each
-        if on_card:
-            cards = ("BIGDIT_EMULATED_", "DS_ACCELERATOR", "PYTHONPATH")
-            own |= {name: value for name, value in environment.items() if name.startswith(cards)}
+        if on_gpu:
+            gpus = ("BIGDIT_EMULATED_", "DS_ACCELERATOR", "PYTHONPATH")
+            own |= {name: value for name, value in environment.items() if name.startswith(gpus)}
         ours, theirs = socket.socketpair()
         process = Executed(
             [folder / "python", "-W", "ignore", __file__, str(theirs.fileno())],
@@ -402,18 +402,18 @@ def _import_libraries() -> dict[str, str]:
     """As bigdit's own processes do; the variables that they set."""
     from bigdit import libraries
 
-    before, on_card = dict(os.environ), "BIGDIT_EMULATED_GPU" in os.environ
+    before, on_gpu = dict(os.environ), "BIGDIT_EMULATED_GPU" in os.environ
     libraries.prepare()
     import torch
 
     asks = torch.cuda.is_available
-    if on_card:  # which torch would remember of this process's, and refuse to look again after a fork
+    if on_gpu:  # which torch would remember of this process's, and refuse to look again after a fork
         torch.cuda.is_available = lambda: True
     for name in LIBRARIES:
         importlib.import_module(name)
     with libraries.uncompiled():
         for name in UNCOMPILED:
-            if not (on_card and name in LOOK_AT_CARDS):
+            if not (on_gpu and name in LOOK_AT_GPUS):
                 importlib.import_module(name)
     torch.cuda.is_available = asks
     _let_operators_stay()

@@ -332,7 +332,7 @@ def _third_t5():
 
 
 def _seeing():
-    """CLIP's half for pictures, which makes 257 states of one as the published one does, and its processor."""
+    """CLIP's half for images, which makes 257 states of one as the published one does, and its processor."""
     config = transformers.CLIPVisionConfig(
         hidden_size=8, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2, image_size=32, patch_size=2
     )

@@ -1,4 +1,4 @@
-"""Tiny pictures, the files that sources read them from, and what is found there."""
+"""Tiny images, the files that sources read them from, and what is found there."""
 
 import io
 import tarfile
@@ -20,16 +20,16 @@ def opened(images, features="features", buckets=((8, 8),), **more):
 
 
 def gradient(width=8, height=8, mode="RGB"):
-    """A picture in which each pixel differs from its neighbours."""
+    """An image in which each pixel differs from its neighbours."""
     rows, columns = np.mgrid[:height, :width]
     rgb = np.stack([rows * 7 % 256, columns * 11 % 256, (rows + columns) * 5 % 256], axis=-1)
     return Image.fromarray(rgb.astype(np.uint8)).convert(mode)
 
 
-def save(path, caption="a caption", picture=None, **options):
-    """A picture with a `.txt` beside it."""
+def save(path, caption="a caption", image=None, **options):
+    """An image with a `.txt` beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    (picture or gradient()).save(path, **options)
+    (image or gradient()).save(path, **options)
     if caption is not None:
         path.with_suffix(".txt").write_text(caption)
 
@@ -39,7 +39,7 @@ def pixels(image):
 
 
 def png(number=0):
-    """The bytes of a small gray picture of one value."""
+    """The bytes of a small gray image of one value."""
     buffer = io.BytesIO()
     gradient().convert("L").point(lambda _: number).save(buffer, "png")
     return buffer.getvalue()
@@ -60,10 +60,10 @@ def reason(item):
 
 
 def snapshot(folder, name, numbers, group=7):
-    """Parquet as the hub keeps it: pictures within, in small row groups."""
+    """Parquet as the hub keeps it: images within, in small row groups."""
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = [{"bytes": png(number), "path": f"{number}.png"} for number in numbers]
-    table = pa.table({"image": pictures, "text": [f"number {number}" for number in numbers]})
+    images = [{"bytes": png(number), "path": f"{number}.png"} for number in numbers]
+    table = pa.table({"image": images, "text": [f"number {number}" for number in numbers]})
     pq.write_table(table, folder / name, row_group_size=group)
 
 

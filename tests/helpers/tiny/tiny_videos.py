@@ -48,9 +48,9 @@ def moving_square(path, rightwards, frames=12, fps=16, side=32):
         stream = container.add_stream("mpeg4", rate=fps)
         stream.width = stream.height = side
         for number in range(frames):
-            picture = Image.new("RGB", (side, side))
+            image = Image.new("RGB", (side, side))
             place = 2 * number if rightwards else side - 8 - 2 * number
-            picture.paste("white", (place, 8, place + 8, 16))
-            container.mux(stream.encode(av.VideoFrame.from_image(picture)))
+            image.paste("white", (place, 8, place + 8, 16))
+            container.mux(stream.encode(av.VideoFrame.from_image(image)))
         container.mux(stream.encode())
     path.with_suffix(".txt").write_text(f"a square that moves to the {'right' if rightwards else 'left'}")

@@ -1,4 +1,4 @@
-"""From pictures to the pixels of a bucket, and through the identity codec and back."""
+"""From images to the pixels of a bucket, and through the identity codec and back."""
 
 import math
 
@@ -18,7 +18,7 @@ SQUARE_WIDE_TALL = ((8, 8), (8, 12), (12, 8))
 
 
 def gradient(width, height, mode="RGB"):
-    """A picture in which each pixel differs from its neighbours."""
+    """An image in which each pixel differs from its neighbours."""
     rows, columns = np.mgrid[:height, :width]
     rgb = np.stack([rows * 7 % 256, columns * 11 % 256, (rows + columns) * 5 % 256], axis=-1)
     return Image.fromarray(rgb.astype(np.uint8)).convert(mode)
@@ -39,14 +39,14 @@ def test_of_equal_aspect_ratios_the_nearest_area_is_chosen():
     assert nearest_bucket(4000, 4000, buckets) == (1024, 1024)
 
 
-def test_a_picture_of_the_buckets_size_keeps_its_pixels():
-    picture = gradient(12, 8)
-    bucket, pixels = bucket_pixels(picture, SQUARE_WIDE_TALL, "rgb")
+def test_a_image_of_the_buckets_size_keeps_its_pixels():
+    image = gradient(12, 8)
+    bucket, pixels = bucket_pixels(image, SQUARE_WIDE_TALL, "rgb")
     assert bucket == (8, 12)
-    assert np.array_equal(pixels, np.asarray(picture).transpose(2, 0, 1))
+    assert np.array_equal(pixels, np.asarray(image).transpose(2, 0, 1))
 
 
-def test_larger_pictures_are_resized_and_cropped_about_the_centre():
+def test_larger_images_are_resized_and_cropped_about_the_centre():
     ramp = Image.fromarray(np.tile(np.arange(200, dtype=np.uint8), (100, 1)))
     _, pixels = bucket_pixels(ramp, [(8, 8)], "gray")
     centres = 50 + (np.arange(8) + 0.5) * 100 / 8 - 0.5  # columns 50 to 150, in eight
@@ -55,11 +55,11 @@ def test_larger_pictures_are_resized_and_cropped_about_the_centre():
 
 
 @pytest.mark.parametrize("mode", ["L", "RGB"])
-def test_a_picture_takes_the_codecs_color(mode):
-    picture = gradient(8, 8, mode)
+def test_a_image_takes_the_codecs_color(mode):
+    image = gradient(8, 8, mode)
     for color, into in (("rgb", "RGB"), ("gray", "L")):
-        _, pixels = bucket_pixels(picture, [(8, 8)], color)
-        expected = np.asarray(picture.convert(into)).reshape(8, 8, -1).transpose(2, 0, 1)
+        _, pixels = bucket_pixels(image, [(8, 8)], color)
+        expected = np.asarray(image.convert(into)).reshape(8, 8, -1).transpose(2, 0, 1)
         assert pixels.dtype == np.uint8
         assert np.array_equal(pixels, expected)
 

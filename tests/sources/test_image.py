@@ -1,4 +1,4 @@
-"""Pictures of every mode and depth, decoded or refused by name; damaged ones too."""
+"""Images of every mode and depth, decoded or refused by name; damaged ones too."""
 
 import contextlib
 import io
@@ -23,18 +23,18 @@ from bigdit.sources.protocol import Unusable
         *[("RGB", suffix) for suffix in ("webp", "avif", "bmp", "gif")],
     ],
 )
-def test_pictures_of_every_mode_become_rgb_or_gray(tmp_path, mode, suffix):
+def test_images_of_every_mode_become_rgb_or_gray(tmp_path, mode, suffix):
     gray = mode in ("1", "L", "LA", "I;16", "I;16B")
-    picture = gradient(16, 16, "L").convert(mode) if mode.startswith("I;16") else gradient(16, 16, mode)
-    save(tmp_path / f"a.{suffix}", picture=picture)
+    made = gradient(16, 16, "L").convert(mode) if mode.startswith("I;16") else gradient(16, 16, mode)
+    save(tmp_path / f"a.{suffix}", image=made)
     image = opened(str(tmp_path)).items(0, 1)[0].load().image
     assert image.mode == ("L" if gray else "RGB")
     assert image.size == (16, 16)
 
 
-def loaded(tmp_path, picture, suffix="png", **options):
-    """A picture, written and read."""
-    save(tmp_path / f"a.{suffix}", picture=picture, **options)
+def loaded(tmp_path, image, suffix="png", **options):
+    """An image, written and read."""
+    save(tmp_path / f"a.{suffix}", image=image, **options)
     return opened(str(tmp_path)).items(0, 1)[0].load().image
 
 
@@ -120,15 +120,15 @@ EMPTY = np.zeros((0, 0, 1), np.uint16)
         ((1, 80_000_000), "image of 1 × 80000000 pixels; one side is at most 100 times the other"),
     ],
 )
-def test_too_large_pictures_are_refused_by_their_headers(tmp_path, size, expected):
+def test_too_large_images_are_refused_by_their_headers(tmp_path, size, expected):
     save(tmp_path / "a.png")
     (tmp_path / "a.png").write_bytes(png_16(EMPTY, 0, size=size))
     assert reason(opened(str(tmp_path)).items(0, 1)[0]) == expected
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")  # pytest undoes filters of modules
-def test_a_picture_of_108_megapixels_is_read_where_the_limit_is_raised(tmp_path):
-    save(tmp_path / "a.png", picture=Image.new("1", (12_000, 9_000)))
+def test_a_image_of_108_megapixels_is_read_where_the_limit_is_raised(tmp_path):
+    save(tmp_path / "a.png", image=Image.new("1", (12_000, 9_000)))
     (found,) = opened(str(tmp_path), max_pixels=108_000_000).items(0, 1)
     assert found.load().image.size == (12_000, 9_000)
     (tmp_path / "a.png").write_bytes(png_16(EMPTY, 0, size=(20_000, 10_000)))
@@ -145,10 +145,10 @@ def test_a_picture_of_108_megapixels_is_read_where_the_limit_is_raised(tmp_path)
             b"<svg xmlns='http://www.w3.org/2000/svg'/>",
             "image in SVG, which is not supported; convert it to PNG or JPEG",
         ),
-        (b"no picture", "damaged image: it is none of PNG, JPEG, WEBP, AVIF, BMP, TIFF, GIF"),
+        (b"no image", "damaged image: it is none of PNG, JPEG, WEBP, AVIF, BMP, TIFF, GIF"),
     ],
 )
-def test_files_that_are_no_pictures_are_named_by_what_they_are(tmp_path, start, expected):
+def test_files_that_are_no_images_are_named_by_what_they_are(tmp_path, start, expected):
     save(tmp_path / "a.png")
     (tmp_path / "a.png").write_bytes(start)
     assert reason(opened(str(tmp_path)).items(0, 1)[0]) == expected
@@ -156,7 +156,7 @@ def test_files_that_are_no_pictures_are_named_by_what_they_are(tmp_path, start, 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")  # of Pillow, about damaged metadata
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "avif", "tif", "gif", "bmp"])
-def test_damaged_pictures_are_decoded_or_unusable(suffix):
+def test_damaged_images_are_decoded_or_unusable(suffix):
     buffer = io.BytesIO()
     gradient(32, 24).save(buffer, {"jpg": "JPEG", "tif": "TIFF"}.get(suffix, suffix.upper()))
     for seed in range(80):
