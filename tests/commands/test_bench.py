@@ -6,7 +6,7 @@ import re
 import subprocess
 
 import pytest
-from commands import BIN, ROOT, bigdit
+from commands import BIN, ROOT, bigdit, in_process
 from gpus import TIME_LIMIT_S
 
 from bigdit import catalog
@@ -191,7 +191,7 @@ def test_headings_say_how_many_processes_share_state_where_nobody_did(emulated):
     ],
 )  # fmt: skip
 def test_what_cannot_be_asked_is_one_line(more, said):
-    done = bigdit("bench", "memory", "--model", "dit-s-2-paper", "--gpu", "a40", *more)
+    done = in_process("bench", "memory", "--model", "dit-s-2-paper", "--gpu", "a40", *more)
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: {said}")
     assert len(done.stderr.splitlines()) == 1
@@ -200,13 +200,13 @@ def test_what_cannot_be_asked_is_one_line(more, said):
 def test_a_folder_that_cannot_be_written_is_said_before_anything_runs(tmp_path):
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file/there"):
-        done = bigdit("bench", "memory", "--model", "dit-s-2-paper", "--gpu", "a40", "--out", folder)
+        done = in_process("bench", "memory", "--model", "dit-s-2-paper", "--gpu", "a40", "--out", folder)
         assert done.returncode == 1
         assert done.stderr == f"error: --out: cannot write {folder}: Not a directory; choose another\n"
 
 
 def test_what_comes_to_nothing_leaves_no_folder(tmp_path):
-    done = bigdit("bench", "memory", "--model", "dit-s-3", "--gpu", "a40", "--out", tmp_path / "memory")
+    done = in_process("bench", "memory", "--model", "dit-s-3", "--gpu", "a40", "--out", tmp_path / "memory")
     assert done.returncode == 1
     assert done.stderr.startswith("error: model 'dit-s-3' is not in the catalogue")
     assert not (tmp_path / "memory").exists()

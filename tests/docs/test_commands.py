@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import typer
 from carried import FIRST
-from commands import DIGITS, ROOT, bigdit, run_command
+from commands import DIGITS, ROOT, in_process, run_command
 from pipeline_folders import pipeline_folder
 from reader import (
     RECIPES,
@@ -146,7 +146,7 @@ def run(command, tmp_path):
     """It is run, and prints what the page says."""
     own = {"recipe copy": ["--out", tmp_path]}
     name, options = command.options
-    done = bigdit(*name.split(), *options, *own.get(name, []))
+    done = in_process(*name.split(), *options, *own.get(name, []))
     assert done.returncode == 0, done.stderr
     if command.output:
         assert agrees(command.output, done.stdout)

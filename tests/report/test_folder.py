@@ -5,7 +5,7 @@ import json
 import plans
 import pytest
 import yaml
-from commands import bigdit
+from commands import in_process
 from pipeline_folders import changed, pipeline_folder
 
 from bigdit.catalog import batch_shape, model, user_model
@@ -85,11 +85,11 @@ def test_the_skeleton_runs_by_its_plan(make, tmp_path):
     assert run.train.steps == plan.run.steps
     assert run.data.buckets == ((1024, 1024), (832, 1248), (512, 512))
     by_plan = ("train", "--config", folder / "run.yaml", "--dry-run")
-    done = bigdit(*by_plan, "--set", "model.init_from=null")
+    done = in_process(*by_plan, "--set", "model.init_from=null")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["strategy"] == strategy.model_dump(mode="json")
     assert "note: sana-1600m-1024 starts from random weights; model.init_from: FOLDER starts from" in done.stderr
-    missing = bigdit(*by_plan)
+    missing = in_process(*by_plan)
     assert missing.returncode == 1
     assert "model.init_from: models/Sana_1600M_1024px_diffusers/transformer does not hold" in missing.stderr
 

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import torch
 import yaml
-from commands import BIN, DIGITS, ROOT, SINGLE, TINY, bigdit, environment_with, run_ranks, with_set
+from commands import BIN, DIGITS, ROOT, SINGLE, TINY, bigdit, environment_with, in_process, run_ranks, with_set
 from running import until
 from safetensors.torch import load_file
 
@@ -214,7 +214,7 @@ def test_extract_fills_all_stores_or_one(staged):
 
 
 def test_a_dry_run_prints_each(staged):
-    done = bigdit("train", "--config", staged, "--dry-run", *with_set([*SMALL, *SINGLE]))
+    done = in_process("train", "--config", staged, "--dry-run", *with_set([*SMALL, *SINGLE]))
     assert done.returncode == 0, done.stderr
     low, high = json.loads(done.stdout)["stages"]
     assert (low["strategy"]["grad_accum_steps"], high["strategy"]["grad_accum_steps"]) == (2, 4)
