@@ -29,7 +29,7 @@ TINY = {
 }
 SEEN = ("samples={captions: [three, 0], steps: 2}", "validation={samples: 4, every: 2, times: [0.5]}")
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("classes")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ BORDER, END = 8, 16
 """Steps of the first stage, and of both."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def staged(once, pictures, features):
     """A run's YAML: the digits as they are, and at twice their side; half the micro-batch, and another rate."""
 
@@ -102,7 +102,7 @@ def same(first, second):
     assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def alone(once, staged):
     """The output of one process that went through both stages."""
     return once(
