@@ -27,7 +27,7 @@ def one_line(done, status=EXIT_USER):
     return done.stderr.removeprefix("error: ").strip()
 
 
-@pytest.mark.parametrize("command", ["gpus", "models", "doctor"])
+@pytest.mark.parametrize("command", ["gpus", "models"])
 def test_characters_that_the_output_cannot_write_are_replaced(command):
     done = shell('exec "$@"', BIGDIT, command, PYTHONIOENCODING="ascii")
     assert "Traceback" not in done.stderr
