@@ -1,4 +1,4 @@
-"""What tests share: the digits as pictures, a feature store of some of them, and tiny runs."""
+"""What tests share: the digits as images, a feature store of some of them, and tiny runs."""
 
 import fcntl
 import gc
@@ -32,7 +32,7 @@ from hypothesis import settings
 # Whatever tests start finds the environment's own programs first.
 os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ['PATH']}"
 
-# Tests, and what they start, import what an earlier process compiled, whatever the shell says: to compile bigdit anew
+# Tests, and what they start, import what an earlier process compiled, whatever the shell says: to compile bigdit again
 # took a third of a short run's time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

@@ -30,7 +30,7 @@ def folder(once, hub, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALONE)
-def test_a_recipe_takes_what_it_is_said_to(name, folder):
+def test_a_recipe_takes_what_its_figures_say(name, folder):
     found = recipe(name)
     assert found.took is not None
     receipts = receipts_of(found, folder)
@@ -70,7 +70,7 @@ def test_the_first_of_many_reserves_what_it_did_among_all_of_them(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_a_recipe_extracts_on_its_gpu(name, hub, tmp_path, capfd):
-    """One picture of each size; of all recipes, and of more, it is seen where figures are made."""
+    """One image of each size. benchmarks/recipes.py extracts more, with all recipes."""
     found = recipe(name)
     run = extracted(found, hub, tmp_path, 1, values=False)
     said = capfd.readouterr()

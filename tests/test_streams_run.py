@@ -1,4 +1,4 @@
-"""Models of several texts from pictures to samples: a pipeline's encoders, a store with streams, training, export."""
+"""Models of several texts from images to samples: a pipeline's encoders, a store with streams, training, export."""
 
 import json
 import math
@@ -62,7 +62,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def encoded(request, tmp_path_factory, pictures):
-    """A pipeline, what its transformer is fed, and the folder of a run over sixteen pictures that are encoded."""
+    """A pipeline, what its transformer is fed, and the folder of a run over sixteen images that are encoded."""
     name, folder = request.param, tmp_path_factory.mktemp(request.param)
     class_name, kwargs, vae, fed = FAMILIES[name]
     torch.manual_seed(0)

@@ -146,7 +146,7 @@ def test_doctor_shows_the_environment_of_setup(installed):
 
 
 @pytest.mark.slow
-def test_a_wheel_has_the_emulated_card(installed, tmp_path):
+def test_a_wheel_has_the_emulated_gpu(installed, tmp_path):
     run, bigdit = installed
     path = f"{cuda_python().parent}{os.pathsep}{os.environ['PATH']}"
     command = (bigdit, "emulate", "--gpu", "a40", "--", "python", "-c", ON_CARD)

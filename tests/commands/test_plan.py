@@ -198,7 +198,7 @@ def test_a_run_with_stages_has_a_plan_of_each_by_which_it_trains(tmp_path):
 
 @pytest.mark.slow
 def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
-    """Held-out pictures are encoded and not trained on; what draws samples is in the machine's memory."""
+    """Images for validation are encoded and not trained on; what generates samples is in the machine's memory."""
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": "SanaTransformer2DModel", **SMALL_SANA}))
     for name, rows in (("t5/model", 3), ("vae/diffusion_pytorch_model", 2)):
         (tmp_path / name).parent.mkdir()

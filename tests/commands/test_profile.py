@@ -1,4 +1,4 @@
-"""`bigdit profile`: any strategy of any config, as a ledger, a picture and a snapshot; and what it refuses."""
+"""`bigdit profile`: any strategy of any config, as a ledger, a plot and a snapshot; and what it refuses."""
 
 import json
 import pickle

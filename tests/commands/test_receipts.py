@@ -78,7 +78,7 @@ def test_they_are_compared_with_an_emulated_gpu(folder):
 
 
 @pytest.mark.slow
-def test_what_plans_take_from_them_is_said_by_card(folder):
+def test_what_plans_take_from_them_is_shown_by_gpu(folder):
     """The emulated one, which was slower and took more, counts for nothing."""
     (row,) = json.loads(in_process("receipts", "compare", "--receipts", folder, "--json").stdout)[:1]
     (gpu,) = json.loads(in_process("receipts", "calibrate", "--receipts", folder, "--json").stdout)

@@ -27,7 +27,7 @@ def test_recipes_are_listed(tmp_path):
 
 
 @pytest.mark.parametrize("name", names())
-def test_a_recipe_is_a_run_of_the_catalogues_model_on_its_card(name):
+def test_a_recipe_is_a_run_of_the_catalogues_model_on_its_gpu(name):
     found = recipe(name)
     assert len(found.text.splitlines()) <= 40
     stages = prepare_stages(load_stages(RECIPES / f"{name}.yaml"))
@@ -60,7 +60,7 @@ def test_one_is_shown_with_its_needs_and_all_commands_and_is_copied_as_it_stands
 
 
 @pytest.mark.parametrize("name", ["flux.1-dev-rtx-4090", "sd3.5-medium-lora-rtx-3060", "sana-1600m-a40"])
-def test_a_licence_and_a_login_are_said_before_the_download_that_wants_them(name):
+def test_a_licence_and_a_login_are_named_before_the_download_that_needs_them(name):
     found = recipe(name)
     lines = in_process("recipe", "show", name).stdout.splitlines()
     before = lines[lines.index(found.commands[0]) - 1]
@@ -94,7 +94,7 @@ def test_what_has_no_ending_is_a_folder(tmp_path):
     assert done.stderr == f"error: {tmp_path}/file exists already, and was not changed; name another file with --out\n"
 
 
-def test_what_it_saves_is_shown_and_said_as_json():
+def test_what_it_saves_is_shown_and_in_the_json():
     name = "sana-1600m-a40"
     saved, extraction = recipe(name).took.saved, recipe(name).took.extraction
     parts = saved.weights_bytes + saved.optimizer_bytes + saved.ema_bytes
@@ -117,7 +117,7 @@ def test_what_it_saves_is_shown_and_said_as_json():
 
 
 @pytest.mark.parametrize("name", names())
-def test_as_many_checkpoints_are_said_as_its_yaml_keeps(name):
+def test_as_many_checkpoints_are_counted_as_its_yaml_keeps(name):
     stages, saved = load_stages(RECIPES / f"{name}.yaml"), recipe(name).took.saved
     steps, train = stages[-1].end, stages[-1].run.train
     assert steps > train.keep_checkpoints * train.checkpoint_every
@@ -149,7 +149,7 @@ def test_videos_and_classes_are_asked_for_as_such():
     assert recipe("dit-xl-2-rtx-4090").commands[-1].endswith("--label 0")
 
 
-def test_a_name_that_is_no_recipe_is_told_what_is_nearest():
+def test_a_name_that_is_no_recipe_is_an_error_with_the_nearest():
     done = in_process("recipe", "show", "sana-1600-a40")
     assert done.returncode == 1
     assert done.stderr.startswith("error: there is no recipe 'sana-1600-a40'; did you mean sana-1600m-a40")

@@ -162,7 +162,7 @@ def parsed(command, _):
 
 
 def asked(command, tmp_path):
-    """Parsed, and its model, card, strategy and sizes are checked as when it runs; of the first plan the page has what
+    """Parsed, and its model, GPU, strategy and sizes are checked as when it runs; of the first plan the page has what
     another test has seen printed."""
     from bigdit import catalog
     from bigdit.config.load import parse_strategy
@@ -268,7 +268,7 @@ def test_a_reader_gets_what_stands_there(command, request):
     reading(command, request.getfixturevalue(who))
 
 
-def test_all_that_is_said_of_commands_is_of_some():
+def test_each_row_of_the_table_is_of_some_command():
     assert set(WAYS) == {beginning(command, WAYS) for command in ALL}
     assert {way_of(command) for command in ALL} == set(TRIED)
 

@@ -119,7 +119,7 @@ def test_diffusers_loads_the_pipeline(loaded, name):
         assert parts[f"tokenizer{suffix}"]["class"] == document()["tokenizers"][tokenizer]["class"]
     models_loaded = [part for part in parts.values() if "params" in part]
     assert all(part["zero"] and f"torch.{PIPELINES[name]}" in part["dtypes"] for part in models_loaded)
-    # FLUX.1-dev alone has 33 GB of weights; of T5 in fp16 transformers makes a third anew, in fp32.
+    # FLUX.1-dev alone has 33 GB of weights; of T5 in fp16 transformers makes a third again, in fp32.
     assert found["peak"] < 8 * 2**30
 
 
@@ -265,7 +265,7 @@ def test_every_repository_names_what_the_catalogue_has():
         assert all("_class_name" in config or "architectures" in config for config in found.configs.values())
 
 
-def test_a_text_encoder_that_sees_pictures_too_has_the_language_model_of_the_catalogue_in_it():
+def test_a_text_encoder_that_sees_images_too_has_the_language_model_of_the_catalogue_in_it():
     import torch
     import transformers
 

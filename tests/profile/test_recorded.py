@@ -77,7 +77,7 @@ def test_bytes_of_weights_follow_from_their_dtypes(profiles: Profiles) -> None:
     assert all(phase.peak_bytes % 512 == 0 for phase in found.ledger.phases)
 
 
-def test_a_card_saves_less_the_more_is_recomputed(profiles: Profiles) -> None:
+def test_a_gpu_saves_less_the_more_is_recomputed(profiles: Profiles) -> None:
     none, selective, full = (profiles[name].ledger for name in ("plain", "selective", "full"))
     for measure in (_saved, lambda found: _phase(found, "backward").peak_bytes):
         assert measure(none) > measure(selective) > measure(full)

@@ -139,7 +139,7 @@ def test_it_needs_nothing_beside_itself_and_captions_are_text(planned):
     assert set(re.findall(r"var\((--[\w-]+)\)", text)) <= defined | {"--colour"}
 
 
-def test_many_large_pictures_make_no_large_page(run, monkeypatch):
+def test_many_large_images_make_no_large_page(run, monkeypatch):
     monkeypatch.setattr(report, "IMAGE_BYTES", 15_000)
     (run / "samples").mkdir()
     pixels = np.random.default_rng(0).integers(0, 256, (300, 500, 3), dtype=np.uint8)

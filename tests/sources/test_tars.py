@@ -28,7 +28,7 @@ def member(name, kind, **fields):
 
 
 def samples(numbers):
-    """A picture and a caption for each number."""
+    """An image and a caption for each number."""
     return [
         pair for number in numbers for pair in ((f"{number:04d}.png", png(number)), (f"{number:04d}.txt", b"a caption"))
     ]

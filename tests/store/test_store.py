@@ -205,7 +205,7 @@ def test_missing_parts_are_counted_with_the_command_that_makes_them(root, tmp_pa
 
 
 def with_metadata(file, **values):
-    """Write the header of a safetensors file anew, with other metadata."""
+    """Write the header of a safetensors file again, with other metadata."""
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -238,7 +238,7 @@ def test_an_index_that_is_none_is_made_again(root, data):
     assert index.read_bytes() == whole
 
 
-def test_a_part_of_other_pictures_is_refused_by_name(root, schema, pictures, fill, tmp_path):
+def test_a_part_of_other_images_is_refused_by_name(root, schema, pictures, fill, tmp_path):
     """The same encoders, buckets and range."""
     (pictures / "12.png").write_bytes((pictures / "00.png").read_bytes())
     (pictures / "12.txt").write_text("one more")

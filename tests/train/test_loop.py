@@ -227,7 +227,7 @@ def test_dry_run_prints_what_would_run(features, trained):
         ),
     ],
 )
-def test_a_key_is_said_once_however_training_starts(said, refused):
+def test_a_key_is_given_once_however_training_starts(said, refused):
     begun = [bigdit("train", "--config", DIGITS, *said)]
     begun += [run_ranks(1, *program, "--config", DIGITS, *said) for program in (("-m", "bigdit.train"), (TRAIN,))]
     for done in begun:

@@ -243,7 +243,7 @@ def test_what_steps_in_the_backward_pass_recomputes_blocks():
     assert smaller_strategy(strategy, (), 12).step_size.checkpointed_blocks == "all"
 
 
-def test_a_file_of_other_settings_or_a_damaged_one_is_said_and_left_out(tmp_path, capsys):
+def test_a_file_of_other_settings_or_a_damaged_one_is_a_note_and_left_out(tmp_path, capsys):
     now = smaller_strategy(STRATEGY, (), 12)
     write_oom_fallback(tmp_path, OomFallback(asked=STRATEGY, now=now))
     assert read_oom_fallback(tmp_path, STRATEGY).now == now
