@@ -32,7 +32,7 @@ from hypothesis import settings
 # Whatever tests start finds the environment's own programs first.
 os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ['PATH']}"
 
-# Tests, and what they start, import what an earlier process compiled, whatever the shell says: to compile bigdit anew
+# Tests, and what they start, import what an earlier process compiled, whatever the shell says: to compile bigdit again
 # took a third of a short run's time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -113,9 +113,14 @@ def trained(once, features):
     return once("trained", make)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """The longest first, so that no worker is left with one of them when the others have ended: tests of the whole, and
-    those that share what takes minutes to make."""
+    """One worker runs the tests that share what their module makes, else both would make it. The longest come first, so
+    that no worker is left with one of them when the others have ended: tests of the whole, and these groups."""
+    for item in items:
+        made = [each for found in item._fixtureinfo.name2fixturedefs.values() for each in found]
+        if any(each.scope == "module" for each in made) and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.relative_to(ROOT)))
     items.sort(key=lambda item: (item.path.parent != ROOT / "tests", item.get_closest_marker("xdist_group") is None))
 
 

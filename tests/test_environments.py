@@ -27,7 +27,7 @@ def one_line(done, status=EXIT_USER):
     return done.stderr.removeprefix("error: ").strip()
 
 
-@pytest.mark.parametrize("command", ["gpus", "models", "doctor"])
+@pytest.mark.parametrize("command", ["gpus", "models"])
 def test_characters_that_the_output_cannot_write_are_replaced(command):
     done = shell('exec "$@"', BIGDIT, command, PYTHONIOENCODING="ascii")
     assert "Traceback" not in done.stderr
@@ -110,7 +110,7 @@ def test_a_system_that_starts_no_more(tmp_path, place, error):
     assert one_line(done).startswith("the system starts no more processes or threads for this process: ")
 
 
-def test_the_cause_is_reported_where_what_follows_hides_it(capfd):
+def test_the_cause_is_printed_where_what_follows_hides_it(capfd):
     def fail():
         try:
             raise RuntimeError("can't start new thread")
@@ -130,7 +130,7 @@ def test_the_cause_is_reported_where_what_follows_hides_it(capfd):
 @pytest.mark.parametrize(
     ("kib", "printed"), [(400_000, "gives no more memory"), (1_000_000, "0.95 GiB of address space")]
 )
-def test_too_little_address_space_is_reported_beforehand(features, tmp_path, kib, printed):
+def test_too_little_address_space_is_an_error_before_anything_starts(features, tmp_path, kib, printed):
     settings = with_set([*TINY, f"data.features={features}", f"output={tmp_path / 'run'}"])
     command = (BIGDIT, "train", "--config", DIGITS, *settings)
     line = one_line(shell(f'ulimit -v {kib}; exec "$@"', *command))

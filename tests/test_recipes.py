@@ -12,10 +12,12 @@ from bigdit.report.recipes import needs
 
 ALONE = [name for name in names() if recipe(name).processes == 1]
 SMALL = [name for name in ALONE if recipe(name).about.gpu == "rtx-3060-12g"]
+DRAWN = {(recipe(name).about.model, recipe(name).about.gpu): name for name in ALONE}.values()
+"""One for each model on each GPU: a recipe in stages ends with the model and the size of the one without."""
 MANY = [name for name in names() if name not in ALONE]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def hub(once):
     return once("recipes", lambda folder: weights_of([recipe(name) for name in ALONE], folder)) / "hub"
 
@@ -28,7 +30,7 @@ def folder(once, hub, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALONE)
-def test_a_recipe_takes_what_it_is_reported_to(name, folder):
+def test_a_recipe_takes_what_its_figures_say(name, folder):
     found = recipe(name)
     assert found.took is not None
     receipts = receipts_of(found, folder)
@@ -42,7 +44,7 @@ def test_a_recipe_takes_what_it_is_reported_to(name, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", DRAWN)
 def test_the_last_command_draws_on_the_gpu_that_trained(name, folder):
     found = recipe(name)
     *frames, height, width = stages_of(found)[-1]["data"]["buckets"][0]
@@ -68,7 +70,7 @@ def test_the_first_of_many_reserves_what_it_did_among_all_of_them(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_a_recipe_extracts_on_its_gpu(name, hub, tmp_path, capfd):
-    """One image of each size; of all recipes, and of more, it is seen where figures are made."""
+    """One image of each size. benchmarks/recipes.py extracts more, with all recipes."""
     found = recipe(name)
     run = extracted(found, hub, tmp_path, 1, values=False)
     printed = capfd.readouterr()

@@ -57,7 +57,7 @@ FAMILIES = {
     ),
 }
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("several texts")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -111,7 +111,6 @@ def test_the_sdist_is_the_whole_project_and_wheels_lose_no_package(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("wheel")
 def test_commands_answer_from_a_wheel(installed, tmp_path):
     run, bigdit = installed
     assert run(bigdit, "--version").startswith("bigdit ")
@@ -121,7 +120,6 @@ def test_commands_answer_from_a_wheel(installed, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("wheel")
 def test_what_a_plan_prints_is_there_without_a_checkout(installed, tmp_path):
     """Each launcher starts the module, which says its options; and receipts are the user's alone."""
     run, bigdit = installed
@@ -140,7 +138,6 @@ def test_what_a_plan_prints_is_there_without_a_checkout(installed, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("wheel")
 def test_doctor_shows_the_environment_of_setup(installed):
     run, bigdit = installed
     emulated = json.loads(run(bigdit, "doctor", "--json"))["emulated"]
@@ -149,7 +146,6 @@ def test_doctor_shows_the_environment_of_setup(installed):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("wheel")
 def test_a_wheel_has_the_emulated_gpu(installed, tmp_path):
     run, bigdit = installed
     path = f"{cuda_python().parent}{os.pathsep}{os.environ['PATH']}"

@@ -117,12 +117,10 @@ def _check_strategies(strategies: Sequence[tuple[str, Strategy]]) -> None:
     ]
     seen: dict[str, str] = {}
     for text, strategy in strategies:
-        before = seen.setdefault(strategy.digest(), text)
-        if before is not text:
-            twice = (
-                f"--strategy {text} is given twice" if before == text else f"--strategy {text} is the same as {before}"
-            )
-            wrong.append(f"{twice}; leave one of them out")
+        if before := seen.get(strategy.digest()):
+            twice = "given twice" if before == text else f"the same as {before}"
+            wrong.append(f"--strategy {text} is {twice}; leave one of them out")
+        seen.setdefault(strategy.digest(), text)
     if wrong:
         raise UserError(*wrong)
 

@@ -10,46 +10,46 @@ from bigdit.errors import UserError
 from bigdit.units import MIB
 
 
-@pytest.mark.parametrize("device", gpus(), ids=lambda device: device.name)
-def test_every_gpu_is_sane_and_sourced(device):
-    assert all(len(source) > 10 for source in device.sources.model_dump(exclude_none=True).values())
-    assert (device.l2_mib is None) == (device.sources.l2 is None)
-    assert 7 * 1024 < device.usable_mib <= device.total_mib
-    assert device.usable_mib > 0.95 * device.total_mib
-    for verified, source in (
-        (device.total_verified, device.sources.total),
-        (device.usable_verified, device.sources.usable),
-    ):
-        assert verified == (not source.startswith(("not verified", "derived")))
-    rates, new = device.tflops, device.compute_capability >= (8, 0)
-    assert (rates.bf16 is not None) == (rates.tf32 is not None) == new
-    if rates.bf16 is not None and rates.tf32 is not None:
-        assert rates.bf16 == rates.fp16
-        assert rates.tf32 == pytest.approx(rates.bf16 / 2, rel=0.02)
-    assert 4 <= rates.fp32 < rates.fp16 <= 2500
-    assert 190 <= device.bandwidth_gbs <= 8000
-    assert 15 < device.pcie_gbs <= device.host_gbs <= 450
-    assert device.nvlink_gbs is None or 100 <= device.nvlink_gbs <= 1800
+def test_every_gpu_is_sane_and_sourced():
+    for each in gpus():
+        assert all(len(source) > 10 for source in each.sources.model_dump(exclude_none=True).values()), each.name
+        assert (each.l2_mib is None) == (each.sources.l2 is None), each.name
+        assert 7 * 1024 < each.usable_mib <= each.total_mib, each.name
+        assert each.usable_mib > 0.95 * each.total_mib, each.name
+        for verified, source in (
+            (each.total_verified, each.sources.total),
+            (each.usable_verified, each.sources.usable),
+        ):
+            assert verified == (not source.startswith(("not verified", "derived"))), each.name
+        rates, new = each.tflops, each.compute_capability >= (8, 0)
+        assert (rates.bf16 is not None) == (rates.tf32 is not None) == new, each.name
+        if rates.bf16 is not None and rates.tf32 is not None:
+            assert rates.bf16 == rates.fp16, each.name
+            assert rates.tf32 == pytest.approx(rates.bf16 / 2, rel=0.02), each.name
+        assert 4 <= rates.fp32 < rates.fp16 <= 2500, each.name
+        assert 190 <= each.bandwidth_gbs <= 8000, each.name
+        assert 15 < each.pcie_gbs <= each.host_gbs <= 450, each.name
+        assert each.nvlink_gbs is None or 100 <= each.nvlink_gbs <= 1800, each.name
 
 
-@pytest.mark.parametrize("device", gpus(), ids=lambda device: device.name)
-def test_multiprocessors_agree_with_the_peak_rate(device):
+def test_multiprocessors_agree_with_the_peak_rate():
     """Two operations a clock cycle and core give the rate at a clock that such chips have."""
-    cores = device.multiprocessors * capability(device.compute_capability).cores
-    assert 0.9 <= device.tflops.fp32 * 1e3 / (2 * cores) <= 3.1  # GHz
+    for each in gpus():
+        cores = each.multiprocessors * capability(each.compute_capability).cores
+        assert 0.9 <= each.tflops.fp32 * 1e3 / (2 * cores) <= 3.1, each.name  # GHz
 
 
-@pytest.mark.parametrize("device", gpus(), ids=lambda device: device.name)
-def test_slices_have_multiprocessors_of_their_own(device):
-    for part in (mig_slice(device, profile) for profile in mig_profiles(device)):
-        share = part.multiprocessors / device.multiprocessors
-        assert 0 < share <= 1
-        assert part.tflops.fp32 == pytest.approx(device.tflops.fp32 * share, abs=0.01)
-        assert part.l2_mib is part.sources.l2 is None
+def test_slices_have_multiprocessors_of_their_own():
+    for each in gpus():
+        for part in (mig_slice(each, profile) for profile in mig_profiles(each)):
+            share = part.multiprocessors / each.multiprocessors
+            assert 0 < share <= 1, each.name
+            assert part.tflops.fp32 == pytest.approx(each.tflops.fp32 * share, abs=0.01), each.name
+            assert part.l2_mib is part.sources.l2 is None, each.name
 
 
 def test_what_devices_report_of_a_multiprocessor():
-    assert {device.compute_capability for device in gpus()} == set(CAPABILITIES)
+    assert {each.compute_capability for each in gpus()} == set(CAPABILITIES)
     for each in CAPABILITIES.values():
         assert each.threads % 32 == 0
         assert each.threads // each.blocks >= 32
@@ -62,7 +62,7 @@ def test_what_devices_report_of_a_multiprocessor():
 
 
 def test_multiprocessors_that_were_seen():
-    """As torch.cuda.get_device_properties told them in public logs, with the second-level cache."""
+    """As torch.cuda.get_device_properties gives them in public logs, with the second-level cache."""
     seen = {
         "Tesla T4": (40, 4),
         "NVIDIA A10G": (80, 6),
@@ -107,8 +107,8 @@ def test_the_gpus_that_people_train_on():
         "Tesla V100-SXM2-32GB": (None, 900, 300),
     }
     for title, figures in asked.items():
-        device = gpu(title)
-        assert (device.tflops.bf16, device.bandwidth_gbs, device.nvlink_gbs) == figures
+        each = gpu(title)
+        assert (each.tflops.bf16, each.bandwidth_gbs, each.nvlink_gbs) == figures
 
 
 def test_links_one_way():
@@ -152,13 +152,13 @@ def test_unknown_and_ambiguous_gpus():
         gpu("rtx-4091")
 
 
-TITLES = Counter(device.title for device in gpus())
+TITLES = Counter(each.title for each in gpus())
 
 
-@pytest.mark.parametrize("device", gpus(), ids=lambda device: device.name)
-def test_the_drivers_name_finds_the_gpu(device):
-    if TITLES[device.title] == 1:
-        assert gpu(device.title).name == device.name
-    else:  # the driver calls both sizes the same
-        with pytest.raises(UserError, match=f"is ambiguous; name one of .*{device.name}"):
-            gpu(device.title)
+def test_the_drivers_name_finds_the_gpu():
+    for each in gpus():
+        if TITLES[each.title] == 1:
+            assert gpu(each.title).name == each.name
+        else:  # the driver calls both sizes the same
+            with pytest.raises(UserError, match=f"is ambiguous; name one of .*{each.name}"):
+                gpu(each.title)

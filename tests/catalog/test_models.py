@@ -40,28 +40,28 @@ def test_sana_1600m():
     assert batch_shape(sana, 512).latents == (32, 16, 16)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_model_has_what_a_plan_needs(name):
-    m = model(name)
-    assert m.name == name
-    assert m.source
-    assert m.params > 0
-    assert m.block_lists
-    assert m.vae.name in load_json("models.json")["vaes"]
-    assert (m.text is None) == (FAMILIES[m.spec.class_name].text_dim is None)
-    assert m.text is None or (m.text.encoder and m.text.dim and m.text.tokens)
-    sample_size = m.spec.kwargs.get("sample_size")
-    if sample_size and not m.video:
-        assert m.resolution == sample_size * m.vae.downsample
-    if m.resolution:
-        channels, height, width = latent_shape(m, m.resolution, m.resolution)
-        assert channels == m.vae.latent_channels
-        assert height == width == m.resolution // m.vae.downsample
-        assert height % m.patch_size == 0
-    # a packed model's input channels are those of the VAE, patch × patch times
-    in_channels = m.spec.kwargs.get("in_channels")
-    if in_channels and not m.video:
-        assert in_channels in (m.vae.latent_channels, m.vae.latent_channels * m.patch_size**2)
+def test_every_model_has_what_a_plan_needs():
+    for name in NAMES:
+        m = model(name)
+        assert m.name == name, name
+        assert m.source, name
+        assert m.params > 0, name
+        assert m.block_lists, name
+        assert m.vae.name in load_json("models.json")["vaes"], name
+        assert (m.text is None) == (FAMILIES[m.spec.class_name].text_dim is None), name
+        assert m.text is None or (m.text.encoder and m.text.dim and m.text.tokens), name
+        sample_size = m.spec.kwargs.get("sample_size")
+        if sample_size and not m.video:
+            assert m.resolution == sample_size * m.vae.downsample, name
+        if m.resolution:
+            channels, height, width = latent_shape(m, m.resolution, m.resolution)
+            assert channels == m.vae.latent_channels, name
+            assert height == width == m.resolution // m.vae.downsample, name
+            assert height % m.patch_size == 0, name
+        # a packed model's input channels are those of the VAE, patch × patch times
+        in_channels = m.spec.kwargs.get("in_channels")
+        if in_channels and not m.video:
+            assert in_channels in (m.vae.latent_channels, m.vae.latent_channels * m.patch_size**2), name
 
 
 def test_no_source_points_nowhere():
@@ -172,13 +172,13 @@ def test_pixels_that_do_not_divide():
     assert len(both.value.problems) == 2
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_model_has_a_native_shape(name):
-    m = model(name)
-    shape = batch_shape(m)
-    assert shape.latents[0] == m.vae.latent_channels
-    assert len(shape.latents) == (4 if m.video else 3)
-    assert (shape.text is None) == (FAMILIES[m.spec.class_name].text_dim is None)
+def test_every_model_has_a_native_shape():
+    for name in NAMES:
+        m = model(name)
+        shape = batch_shape(m)
+        assert shape.latents[0] == m.vae.latent_channels, name
+        assert len(shape.latents) == (4 if m.video else 3), name
+        assert (shape.text is None) == (FAMILIES[m.spec.class_name].text_dim is None), name
 
 
 def test_frames_that_go_into_one_token_are_padded():

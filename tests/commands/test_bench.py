@@ -6,7 +6,7 @@ import re
 import subprocess
 
 import pytest
-from commands import BIN, ROOT, bigdit
+from commands import BIN, ROOT, bigdit, in_process
 from gpus import TIME_LIMIT_S
 
 from bigdit import catalog
@@ -33,7 +33,6 @@ def emulated(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("bench-memory")  # one worker makes the report, once
 def test_points_run_from_the_smallest_until_one_runs_out(emulated):
     report = emulated[0]
     assert (report["grade"], report["limited"], report["gpu"]["usable_mib"]) == ("emulated", True, 3072)
@@ -49,7 +48,6 @@ def test_points_run_from_the_smallest_until_one_runs_out(emulated):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("bench-memory")
 def test_the_peak_is_of_a_phase_and_its_categories_sum_to_it(emulated):
     for curve in emulated[0]["curves"]:
         ran = [point for point in curve["points"] if point["process"]]
@@ -62,7 +60,6 @@ def test_the_peak_is_of_a_phase_and_its_categories_sum_to_it(emulated):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("bench-memory")
 def test_every_form_has_the_numbers_its_grade_and_its_command(emulated):
     report, folder, terminal = emulated
     forms = [terminal, (folder / "memory.md").read_text(), (folder / "memory.html").read_text()]
@@ -80,7 +77,6 @@ def test_every_form_has_the_numbers_its_grade_and_its_command(emulated):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("bench-memory")
 def test_every_heading_and_figure_says_that_the_gpu_is_emulated(emulated):
     report, folder, terminal = emulated
     where = "on the emulated NVIDIA GeForce RTX 3060"
@@ -98,7 +94,6 @@ def test_every_heading_and_figure_says_that_the_gpu_is_emulated(emulated):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("bench-memory")
 def test_the_text_has_the_peaks_of_each_phase(emulated):
     report, folder, _ = emulated
     text = (folder / "memory.md").read_text()
@@ -111,7 +106,6 @@ def test_the_text_has_the_peaks_of_each_phase(emulated):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("bench-memory")
 def test_this_machines_gpu_is_measured_and_one_that_is_emulated_says_so(emulated, tmp_path):
     """The way of a real GPU, with an emulated one and a fake nvidia-smi in its place: a process a point, within the
     limit."""
@@ -140,7 +134,6 @@ def test_this_machines_gpu_is_measured_and_one_that_is_emulated_says_so(emulated
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("bench-memory")
 def test_every_form_says_what_ran_by_retries_alone_and_none_counts_it(emulated, tmp_path):
     report = emulated[0]
     report = {key: value for key, value in report.items() if key != "command"}
@@ -162,7 +155,6 @@ def test_every_form_says_what_ran_by_retries_alone_and_none_counts_it(emulated, 
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("bench-memory")
 def test_headings_say_how_many_processes_share_state_where_nobody_did(emulated):
     found = MemoryBench.model_validate({key: value for key, value in emulated[0].items() if key != "command"})
     headings = []
@@ -191,7 +183,7 @@ def test_headings_say_how_many_processes_share_state_where_nobody_did(emulated):
     ],
 )  # fmt: skip
 def test_what_cannot_be_asked_is_one_line(more, printed):
-    done = bigdit("bench", "memory", "--model", "dit-s-2-paper", "--gpu", "a40", *more)
+    done = in_process("bench", "memory", "--model", "dit-s-2-paper", "--gpu", "a40", *more)
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: {printed}")
     assert len(done.stderr.splitlines()) == 1
@@ -200,13 +192,13 @@ def test_what_cannot_be_asked_is_one_line(more, printed):
 def test_a_folder_that_cannot_be_written_is_reported_before_anything_runs(tmp_path):
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file/there"):
-        done = bigdit("bench", "memory", "--model", "dit-s-2-paper", "--gpu", "a40", "--out", folder)
+        done = in_process("bench", "memory", "--model", "dit-s-2-paper", "--gpu", "a40", "--out", folder)
         assert done.returncode == 1
         assert done.stderr == f"error: --out: cannot write {folder}: Not a directory; choose another\n"
 
 
 def test_what_comes_to_nothing_leaves_no_folder(tmp_path):
-    done = bigdit("bench", "memory", "--model", "dit-s-3", "--gpu", "a40", "--out", tmp_path / "memory")
+    done = in_process("bench", "memory", "--model", "dit-s-3", "--gpu", "a40", "--out", tmp_path / "memory")
     assert done.returncode == 1
     assert done.stderr.startswith("error: model 'dit-s-3' is not in the catalogue")
     assert not (tmp_path / "memory").exists()

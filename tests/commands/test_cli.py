@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import BIN, DIGITS, SINGLE, bigdit, run_command, with_set
+from commands import BIN, DIGITS, SINGLE, bigdit, in_process, run_command, with_set
 from running import until
 
 from bigdit.app import app
@@ -51,7 +51,7 @@ def test_what_is_kept_of_a_plan_is_shown_without_what_makes_plans():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_explains_itself(command):
-    done = bigdit(command, "--help")
+    done = in_process(command, "--help")
     assert done.returncode == 0
     assert "Options:" in done.stdout
 
@@ -59,7 +59,7 @@ def test_every_command_explains_itself(command):
 @pytest.mark.parametrize("columns", ["50", "80", "140"])
 @pytest.mark.parametrize("group", [[], ["features"]])
 def test_help_is_as_wide_as_the_terminal_and_its_summaries_are_whole(columns, group):
-    text = bigdit(*group, "--help", COLUMNS=columns).stdout
+    text = in_process(*group, "--help", COLUMNS=columns).stdout
     lengths = [len(line) for line in text.splitlines()]
     assert 0.8 * min(int(columns), 100) < max(lengths) <= int(columns)
     summaries = "".join(text.split("Commands:")[1].split())  # a hyphen ends a line
@@ -72,7 +72,7 @@ def test_help_is_as_wide_as_the_terminal_and_its_summaries_are_whole(columns, gr
 
 @pytest.mark.parametrize("arguments", [["models"], ["gpus", "--filter", "ampere"]])
 def test_pipes_get_no_trailing_blanks(arguments):
-    lines = bigdit(*arguments).stdout.splitlines()
+    lines = in_process(*arguments).stdout.splitlines()
     assert len(lines) > 5
     assert [line for line in lines if line != line.rstrip()] == []
 
@@ -154,7 +154,7 @@ def test_training_finds_out_about_a_missing_store_at_once(tmp_path):
     ],
 )
 def test_a_wrong_call_ends_with_1(arguments, message):
-    done = bigdit(*arguments)
+    done = in_process(*arguments)
     assert done.returncode == 1
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -304,4 +304,4 @@ def test_a_reader_that_has_seen_enough_ends_it_in_silence():
 def test_version():
     from bigdit import __version__
 
-    assert bigdit("--version").stdout == f"bigdit {__version__}\n"
+    assert in_process("--version").stdout == f"bigdit {__version__}\n"

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commands import BIN, DIGITS, ROOT, bigdit, with_set
+from commands import BIN, DIGITS, ROOT, bigdit, in_process, with_set
 from running import until
 from stores import make_store
 
@@ -45,7 +45,7 @@ def left_half_written(store):
 
 def test_info_tells_what_is_there_and_who_is_at_it(store):
     gone, dead = left_half_written(store)
-    done = bigdit("features", "info", store, COLUMNS="160")
+    done = in_process("features", "info", store, COLUMNS="160")
     assert done.returncode == 0, done.stderr
     assert f"{store}: whole; 240 of 240 images encoded, " in done.stdout
     for expected in ("source 0  folder: 240 images", "image     name identity, factor 2", "text      class_name T5"):
@@ -54,7 +54,7 @@ def test_info_tells_what_is_there_and_who_is_at_it(store):
     assert f"{gone.name} runs or ran on another machine; leased: {PART}, 4 B" in done.stdout
     assert f"{dead.name} is dead; leased: {PART}, 4 B" in done.stdout
     assert f"`bigdit features clean {store}` removes what dead workers left" in done.stdout
-    report = json.loads(bigdit("features", "info", store, "--json").stdout)
+    report = json.loads(in_process("features", "info", store, "--json").stdout)
     assert (report["parts_done"], report["parts"], report["encoded"], report["skipped"]) == (1, 1, 240, [])
     assert report["bytes"] == (store / PART).stat().st_size
     assert 0 < report["bytes"] - sum(report["bytes_by_column"].values()) < 2000  # the header
@@ -65,7 +65,7 @@ def test_info_tells_what_is_there_and_who_is_at_it(store):
 
 def test_info_reads_at_80_columns(store):
     """What it says of the store and of its workers: the paths and names that follow stay whole, to be copied."""
-    done = bigdit("features", "info", store)
+    done = in_process("features", "info", store)
     lines = done.stdout.splitlines()
     assert lines[0].startswith(f"{store}: whole; ")
     assert max(map(len, lines[1:])) <= 80
@@ -91,10 +91,10 @@ def test_info_reads_at_80_columns(store):
 
 def test_clean_takes_other_machines_on_demand_alone(store):
     gone, dead = left_half_written(store)
-    done = bigdit("features", "clean", store)
+    done = in_process("features", "clean", store)
     assert done.stdout == f"removed {dead.name}: 1 part begun, 4 B\n1 folder of dead workers removed\n"
     assert (gone.exists(), dead.exists()) == (True, False)
-    done = bigdit("features", "clean", store, "--other-machines")
+    done = in_process("features", "clean", store, "--other-machines")
     assert done.stdout.splitlines()[-1] == "1 folder of dead workers removed"
     assert not gone.exists()
 
@@ -187,7 +187,7 @@ def test_a_folder_in_the_place_of_a_part_is_one_line(store, images):
     (store / PART).unlink()
     (store / PART).mkdir()
     settings = with_set([f"data.images={images}", f"data.features={store}"])
-    refused = bigdit("features", "verify", store, "--repair", "--config", DIGITS, *settings)
+    refused = in_process("features", "verify", store, "--repair", "--config", DIGITS, *settings)
     assert refused.returncode == 1
     assert refused.stderr.splitlines()[-1] == (
         f"error: {store / PART} cannot be removed: Is a directory; remove it, and repair again"

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import yaml
-from commands import DIGITS, ROOT, bigdit
+from commands import DIGITS, ROOT, bigdit, in_process
 from gpus import empty_cache
 from safetensors.numpy import save_file
 from tiny_models import SANA
@@ -56,7 +56,7 @@ def plan_json(*arguments):
     ],
 )
 def test_errors_are_a_line_each(arguments, errors):
-    done = bigdit("plan", *arguments)
+    done = in_process("plan", *arguments)
     assert done.returncode == 1
     assert done.stdout == ""
     lines = done.stderr.splitlines()
@@ -152,7 +152,7 @@ def test_python_asks_as_the_command_does():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    shown = bigdit("plan", "--help").stdout
+    shown = in_process("plan", "--help").stdout
     for name in done.stdout.split():
         assert f"--{name.replace('_', '-')} " in shown, name
 
@@ -198,7 +198,7 @@ def test_a_run_with_stages_has_a_plan_of_each_by_which_it_trains(tmp_path):
 
 @pytest.mark.slow
 def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
-    """Held-out images are encoded and not trained on; what draws samples is in the machine's memory."""
+    """Images for validation are encoded and not trained on; what generates samples is in the machine's memory."""
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": "SanaTransformer2DModel", **SMALL_SANA}))
     for name, rows in (("t5/model", 3), ("vae/diffusion_pytorch_model", 2)):
         (tmp_path / name).parent.mkdir()
@@ -309,7 +309,7 @@ def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
     ],
 )
 def test_a_plan_is_of_a_model_or_of_a_run(arguments, line):
-    done = bigdit("plan", "--gpu", "a40", *arguments)
+    done = in_process("plan", "--gpu", "a40", *arguments)
     assert (done.returncode, done.stderr) == (1, f"error: {line}\n")
 
 
@@ -338,7 +338,9 @@ def test_a_model_that_its_class_refuses_is_reported_before_it_is_planned(argumen
 )
 def test_a_folder_that_takes_no_plan_is_reported_before_one_is_made(asked, tmp_path):
     (tmp_path / "file").write_text("mine")
-    done = bigdit("plan", *asked, "--gpu", "rtx-4090", "--out", tmp_path / "file/plan", BIGDIT_CACHE=tmp_path / "cache")
+    done = in_process(
+        "plan", *asked, "--gpu", "rtx-4090", "--out", tmp_path / "file/plan", BIGDIT_CACHE=tmp_path / "cache"
+    )
     printed = f"error: --out: cannot write {tmp_path}/file/plan"
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(printed)

@@ -1,11 +1,11 @@
-"""`bigdit profile`: any strategy of any config, as a ledger, an image and a snapshot; and what it refuses."""
+"""`bigdit profile`: any strategy of any config, as a ledger, a plot and a snapshot; and what it refuses."""
 
 import json
 import pickle
 import pickletools
 
 import pytest
-from commands import bigdit
+from commands import bigdit, in_process
 from torch.cuda import _memory_viz
 
 from bigdit import catalog
@@ -87,7 +87,7 @@ def test_what_does_not_fit_ends_with_2_and_its_figures_are_whole(config):
 def test_files_that_cannot_be_written_are_named_before_anything_runs(config, tmp_path):
     (tmp_path / "file").write_text("")
     for option in ("--plot", "--snapshot"):
-        done = bigdit("profile", "--model", config, option, tmp_path / "file" / "out")
+        done = in_process("profile", "--model", config, option, tmp_path / "file" / "out")
         assert done.returncode == 1
         assert done.stderr == f"error: {option}: cannot write {tmp_path / 'file'}: Not a directory; choose another\n"
 

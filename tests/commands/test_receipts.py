@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from commands import bigdit
+from commands import in_process
 from made_receipts import GIB, receipt_of
 
 from bigdit.files import write_json
@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
 
 
 def test_they_are_listed(folder):
-    done = bigdit("receipts", "list", "--receipts", folder)
+    done = in_process("receipts", "list", "--receipts", folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("2026-01-02") == 5
     assert done.stdout.count("emulated") == 1
@@ -38,31 +38,31 @@ def test_they_are_listed(folder):
     assert "2.00 GiB  0.100 s" in done.stdout
     assert f"note: {folder}/other.json is no receipt and was passed over: it is no mapping of keys" in done.stderr
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
-    assert len(json.loads(bigdit("receipts", "list", "--receipts", folder, "--json").stdout)) == 5
+    assert len(json.loads(in_process("receipts", "list", "--receipts", folder, "--json").stdout)) == 5
 
 
 def test_those_of_a_gpu_are_listed_alone(folder):
-    done = bigdit("receipts", "list", "--receipts", folder, "--gpu", "a100-80g-sxm")
+    done = in_process("receipts", "list", "--receipts", folder, "--gpu", "a100-80g-sxm")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("A100-SXM4-80GB") == done.stdout.count("2026-01-02") == 3
     assert "note: receipts of Nobody's Card are left out: " in done.stderr
-    listed = json.loads(bigdit("receipts", "list", "--receipts", folder, "--gpu", "a100-80g-sxm", "--json").stdout)
+    listed = json.loads(in_process("receipts", "list", "--receipts", folder, "--gpu", "a100-80g-sxm", "--json").stdout)
     assert {each["device"] for each in listed} == {"NVIDIA A100-SXM4-80GB"}
-    done = bigdit("receipts", "list", "--receipts", folder, "--gpu", "a40")
+    done = in_process("receipts", "list", "--receipts", folder, "--gpu", "a40")
     assert (done.returncode, done.stdout) == (0, "")
     assert "5 receipts, none of a40" in done.stderr
-    assert bigdit("receipts", "list", "--receipts", folder, "--gpu", "a4000000").returncode == 1
+    assert in_process("receipts", "list", "--receipts", folder, "--gpu", "a4000000").returncode == 1
 
 
 @pytest.mark.slow
 def test_they_are_compared_with_an_emulated_gpu(folder):
-    document = json.loads(bigdit("receipts", "compare", "--receipts", folder, "--json").stdout)
+    document = json.loads(in_process("receipts", "compare", "--receipts", folder, "--json").stdout)
     assert [row["device"] for row in document] == ["NVIDIA A100-SXM4-80GB"] * 3
     assert [row["emulated"] for row in document] == [False, False, True]
     assert document[2]["seconds_per_step"] is None
     first = document[0]
     off = first["predicted_peak_reserved_bytes"] / (2 * GIB) - 1
-    done = bigdit("receipts", "compare", "--receipts", folder, "--gpu", "a100-80g-sxm")
+    done = in_process("receipts", "compare", "--receipts", folder, "--gpu", "a100-80g-sxm")
     assert done.returncode == 0, done.stderr
     assert f"{100 * off:+.2f} %" in done.stdout
     assert f"reserved bytes off by {-off:.2%} (median), {-off:.2%} (P95), {-off:.2%} (worst) in 1" in done.stdout
@@ -78,10 +78,10 @@ def test_they_are_compared_with_an_emulated_gpu(folder):
 
 
 @pytest.mark.slow
-def test_what_plans_take_from_them_is_reported_by_gpu(folder):
+def test_what_plans_take_from_them_is_shown_by_gpu(folder):
     """The emulated one, which was slower and took more, counts for nothing."""
-    (row,) = json.loads(bigdit("receipts", "compare", "--receipts", folder, "--json").stdout)[:1]
-    (gpu,) = json.loads(bigdit("receipts", "calibrate", "--receipts", folder, "--json").stdout)
+    (row,) = json.loads(in_process("receipts", "compare", "--receipts", folder, "--json").stdout)[:1]
+    (gpu,) = json.loads(in_process("receipts", "calibrate", "--receipts", folder, "--json").stdout)
     assert (gpu["gpu"], gpu["receipts"]) == ("a100-80g-sxm", 2)
     # One receipt has bytes: twice its error, and half of what is assumed without any. One has seconds: the factor is
     # what it took of what is predicted.
@@ -92,7 +92,7 @@ def test_what_plans_take_from_them_is_reported_by_gpu(folder):
     assert list(gpu["speeds"]) == ["one GPU"]
     assert speed["ratio"] == pytest.approx(0.1 / math.sqrt(seconds["low"] * seconds["high"]))
     assert (speed["spread"], speed["count"]) == (0, 1)
-    done = bigdit("receipts", "calibrate", "--receipts", folder, "--gpu", "a100-80g-sxm")
+    done = in_process("receipts", "calibrate", "--receipts", folder, "--gpu", "a100-80g-sxm")
     assert done.returncode == 0, done.stderr
     assert "note: 1 receipt of an emulated GPU is left out: what the NVIDIA A100" in done.stderr
     assert f"+{100 * gpu['margin_share']:.1f} %" in done.stdout
@@ -101,21 +101,21 @@ def test_what_plans_take_from_them_is_reported_by_gpu(folder):
 
 
 def test_nothing_to_take_is_a_line(folder, tmp_path):
-    done = bigdit("receipts", "calibrate", "--receipts", folder, "--gpu", "a40")
+    done = in_process("receipts", "calibrate", "--receipts", folder, "--gpu", "a40")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("error: receipts calibrate: 5 receipts, none usable of a40; one")
-    done = bigdit("receipts", "calibrate", "--receipts", tmp_path, "--json")
+    done = in_process("receipts", "calibrate", "--receipts", tmp_path, "--json")
     assert (done.returncode, done.stdout) == (1, "")
     assert "error: receipts calibrate: 0 receipts, none usable of any GPU" in done.stderr
 
 
 def test_none_of_a_gpu_and_none_at_all_are_lines(folder, tmp_path):
-    done = bigdit("receipts", "compare", "--receipts", folder, "--gpu", "a40")
+    done = in_process("receipts", "compare", "--receipts", folder, "--gpu", "a40")
     assert done.returncode == 0
     assert "5 receipts, none of a40 with one shape of batches" in done.stderr
-    done = bigdit("receipts", "list", "--receipts", tmp_path)
+    done = in_process("receipts", "list", "--receipts", tmp_path)
     assert (done.returncode, done.stdout) == (0, "")
     assert f"no receipts in {tmp_path}; `bigdit train` writes one" in done.stderr
-    done = bigdit("receipts", "compare", "--receipts", tmp_path / "nowhere")
+    done = in_process("receipts", "compare", "--receipts", tmp_path / "nowhere")
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: --receipts: {tmp_path}/nowhere is no folder")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import typer
 from carried import FIRST
-from commands import DIGITS, ROOT, bigdit, run_command
+from commands import DIGITS, ROOT, in_process, run_command
 from pipeline_folders import pipeline_folder
 from reader import (
     RECIPES,
@@ -146,7 +146,7 @@ def run(command, tmp_path):
     """It is run, and prints what the page says."""
     own = {"recipe copy": ["--out", tmp_path]}
     name, options = command.options
-    done = bigdit(*name.split(), *options, *own.get(name, []))
+    done = in_process(*name.split(), *options, *own.get(name, []))
     assert done.returncode == 0, done.stderr
     if command.output:
         assert agrees(command.output, done.stdout)
@@ -268,7 +268,7 @@ def test_a_reader_gets_what_stands_there(command, request):
     reading(command, request.getfixturevalue(who))
 
 
-def test_all_that_is_reported_of_commands_is_of_some():
+def test_each_row_of_the_table_is_of_some_command():
     assert set(WAYS) == {beginning(command, WAYS) for command in ALL}
     assert {way_of(command) for command in ALL} == set(TRIED)
 

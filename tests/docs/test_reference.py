@@ -4,7 +4,7 @@ import inspect
 import re
 
 import pytest
-from commands import ROOT, bigdit
+from commands import ROOT, in_process
 from reference import commands, kind, pages, sections
 
 from bigdit.catalog.gpus import gpus
@@ -43,7 +43,7 @@ def test_every_command_and_option_is_there():
     page = pages()["commands.md"]
     found = re.findall(r"^## bigdit (.+)$", page, re.MULTILINE)
     assert found == [name for name, _ in commands()]
-    shown = bigdit("plan", "--help").stdout
+    shown = in_process("plan", "--help").stdout
     for option in re.findall(r"^  (--[\w-]+)", shown, re.MULTILINE):
         assert f"| `{option}" in page
 

@@ -101,7 +101,6 @@ def loaded(hub):
     return {found["name"]: found for found in map(json.loads, done.stdout.splitlines())}
 
 
-@pytest.mark.xdist_group("fake-weights")  # one worker lays them out and loads them, once
 @pytest.mark.parametrize("name", PIPELINES)
 def test_diffusers_loads_the_pipeline(loaded, name):
     found = loaded[name]
@@ -120,18 +119,16 @@ def test_diffusers_loads_the_pipeline(loaded, name):
         assert parts[f"tokenizer{suffix}"]["class"] == document()["tokenizers"][tokenizer]["class"]
     models_loaded = [part for part in parts.values() if "params" in part]
     assert all(part["zero"] and f"torch.{PIPELINES[name]}" in part["dtypes"] for part in models_loaded)
-    # FLUX.1-dev alone has 33 GB of weights; of T5 in fp16 transformers makes a third anew, in fp32.
+    # FLUX.1-dev alone has 33 GB of weights; of T5 in fp16 transformers makes a third again, in fp32.
     assert found["peak"] < 8 * 2**30
 
 
-@pytest.mark.xdist_group("fake-weights")
 def test_hardly_any_disk(hub):
     folder, _ = hub
     assert disk_bytes(folder) < DISK_BYTES
     assert sum(path.stat().st_size for path in folder.rglob("*")) > 150e9
 
 
-@pytest.mark.xdist_group("fake-weights")
 @pytest.mark.parametrize(
     ("kind", "size", "fewest", "most"),
     [("clip", 49408, 20, 50), ("clip-g", 49408, 20, 50), ("t5", 32100, 18, 50), ("umt5", 256300, 18, 50),
@@ -184,7 +181,6 @@ def write_configs(folder):
     (folder / "model_index.json").write_text(json.dumps(index))
 
 
-@pytest.mark.xdist_group("fake-weights")
 def test_a_folder_of_configs(hub, loaded):
     found = loaded["someone/theirs"]
     assert (found["blocks"], found["zero"], found["encoder"], found["tokens"]) == (1, True, "torch.bfloat16", 32100)
@@ -194,12 +190,10 @@ def test_a_folder_of_configs(hub, loaded):
     assert json.loads((snapshot / "transformer" / "config.json").read_text())["_diffusers_version"] == "0.42.1"
 
 
-@pytest.mark.xdist_group("fake-weights")
 def test_another_name_of_a_known_repository_and_one_component(loaded):
     assert loaded["me/my-vae"]["params"] == load_json("models.json")["vaes"]["sd-vae-ft"]["params"]
 
 
-@pytest.mark.xdist_group("fake-weights")
 def test_what_the_users_own_cache_holds_stays_at_hand(own, hub):
     laid = Path(hub[1]["HF_HUB_CACHE"])
     assert (laid / "datasets--some--pictures").resolve() == own / "datasets--some--pictures"

@@ -11,7 +11,7 @@ from plan_files import TINY_KWARGS, plan_of, run_yaml, write
 from bigdit.config.load import parse_strategy
 from bigdit.train.processes.launch import free_port
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("accelerate")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

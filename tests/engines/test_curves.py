@@ -109,7 +109,6 @@ def curves():
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("fsdp2-curves")
 @pytest.mark.parametrize(
     ("one", "other", "tolerance"),
     [
@@ -129,7 +128,6 @@ def test_fsdp2_in_all_its_ways_trains_the_same_curve(curves, one, other, toleran
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("fsdp2-curves")
 def test_an_overflow_on_one_process_is_passed_over_on_all(curves):
     assert curves["overflow"] == {"kept": [True, True], "scale": [32768.0, 32768.0]}
 

@@ -85,7 +85,6 @@ def curves(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("deepspeed-training")
 @pytest.mark.parametrize("way", [way for way in WAYS if "-" in way[0]], ids=lambda way: "-".join(map(str, way)))
 def test_what_is_offloaded_learns_the_same(curves, way):
     engine, *rest = way

@@ -51,7 +51,6 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("groups")
 @pytest.mark.parametrize("way", WAYS)
 def test_decay_takes_its_share_of_matrices_and_of_nothing_else(found, way):
     """Decay is decoupled, and two steps on the same gradients from the same weights differ by it alone."""

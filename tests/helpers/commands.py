@@ -1,11 +1,16 @@
 """The commands of bigdit as a user starts them, and the overrides of tiny runs of the digits."""
 
+import contextlib
+import io
 import os
+import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import warm
 
+from bigdit.cli import main
 from bigdit.train.processes.launch import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +57,21 @@ def bigdit(*arguments, timeout=300, **environment):
     """The command line tool, as a user starts it, but that its libraries are there already."""
     program = [str(part) for part in (BIN / "bigdit", *arguments)]
     return warm.run(program, [environment_with(environment)], ROOT, timeout)
+
+
+def in_process(*arguments, **environment):
+    """The same command in this process, twenty times as fast: where a test is of what it prints, and of its status."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.ExitStack() as within:
+        patch = within.enter_context(pytest.MonkeyPatch.context())
+        for name, value in environment_with(environment).items():
+            patch.setenv(name, str(value))
+        within.enter_context(contextlib.chdir(ROOT))
+        within.enter_context(contextlib.redirect_stdout(out))
+        within.enter_context(contextlib.redirect_stderr(err))
+        ended = within.enter_context(pytest.raises(SystemExit))
+        main([str(part) for part in arguments])
+    return subprocess.CompletedProcess(arguments, ended.value.code, out.getvalue(), err.getvalue())
 
 
 def run_ranks(count, *program, timeout=300, **environment):

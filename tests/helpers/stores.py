@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from bigdit.dist import World
+from bigdit.errors import UserError
 from bigdit.loader.order import Order
 from bigdit.loader.stream import FeatureStream
 from bigdit.store.part import EncodedRange, part_path, write_part
+from bigdit.store.reader import Part
 from bigdit.store.schema import FILE, StoreSchema, part_identity, schema_text, store_identity
 from bigdit.store.store import write_null_text
 from bigdit.store.text import Text
@@ -91,6 +93,14 @@ def streamed(text, index, generator):
 def null_of_streams(text):
     """The same of the empty caption."""
     return replace(text, seen=1, streams={"layers": Text(torch.full((3, 10), 8.0)), "glyphs": Text(torch.zeros(0, 4))})
+
+
+def damages(path):
+    """What is wrong with a part: of its rows, or that it is refused."""
+    try:
+        return list(Part.open(path).damages())
+    except UserError as error:
+        return [str(error)]
 
 
 def stream_of(store, micro=4, accum=1, world=None, **options):

@@ -91,7 +91,6 @@ def losses(features, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("optimizers")
 @pytest.mark.parametrize("name", CASES)
 def test_they_learn_as_adamw_does(losses, name):
     assert losses[name] < WORSE
@@ -100,13 +99,13 @@ def test_they_learn_as_adamw_does(losses, name):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("optimizers")
 def test_the_bound_would_be_broken(losses):
     """By CAME at AdamW's rate, ten times over; another seed stays within it, and is not the same run."""
     assert losses["CAME at AdamW's rate"] > 10 * WORSE
     assert 0 < abs(losses["another seed"]) < WORSE
 
 
+@pytest.mark.slow
 def test_what_is_rounded_stochastically_is_of_the_seed_and_the_step(features, tmp_path):
     """And of nothing else that a process draws: from given weights, and from a checkpoint."""
     write_start(tmp_path / "start", [*TINY, *SINGLE])

@@ -33,7 +33,7 @@ POLICIES: Mapping[str, dict[str, object]] = {
     "swap": {"lora": LoraSpec(), "blocks_to_swap": 3, "checkpointed_blocks": "all"},
 }
 Profiles = Mapping[str, Profile]
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("recorded policies")]  # one worker records them, once
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

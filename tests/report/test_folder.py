@@ -5,7 +5,7 @@ import json
 import plans
 import pytest
 import yaml
-from commands import bigdit
+from commands import in_process
 from pipeline_folders import changed, pipeline_folder
 
 from bigdit.catalog import batch_shape, model, user_model
@@ -85,11 +85,11 @@ def test_the_skeleton_runs_by_its_plan(make, tmp_path):
     assert run.train.steps == plan.run.steps
     assert run.data.buckets == ((1024, 1024), (832, 1248), (512, 512))
     by_plan = ("train", "--config", folder / "run.yaml", "--dry-run")
-    done = bigdit(*by_plan, "--set", "model.init_from=null")
+    done = in_process(*by_plan, "--set", "model.init_from=null")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["strategy"] == strategy.model_dump(mode="json")
     assert "note: sana-1600m-1024 starts from random weights; model.init_from: FOLDER starts from" in done.stderr
-    missing = bigdit(*by_plan)
+    missing = in_process(*by_plan)
     assert missing.returncode == 1
     assert "model.init_from: models/Sana_1600M_1024px_diffusers/transformer does not hold" in missing.stderr
 
@@ -200,7 +200,7 @@ def test_a_model_of_several_texts_is_run_by_its_pipeline(made, tmp_path, name, v
     assert run.data.part_size == 256
 
 
-def test_it_is_reported_where_the_weights_are_that_it_starts_from(made):
+def test_the_run_names_the_weights_that_it_starts_from(made):
     strategy = made.chosen.strategy.model_copy(update={"lora": LoraSpec(rank=16)})
     adapted = made.model_copy(update={"chosen": made.chosen.model_copy(update={"strategy": strategy})})
     for run in (yaml.safe_load(skeleton(plan)) for plan in (adapted, made)):
@@ -213,7 +213,7 @@ def test_large_samples_are_written_in_small_parts(made, tmp_path):
     assert yaml.safe_load(skeleton(plan))["data"]["part_size"] == 16
 
 
-def test_text_that_is_encoded_elsewhere_is_reported_of_the_model_it_is_of(made, tmp_path):
+def test_text_that_is_encoded_elsewhere_has_its_model_named(made, tmp_path):
     known = model("flux.2-klein-4b")
     other = known.model_copy(update={"text": known.text.model_copy(update={"dim": 4096})})
     klein, unknown = (of_model(made, each) for each in (known, other))

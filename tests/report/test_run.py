@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import yaml
 from browser import browser, width
-from commands import bigdit
+from commands import in_process
 from PIL import Image
 from quantities import leaves, quantities, reads, visible
 
@@ -174,7 +174,7 @@ def test_what_is_damaged_is_left_out_and_reported(run):
     (run / "run.json").write_text("{")
     receipt = json.loads((run / "receipt.json").read_text()) | {"steps": "x"}
     (run / "receipt.json").write_text(json.dumps(receipt))
-    done = bigdit("report", run)
+    done = in_process("report", run)
     assert done.returncode == 0, done.stderr
     notes = done.stderr.splitlines()
     assert notes[0] == f"note: 1 of 9 lines of {run}/metrics.jsonl hold no row, and were left out"
@@ -185,7 +185,7 @@ def test_what_is_damaged_is_left_out_and_reported(run):
 
 
 def test_json_has_all_of_it(planned):
-    done = bigdit("report", planned, "--json")
+    done = in_process("report", planned, "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found == json.loads(json.dumps(read_run(planned).document()))
@@ -264,8 +264,8 @@ def test_far_apart_is_logarithmic_and_reported(run):
 
 
 @pytest.mark.slow
-def test_on_a_narrow_screen_nothing_lies_next_to_it(planned):
-    bigdit("report", planned)
+def test_on_a_narrow_screen_nothing_lies_beside_it(planned):
+    in_process("report", planned)
     with browser() as seen:
         for pixels in (400, 1200):
             width(seen, pixels)

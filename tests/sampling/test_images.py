@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from commands import BIN, ROOT, bigdit
+from commands import BIN, ROOT, bigdit, in_process
 from PIL import Image
 from running import until
 
@@ -100,7 +100,7 @@ def test_an_image_depends_on_its_caption_and_seed_alone(sampled, trained):
     ],
 )
 def test_errors(trained, tmp_path, arguments, error):
-    done = bigdit("sample", "--checkpoint", trained, "--out", tmp_path / "out", *arguments)
+    done = in_process("sample", "--checkpoint", trained, "--out", tmp_path / "out", *arguments)
     assert done.returncode == 1
     assert error in done.stderr
     assert not (tmp_path / "out").exists()
@@ -147,7 +147,7 @@ def test_what_a_killed_command_had_drawn_is_there_and_whole(trained, tmp_path):
 def test_a_folder_of_other_images_is_refused(sampled, trained):
     out, _ = sampled
     before = {file: file.stat().st_mtime_ns for file in (out / "first").iterdir()}
-    done = bigdit("sample", "--checkpoint", trained, "--out", out / "first", "--caption", "x")
+    done = in_process("sample", "--checkpoint", trained, "--out", out / "first", "--caption", "x")
     assert (done.returncode, done.stderr) == (
         1,
         f"error: --out {out / 'first'} holds files already; name another folder\n",
@@ -158,7 +158,7 @@ def test_a_folder_of_other_images_is_refused(sampled, trained):
 def test_an_output_that_cannot_be_written_is_refused_first(tmp_path):
     (tmp_path / "file").touch()
     for out, why in ((tmp_path / "file", "Not a directory"), ("/proc/s", "No such file or directory")):
-        done = bigdit("sample", "--checkpoint", tmp_path, "--out", out, "--caption", "x")
+        done = in_process("sample", "--checkpoint", tmp_path, "--out", out, "--caption", "x")
         assert done.stderr == f"error: --out: cannot write {out}: {why}; choose another\n"
 
 
@@ -174,7 +174,7 @@ def test_a_sampler_and_a_negative_text_are_chosen(sampled, trained, tmp_path, sa
 
 
 def test_no_checkpoint(tmp_path):
-    done = bigdit("sample", "--checkpoint", tmp_path, "--out", tmp_path / "out", "--caption", "x")
+    done = in_process("sample", "--checkpoint", tmp_path, "--out", tmp_path / "out", "--caption", "x")
     assert done.returncode == 1
     assert f"error: --checkpoint {tmp_path}: neither a checkpoint nor the output of a run" in done.stderr
 

@@ -18,8 +18,6 @@ from bigdit.search.solve import search
 from bigdit.search.space import proposals
 from bigdit.speed.seconds import Cluster
 
-pytestmark = pytest.mark.xdist_group("swapped plans")
-
 FLUX = catalog.model("flux.1-dev")
 SHORT = of_blocks(FLUX, 4, "short-flux")
 """Of two kinds, of which those that come first are the larger."""

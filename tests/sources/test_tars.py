@@ -184,7 +184,7 @@ def test_headers_that_would_fill_the_memory_are_refused(tmp_path):
             file.truncate(2**41)  # sparse on the disk: it takes one block
         refused(tar, "has a member whose headers take more than 65536 bytes")
     with tar.open("wb") as file:  # headers of headers of headers
-        for _ in range(100_000):
+        for _ in range(5_000):
             file.write(header("a.png", tarfile.GNUTYPE_LONGNAME, 1) + b"x" + bytes(511))
     refused(tar, r"(has a member whose headers take more than 65536 bytes|is damaged or cut: )")
 

@@ -13,6 +13,8 @@ from bigdit.speed.step import step_time
 from bigdit.speed.work import Load, Operation, work_of
 from bigdit.strategy import Strategy
 
+pytestmark = pytest.mark.slow
+
 A100 = catalog.gpu("a100-80g-sxm")
 ONE = Strategy()
 STRATEGIES = {

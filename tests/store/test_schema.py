@@ -62,10 +62,10 @@ def test_a_schema_that_is_none_is_one_line(root, text):
     assert line.endswith("; delete it, then `bigdit extract --config RUN.yaml` makes it again")
 
 
-def test_every_flipped_bit_of_a_schema_is_found_and_it_is_made_again(root, schema):
+def test_a_flipped_bit_of_a_schema_is_found_and_it_is_made_again(root, schema):
     file = root / "schema.json"
     whole = file.read_bytes()
-    for bit in range(0, 8 * len(whole), 5):
+    for bit in range(0, 8 * len(whole), 37):  # each place of a byte in turn
         damaged = bytearray(whole)
         damaged[bit // 8] ^= 1 << bit % 8
         file.write_bytes(damaged)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from stores import damages
 
 from bigdit.config.data import VaeCodec
 from bigdit.encoders.load import Encoders, load_image_codec
@@ -156,14 +157,10 @@ def test_a_part_in_the_place_of_another_and_an_index_of_others_are_refused_by_na
 
 def test_a_bit_flipped_anywhere_in_a_part_is_found_by_verifying(root):
     file = part_path(root, 0, 4)
-    assert list(Part.open(file).damages()) == []
-    for byte in range(0, file.stat().st_size, 3):
+    assert damages(file) == []
+    for byte in range(0, file.stat().st_size, 11):
         flip_bit(file, byte)
-        try:
-            found = list(Part.open(file).damages())
-        except UserError as error:
-            found = [str(error)]
-        assert found, byte
+        assert damages(file), byte
         flip_bit(file, byte)
 
 
@@ -205,7 +202,7 @@ def test_missing_parts_are_counted_with_the_command_that_makes_them(root, tmp_pa
 
 
 def with_metadata(file, **values):
-    """Write the header of a safetensors file anew, with other metadata."""
+    """Write the header of a safetensors file again, with other metadata."""
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])

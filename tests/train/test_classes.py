@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from commands import ONLINE, ROOT, bigdit, run_ranks, with_set
+from commands import ONLINE, ROOT, bigdit, in_process, run_ranks, with_set
 from gpus import benched
 from PIL import Image
 
@@ -29,7 +29,7 @@ TINY = {
 }
 SEEN = ("samples={captions: [three, 0], steps: 2}", "validation={samples: 4, every: 2, times: [0.5]}")
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("classes")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_the_store_has_the_class_of_each_folder(digits_by_class):
     schema = json.loads((digits_by_class / "features/schema.json").read_text())
     assert schema["classes"] == ["eight", "five", "four", "nine", "one", "seven", "six", "three", "two", "zero"]
     assert not (digits_by_class / "features/null_text.safetensors").exists()
-    done = bigdit("features", "info", digits_by_class / "features")
+    done = in_process("features", "info", digits_by_class / "features")
     assert "classes   10: eight, five, four" in done.stdout, done.stderr
 
 
@@ -153,7 +153,7 @@ def test_images_are_drawn_by_names_and_numbers(straight, class_name, tmp_path):
     ],
 )
 def test_classes_that_there_are_not_are_refused_before_anything_is_drawn(straight, tmp_path, arguments, unknown):
-    done = bigdit("sample", "--checkpoint", straight("PaperDiT"), "--out", tmp_path / "out", *arguments)
+    done = in_process("sample", "--checkpoint", straight("PaperDiT"), "--out", tmp_path / "out", *arguments)
     assert (done.returncode, done.stdout) == (1, "")
     assert " ".join(done.stderr.split()) == " ".join(
         f"error: {option}: there is no class {name!r}; did you mean seven? (or numbers, 0 to 9)"

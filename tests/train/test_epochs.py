@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 import yaml
-from commands import DIGITS, SINGLE, TINY, bigdit, with_set
+from commands import DIGITS, SINGLE, TINY, bigdit, in_process, with_set
 from safetensors.torch import load_file
 
 from bigdit.config import load_stages
@@ -51,7 +51,7 @@ def test_the_schedule_is_held_against_what_they_come_to(features):
 def test_a_dry_run_says_what_they_come_to(features, tmp_path):
     def dry(features):
         settings = with_set([*TINY, *SINGLE, *EPOCHS, f"data.features={features}"])
-        done = bigdit("train", "--config", DIGITS, "--dry-run", *settings)
+        done = in_process("train", "--config", DIGITS, "--dry-run", *settings)
         assert done.returncode == 0, done.stderr
         train = json.loads(done.stdout)["run"]["train"]
         return (train["steps"], train["epochs"]), " ".join(done.stderr.split())

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from commands import BIN, DIGITS, ROOT, SINGLE, TINY, bigdit, run_command, run_ranks, with_set
+from commands import BIN, DIGITS, ROOT, SINGLE, TINY, bigdit, in_process, run_command, run_ranks, with_set
 from diffusers import SanaTransformer2DModel
 from safetensors.torch import load_file
 
@@ -205,7 +205,7 @@ def test_dry_run_prints_what_would_run(features, trained):
     begun = (*TINY, f"data.features={features}", f"output={trained}")
     known = "ok: 240 images, 3 buckets, {} steps of 16, memory not planned (`bigdit plan --config`); {}\n"
     for steps, left in ((8, "nothing is left to train"), (12, "resumes after step 8")):
-        done = bigdit("train", "--config", DIGITS, "--dry-run", *with_set([*begun, f"train.steps={steps}"]))
+        done = in_process("train", "--config", DIGITS, "--dry-run", *with_set([*begun, f"train.steps={steps}"]))
         assert done.returncode == 0
         resolved = json.loads(done.stdout)
         assert resolved["strategy"]["world_size"] == 2
@@ -227,7 +227,7 @@ def test_dry_run_prints_what_would_run(features, trained):
         ),
     ],
 )
-def test_a_key_is_reported_once_however_training_starts(printed, refused):
+def test_a_key_is_given_once_however_training_starts(printed, refused):
     begun = [bigdit("train", "--config", DIGITS, *printed)]
     begun += [run_ranks(1, *program, "--config", DIGITS, *printed) for program in (("-m", "bigdit.train"), (TRAIN,))]
     for done in begun:

@@ -124,7 +124,7 @@ sys.stdin.read()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "room"), [("fsdp2", 46), ("zero2", 230), ("zero3", 134)])
+@pytest.mark.parametrize(("engine", "room"), [("fsdp2", 46), ("zero3", 134)])
 def test_two_processes_start_again_together_where_one_gpu_is_partly_taken(mixed, tmp_path, engine, room):
     """The second runs out of memory, while the first waits for it in a collective."""
     sizes = ("strategy.micro_batch_size=16", "strategy.global_batch_size=32")
@@ -245,7 +245,7 @@ def test_what_steps_in_the_backward_pass_recomputes_blocks():
     assert smaller_strategy(strategy, (), 12).step_size.checkpointed_blocks == "all"
 
 
-def test_a_file_of_other_settings_or_a_damaged_one_is_reported_and_left_out(tmp_path, capsys):
+def test_a_file_of_other_settings_or_a_damaged_one_is_a_note_and_left_out(tmp_path, capsys):
     now = smaller_strategy(STRATEGY, (), 12)
     write_oom_fallback(tmp_path, OomFallback(asked=STRATEGY, now=now))
     assert read_oom_fallback(tmp_path, STRATEGY).now == now

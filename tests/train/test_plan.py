@@ -5,7 +5,7 @@ import os
 import sys
 
 import pytest
-from commands import BIN, bigdit, run_command
+from commands import BIN, bigdit, in_process, run_command
 from plan_files import SINGLE, SWAPPED, TINY_KWARGS, plan_of, run_yaml, write, zero2
 
 from bigdit.catalog.names import revision
@@ -122,7 +122,7 @@ def test_other_processes_are_refused_with_both_numbers(tmp_path):
 def test_a_machine_that_has_too_little_memory_for_the_plan_starts_nothing(tmp_path):
     plan = PLANS["single"]
     too_much = plan.expected.model_copy(update={"host_bytes": 2**50})
-    done = bigdit("train", "--config", written(plan.model_copy(update={"expected": too_much}), tmp_path))
+    done = in_process("train", "--config", written(plan.model_copy(update={"expected": too_much}), tmp_path))
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(
         "error: the plan needs 1048576.00 GiB of CPU memory (expected.host_bytes), and this machine has "
@@ -131,7 +131,7 @@ def test_a_machine_that_has_too_little_memory_for_the_plan_starts_nothing(tmp_pa
 
 def test_several_machines_need_their_launcher(tmp_path):
     plan = plan_of(Strategy(engine="fsdp2", world_size=16, gradient_clipping=1.0))
-    done = bigdit("train", "--config", written(plan, tmp_path))
+    done = in_process("train", "--config", written(plan, tmp_path))
     assert errors(done) == [
         "error: the plan is for 16 processes on 2 machines, and `bigdit train` starts one machine; start "
         "launch/train.py with the commands that `bigdit plan` printed"
@@ -142,10 +142,10 @@ def test_another_model_is_refused(tmp_path):
     plan = PLANS["single"]
     config = written(plan, tmp_path, model={"kwargs": TINY_KWARGS | {"num_layers": 3}})
     again = "set plan to null, or plan this model"
-    assert errors(bigdit("train", "--config", config)) == [
+    assert errors(in_process("train", "--config", config)) == [
         f"error: model has num_layers 3, and the plan's model.kwargs.num_layers is 2 (digits); {again}"
     ]
     config = written(plan, tmp_path, model={"name": "pixart-sigma-xl-2-1024", "class_name": None, "kwargs": {}})
-    assert errors(bigdit("train", "--config", config, "--set", "data.buckets=[[8,8]]")) == [
+    assert errors(in_process("train", "--config", config, "--set", "data.buckets=[[8,8]]")) == [
         "error: model is a PixArtTransformer2DModel, and the plan's model is digits, a SanaTransformer2DModel; " + again
     ]

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 import torch
 import yaml
-from commands import BIN, DIGITS, ROOT, SINGLE, TINY, bigdit, environment_with, run_ranks, with_set
+from commands import BIN, DIGITS, ROOT, SINGLE, TINY, bigdit, environment_with, in_process, run_ranks, with_set
 from running import until
 from safetensors.torch import load_file
 
@@ -28,7 +28,7 @@ BORDER, END = 8, 16
 """Steps of the first stage, and of both."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def staged(once, images, features):
     """A run's YAML: the digits as they are, and at twice their side; half the micro-batch, and another rate."""
 
@@ -102,7 +102,7 @@ def same(first, second):
     assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def alone(once, staged):
     """The output of one process that went through both stages."""
     return once(
@@ -197,7 +197,7 @@ def test_a_border_does_not_move_beneath_a_checkpoint(staged, alone, tmp_path, ca
     )
 
 
-def test_a_stage_without_its_store_is_reported_before_the_first(staged, tmp_path, capsys):
+def test_a_stage_without_its_store_is_an_error_before_the_first(staged, tmp_path, capsys):
     assert refused(capsys, staged, tmp_path, f"stages.1.data.features={tmp_path}") == (
         f"error: stages.1: data.features: {tmp_path} holds no features; `bigdit extract --config RUN.yaml` makes them\n"
     )
@@ -214,7 +214,7 @@ def test_extract_fills_all_stores_or_one(staged):
 
 
 def test_a_dry_run_prints_each(staged):
-    done = bigdit("train", "--config", staged, "--dry-run", *with_set([*SMALL, *SINGLE]))
+    done = in_process("train", "--config", staged, "--dry-run", *with_set([*SMALL, *SINGLE]))
     assert done.returncode == 0, done.stderr
     low, high = json.loads(done.stdout)["stages"]
     assert (low["strategy"]["grad_accum_steps"], high["strategy"]["grad_accum_steps"]) == (2, 4)

@@ -144,7 +144,6 @@ def everywhere(store, tmp_path_factory):
 
 # Tolerances are those of tests/engines/test_curves.py for bf16: engines round gradients and gathered weights otherwise.
 @pytest.mark.slow
-@pytest.mark.xdist_group("validation")
 @pytest.mark.parametrize(
     ("engine", "one"),
     [
@@ -163,7 +162,6 @@ def test_two_processes_find_what_one_does(everywhere, engine, one):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("validation")
 def test_state_and_random_numbers_are_left_as_they_were(everywhere):
     """Where updates are rounded by random numbers, too, which processes draw for themselves."""
     assert all(row["kept"] for rows in everywhere.values() for row in rows)
@@ -171,7 +169,6 @@ def test_state_and_random_numbers_are_left_as_they_were(everywhere):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("validation")
 @pytest.mark.parametrize("engine", ["single", "fsdp2", "zero3"])
 def test_what_comes_after_is_as_if_it_had_not_been_measured(everywhere, engine):
     losses = [[row["loss"] for row in everywhere[name]] for name in (engine, f"{engine}, not measured")]
