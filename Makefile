@@ -27,17 +27,20 @@ $(READY): $(VENV) setup.cfg pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $(READY)
 
-# The CUDA build of torch (three equals signs: no build of another name) without NVIDIA's packages, which emulated GPUs
-# stand in for; all else is .venv's, which may be filled meanwhile. In the other two it is the first and the last that
-# plans are proved with, whatever this machine's pip is held to.
+# The CUDA build of torch (three equals signs: no build of another name) with the Triton that it requires, and without
+# NVIDIA's packages, which emulated GPUs stand in for. All else is .venv's, which may be filled meanwhile. In the other
+# two it is the first and the last that plans are proved with, whatever this machine's pip is held to.
 $(CUDA_READY): TORCH = $$(sed -n 's/^torch==//p' constraints.txt)
 $(OLDEST_READY): TORCH = $$(sed -n 's/.*"torch": ("\(.*\)", ".*/\1/p' $(PROVED))
 $(NEWEST_READY): TORCH = $$(sed -n 's/.*"torch": (".*", "\(.*\)").*/\1/p' $(PROVED))
 $(OLDEST_READY) $(NEWEST_READY): $(PROVED)
 $(CUDA_READY) $(OLDEST_READY) $(NEWEST_READY): $(VENV) setup.cfg constraints.txt
-	@echo "installing torch $(TORCH) into $(@D): about 1 GB on disk, the rest is that of .venv; this takes a minute or more"
+	@echo "installing torch $(TORCH) into $(@D): about 2 GB on disk, the rest is that of .venv; this takes a minute or more"
 	$(BIN)/python -m venv $(@D)
 	PIP_CONSTRAINT=/dev/null $(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps "torch===$(TORCH)"
+	$(@D)/bin/python -c 'import importlib.metadata as m; print(*(r.partition(";")[0] for r in m.requires("torch") \
+	  if r.startswith("triton")))' | PIP_CONSTRAINT=/dev/null xargs $(@D)/bin/pip install --quiet \
+	  --disable-pip-version-check --no-deps
 	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
 	  > "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_shared.pth"
 	touch $@

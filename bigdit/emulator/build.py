@@ -115,6 +115,8 @@ _UNDEFINED, _VERSION_MASK = 0, 0x7FFF
 
 BY_NAME = (
     "cuCtxGetDevice",
+    "cuCtxGetLimit",
+    "cuCtxSetLimit",
     "cuCtxSynchronize",
     "cuDeviceGet",
     "cuDeviceGetCount",
@@ -123,7 +125,9 @@ BY_NAME = (
     "cuDevicePrimaryCtxRelease_v2",
     "cuLaunchKernelEx",
     "cuMemsetD32Async",
+    "cuOccupancyMaxActiveClusters",
     "cuStreamWriteValue32_v2",
+    "cuTensorMapEncodeIm2col",
     "cuTensorMapEncodeTiled",
 )
 """Driver functions that torch and Triton look up by name outside libc10_cuda, which has the other names."""

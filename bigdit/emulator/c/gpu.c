@@ -132,6 +132,9 @@ void gpu_leave_values(void) { gpu(), values = 0; }
 struct gpu_counts *gpu_counted(void) { return &counts; }
 void gpu_count_one(uint64_t *counter) { __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
 int gpu_called(void) { return gpu_count_one(&counts.library_calls), 0; }
+static __thread uint64_t since; /* this thread's launches */
+int gpu_launched(void) { return since++, gpu_count_one(&counts.launches), 0; }
+uint64_t gpu_launched_here(void) { return since; }
 void gpu_uuid(int which, unsigned char *bytes) {
     memset(bytes, 0xb1, 16);
     bytes[15] = (unsigned char)which;
@@ -329,6 +332,9 @@ int cuCtxSetCurrent(void *context) { return (void)context, OK; }
 int cuCtxPushCurrent_v2(void *context) { return (void)context, OK; }
 int cuCtxPopCurrent_v2(void **context) { return *context = &the_gpu, OK; }
 int cuCtxGetDevice(int *device) { return *device = current, OK; }
+static size_t limits[16]; /* of stack, printf, heap, L2: no kernel runs into them */
+int cuCtxGetLimit(size_t *value, int which) { return which < 0 || which > 15 ? INVALID_VALUE : (*value = limits[which], OK); }
+int cuCtxSetLimit(int which, size_t value) { return which < 0 || which > 15 ? INVALID_VALUE : (limits[which] = value, OK); }
 int cuCtxSynchronize(void) { return __atomic_fetch_add(&counts.host_syncs, 1, __ATOMIC_RELAXED), OK; }
 int cuGetErrorString(int error, const char **text) {
     return *text = error == OK ? "no error" : error == OUT_OF_MEMORY ? "out of memory" : "not supported by an emulated GPU", OK;
@@ -405,17 +411,20 @@ int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *function, int
     (void)function, (void)shared;
     return *blocks = threads > 0 ? gpu()->threads_per_multiprocessor / threads : 1, OK;
 }
-static int launched(void) { return __atomic_fetch_add(&counts.launches, 1, __ATOMIC_RELAXED), OK; }
 int cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared,
                    void *stream, void **arguments, void **extra) {
     (void)function, (void)gx, (void)gy, (void)gz, (void)bx, (void)by, (void)bz, (void)shared, (void)stream, (void)arguments;
-    return (void)extra, launched();
+    return (void)extra, gpu_launched();
 }
 int cuLaunchKernelEx(const void *config, void *function, void **arguments, void **extra) {
-    return (void)config, (void)function, (void)arguments, (void)extra, launched();
+    return (void)config, (void)function, (void)arguments, (void)extra, gpu_launched();
 }
 int cuLaunchCooperativeKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                               unsigned shared, void *stream, void **arguments) {
     return cuLaunchKernel(function, gx, gy, gz, bx, by, bz, shared, stream, arguments, NULL);
 }
+int cuOccupancyMaxActiveClusters(int *clusters, void *function, const void *config) {
+    return (void)function, (void)config, *clusters = gpu()->multiprocessors, OK;
+}
 int cuTensorMapEncodeTiled(void *map) { return memset(map, 0, 128), OK; }
+int cuTensorMapEncodeIm2col(void *map) { return memset(map, 0, 128), OK; }

@@ -281,7 +281,7 @@ int cudaGetDriverEntryPoint(const char *symbol, void **out, unsigned long long f
 struct stream { int priority, capturing; uint64_t captured; };
 struct graph { uint64_t launches; };
 static int is_stream(const struct stream *s) { return (uintptr_t)s > 2; } /* 0, 1, 2: the default ones */
-static __thread uint64_t in_capture;                                        /* launches of this thread while it captures */
+static __thread uint64_t before_capture;                                    /* launches of this thread */
 static uint64_t captures;
 
 static void *handle(size_t n) { return calloc(1, n); }
@@ -308,12 +308,13 @@ int cudaStreamAddCallback(struct stream *s, void (*function)(struct stream *, in
 int cudaStreamBeginCapture(struct stream *s, int mode) {
     (void)mode;
     if (!is_stream(s)) return fail(NOT_SUPPORTED);
-    s->capturing = 1, s->captured = __atomic_add_fetch(&captures, 1, __ATOMIC_RELAXED), in_capture = 0;
+    s->capturing = 1, s->captured = __atomic_add_fetch(&captures, 1, __ATOMIC_RELAXED);
+    before_capture = gpu_launched_here();
     return OK;
 }
 int cudaStreamEndCapture(struct stream *s, struct graph **out) {
     *out = handle(sizeof **out);
-    return (*out)->launches = in_capture, s->capturing = 0, OK;
+    return (*out)->launches = gpu_launched_here() - before_capture, s->capturing = 0, OK;
 }
 int cudaStreamIsCapturing(struct stream *s, int *status) { return *status = is_stream(s) && s->capturing, OK; }
 int cudaStreamGetCaptureInfo(struct stream *s, int *status, uint64_t *id, void **graph, void **nodes, void **edges, size_t *n) {
@@ -389,8 +390,7 @@ void __cudaRegisterFunction(void **binary, const char *function, char *device_fu
     pthread_mutex_unlock(&lock);
 }
 static int launch(const void *function) {
-    gpu_count_one(&gpu_counted()->launches);
-    in_capture++;
+    gpu_launched();
     size_t at = ((uintptr_t)function * 0x9E3779B97F4A7C15ull) >> 51;
     for (size_t i = 0; i < SLOTS; i++, at = (at + 1) % SLOTS) {
         const void *empty = NULL;
