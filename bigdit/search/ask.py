@@ -310,6 +310,7 @@ def _refusals(cluster: Cluster, fixed: Constraints, gpu: Gpu | None, base: str |
                 else EmaSpec(device="cpu" if fixed.ema == "cpu" else "gpu", widths=fixed.ema_widths),
                 lora=None if base is None else LoraSpec.model_validate({"rank": fixed.lora_rank, "base": base}),
                 features=fixed.features,
+                compile_blocks=fixed.compile,
             )
         except ValidationError as error:
             refusals.append("; ".join(detail["msg"].removeprefix("Value error, ") for detail in error.errors()))

@@ -89,6 +89,7 @@ class PlanRequest:
     )
     lora: int | None = _option("Train adapters of this rank.", "RANK", key="strategy.lora.rank")
     features: str | None = _option("cached (if left out), or online: encode while training.", "WHEN")
+    compile: bool | None = _option("Compile the blocks by torch.compile.", key="strategy.compile_blocks")
     full: bool | None = _option("Full fine-tuning: propose no adapters instead.", instead="strategy.lora=null")
     from_scratch: bool | None = _option(
         "Train from random weights: run.yaml names none to start from.", instead="model.init_from=null"

@@ -329,6 +329,8 @@ int cuCtxSetCurrent(void *context) { return (void)context, OK; }
 int cuCtxPushCurrent_v2(void *context) { return (void)context, OK; }
 int cuCtxPopCurrent_v2(void **context) { return *context = &the_gpu, OK; }
 int cuCtxGetDevice(int *device) { return *device = current, OK; }
+int cuCtxSetLimit(int limit, size_t value) { return (void)limit, (void)value, OK; }
+int cuCtxGetLimit(size_t *value, int limit) { return (void)limit, *value = 0, OK; }
 int cuCtxSynchronize(void) { return __atomic_fetch_add(&counts.host_syncs, 1, __ATOMIC_RELAXED), OK; }
 int cuGetErrorString(int error, const char **text) {
     return *text = error == OK ? "no error" : error == OUT_OF_MEMORY ? "out of memory" : "not supported by an emulated GPU", OK;
