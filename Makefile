@@ -31,13 +31,14 @@ $(READY): $(VENV) setup.cfg pyproject.toml constraints.txt
 # stand in for; all else is .venv's, which may be filled meanwhile. In the other two it is the first and the last that
 # plans are proved with, whatever this machine's pip is held to.
 $(CUDA_READY): TORCH = $$(sed -n 's/^torch==//p' constraints.txt)
+$(CUDA_READY): TRITON = $$(grep ^triton== constraints.txt)
 $(OLDEST_READY): TORCH = $$(sed -n 's/.*"torch": ("\(.*\)", ".*/\1/p' $(PROVED))
 $(NEWEST_READY): TORCH = $$(sed -n 's/.*"torch": (".*", "\(.*\)").*/\1/p' $(PROVED))
 $(OLDEST_READY) $(NEWEST_READY): $(PROVED)
 $(CUDA_READY) $(OLDEST_READY) $(NEWEST_READY): $(VENV) setup.cfg constraints.txt
 	@echo "installing torch $(TORCH) into $(@D): about 1 GB on disk, the rest is that of .venv; this takes a minute or more"
 	$(BIN)/python -m venv $(@D)
-	PIP_CONSTRAINT=/dev/null $(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps "torch===$(TORCH)"
+	PIP_CONSTRAINT=/dev/null $(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps "torch===$(TORCH)" $(TRITON)
 	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
 	  > "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_shared.pth"
 	touch $@

@@ -8,15 +8,23 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
+from bigdit.errors import UserError
 from bigdit.record.costs import Counting
 
 
 def without_machine_code() -> None:
-    """Import torch's compiler, and have this process build no machine code from now on."""
+    """Import torch's compiler, and have this process build no machine code from now on.
+
+    Raises UserError where Triton is missing, without which there is none for GPUs.
+    """
+    if find_spec("triton") is None:
+        raise UserError(f"compiled blocks need Triton, and {sys.executable} has none; pip install triton there")
     import torch._inductor.config
     from torch._inductor.async_compile import AsyncCompile
 

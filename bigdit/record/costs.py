@@ -67,6 +67,8 @@ class InPlace:
 
         def watched(linear: Callable[..., Any]) -> Callable[..., Any]:
             def called(*args: Any, **kwargs: Any) -> Any:
+                if torch.compiler.is_compiling():
+                    return linear(*args, **kwargs)
                 self._in_linear = _get_current_dispatch_mode() is mode
                 try:
                     return linear(*args, **kwargs)

@@ -162,8 +162,8 @@ def _by_key(problem: str) -> str:
 
 
 def carried(document: Any, planned: Strategy) -> Strategy:
-    """The planned strategy with the constants of a run's: of its optimizer, EMA, adapters and clipping. Raises UserError
-    where the run, or both together, are none."""
+    """The planned strategy with the constants of a run's: of its optimizer, EMA, adapters and clipping. Raises
+    UserError where the run, or both together, are none."""
     if not isinstance(document, dict):
         raise UserError("it is no run")
     own = parse_run(_for_plan(document)).strategy

@@ -13,7 +13,6 @@ from bigdit.config import RunConfig
 from bigdit.config.plan_file import PlanFile, unplanned
 from bigdit.config.run import RECORD
 from bigdit.documents import parse_json
-from bigdit.emulator import on_emulated_gpu
 from bigdit.errors import versions
 from bigdit.files import write_json
 from bigdit.receipt import OutOfMemory
