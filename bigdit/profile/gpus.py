@@ -241,6 +241,9 @@ class EmulatedGpus:
 
     def _valueless_or_with(self, question: AttemptQuestion, lane: int) -> Attempt:
         kind = _kind(question.request)
+        if question.request.strategy.compile_blocks:  # whose kernels compute no values
+            self._unread.add(kind)
+            return self._run(question, lane, values=False)
         if self._follows.get(kind):
             return self._run(question, lane, values=True)
         try:
