@@ -73,8 +73,6 @@ def memory(
     own, device = gpu.strip().casefold() == "auto", catalog.resolve_gpu(gpu)
     _check_timed(steps, own)
     limit_bytes = None if limit is None else _limit(limit, device)
-    for notice in {each.plan_notice for _, each in strategies if not own and each.plan_notice}:
-        log.notice(f"note: {notice}")
     if out is not None:
         check_writable("--out", out)
     with log.err.status(f"running {model}") as status:

@@ -132,7 +132,7 @@ def unplanned(strategy: Strategy, plan: PlanFile) -> list[str]:
 
 def _predicted_by(strategy: Strategy) -> dict[str, Any]:
     """The settings that predictions depend on: of EMA only device and count, of clipping only whether there is any."""
-    found = strategy.as_planned.model_dump(mode="json", exclude={"optimizer": set(_FREE), "lora": {"alpha"}})
+    found = strategy.model_dump(mode="json", exclude={"optimizer": set(_FREE), "lora": {"alpha"}})
     if strategy.ema is not None:
         found["ema"] = {"device": strategy.ema.device, "count": strategy.ema.count}
     return found | {"gradient_clipping": "a limit" if strategy.gradient_clipping else None}
@@ -154,8 +154,6 @@ def plan_notices(run: RunConfig, plan: PlanFile, catalogue: str) -> list[str]:
         lines.append(
             f"the plan was made with catalogue {plan.catalogue}, and this is {catalogue}; plan again to be sure"
         )
-    if notice := run.strategy.plan_notice:
-        lines.append(notice)
     return [*lines, *_larger(run, plan)]
 
 

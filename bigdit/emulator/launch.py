@@ -88,6 +88,8 @@ def emulated_environment(
         "BIGDIT_EMULATED_PEERS": "1" if peers else "0",
         "BIGDIT_EMULATED_VALUES": "1" if values else "0",
         "DS_ACCELERATOR": "cuda",  # this process may have another one
+        # Else torch puts kernels of Triton between the dispatcher and its own, which computing values would call again.
+        "TORCH_DISABLE_NATIVE_JIT": "1",
         "PYTHONPATH": os.pathsep.join(paths),
     }
 

@@ -12,11 +12,9 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from bigdit import libraries
-from bigdit.emulator import on_emulated_gpu
 from bigdit.errors import UserError
 from bigdit.models.family import Family
 from bigdit.models.swap import swap_blocks
@@ -66,27 +64,20 @@ def compile_blocks(model: nn.Module, family: Family, backend: str | Callable[...
 
     Regional compilation: blocks that are alike share their graphs. Apply it before checkpointing and offload: torch
     finds graphs by the code of a class's own `forward`, and what replaces that has none. Each bucket has its own
-    graphs: with sizes that may change, Inductor of torch 2.13 does not know how convolutions lie in memory. On an
-    emulated GPU, which runs no kernels, blocks stay as they are. Raises UserError where a variable keeps
-    torch from compiling.
+    graphs: with sizes that may change, Inductor of torch 2.13 does not know how convolutions lie in memory. Raises
+    UserError where a variable keeps torch from compiling.
 
     Source: PyTorch's recipe on regional compilation; `compile_repeated_blocks` of diffusers' ModelMixin.
     """
     if os.environ.get(_DISABLED) == "1":
         raise UserError(f"strategy.compile_blocks is true, and {_DISABLED} is 1; unset it, or leave compile_blocks out")
-    if on_emulated_gpu():
-        return
     import torch._dynamo as dynamo  # here: it takes a second to import
 
+    # torch finds by time whether products are faster with padding: then no plan could say what they take.
+    options = {"shape_padding": False} if backend == "inductor" else None
     dynamo.config.recompile_limit = dynamo.config.accumulated_recompile_limit  # else 8: four buckets, and then none
     for block in family.blocks(model):
-        compiled = torch.compile(block.forward, backend=backend, dynamic=False)
-        block.forward = functools.partial(_called, compiled, block.forward)
-
-
-def _called(compiled: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The block as it is written where a dispatch mode needs its operators, which a compiled one hides."""
-    return (forward if is_in_torch_dispatch_mode() else compiled)(*args, **kwargs)
+        block.forward = torch.compile(block.forward, backend=backend, dynamic=False, options=options)
 
 
 @contextmanager
@@ -106,11 +97,7 @@ def compile_errors() -> Iterator[None]:
 
 def compile_notices(strategy: Strategy) -> list[str]:
     """What to log about compiled blocks, before the first step."""
-    if not strategy.compile_blocks:
-        return []
-    if on_emulated_gpu():
-        return ["strategy.compile_blocks: an emulated GPU runs no kernels, and blocks run as they are written"]
-    return ["strategy.compile_blocks: the first step waits for torch's compiler"]
+    return ["strategy.compile_blocks: the first step waits for torch's compiler"] if strategy.compile_blocks else []
 
 
 def join_gradients(model: nn.Module, family: Family) -> None:

@@ -111,6 +111,11 @@ def _import_for(line: str) -> None:
             import bigdit.models.lora
         if request.encoders is not None:
             import bigdit.encoders.frozen  # noqa: F401
+    if strategy.compile_blocks:
+        from bigdit.profile.compiled import without_machine_code
+
+        with libraries.importing():
+            without_machine_code()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
 
-from bigdit.cache import Cache, digest_of
+from bigdit.cache import Cache, cache_root, digest_of
 from bigdit.catalog import Gpu
 from bigdit.checkout import ROOT, in_checkout, own_module
 from bigdit.emulator import emulated_environment
@@ -146,7 +146,8 @@ class EmulatedGpus:
             found = None if snapshot else _PROFILES.find(key)
             if found is None:
                 file = None if snapshot is None else str(snapshot.absolute())
-                values = self._follows.get(kind, kind not in self._unread)
+                # Compiled kernels compute no values.
+                values = not request.strategy.compile_blocks and self._follows.get(kind, kind not in self._unread)
                 asked = question.model_copy(update={"values": values, "snapshot": file})
                 found = Profile.model_validate_json(self._ask(asked, slot))
                 _PROFILES.keep(key, found)
@@ -248,7 +249,7 @@ class EmulatedGpus:
         except (UserError, WorkerError):  # it asks for values that are not there
             self._follows[kind] = True
             return self._run(question, slot, values=True)
-        if not without.reads:
+        if not without.reads or question.request.strategy.compile_blocks:
             self._unread.add(kind)
             return without
         with self._first.setdefault(kind, Lock()):
@@ -298,6 +299,8 @@ def _worker(gpu: Gpu, expandable_segments: bool) -> tuple[list[str], dict[str, s
 def worker_environment(gpu: Gpu, *, expandable_segments: bool = True) -> dict[str, str]:
     """The environment of one process on this GPU, which needs no peers, whatever its strategy."""
     found = environment(expandable_segments=expandable_segments) | emulated_environment(gpu, peers=False)
+    # Inductor keeps its code here. Of one thread: it is made in forks, which have no others.
+    found |= {"TORCHINDUCTOR_CACHE_DIR": str(cache_root() / "inductor"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     for name in ("CUDA_VISIBLE_DEVICES", "BIGDIT_EMULATED_OUT"):  # attempts of an emulated program are no part of it
         found.pop(name, None)
     # Where pip installed bigdit, the folder has a torch too, which must not come before the CUDA build.

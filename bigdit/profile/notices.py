@@ -30,8 +30,6 @@ def notices(strategy: Strategy, versions: Mapping[str, str]) -> tuple[str, ...]:
             f"ZeRO-{strategy.zero_stage} hands {strategy.optimizer.name} flat partitions, which cannot be factored: "
             "its second moment is whole here, and priced so; engine fsdp2 keeps the factors"
         )
-    if strategy.plan_notice:
-        found.append(strategy.plan_notice)
     return tuple(found)
 
 

@@ -44,7 +44,7 @@ def unwritten_weights() -> Iterator[None]:
     originals = {name: each for name, each in vars(nn.init).items() if name.endswith("_") and name[0] != "_"}
     apply = nn.Module._apply
     for name, original in originals.items():
-        setattr(nn.init, name, functools.partial(_of_small, original))
+        setattr(nn.init, name, functools.update_wrapper(functools.partial(_of_small, original), original))
     nn.Module._apply = _casting_unwritten(apply)
     try:
         yield

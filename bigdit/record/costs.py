@@ -67,6 +67,8 @@ class InPlace:
 
         def watched(linear: Callable[..., Any]) -> Callable[..., Any]:
             def called(*args: Any, **kwargs: Any) -> Any:
+                if torch.compiler.is_compiling():
+                    return linear(*args, **kwargs)
                 self._in_linear = _get_current_dispatch_mode() is mode
                 try:
                     return linear(*args, **kwargs)
@@ -127,6 +129,8 @@ _COLLECTIVES = {
     "alltoall": "all_to_all",
 }
 _NAMESPACES = ("c10d", "_c10d_functional")
+COMPILED = "compiled kernel"
+"""The name of kernels that torch's compiler makes."""
 # They allocate, and neither read nor write; or hand one number to the program.
 _FREE = {
     aten.empty,
@@ -203,6 +207,10 @@ class Counting(TorchDispatchMode):  # type: ignore[misc]
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled here, and keeping the compiler out takes its time at every operation
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # compiled blocks run as they do without this mode
+
     def __enter__(self) -> Counting:
         self._hooks.enter_context(self._in_place.watching(self))
         # DTensor finds the shapes of a result by running the operation on fake tensors of the global shape.
@@ -229,6 +237,11 @@ class Counting(TorchDispatchMode):  # type: ignore[misc]
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operation."""
         return func(*args, **kwargs)
+
+    def count_kernel(self, args: Any, nbytes: int) -> None:
+        """Count a launch of a compiled kernel, which moves so many bytes."""
+        if self.phases and not self.paused:
+            self.costs.add_kernel(len(self.phases) - 1, args, nbytes)
 
     def _uncounted(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any) -> Any:
@@ -284,6 +297,13 @@ class Costs:
             found.flops += counted.flops(*args, **kwargs, out_val=result)
         elif counted.is_packed:
             found.flops += 2 * args[0].shape[-1] * results[0].numel()
+
+    def add_kernel(self, span: int, args: Any, nbytes: int) -> None:
+        """Count a compiled kernel of several operators in the span of that number."""
+        dtype = next((_dtype(each.dtype) for each in args if isinstance(each, torch.Tensor)), "float32")
+        found = self._sums[span, COMPILED, dtype, "device"]
+        found.calls += 1
+        found.nbytes += nbytes
 
     def operators(self) -> tuple[OperatorCost, ...]:
         return tuple(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from bigdit.memory import Block, Category, Span, Timeline
-from bigdit.record.costs import Costs, Counting, is_wrapper, replaced
+from bigdit.record.costs import COMPILED, Costs, Counting, is_wrapper, replaced
 
 HOST = "cpu"
 _PIN = torch.ops.aten._pin_memory.default
@@ -49,6 +49,8 @@ class Recorder(Counting):
         self._froze = gc.get_freeze_count() == 0
         gc.freeze()  # what exists by now is not this recording's garbage: collections stay cheap
         self._hooks.enter_context(replaced(torch.UntypedStorage, "resize_", self._seeing))
+        # Compiled code allocates by this function, which is no operation.
+        self._hooks.enter_context(replaced(torch._C._dynamo.guards, "_empty_strided_cuda", self._seeing_result))
         super().__enter__()
         return self
 
@@ -145,6 +147,14 @@ class Recorder(Counting):
         if track is not None:
             label, category = self._callers[-1] if self._callers else (None, None)
             track.see(tensor.untyped_storage(), category, label or source)
+
+    def _seeing_result(self, allocate: Callable[..., Any]) -> Callable[..., Any]:
+        def allocated(*args: Any) -> Any:
+            tensor = allocate(*args)
+            self._see(tensor, COMPILED)
+            return tensor
+
+        return allocated
 
     def _seeing(self, resize: Callable[..., Any]) -> Callable[..., Any]:
         def resized(storage: torch.UntypedStorage, size: int) -> Any:

@@ -52,12 +52,19 @@ class Watch:
         self._recorder = recorder
         self._engine = engine
         names = {module: name for name, module in engine.model.named_modules()}
+
+        def entered(module: nn.Module, _: Any) -> None:
+            if not torch.compiler.is_compiling():  # what runs within a compiled block has no module
+                recorder.enter_module(names.get(module, type(module).__name__))
+
+        def left(*_: Any) -> None:
+            if not torch.compiler.is_compiling():
+                recorder.leave_module()
+
         self._hooks = (
-            register_module_forward_pre_hook(
-                lambda module, _: recorder.enter_module(names.get(module, type(module).__name__))
-            ),
+            register_module_forward_pre_hook(entered),
             # always_call: a checkpoint stops its recomputation early by an exception.
-            register_module_forward_hook(lambda *_: recorder.leave_module(), always_call=True),
+            register_module_forward_hook(left, always_call=True),
             engine.optimizer.register_step_pre_hook(self._mark_stepped),
         )
         self._calls = list(engine.calls())

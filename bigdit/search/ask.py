@@ -46,6 +46,11 @@ _ASKED = {
 }
 """Fields of a question that a request calls otherwise."""
 
+UNCOMPILED = {
+    "SanaTransformer2DModel": "the compiler of torch 2.13 hands Sana's masks to the backward pass of attention with "
+    "strides that CUDA's kernel refuses",
+}
+"""Classes whose compiled blocks take no step on a GPU, and why: seen on emulated ones."""
 _THOUSANDS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}
 
 Found = TypeVar("Found")
@@ -310,6 +315,7 @@ def _refusals(cluster: Cluster, fixed: Constraints, gpu: Gpu | None, base: str |
                 else EmaSpec(device="cpu" if fixed.ema == "cpu" else "gpu", widths=fixed.ema_widths),
                 lora=None if base is None else LoraSpec.model_validate({"rank": fixed.lora_rank, "base": base}),
                 features=fixed.features,
+                compile_blocks=fixed.compile,
             )
         except ValidationError as error:
             refusals.append("; ".join(detail["msg"].removeprefix("Value error, ") for detail in error.errors()))
@@ -340,6 +346,8 @@ def model_fits(model: CatalogModel, fixed: Constraints, shape: BatchShape | None
         problems.append(
             f"--checkpointed-blocks is {blocks}, and {model.name} has {most} blocks; {most} and all are the most"
         )
+    if fixed.compile and model.spec.class_name in UNCOMPILED:
+        problems.append(f"--compile was given, and {UNCOMPILED[model.spec.class_name]}; leave it out")
     if fixed.features == "online" and shape is not None:
         _attempt(problems, "--features online", lambda: online_encoders(model, shape))
     return problems

@@ -206,9 +206,6 @@ def check(receipts: Iterable[Receipt], gpu: Gpu, gpus: EmulatedGpus) -> tuple[li
     checked, notices = [], []
     for each in receipts:
         problem = f"the receipt of {each.model.name}, {each.written}, is left out"
-        if each.strategy.plan_notice:
-            notices.append(f"{problem}: its blocks were compiled")
-            continue
         try:
             checked.append(_checked(each, gpu, gpus))
         except (UserError, WorkerError) as error:

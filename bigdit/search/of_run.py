@@ -56,16 +56,14 @@ def overruled(path: Path, overrides: Sequence[str]) -> list[str]:
     """What a run says of memory or speed that its plan chooses by itself, as lines: one a key, whichever stage says
     it."""
     documents, _ = read_stages(path, overrides)
-    lines, notices = [], set()
+    lines = set()
     for document in documents:
         strategy = parse_run(_for_plan(document)).strategy
-        notices.add(strategy.plan_notice)
         usual = Strategy(lora=strategy.lora and LoraSpec(rank=strategy.lora.rank))
-        for key, found, _ in differences(strategy.as_planned.model_dump(mode="json"), usual.model_dump(mode="json")):
+        for key, found, _ in differences(strategy.model_dump(mode="json"), usual.model_dump(mode="json")):
             if found is not None and not any(f"{key}.".startswith(f"{taken}.") for taken in _TAKEN):
-                lines.append(f"strategy.{key} is {written(found)}, which plans do not fix: this one chooses by itself")
-    lines = [*sorted(set(lines)), *filter(None, notices)]
-    return [f"{path}: {line}" for line in lines]
+                lines.add(f"strategy.{key} is {written(found)}, which plans do not fix: this one chooses by itself")
+    return [f"{path}: {line}" for line in sorted(lines)]
 
 
 def _for_plan(document: dict[str, Any]) -> dict[str, Any]:
@@ -110,6 +108,7 @@ def _question(document: dict[str, Any], asked: Mapping[str, Any]) -> Question:
         ema_widths=None if strategy.ema is None else strategy.ema.widths,
         lora=None if strategy.lora is None else strategy.lora.rank,
         features="online" if strategy.features == "online" else None,
+        compile=strategy.compile_blocks or None,
         full=strategy.lora is None,
         **{**asked, "gpus": gpus},
     )
@@ -163,15 +162,14 @@ def _by_key(problem: str) -> str:
 
 
 def carried(document: Any, planned: Strategy) -> Strategy:
-    """The planned strategy with the constants of a run's: of its optimizer, EMA, adapters and clipping, and with its
-    blocks compiled where the run asks for it. Raises UserError where the run, or both together, are none."""
+    """The planned strategy with the constants of a run's: of its optimizer, EMA, adapters and clipping. Raises
+    UserError where the run, or both together, are none."""
     if not isinstance(document, dict):
         raise UserError("it is no run")
     own = parse_run(_for_plan(document)).strategy
     kept = planned.optimizer.model_dump(include={"name", "implementation"})
     update: dict[str, Any] = {
         "optimizer": own.optimizer.model_copy(update=kept),
-        **own.not_planned,
         "gradient_clipping": planned.gradient_clipping and own.gradient_clipping,
     }
     if planned.ema is not None and own.ema is not None and own.ema.count == planned.ema.count:

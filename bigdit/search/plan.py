@@ -47,6 +47,7 @@ class Constraints(Strict):
     ema_widths: Widths | None = None
     lora_rank: Annotated[Count, Field(le=MOST_RANK)] | None = None
     features: Literal["cached", "online"] = "cached"
+    compile: Switch = False
     full: Switch = False
 
 

@@ -96,6 +96,7 @@ class PlanRequest:
     features: str | None = _option(
         "cached (the default), or online: run the encoders in every step.", "WHEN", key="strategy.features"
     )
+    compile: bool | None = _option("Compile the blocks by torch.compile.", key="strategy.compile_blocks")
     full: bool | None = _option("Full fine-tuning only: propose no adapters.", instead="strategy.lora=null")
     from_scratch: bool | None = _option(
         "Train from random weights: run.yaml names no weights.", instead="model.init_from=null"

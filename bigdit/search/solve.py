@@ -88,7 +88,7 @@ def _selective(planner: Planner, best: Sequence[Estimate]) -> None:
     """Selective checkpointing of what shares the activations of the best one, where that recomputes blocks, or a larger
     micro-batch would be faster if recomputing cost nothing."""
     looked_at = any(each.strategy.checkpointing == "selective" for each in planner.options.values())
-    if not best or looked_at or planner.options[best[0].option].last_resort:
+    if not best or looked_at or best[0].strategy.compile_blocks or planner.options[best[0].option].last_resort:
         return
     option = planner.options[best[0].option]
     most = option.largest(option.count, planner.capacity(option.strategy))

@@ -176,6 +176,8 @@ def _strategy(question: Question, engine: str, settings: dict[str, Any]) -> Stra
     texts = ["fsdp2" if engine == "hsdp" else engine, f"world_size={world_size}"]
     texts += [f"{key}={value}" for key, value in settings.items() if value is not None]
     texts += [f"features={question.constraints.features}"]
+    if question.constraints.compile:
+        texts.append("compile_blocks=true")
     if question.constraints.features == "online":
         texts.append(f"encode_chunk={ONLINE_ENCODE_CHUNK}")
     if engine == "hsdp":

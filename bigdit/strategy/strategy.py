@@ -23,9 +23,6 @@ MOST_GPUS = 4096
 
 _GLOBAL = "global_batch_size"
 
-_NOT_PLANNED: dict[str, Any] = {"compile_blocks": False}
-"""Keys that plans leave out, and their values in a plan."""
-
 _FORWARD_ONLY = {"checkpointed_blocks": 0, "offload_activations": False, "compile_blocks": False}
 """What serves a backward pass, or takes more time than a few forward passes save."""
 
@@ -74,7 +71,7 @@ class Strategy(Section):
     offload_activations: Switch = False
     """Keep activations that autograd saves in CPU memory."""
     compile_blocks: Switch = False
-    """Compile the repeated block by torch.compile. Plans run it without."""
+    """Compile the repeated block by torch.compile."""
     blocks_to_swap: Natural = 0
     """Block swap: the number of first blocks whose weights are in CPU memory, and on the GPU two blocks at a time. With
     `lora` these are frozen weights, else all."""
@@ -172,26 +169,6 @@ class Strategy(Section):
         if self.ds_config is None:
             return None
         return int(self.ds_config.get("zero_optimization", {}).get("stage", 0))
-
-    @property
-    def as_planned(self) -> Strategy:
-        """The strategy that plans run in its place: with blocks as they are written."""
-        return self.model_copy(update=_NOT_PLANNED)
-
-    @property
-    def not_planned(self) -> dict[str, Any]:
-        """The keys that plans leave out."""
-        return self.model_dump(include=set(_NOT_PLANNED))
-
-    @property
-    def plan_notice(self) -> str | None:
-        """How its memory differs from that of `as_planned`, for people; None where they are the same."""
-        if not self.compile_blocks:
-            return None
-        return (
-            "strategy.compile_blocks is true, and plans run blocks as they are written: compiled ones usually keep "
-            "less memory, and at times more"
-        )
 
     @property
     def forward_only(self) -> Strategy:

@@ -13,7 +13,6 @@ from bigdit.config import RunConfig
 from bigdit.config.plan_file import PlanFile, unplanned
 from bigdit.config.run import RECORD
 from bigdit.documents import parse_json
-from bigdit.emulator import on_emulated_gpu
 from bigdit.errors import versions
 from bigdit.files import write_json
 from bigdit.receipt import OutOfMemory
@@ -95,13 +94,12 @@ def _row(line: str) -> dict[str, Any] | None:
 
 class PlannedMemory(Strict):
     """Planned bytes of one process, for samples of `resolution` (height, width) in pixels: the most that is allocated,
-    by phase and in all, and reserved by torch. `compiled`: the run compiles its blocks, which the plan does not."""
+    by phase and in all, and reserved by torch."""
 
     resolution: tuple[PositiveInt, PositiveInt]
     phases: dict[str, NonNegativeInt]
     peak_allocated_bytes: PositiveInt
     peak_reserved_bytes: PositiveInt
-    compiled: bool = False
 
     def compared(self, reserved_bytes: int) -> str:
         """A line that compares planned with measured reserved memory."""
@@ -109,7 +107,6 @@ class PlannedMemory(Strict):
         return (
             f"planned {gib(self.peak_reserved_bytes)} at {height} × {width}, measured {gib(reserved_bytes)} "
             f"({off(self.peak_reserved_bytes, reserved_bytes)}) reserved by torch"
-            + ("; blocks are compiled, and were planned as they are written" if self.compiled else "")
         )
 
 
@@ -128,5 +125,4 @@ def planned_memory(plan: PlanFile | None, strategy: Strategy, device: str) -> Pl
         phases={phase.phase: phase.peak_bytes for phase in plan.ledger.phases},
         peak_allocated_bytes=plan.expected.peak_allocated_bytes,
         peak_reserved_bytes=plan.expected.peak_reserved_bytes,
-        compiled=strategy.plan_notice is not None and not on_emulated_gpu(),
     )

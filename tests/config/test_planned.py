@@ -102,11 +102,6 @@ def test_what_the_plan_did_not_foresee_is_reported(tmp_path):
     plan = plan_of()
     run = stage_of(tmp_path, plan).run
     assert plan_notices(run, plan, plan.catalogue) == []
-    compiled = stage_of(tmp_path, plan, "strategy.compile_blocks=true").run
-    assert plan_notices(compiled, plan, plan.catalogue) == [
-        "strategy.compile_blocks is true, and plans run blocks as they are written: compiled ones usually keep less "
-        "memory, and at times more"
-    ]
     build = plan.model_copy(update={"versions": plan.versions | {"torch": f"{plan.versions['torch']}+another"}})
     assert plan_notices(run, build, plan.catalogue) == []
     old = plan.model_copy(update={"versions": plan.versions | {"torch": "2.12.0", "python": "3.9"}})

@@ -1,0 +1,48 @@
+"""Compiled blocks on an emulated GPU: torch's compiler makes their graphs and kernels as on a real one.
+
+Triton would build the kernels' machine code in a minute, and nothing would run it. So it is left out: a kernel is
+launched, and has the bytes that Inductor expects it to move. What is allocated does not depend on the kernels.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from bigdit.errors import UserError
+from bigdit.record.costs import Counting
+
+
+def without_machine_code() -> None:
+    """Import torch's compiler, and have this process build no machine code from now on.
+
+    Raises UserError where Triton is missing, without which there is none for GPUs.
+    """
+    if find_spec("triton") is None:
+        raise UserError(f"compiled blocks need Triton, and {sys.executable} has none; pip install triton there")
+    import torch._inductor.config
+    from torch._inductor.async_compile import AsyncCompile
+
+    importlib.import_module("torch._inductor.compile_fx")
+    torch._inductor.config.profile_bandwidth = True  # it writes a kernel's bytes beside its source
+    AsyncCompile.triton = lambda self, name, source, **device: _Kernel(source)  # type: ignore[method-assign]
+
+
+class _Kernel:
+    """A kernel of Triton in the code that Inductor made, which launches it by `run`."""
+
+    def __init__(self, source: str) -> None:
+        moved = re.search(r"'kernel_num_gb': ([\d.e+-]+)", source)
+        self._nbytes = round(float(moved[1]) * 1e9) if moved else 0
+        self._launch = importlib.import_module("bigdit_emulated.libraries").library("libcuda").cuLaunchKernel
+
+    def run(self, *args: Any, **where: Any) -> None:
+        self._launch(None, 1, 1, 1, 1, 1, 1, 0, None, None, None)
+        for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
+            if isinstance(mode, Counting):
+                mode.count_kernel(args, self._nbytes)
