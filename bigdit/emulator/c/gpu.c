@@ -131,10 +131,10 @@ size_t gpu_values(void) { return gpu(), values; }
 void gpu_leave_values(void) { gpu(), values = 0; }
 struct gpu_counts *gpu_counted(void) { return &counts; }
 void gpu_count_one(uint64_t *counter) { __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
-int gpu_called(void) { return gpu_count_one(&counts.library_calls), 0; }
-static __thread uint64_t since; /* this thread's launches */
-int gpu_launched(void) { return since++, gpu_count_one(&counts.launches), 0; }
-uint64_t gpu_launched_here(void) { return since; }
+static __thread struct gpu_here here;
+struct gpu_here gpu_counted_here(void) { return here; }
+int gpu_called(void) { return here.library_calls++, gpu_count_one(&counts.library_calls), 0; }
+int gpu_launched(void) { return here.launches++, gpu_count_one(&counts.launches), 0; }
 void gpu_uuid(int which, unsigned char *bytes) {
     memset(bytes, 0xb1, 16);
     bytes[15] = (unsigned char)which;

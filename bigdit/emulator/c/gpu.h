@@ -63,7 +63,8 @@ void gpu_leave_values(void); /* from now on copies move no data, and the CPU rea
 struct gpu_counts *gpu_counted(void);
 void gpu_count_one(uint64_t *counter);
 int gpu_launched(void); /* count a launched kernel; returns 0 */
-uint64_t gpu_launched_here(void); /* by this thread */
+struct gpu_here { uint64_t launches, library_calls; };
+struct gpu_here gpu_counted_here(void); /* of this thread */
 int gpu_called(void); /* count a library's call that launches; returns 0 */
 int gpu_refuse(const char *function, int status); /* print once that a function is not supported; returns `status` */
 const char *gpu_refused(int i);                   /* the i-th function that was refused, NULL past the last */

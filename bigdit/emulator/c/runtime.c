@@ -279,9 +279,9 @@ int cudaGetDriverEntryPoint(const char *symbol, void **out, unsigned long long f
 /* -- streams, events, graphs: each has its own handle; all work is done at once -- */
 
 struct stream { int priority, capturing; uint64_t captured; };
-struct graph { uint64_t launches; };
+struct graph { struct gpu_here counts; };
 static int is_stream(const struct stream *s) { return (uintptr_t)s > 2; } /* 0, 1, 2: the default ones */
-static __thread uint64_t before_capture;                                    /* launches of this thread */
+static __thread struct gpu_here before_capture;
 static uint64_t captures;
 
 static void *handle(size_t n) { return calloc(1, n); }
@@ -309,12 +309,15 @@ int cudaStreamBeginCapture(struct stream *s, int mode) {
     (void)mode;
     if (!is_stream(s)) return fail(NOT_SUPPORTED);
     s->capturing = 1, s->captured = __atomic_add_fetch(&captures, 1, __ATOMIC_RELAXED);
-    before_capture = gpu_launched_here();
+    before_capture = gpu_counted_here();
     return OK;
 }
 int cudaStreamEndCapture(struct stream *s, struct graph **out) {
+    struct gpu_here now = gpu_counted_here();
     *out = handle(sizeof **out);
-    return (*out)->launches = gpu_launched_here() - before_capture, s->capturing = 0, OK;
+    (*out)->counts.launches = now.launches - before_capture.launches;
+    (*out)->counts.library_calls = now.library_calls - before_capture.library_calls;
+    return s->capturing = 0, OK;
 }
 int cudaStreamIsCapturing(struct stream *s, int *status) { return *status = is_stream(s) && s->capturing, OK; }
 int cudaStreamGetCaptureInfo(struct stream *s, int *status, uint64_t *id, void **graph, void **nodes, void **edges, size_t *n) {
@@ -326,7 +329,7 @@ int cudaStreamGetCaptureInfo(struct stream *s, int *status, uint64_t *id, void *
     return OK;
 }
 int cudaThreadExchangeStreamCaptureMode(int *mode) { return *mode = 0, OK; }
-int cudaGraphGetNodes(struct graph *graph, void **nodes, size_t *n) { return nodes ? OK : (*n = graph->launches, OK); }
+int cudaGraphGetNodes(struct graph *graph, void **nodes, size_t *n) { return nodes ? OK : (*n = graph->counts.launches + graph->counts.library_calls, OK); }
 int cudaGraphInstantiateWithFlags(struct graph **out, struct graph *graph, unsigned long long flags) {
     (void)flags, *out = handle(sizeof **out);
     return **out = *graph, OK;
@@ -335,7 +338,9 @@ int cudaGraphInstantiate(struct graph **out, struct graph *graph, unsigned long 
     return cudaGraphInstantiateWithFlags(out, graph, flags);
 }
 int cudaGraphLaunch(struct graph *graph, struct stream *s) {
-    return (void)s, __atomic_fetch_add(&gpu_counted()->launches, graph->launches, __ATOMIC_RELAXED), OK;
+    __atomic_fetch_add(&gpu_counted()->launches, graph->counts.launches, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&gpu_counted()->library_calls, graph->counts.library_calls, __ATOMIC_RELAXED);
+    return (void)s, OK;
 }
 int cudaGraphDestroy(struct graph *graph) { return free(graph), OK; }
 int cudaGraphExecDestroy(struct graph *graph) { return free(graph), OK; }

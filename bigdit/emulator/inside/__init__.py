@@ -38,10 +38,10 @@ def _before_torch(spec: ModuleSpec) -> None:
 
 
 def _after_torch(torch: Any) -> None:
-    from . import account, engines, history, host, libraries, parent, sparse, steps, values
+    from . import account, compiling, engines, history, host, libraries, parent, sparse, steps, values
 
     libraries.install(torch)
-    for part in (host, values, sparse):
+    for part in (host, values, sparse, compiling):
         part.install(torch)
     if parent.OUT:
         for observer in (history, account, steps, engines):

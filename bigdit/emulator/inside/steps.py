@@ -158,15 +158,39 @@ def _within_backward(run: Callable[..., Any]) -> Callable[..., Any]:
 def _watch_first_forward(torch: Any) -> None:
     """The first step begins when a module with trained parameters is called with gradients enabled."""
 
-    def before(module: Any, _: Any) -> None:
+    def before(module: Any) -> None:
         global _base
         if _trains(torch, module):
-            handle.remove()
+            stop()
             _base = FORWARD
             if not _stack:
                 _mark()
 
-    handle = torch.nn.modules.module.register_module_forward_pre_hook(before)
+    stop = _before_calls(torch, before)
+
+
+def _before_calls(torch: Any, do: Callable[[Any], None]) -> Callable[[], None]:
+    """Call `do` before each call of a module, until the returned function is called.
+
+    Global hooks of modules would do so too, but they become part of compiled graphs, and break them.
+    """
+    module, original = torch.nn.Module, torch.nn.Module.__call__
+    compiling, watching = torch.compiler.is_compiling, True
+
+    @wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not compiling() and watching:
+            do(self)
+        return original(self, *args, **kwargs)
+
+    def stop() -> None:
+        nonlocal watching
+        watching = False
+        if module.__call__ is call:
+            module.__call__ = original
+
+    module.__call__ = call
+    return stop
 
 
 def _trains(torch: Any, module: Any) -> bool:
@@ -176,11 +200,11 @@ def _trains(torch: Any, module: Any) -> bool:
 def _end_at_next_forward(torch: Any) -> None:
     """End the process before the next forward of a trained module."""
 
-    def before(module: Any, _: Any) -> None:
+    def before(module: Any) -> None:
         if not _stack and _trains(torch, module):
             ending.end_after_steps()
 
-    torch.nn.modules.module.register_module_forward_pre_hook(before)
+    _before_calls(torch, before)
 
 
 def _continues(driver: Any) -> bool:

@@ -1,0 +1,151 @@
+"""Compilation by Inductor and Triton, which is real. Autotuners time nothing: their first candidate is taken.
+
+A compilation that fails for a reason outside the script gets a notice with the fix.
+"""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
+
+from . import imports, notices
+
+_SAID = "an autotuner took its first candidate: nothing runs here that it could time"
+
+
+def install(torch: Any) -> None:
+    """Replace the benchmarks of Triton and Inductor when they are imported."""
+    imports.after("triton.runtime.autotuner", _tune_triton)
+    imports.after("torch._inductor.runtime.triton_heuristics", _tune_kernels)
+    imports.after("torch._inductor.select_algorithm", _tune_algorithms)
+    imports.after("torch._inductor.runtime.benchmarking", _benchmark)
+    imports.after("torch._inductor.compile_fx", _watch_inductor)
+    imports.after("triton.compiler.compiler", _watch_triton)
+
+
+def _tune_triton(module: Any) -> None:
+    """Candidates that need too much shared memory fail to load, as on a real GPU."""
+    autotuner, original = module.Autotuner, module.Autotuner._bench
+    never = [float("inf")] * 3
+    tuned: Any = None
+
+    @wraps(original)
+    def bench(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal tuned
+        if tuned is self.nargs:  # made by each run
+            return never
+        self._do_bench = _once
+        found = original(self, *args, **kwargs)
+        if found != never:
+            tuned = self.nargs
+            notices.add(_SAID)
+        return found
+
+    autotuner._bench = bench
+
+
+def _once(run: Callable[[], Any], **_: Any) -> list[float]:
+    run()
+    return [1.0] * 3
+
+
+def _tune_kernels(module: Any) -> None:
+    def first(self: Any, *_: Any, **__: Any) -> dict[Any, float]:
+        return {launcher: float(i) for i, launcher in enumerate(self.launchers)}
+
+    module.CachingAutotuner.benchmark_all_configs = first
+    module.CachingAutotuner.coordinate_descent_tuning = lambda self, launcher, *args, **kwargs: launcher
+
+
+def _tune_algorithms(module: Any) -> None:
+    """An operator's own kernel comes before Triton's, as in Inductor's deterministic mode."""
+    cache, original = module.AlgorithmSelectorCache, module.AlgorithmSelectorCache.__call__
+
+    @wraps(original)
+    def choose(self: Any, name: str, choices: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(choices) > 1:
+            own = [choice for choice in choices if isinstance(choice, module.ExternKernelCaller)]
+            choices = (own or choices)[:1]
+        return original(self, name, choices, *args, **kwargs)
+
+    cache.__call__ = choose
+
+
+def _benchmark(module: Any) -> None:
+    """What else Inductor times, such as fusions, is run once."""
+
+    def once(self: Any, run: Callable[[], Any], *_: Any, **__: Any) -> float:
+        run()
+        return 1.0
+
+    for benchmarker in ("Benchmarker", "TritonBenchmarker", "InductorBenchmarker", "TorchProfilerBenchmarker"):
+        if hasattr(module, benchmarker):
+            getattr(module, benchmarker).benchmark_gpu = once
+
+
+def _watch_inductor(module: Any) -> None:
+    """Say that max-autotune did not tune, also where the cache has its graphs, and why a compilation fails."""
+    original = module.compile_fx
+
+    @wraps(original)
+    def compile_fx(*args: Any, **kwargs: Any) -> Any:
+        patches = kwargs.get("config_patches") or {}
+        if patches.get("max_autotune", module.config.max_autotune):
+            notices.add(_SAID)
+        return explained(*args, **kwargs)
+
+    explained = _explained(original)
+    module.compile_fx = compile_fx
+
+
+def _watch_triton(module: Any) -> None:
+    module.compile = _explained(module.compile)
+
+
+def _explained(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except Exception as error:
+            for each in _causes(error):
+                if reason := _reason(each):
+                    notices.add(reason)
+                    break
+            raise
+
+    return run
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and those within it."""
+    for _ in range(_DEEPEST):
+        if error is None:
+            return
+        yield error
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+
+
+_DEEPEST = 20
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
+
+
+def _reason(error: BaseException) -> str:
+    """What failed outside the script, and the nearest fix; empty if nothing did."""
+    name, text = type(error).__name__, " ".join(str(error).split())
+    if name == "TritonMissing":
+        return "torch.compile found no Triton, which torch for CUDA requires: pip install it in the version of torch"
+    if name == "PTXASError":
+        return f"Triton's assembler failed: {text[:200]}; name another ptxas in TRITON_PTXAS_PATH, or remove it there"
+    if isinstance(error, subprocess.CalledProcessError):
+        command = error.cmd if isinstance(error.cmd, str) else error.cmd[0]
+        return f"the compiler {command} ended with status {error.returncode}; name another in CC"
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return (
+            f"the compile cache cannot be written: {error.strerror}: {error.filename}; name another folder in "
+            "TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR"
+        )
+    return ""
