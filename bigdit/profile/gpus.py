@@ -12,7 +12,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
 
-from bigdit.cache import Cache, cache_root, digest_of
+from bigdit.cache import Cache, digest_of
 from bigdit.catalog import Gpu
 from bigdit.checkout import ROOT, in_checkout, own_module
 from bigdit.emulator import emulated_environment
@@ -299,8 +299,7 @@ def _worker(gpu: Gpu, expandable_segments: bool) -> tuple[list[str], dict[str, s
 def worker_environment(gpu: Gpu, *, expandable_segments: bool = True) -> dict[str, str]:
     """The environment of one process on this GPU, which needs no peers, whatever its strategy."""
     found = environment(expandable_segments=expandable_segments) | emulated_environment(gpu, peers=False)
-    # Inductor keeps its code here. Of one thread: it is made in forks, which have no others.
-    found |= {"TORCHINDUCTOR_CACHE_DIR": str(cache_root() / "inductor"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    found["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # Inductor runs in forks, which have no other threads
     for name in ("CUDA_VISIBLE_DEVICES", "BIGDIT_EMULATED_OUT"):  # attempts of an emulated program are no part of it
         found.pop(name, None)
     # Where pip installed bigdit, the folder has a torch too, which must not come before the CUDA build.
