@@ -128,8 +128,8 @@ def _reason(error: BaseException) -> str:
     name, text = type(error).__name__, " ".join(str(error).split())
     if name == "TritonMissing":
         return "torch.compile found no Triton, which torch for CUDA requires: pip install it in the version of torch"
-    if name == "PTXASError":
-        return f"Triton's assembler failed: {text[:200]}; name another ptxas in TRITON_PTXAS_PATH, or remove it there"
+    if "PTXASError" in name + text or "PTXAS error" in text:
+        return "Triton's assembler ptxas failed; leave TRITON_PTXAS_PATH unset to use Triton's own"
     if isinstance(error, subprocess.CalledProcessError):
         command = error.cmd if isinstance(error.cmd, str) else error.cmd[0]
         return f"the compiler {command} ended with status {error.returncode}; name another in CC"
