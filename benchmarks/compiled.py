@@ -74,7 +74,8 @@ def train(mode: str) -> dict[str, Any]:
 
 def emulated(gpu: str, mode: str, python: str) -> dict[str, Any]:
     """Train on an emulated GPU: the peak, and launched kernels with calls of cuBLAS in the last step."""
-    command = [str(Path(sys.executable).with_name("bigdit")), "emulate", "--gpu", gpu, "--json", "--", python, __file__, mode]
+    bigdit = str(Path(sys.executable).with_name("bigdit"))
+    command = [bigdit, "emulate", "--gpu", gpu, "--json", "--", python, __file__, mode]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     line = next((line for line in done.stderr.splitlines() if line.startswith('{"mode"')), None)
     if line is None:
