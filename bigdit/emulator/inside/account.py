@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Iterable
 from typing import Any
 
-from . import ending, engines, history, libraries, notices, parent, replay, steps
+from . import compiling, ending, engines, history, libraries, notices, parent, replay, steps
 
 _ORDER = ("start", "forward", "backward", "step")
 _LARGEST = 40
@@ -34,6 +34,8 @@ def _document(how: str, seconds: float) -> dict[str, Any]:
     import torch
 
     error = _uncaught() if how == "exit" else None
+    if error:
+        compiling.explain(_chain())
     if steps.backwards and not steps.done:
         notices.add("backward ran and no optimizer stepped: optimizer state is missing from the peak")
     if how == "steps" and steps.done - steps.skipped < 2:
@@ -163,7 +165,7 @@ def _chain() -> list[BaseException]:
     at = None if isinstance(error, (SystemExit, KeyboardInterrupt)) else error
     while at is not None and at not in chain:
         chain.append(at)
-        at = at.__cause__ or at.__context__
+        at = at.__cause__ or at.__context__ or getattr(at, "inner_exception", None)
     return chain
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import errno
 import subprocess
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -22,8 +23,17 @@ def install(torch: Any) -> None:
     imports.after("torch._inductor.runtime.triton_heuristics", _tune_kernels)
     imports.after("torch._inductor.select_algorithm", _tune_algorithms)
     imports.after("torch._inductor.runtime.benchmarking", _benchmark)
-    imports.after("torch._inductor.compile_fx", _watch_inductor)
-    imports.after("triton.compiler.compiler", _watch_triton)
+    imports.after("torch._inductor.compile_fx", _say)
+    imports.after("torch._dynamo.trace_rules", _keep_out)
+
+
+def _keep_out(module: Any) -> None:
+    """Dynamo would compile the functions that compute values, wherever it runs a part of a script as it is."""
+    for part in _COMPUTING:
+        module.add(f"{__package__}.{part}")
+
+
+_COMPUTING = ("values", "host", "sparse", "notices")
 
 
 def _tune_triton(module: Any) -> None:
@@ -86,8 +96,8 @@ def _benchmark(module: Any) -> None:
             getattr(module, benchmarker).benchmark_gpu = once
 
 
-def _watch_inductor(module: Any) -> None:
-    """Say that max-autotune did not tune, also where the cache has its graphs, and why a compilation fails."""
+def _say(module: Any) -> None:
+    """Say that max-autotune did not tune, also where the cache has its graphs."""
     original = module.compile_fx
 
     @wraps(original)
@@ -95,42 +105,22 @@ def _watch_inductor(module: Any) -> None:
         patches = kwargs.get("config_patches") or {}
         if patches.get("max_autotune", module.config.max_autotune):
             notices.add(_SAID)
-        return explained(*args, **kwargs)
+        return original(*args, **kwargs)
 
-    explained = _explained(original)
     module.compile_fx = compile_fx
 
 
-def _watch_triton(module: Any) -> None:
-    module.compile = _explained(module.compile)
+_COMPILERS = ("torch._inductor", "torch._dynamo", "triton")
+_NO_FOLDER = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 
 
-def _explained(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(*args, **kwargs)
-        except Exception as error:
-            for each in _causes(error):
-                if reason := _reason(each):
-                    notices.add(reason)
-                    break
-            raise
-
-    return run
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, and those within it."""
-    for _ in range(_DEEPEST):
-        if error is None:
-            return
-        yield error
-        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
-
-
-_DEEPEST = 20
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
+def explain(chain: Sequence[BaseException]) -> None:
+    """Add a notice if these errors, which end the process, are of a compilation that failed outside the script."""
+    for error in chain:
+        calls = [str(call.f_globals.get("__name__")) for call, _ in traceback.walk_tb(error.__traceback__)]
+        if any(call.startswith(_COMPILERS) for call in calls) and (reason := _reason(error)):
+            return notices.add(reason)
+    return None
 
 
 def _reason(error: BaseException) -> str:
@@ -138,12 +128,12 @@ def _reason(error: BaseException) -> str:
     name, text = type(error).__name__, " ".join(str(error).split())
     if name == "TritonMissing":
         return "torch.compile found no Triton, which torch for CUDA requires: pip install it in the version of torch"
-    if name == "PTXASError":
-        return f"Triton's assembler failed: {text[:200]}; name another ptxas in TRITON_PTXAS_PATH, or remove it there"
+    if "PTXASError" in name + text or "PTXAS error" in text:
+        return "Triton's assembler ptxas failed; leave TRITON_PTXAS_PATH unset to use Triton's own"
     if isinstance(error, subprocess.CalledProcessError):
         command = error.cmd if isinstance(error.cmd, str) else error.cmd[0]
         return f"the compiler {command} ended with status {error.returncode}; name another in CC"
-    if isinstance(error, OSError) and error.errno in _FULL:
+    if isinstance(error, OSError) and error.errno in _NO_FOLDER:
         return (
             f"the compile cache cannot be written: {error.strerror}: {error.filename}; name another folder in "
             "TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR"

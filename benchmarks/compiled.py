@@ -1,0 +1,108 @@
+"""Memory and kernels of compiled and FP8 training steps on emulated GPUs: writes compiled.md.
+
+`python benchmarks/compiled.py` runs all modes with the CUDA build of torch. `python benchmarks/compiled.py MODE` trains
+in this process, on whatever GPU it has, and prints the peak of the third step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+WIDTH, HEADS, TOKENS, BATCH, BLOCKS, STEPS = 1152, 16, 1024, 8, 4, 3
+BF16 = ("bf16", "bf16 compiled", "bf16 recomputed", "bf16 recomputed compiled")
+FP8 = ("tensorwise", "tensorwise compiled", "rowwise", "rowwise compiled")
+FP8 += ("tensorwise recomputed compiled", "rowwise recomputed compiled")
+MODES = {"a40": BF16, "h100-sxm": BF16 + FP8}
+
+
+def block() -> Any:
+    """A DiT block with adaLN."""
+    import torch.nn.functional as F
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(WIDTH, elementwise_affine=False)
+            self.modulation = nn.Linear(WIDTH, 6 * WIDTH)
+            self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+        def forward(self, x: Any, condition: Any) -> Any:
+            a, b, c, d, e, f = self.modulation(F.silu(condition)).unsqueeze(1).chunk(6, -1)
+            q, k, v = self.qkv(self.norm(x) * (1 + b) + a).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+            x = x + c * self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+            return x + f * self.down(F.gelu(self.up(self.norm(x) * (1 + e) + d), approximate="tanh"))
+
+    return Block()
+
+
+def train(mode: str) -> dict[str, Any]:
+    """Train the blocks in this process; returns the peak of the last step."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    blocks = torch.nn.ModuleList(block() for _ in range(BLOCKS)).to("cuda", torch.bfloat16)
+    recipe = mode.split()[0]
+    if recipe != "bf16":
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config = Float8LinearConfig.from_recipe_name(recipe)
+        convert_to_float8_training(blocks, config=config, module_filter_fn=lambda _, name: "modulation" not in name)
+    if "compiled" in mode:
+        for each in blocks:
+            each.compile()
+    optimizer = torch.optim.AdamW(blocks.parameters())
+    x = torch.randn(BATCH, TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16)
+    condition = torch.randn(BATCH, WIDTH, device="cuda", dtype=torch.bfloat16)
+    for _ in range(STEPS):
+        torch.cuda.reset_peak_memory_stats()
+        y = x
+        for each in blocks:
+            y = checkpoint(each, y, condition, use_reentrant=False) if "recomputed" in mode else each(y, condition)
+        y.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    gpu = torch.cuda.get_device_name()
+    return {"mode": mode, "gpu": gpu, "torch": torch.__version__, "peak": torch.cuda.max_memory_allocated()}
+
+
+def emulated(gpu: str, mode: str, python: str) -> dict[str, Any]:
+    """Train on an emulated GPU: the peak, and launched kernels with calls of cuBLAS in the last step."""
+    bigdit = str(Path(sys.executable).with_name("bigdit"))
+    command = [bigdit, "emulate", "--gpu", gpu, "--json", "--", python, __file__, mode]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    line = next((line for line in done.stderr.splitlines() if line.startswith('{"mode"')), None)
+    if line is None:
+        raise SystemExit(f"{gpu}, {mode}: {done.stderr[-2000:]}")
+    counts = json.loads(done.stdout)["runs"][0]["accounts"][0]["work_by_step"][-1]
+    return json.loads(line) | {"kernels": counts["launches"] + counts["library_calls"]}
+
+
+def main() -> None:
+    if sys.argv[1:]:
+        print(json.dumps(train(sys.argv[1])), flush=True)
+        return
+    from bigdit.emulator.interpreter import cuda_python
+
+    here = Path(__file__).resolve().parent
+    python = os.environ.get("COMPILED_PYTHON") or str(cuda_python())
+    rows = [emulated(gpu, mode, python) for gpu, modes in MODES.items() for mode in modes]
+    lines = ["| GPU | mode | peak bytes | kernels a step |", "| --- | --- | ---: | ---: |"]
+    lines += [f"| {row['gpu']} | {row['mode']} | {row['peak']:,} | {row['kernels']:,} |" for row in rows]
+    page = here / "compiled.md"
+    text = page.read_text() if page.exists() else "<!-- table -->\n<!-- end -->\n"
+    before, _, rest = text.partition("<!-- table -->")
+    after = rest.partition("<!-- end -->")[2]
+    table = "\n".join([f"torch {rows[0]['torch']}:", "", *lines])
+    page.write_text(f"{before}<!-- table -->\n\n{table}\n\n<!-- end -->{after}")
+    print(table)
+
+
+if __name__ == "__main__":
+    main()

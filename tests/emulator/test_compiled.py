@@ -1,0 +1,165 @@
+"""Compiled and FP8 scripts on emulated GPUs: Inductor and Triton compile for real, and their kernels are launched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from gpus import Done, emulate, script
+
+SCRIPT = """
+import sys, torch
+from torch import nn
+import torch.nn.functional as F
+
+class Block(nn.Module):
+    def __init__(self, width=256):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+how, fp8 = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else ""
+model = Model().to("cuda", torch.bfloat16)
+if fp8:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(fp8))
+if how == "blocks":
+    for block in model.blocks:
+        block.compile(fullgraph=True)
+elif how == "whole":
+    model.compile(fullgraph=True)
+elif how != "eager":
+    model = torch.compile(model, mode=how)
+optimizer = torch.optim.AdamW(model.parameters())
+x = torch.randn(8, 512, 256, device="cuda", dtype=torch.bfloat16)
+for _ in range(4):
+    model(x).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+OWN_KERNEL = """
+import torch, triton, triton.language as tl
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+@triton.autotune(configs=[triton.Config({"B": 2**14}, num_warps=1), triton.Config({"B": 256})], key=["n"])
+@triton.jit
+def double(x, out, n, B: tl.constexpr):
+    at = tl.program_id(0) * B + tl.arange(0, B)
+    tl.store(out + at, 2 * tl.load(x + at, mask=at < n), mask=at < n)
+
+x = torch.ones(2**20, device="cuda")
+double[lambda meta: (triton.cdiv(2**20, meta["B"]),)](x, torch.empty_like(x), 2**20)
+print(double.best_config.kwargs, file=__import__("sys").stderr)
+mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256, device="cuda")
+heads = torch.nn.Parameter(torch.randn(2, 4, 256, 64, device="cuda", dtype=torch.bfloat16))
+optimizer = torch.optim.SGD([heads])
+for _ in range(2):
+    torch.compile(flex_attention)(heads, heads, heads, block_mask=mask).sum().backward()
+    optimizer.step()
+"""
+
+
+def trained(folder: Path, *arguments: str, gpu: str = "a40", **environment: str) -> Done:
+    file = script(folder, SCRIPT)
+    return emulate("--gpu", gpu, "--json", "--", "python", file, *arguments, timeout=240, **environment)
+
+
+def peak_and_kernels(done: Done) -> tuple[int, int]:
+    assert done.returncode == 0, done.stderr
+    return done.account["gpus"][0]["peak_allocated_bytes"], done.account["work_by_step"][-1]["launches"]
+
+
+def test_compiled_blocks_and_models_take_fewer_kernels_and_less_memory(tmp_path):
+    eager = peak_and_kernels(trained(tmp_path, "eager"))
+    for how in ("blocks", "whole"):  # whose graphs have no break
+        compiled = peak_and_kernels(trained(tmp_path, how))
+        assert compiled[0] < eager[0], how
+        assert compiled[1] < eager[1], how
+
+
+def test_a_compiled_model_has_its_phases_and_ends_after_the_asked_steps(tmp_path):
+    file = script(tmp_path, SCRIPT)
+    done = emulate("--gpu", "a40", "--steps", "2", "--json", "--", "python", file, "whole", timeout=240)
+    assert (done.returncode, done.account["steps"], done.account["ended"]) == (0, 2, "steps"), done.stderr
+
+
+def test_modes_that_tune_take_the_first_candidate_and_say_so(tmp_path):
+    for _ in range(2):  # and with the cache of the first run
+        done = trained(tmp_path, "max-autotune")
+        assert done.returncode == 0, done.stderr
+        assert "an autotuner took its first candidate" in str(done.account["notices"])
+
+
+def test_cuda_graphs_count_what_they_launch(tmp_path):
+    done = trained(tmp_path, "reduce-overhead")
+    assert done.returncode == 0, done.stderr
+    by_step = done.account["work_by_step"]
+    assert by_step[-1]["library_calls"] == 12  # of each Linear: one forward, two backward
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_fp8_compiles_to_fewer_kernels_and_less_memory(tmp_path, recipe):
+    eager = peak_and_kernels(trained(tmp_path, "eager", recipe, gpu="h100-sxm"))
+    compiled = peak_and_kernels(trained(tmp_path, "blocks", recipe, gpu="h100-sxm"))
+    assert compiled[0] < eager[0]
+    assert compiled[1] < eager[1] / 2
+
+
+def test_a_gpu_without_fp8_refuses_it(tmp_path):
+    done = trained(tmp_path, "eager", "tensorwise")
+    assert done.returncode == 1
+    assert "only supported on CUDA devices with compute capability" in done.account["error"]["text"]
+
+
+def test_own_kernels_and_flex_attention_run(tmp_path):
+    """The first configuration's block of registers is large, and compiles."""
+    done = emulate("--gpu", "a40", "--json", "--", "python", script(tmp_path, OWN_KERNEL), timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "{'B': 16384}" in done.stderr
+    assert done.account["steps"] == 2
+
+
+PTXAS = """#!/bin/sh
+case "$*" in *--version*) echo "Cuda compilation tools, release 13.0, V13.0.88"; exit 0;; esac
+exit 255
+"""
+
+CC = """#!/bin/sh
+case "$*" in *cuda_utils*|*main.c*|*python3*) exit 1;; esac
+exec cc "$@"
+"""
+
+
+def program(file: Path, text: str) -> str:
+    file.write_text(text)
+    file.chmod(0o755)
+    return str(file)
+
+
+@pytest.mark.parametrize("what", ["inductor", "triton", "ptxas", "cc", "no triton"])
+def test_a_compilation_that_fails_outside_the_script_names_the_fix(tmp_path, what):
+    (tmp_path / "file").touch()
+    (tmp_path / "shadow").mkdir()
+    (tmp_path / "shadow/triton.py").write_text("raise ModuleNotFoundError('no triton', name='triton')")
+    broken, said = {
+        "inductor": ({"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "file/in")}, "compile cache cannot be written"),
+        "triton": ({"TRITON_CACHE_DIR": str(tmp_path / "file/in")}, "compile cache cannot be written"),
+        "ptxas": ({"TRITON_PTXAS_PATH": program(tmp_path / "ptxas", PTXAS)}, "assembler ptxas failed"),
+        "cc": ({"CC": program(tmp_path / "cc", CC)}, "ended with status 1; name another in CC"),
+        "no triton": ({"PYTHONPATH": str(tmp_path / "shadow")}, "found no Triton"),
+    }[what]
+    own = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "i"), "TRITON_CACHE_DIR": str(tmp_path / "t")}
+    done = trained(tmp_path, "blocks", **(own | broken))
+    assert done.returncode == 1
+    assert said in str(done.account["notices"])
