@@ -6,6 +6,7 @@ in this process, on whatever GPU it has, and prints the peak of the third step.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -85,8 +86,10 @@ def emulated(gpu: str, mode: str, python: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    if sys.argv[1:]:
-        print(json.dumps(train(sys.argv[1])), flush=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mode", nargs="*", metavar="MODE", help="such as bf16 compiled")
+    if mode := " ".join(parser.parse_args().mode):
+        print(json.dumps(train(mode)), flush=True)
         return
     from bigdit.emulator.interpreter import cuda_python
 
