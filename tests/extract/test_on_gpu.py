@@ -11,10 +11,10 @@ SMALL = "encoders.text.config={d_model: 32, d_kv: 8, d_ff: 64, num_layers: 1, nu
 
 
 def test_workers_encode_on_the_gpu(tmp_path):
-    (tmp_path / "pictures").mkdir()
+    (tmp_path / "images").mkdir()
     for number in range(6):
-        Image.new("L", (128, 128), 40 * number).save(tmp_path / "pictures" / f"{number}.png")
-        (tmp_path / "pictures" / f"{number}.txt").write_text(f"number {number}")
+        Image.new("L", (128, 128), 40 * number).save(tmp_path / "images" / f"{number}.png")
+        (tmp_path / "images" / f"{number}.txt").write_text(f"number {number}")
     overrides = [
         *(f"data.images={tmp_path / 'images'}", f"data.features={tmp_path / 'features'}", "data.part_size=4"),
         *("data.workers=2", "data.buckets=[[128, 128]]", "encoders.device=cuda", SMALL),

@@ -38,8 +38,8 @@ def digits_by_class(tmp_path_factory):
     import digits
 
     root = tmp_path_factory.mktemp("classes")
-    digits.write_classes(root / "pictures")
-    for file in (root / "pictures").glob("*/*.png"):
+    digits.write_classes(root / "images")
+    for file in (root / "images").glob("*/*.png"):
         if int(file.stem) >= 60:
             file.unlink()
     done = bigdit("extract", "--config", CONFIG, *settings(root))
@@ -179,7 +179,7 @@ def test_a_folder_of_one_more_class_is_not_appended(digits_by_class, tmp_path):
     more = tmp_path / "more/apple"
     more.mkdir(parents=True)
     Image.new("L", (8, 8)).save(more / "0.png")
-    images = [{"path": str(folder), "label": "folder"} for folder in (digits_by_class / "pictures", tmp_path / "more")]
+    images = [{"path": str(folder), "label": "folder"} for folder in (digits_by_class / "images", tmp_path / "more")]
     changed = f"data.images={json.dumps(images)}"
     done = bigdit("extract", "--config", CONFIG, *settings(digits_by_class, changed, "model.kwargs.num_classes=11"))
     assert done.returncode == 1
@@ -198,8 +198,8 @@ def test_losses_with_features_online_are_those_of_the_store(digits_by_class, tmp
         found.append([row["loss"] for row in read_metrics(digits_by_class / output / "metrics.jsonl")])
     assert len(set(found[0])) == 4
     assert found[0] == found[1]
-    shutil.copytree(digits_by_class / "pictures", tmp_path / "pictures")
-    (tmp_path / "pictures/eight").rename(tmp_path / "pictures/acht")
+    shutil.copytree(digits_by_class / "images", tmp_path / "images")
+    (tmp_path / "images/eight").rename(tmp_path / "images/acht")
     chosen = (*TINY["PaperDiT"], "train.steps=5", *ONLINE)
     images = f"data.images={{path: {tmp_path / 'images'}, label: folder}}"
     done = trained(digits_by_class, *chosen, images, output="features-online")
