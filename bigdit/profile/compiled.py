@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+from importlib.metadata import requires
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,7 +25,10 @@ def without_machine_code() -> None:
     Raises UserError where Triton is missing, without which there is none for GPUs.
     """
     if find_spec("triton") is None:
-        raise UserError(f"compiled blocks need Triton, and {sys.executable} has none; pip install triton there")
+        needed = next(
+            (each.partition(";")[0] for each in requires("torch") or () if each.startswith("triton")), "triton"
+        )
+        raise UserError(f"compiled blocks need Triton: {sys.executable} -m pip install --no-deps '{needed}'")
     import torch._inductor.config
     from torch._inductor.async_compile import AsyncCompile
 
@@ -38,11 +42,11 @@ class _Kernel:
 
     def __init__(self, source: str) -> None:
         moved = re.search(r"'kernel_num_gb': ([\d.e+-]+)", source)
-        self._nbytes = round(float(moved[1]) * 1e9) if moved else 0
+        self._nbytes = round(float(moved[1]) * 1e9) if moved else None  # such as of a kernel for lists of tensors
         self._launch = importlib.import_module("bigdit_emulated.libraries").library("libcuda").cuLaunchKernel
 
     def run(self, *args: Any, **where: Any) -> None:
         self._launch(None, 1, 1, 1, 1, 1, 1, 0, None, None, None)
         for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
             if isinstance(mode, Counting):
-                mode.count_kernel(args, self._nbytes)
+                mode.count_kernel([each for each in args if isinstance(each, torch.Tensor)], self._nbytes)

@@ -238,10 +238,11 @@ class Counting(TorchDispatchMode):  # type: ignore[misc]
         """The result of an operation."""
         return func(*args, **kwargs)
 
-    def count_kernel(self, args: Any, nbytes: int) -> None:
-        """Count a launch of a compiled kernel, which moves so many bytes."""
+    def count_kernel(self, tensors: list[torch.Tensor], nbytes: int | None) -> None:
+        """Count a launch of a compiled kernel with these arguments, which moves so many bytes; if None, theirs."""
         if self.phases and not self.paused:
-            self.costs.add_kernel(len(self.phases) - 1, args, nbytes)
+            moved = sum(each.nbytes for each in tensors) if nbytes is None else nbytes
+            self.costs.add_kernel(len(self.phases) - 1, _dtype(tensors[0].dtype), moved)
 
     def _uncounted(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any) -> Any:
@@ -298,9 +299,8 @@ class Costs:
         elif counted.is_packed:
             found.flops += 2 * args[0].shape[-1] * results[0].numel()
 
-    def add_kernel(self, span: int, args: Any, nbytes: int) -> None:
+    def add_kernel(self, span: int, dtype: str, nbytes: int) -> None:
         """Count a compiled kernel of several operators in the span of that number."""
-        dtype = next((_dtype(each.dtype) for each in args if isinstance(each, torch.Tensor)), "float32")
         found = self._sums[span, COMPILED, dtype, "device"]
         found.calls += 1
         found.nbytes += nbytes

@@ -20,7 +20,7 @@ from bigdit.config.load import PRESETS
 from bigdit.config.wrong import expected, shown
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
-from bigdit.profile.attempt import model_problems, parse_resolution, precision_problems
+from bigdit.profile.attempt import compile_problems, model_problems, parse_resolution, precision_problems
 from bigdit.search.plan import Constraints, EngineChoice, Question
 from bigdit.search.request import Asked, PlanRequest, Size, option
 from bigdit.speed.seconds import Cluster
@@ -46,11 +46,6 @@ _ASKED = {
 }
 """Fields of a question that a request calls otherwise."""
 
-UNCOMPILED = {
-    "SanaTransformer2DModel": "the compiler of torch 2.13 hands Sana's masks to the backward pass of attention with "
-    "strides that CUDA's kernel refuses",
-}
-"""Classes whose compiled blocks take no step on a GPU, and why: seen on emulated ones."""
 _THOUSANDS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}
 
 Found = TypeVar("Found")
@@ -341,13 +336,12 @@ def fitting_shape(
 
 def model_fits(model: CatalogModel, fixed: Constraints, shape: BatchShape | None) -> list[str]:
     """Whether the model can be planned, has as many blocks, and encoders that are known where they are needed."""
-    problems, blocks, most = model_problems(model), fixed.checkpointed_blocks, model.block_count
+    problems = [*model_problems(model), *compile_problems(model.spec, fixed.compile)]
+    blocks, most = fixed.checkpointed_blocks, model.block_count
     if isinstance(blocks, int) and most and blocks > most:
         problems.append(
             f"--checkpointed-blocks is {blocks}, and {model.name} has {most} blocks; {most} and all are the most"
         )
-    if fixed.compile and model.spec.class_name in UNCOMPILED:
-        problems.append(f"--compile was given, and {UNCOMPILED[model.spec.class_name]}; leave it out")
     if fixed.features == "online" and shape is not None:
         _attempt(problems, "--features online", lambda: online_encoders(model, shape))
     return problems

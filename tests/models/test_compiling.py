@@ -6,15 +6,16 @@ import torch._dynamo
 from commands import HELPERS, ROOT, run_ranks
 from gpus import A40
 from stepping import one_batch
-from tiny_models import DIT, SANA
+from tiny_models import DIT, SANA, SHAPE
 from torch._dynamo.utils import counters
 
 from bigdit import engines, models
+from bigdit.catalog import model
 from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.models.equip import compile_blocks
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.profile.attempt import StepRequest
+from bigdit.profile.attempt import StepRequest, check, request_for
 from bigdit.profile.gpus import EmulatedGpus
 from bigdit.search.ask import question_for
 from bigdit.strategy import BatchShape, LoraSpec, Strategy
@@ -81,8 +82,15 @@ def flops(attempt):
 
 
 def test_a_model_whose_blocks_are_not_compiled_on_a_gpu_is_a_line():
-    with pytest.raises(UserError, match=r"--compile was given, and the compiler of torch 2\.13 hands Sana's masks"):
-        question_for(model="sana-1600m", gpu="a40", compile=True)
+    """In a plan, a profile, and for a receipt."""
+    request = StepRequest(model=SANA, batch=SHAPE, strategy=Strategy(compile_blocks=True))
+    for ask in (
+        lambda: question_for(model="sana-1600m", gpu="a40", compile=True),
+        lambda: request_for(model("sana-1600m"), A40, request.strategy),
+        lambda: check(request),
+    ):
+        with pytest.raises(UserError, match=r"\(--compile\) is set, and the compiler of torch 2\.13 hands Sana"):
+            ask()
 
 
 def test_a_block_that_cannot_be_compiled_is_a_line():
