@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,6 +102,10 @@ def _compile_caches() -> dict[str, str]:
     They have candidates of autotuners that nothing timed, which must not reach a real GPU of the same name.
     """
     compiled = build.cache_folder() / "compiled"
+    try:  # torch makes it with its first import, compiled or not
+        (compiled / "inductor").mkdir(parents=True, exist_ok=True)
+    except OSError:  # as bigdit's own cache, it may be read-only
+        compiled = Path(tempfile.gettempdir(), f"bigdit-compiled-{os.getuid()}")
     own = {"TORCHINDUCTOR_CACHE_DIR": str(compiled / "inductor"), "TRITON_CACHE_DIR": str(compiled / "triton")}
     return {name: os.environ.get(name) or folder for name, folder in own.items()}
 

@@ -82,16 +82,20 @@ def compile_blocks(model: nn.Module, family: Family, backend: str | Callable[...
 
 @contextmanager
 def compile_errors() -> Iterator[None]:
-    """Make a UserError of what torch cannot compile within."""
+    """Make a UserError of what torch cannot compile within, and of files of its cache that it cannot read or write."""
     try:
         yield
-    except RuntimeError as error:
-        if not any(each.__module__ == "torch._dynamo.exc" for each in type(error).__mro__):
+    except (RuntimeError, OSError) as error:
+        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # which torch sets when it first compiles
+        of_cache = isinstance(error, OSError) and cache is not None and str(error.filename).startswith(cache)
+        if not of_cache and not any(each.__module__ == "torch._dynamo.exc" for each in type(error).__mro__):
             raise
         inner = getattr(error, "inner_exception", error)
         why = ": ".join([type(inner).__name__, *str(inner).splitlines()[:1]])
+        # Of a damaged file it says no more than that it cannot be imported.
+        or_cache = f", or remove the compiler's cache {cache}" if cache is not None and cache in why else ""
         raise UserError(
-            f"strategy.compile_blocks: torch cannot compile a block: {why}; leave compile_blocks out"
+            f"strategy.compile_blocks: torch cannot compile a block: {why}; leave compile_blocks out{or_cache}"
         ) from error
 
 

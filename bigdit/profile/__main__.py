@@ -64,7 +64,8 @@ def _build(line: str) -> None:
 
 
 def _answer(line: str) -> str:
-    from bigdit.profile.run_attempt import attempt, encode, leave_values
+    from bigdit.models.equip import compile_errors
+    from bigdit.profile.run_attempt import attempt, encode, leave_values, recorded
 
     question = AttemptQuestion.model_validate_json(line)
     if not question.values:
@@ -72,11 +73,10 @@ def _answer(line: str) -> str:
     if question.request.part == "encoders":
         return encode(question).model_dump_json()
     ((built, host_bytes),) = _built
-    if question.what == "recorded":
-        from bigdit.profile.run_attempt import recorded
-
-        return recorded(question.request, built, question.snapshot).model_dump_json()
-    return attempt(question, built, host_bytes).model_dump_json()
+    with compile_errors():
+        if question.what == "recorded":
+            return recorded(question.request, built, question.snapshot).model_dump_json()
+        return attempt(question, built, host_bytes).model_dump_json()
 
 
 def _import_all() -> None:
@@ -112,9 +112,10 @@ def _import_for(line: str) -> None:
         if request.encoders is not None:
             import bigdit.encoders.frozen  # noqa: F401
     if strategy.compile_blocks:
+        from bigdit.models.equip import compile_errors
         from bigdit.profile.compiled import without_machine_code
 
-        with libraries.importing():
+        with libraries.importing(), compile_errors():
             without_machine_code()
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gpus import Done, emulate, script
+from gpus import A40, Done, emulate, script
+
+from bigdit.emulator import emulated_environment
 
 SCRIPT = """
 import sys, torch
@@ -163,3 +165,12 @@ def test_a_compilation_that_fails_outside_the_script_names_the_fix(tmp_path, wha
     done = trained(tmp_path, "blocks", **(own | broken))
     assert done.returncode == 1
     assert said in str(done.account["notices"])
+
+
+def test_a_cache_that_takes_no_compiled_code_stops_no_script(tmp_path, monkeypatch):
+    """torch makes the folder of its compiler with its first import, in scripts that compile nothing too."""
+    monkeypatch.setenv("BIGDIT_CACHE", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    (tmp_path / "emulator").mkdir()
+    (tmp_path / "emulator/compiled").write_text("no folder")
+    assert not Path(emulated_environment(A40)["TORCHINDUCTOR_CACHE_DIR"]).is_relative_to(tmp_path)
