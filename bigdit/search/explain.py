@@ -11,6 +11,7 @@ from bigdit.profile.attempt import Attempt
 from bigdit.profile.gpus import EmulatedGpus
 from bigdit.profile.pool import WorkerError
 from bigdit.search.dataset import encoding_requests
+from bigdit.search.explore import hopeful
 from bigdit.search.plan import (
     Constraints,
     Estimate,
@@ -271,7 +272,7 @@ def _best(planner: Planner) -> Estimate | None:
     proposed, _ = proposals(planner.question)
     for resort in sorted({each.last_resort for each in proposed}):
         group = [each for each in proposed if each.last_resort == resort]
-        explore_group(planner, group, planner.hopeful(group)[0])
+        explore_group(planner, group, hopeful(planner, group)[0])
         for _ in range(MOST_RUN):
             options = planner.options.values()
             order = planner.preferred(each for option in options for each in planner.fitting(option))

@@ -26,7 +26,7 @@ _TAKEN = (
     *("engine", "world_size", "micro_batch_size", "grad_accum_steps", "precision", "checkpointed_blocks", "features"),
     *("ema", "lora.rank", "lora.alpha", "cpu_offload", "ds_config", "gradient_clipping"),
     *("optimizer.name", "optimizer.lr", "optimizer.betas", "optimizer.beta3", "optimizer.eps"),
-    *("optimizer.weight_decay", "optimizer.decayed", "encode_chunk", "read_ahead_steps"),
+    *("optimizer.weight_decay", "optimizer.decayed", "encode_chunk", "read_ahead_steps", "compile_blocks"),
 )
 
 

@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 from bigdit.errors import UserError
 from bigdit.profile.pool import WorkerEnded
+from bigdit.search.explore import FailedOption, explore, hopeful, selective, swapped
 from bigdit.search.option import Option
 from bigdit.search.plan import Estimate, Rejected, Verdict
-from bigdit.search.planner import SAME_SPEED, Failed, Planner, rate
+from bigdit.search.planner import SAME_SPEED, Planner, rate
 from bigdit.search.space import proposals
 from bigdit.units import GIB, LARGEST
 
@@ -30,7 +31,7 @@ def search(planner: Planner, ahead: Ahead) -> Estimate:
     planner.options, planner.rejected, short_of_host = {}, [*left_out], list[Option]()
     for resort in sorted({each.last_resort for each in proposed}):
         group = [each for each in proposed if each.last_resort == resort]
-        engines, short = planner.hopeful(group)
+        engines, short = hopeful(planner, group)
         short_of_host += short
         failed = explore_group(planner, group, engines)
         if planner.question.model.params is None and failed and not planner.options:  # a user's model takes no step
@@ -48,9 +49,9 @@ def search(planner: Planner, ahead: Ahead) -> Estimate:
             planner.rejected += _later(proposed, resort) if best.lossless else []
             planner.rejected += _adapters(planner) if resort else []
             return best
-    planner.explore(short_of_host)  # a machine with more memory is an answer
+    explore(planner, short_of_host)  # a machine with more memory is an answer
     if not planner.options:  # state alone is too much everywhere: by how much is still an answer
-        failed = planner.explore([each for each in proposed if each.base is None][-1:])
+        failed = explore(planner, [each for each in proposed if each.base is None][-1:])
         if not planner.options:
             raise UserError(*(f"{each.title}: {each.reason}" for each in failed))
     least = _least_host(planner)
@@ -70,18 +71,18 @@ def _nearest(planner: Planner, least: Estimate) -> Estimate:
     return planner.record(ran)
 
 
-def explore_group(planner: Planner, group: Sequence[Option], engines: Sequence[Option]) -> list[Failed]:
+def explore_group(planner: Planner, group: Sequence[Option], engines: Sequence[Option]) -> list[FailedOption]:
     """Add options: the group's `engines`, other optimizers, masters and EMAs of the best of them (of all where nothing
     fits yet), and swapped blocks. Returns what could not be run."""
     variants = [each for each in group if each.base in engines and not each.strategy.blocks_to_swap]
     if planner.question.cluster.gpus == 1:  # one engine as a rule: all side by side
         engines, variants = [*engines, *variants], []
-    failed = planner.explore(engines)
+    failed = explore(planner, engines)
     found = [planner.options[each.title] for each in engines if each.title in planner.options]
     ranked = _ranked(planner, found)
     bases = {ranked[0].option} if ranked else {each.title for each in found}
-    failed += planner.explore([each for each in variants if each.base and each.base.title in bases])
-    return [*failed, *planner.swapped(group)]
+    failed += explore(planner, [each for each in variants if each.base and each.base.title in bases])
+    return [*failed, *swapped(planner, group)]
 
 
 def _selective(planner: Planner, best: Sequence[Estimate]) -> None:
@@ -100,7 +101,7 @@ def _selective(planner: Planner, best: Sequence[Estimate]) -> None:
         return
     base = option.base or option
     alike = [each for each in planner.options.values() if (each.base or each) is base]
-    planner.selective([each for each in alike if not each.strategy.blocks_to_swap])
+    selective(planner, [each for each in alike if not each.strategy.blocks_to_swap])
 
 
 def _ranked(planner: Planner, options: Sequence[Option] | None = None) -> list[Estimate]:

@@ -94,8 +94,8 @@ def test_features_online_are_pinned_and_what_is_not_is_reported(tmp_path):
     ]
     assert overruled(written(tmp_path, LOW, HIGH), ()) == []
     path = written(tmp_path, train={"steps": 9}, strategy={"compile_blocks": True})
-    (compiled,) = overruled(path, ())
-    assert compiled.startswith(f"{path}: strategy.compile_blocks is true, and plans run blocks as they are written: ")
+    (compiled,) = asked(path)
+    assert (compiled.constraints.compile, overruled(path, ())) == (True, [])
 
 
 @pytest.mark.parametrize(

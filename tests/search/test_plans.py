@@ -17,6 +17,7 @@ from bigdit.profile.pool import WorkerError
 from bigdit.report import words
 from bigdit.search.answer import make_plan
 from bigdit.search.calibration import Calibration
+from bigdit.search.explore import explore, hopeful
 from bigdit.search.option import Option
 from bigdit.search.plan import Constraints, Question, node_bytes
 from bigdit.search.planner import Planner
@@ -183,30 +184,30 @@ def test_an_engine_whose_state_its_machine_does_not_hold_is_not_looked_at() -> N
     both = [each for each in proposals(either)[0] if not each.last_resort]
     with EmulatedGpus(A40) as emulated:
 
-        def hopeful(of: Question, group: list[Option]) -> tuple[list[Option], list[Option], list[str]]:
+        def judged(of: Question, group: list[Option]) -> tuple[list[Option], list[Option], list[str]]:
             planner = Planner(of, emulated, Calibration())
-            return *planner.hopeful(group), [each.choice for each in planner.rejected]
+            return *hopeful(planner, group), [each.choice for each in planner.rejected]
 
         def state_bytes(of: Question, group: list[Option]) -> float:
             """Of a machine, by the reason that an engine is rejected for."""
             planner = Planner(of, emulated, Calibration())
-            planner.hopeful(group)
+            hopeful(planner, group)
             printed = re.match(r"its state alone takes ([\d.]+) GiB of a machine's memory", planner.rejected[0].reason)
             assert printed
             return float(printed[1]) * GIB
 
         (engine,) = engines
-        assert hopeful(asked, engines) == ([], engines, [engine.title])
+        assert judged(asked, engines) == ([], engines, [engine.title])
         never = asked.model_copy(update={"host_memory_bytes": least - MIB})  # without an attempt
-        assert (hopeful(never, engines), state_bytes(never, engines)) == (
+        assert (judged(never, engines), state_bytes(never, engines)) == (
             ([], engines, [engine.title]),
             pytest.approx(least, rel=0.01),
         )
         enough = asked.model_copy(update={"host_memory_bytes": round(state_bytes(asked, engines) + 0.01 * GIB)})
-        assert hopeful(enough, engines) == (engines, [], [])
+        assert judged(enough, engines) == (engines, [], [])
         adamw = round(state_bytes(either, both[:1]) - 0.01 * GIB)
         less = either.model_copy(update={"host_memory_bytes": adamw})
-        assert hopeful(less, both) == (both[:1], [], ["single GPU, AdamW"])
+        assert judged(less, both) == (both[:1], [], ["single GPU, AdamW"])
 
 
 @pytest.mark.slow
@@ -221,7 +222,7 @@ def test_what_is_predicted_is_near_what_runs(gpus: int, record_property) -> None
     proposed = [each for each in proposals(asked)[0] if not each.last_resort]
     with EmulatedGpus(A40) as emulated:
         planner = Planner(asked, emulated, Calibration())
-        rejected = planner.explore(proposed)
+        rejected = explore(planner, proposed)
         off: list[float] = []
         for option in planner.options.values():
             for size, blocks in ((1, 0), (6, 2), (12, SMALL.block_count)):
