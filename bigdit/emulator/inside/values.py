@@ -72,6 +72,12 @@ def leave() -> None:
     library("libcuda").gpu_leave_values()
 
 
+def unknown(written: list[Any]) -> None:
+    """These tensors were written by a kernel that computes nothing: small ones are zero, and known to be unknown."""
+    for kernels in _installed:
+        kernels._leave(written, [])
+
+
 class Kernels:
     """Wraps the kernels of a torch: after each, its values are computed if all tensors are small.
 
