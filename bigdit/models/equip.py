@@ -73,8 +73,9 @@ def compile_blocks(model: nn.Module, family: Family, backend: str | Callable[...
         raise UserError(f"strategy.compile_blocks is true, and {_DISABLED} is 1; unset it, or leave compile_blocks out")
     import torch._dynamo as dynamo  # here: it takes a second to import
 
-    # torch finds by time whether products are faster with padding: then no plan could say what they take.
-    options = {"shape_padding": False} if backend == "inductor" else None
+    # torch finds by time whether products are faster with padding: then no plan could say what they take. Where a block
+    # has convolutions, as Sana's, torch 2.13 lays all out as they like it: a mask too, which attention then refuses.
+    options = {"shape_padding": False, "layout_optimization": False} if backend == "inductor" else None
     dynamo.config.recompile_limit = dynamo.config.accumulated_recompile_limit  # else 8: four buckets, and then none
     for block in family.blocks(model):
         block.forward = torch.compile(block.forward, backend=backend, dynamic=False, options=options)

@@ -191,7 +191,6 @@ def request_for(
     and a precision that the GPU does not compute.
     """
     problems = [*model_problems(model), *precision_problems(gpu, strategy.precision)]
-    problems += compile_problems(model.spec, strategy.compile_blocks)
     if problems:
         raise UserError(*problems)
     batch = batch_shape(model, resolution, frames)
@@ -201,8 +200,6 @@ def request_for(
 
 def check(request: StepRequest) -> None:
     """Raise UserError for a request that no step can answer."""
-    if problems := compile_problems(request.model, request.strategy.compile_blocks):
-        raise UserError(*problems)
     inputs = FAMILIES.get(request.model.class_name)
     if inputs is not None and inputs.text_dim is not None and request.batch.text is None:
         raise UserError(f"a step of {request.model.name} needs the shape of the model's text, (tokens, dim)")
@@ -221,16 +218,6 @@ def model_problems(model: CatalogModel) -> list[str]:
     if model.obstacle is None:
         return []
     return [f"{model.name} cannot be planned: {model.obstacle}; `bigdit models` lists those that can"]
-
-
-def compile_problems(model: ModelSpec, compiled: bool) -> list[str]:
-    """Why the model's compiled blocks take no step on a GPU; none where they do. Seen on emulated GPUs."""
-    if not compiled or model.class_name != "SanaTransformer2DModel":
-        return []
-    return [
-        "strategy.compile_blocks (--compile) is set, and the compiler of torch 2.13 hands Sana's masks to the backward "
-        "pass of attention with strides that CUDA's kernel refuses; leave it out"
-    ]
 
 
 def precision_problems(gpu: Gpu, precision: Precision) -> list[str]:

@@ -20,7 +20,7 @@ from bigdit.config.load import PRESETS
 from bigdit.config.wrong import expected, shown
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
-from bigdit.profile.attempt import compile_problems, model_problems, parse_resolution, precision_problems
+from bigdit.profile.attempt import model_problems, parse_resolution, precision_problems
 from bigdit.search.plan import Constraints, EngineChoice, Question
 from bigdit.search.request import Asked, PlanRequest, Size, option
 from bigdit.speed.seconds import Cluster
@@ -336,7 +336,7 @@ def fitting_shape(
 
 def model_fits(model: CatalogModel, fixed: Constraints, shape: BatchShape | None) -> list[str]:
     """Whether the model can be planned, has as many blocks, and encoders that are known where they are needed."""
-    problems = [*model_problems(model), *compile_problems(model.spec, fixed.compile)]
+    problems = model_problems(model)
     blocks, most = fixed.checkpointed_blocks, model.block_count
     if isinstance(blocks, int) and most and blocks > most:
         problems.append(
