@@ -41,7 +41,7 @@ from bigdit.profile.attempt import (
 from bigdit.profile.notices import notices
 from bigdit.profile.steps import STEPS, Built, Witness, group, prepare, raw_batch, take, training
 from bigdit.profile.unwritten import large_uncomputed, unwritten, unwritten_weights
-from bigdit.record.costs import Counting
+from bigdit.record.costs import Counting, watching_linear
 from bigdit.record.recorder import History, Recorder
 from bigdit.record.watch import Watch, watching_fsdp2
 
@@ -101,13 +101,14 @@ def _steps(question: AttemptQuestion, built: Built, watch: _Watch) -> None:
     request = question.request
     workload = prepare(request, built)
     watch.params = workload.params
-    with group(request.strategy) as world:
+    counts = question.counted != "nothing"
+    with group(request.strategy) as world, watching_linear() if counts else nullcontext():
         fed = replace(workload, make=unwritten(workload.make))
         steps = training(fed, DEVICE, world, watch)
         for _ in range(STEPS):
             watch.launched.clear()
             take(steps)
-        if question.counted != "nothing":
+        if counts:
             watch.count_work(lambda: next(steps), UPDATE[0] if question.counted == "update" else None)
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,34 +55,39 @@ def replaced(owner: Any, name: str, by: Callable[[Callable[..., Any]], Callable[
         setattr(owner, name, original)
 
 
+@contextmanager
+def watching_linear() -> Iterator[None]:
+    """Within it, a Counting mode knows the operators of `F.linear`. Enter it before anything is compiled: blocks would
+    be compiled anew for another function of that name."""
+
+    def watched(linear: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            mode = None if torch.compiler.is_compiling() else _get_current_dispatch_mode()
+            if not isinstance(mode, Counting):
+                return linear(*args, **kwargs)
+            mode.in_place.in_linear = True
+            try:
+                return linear(*args, **kwargs)
+            finally:
+                mode.in_place.in_linear = False
+
+        return called
+
+    with nullcontext() if hasattr(F.linear, "__wrapped__") else replaced(F, "linear", watched):
+        yield
+
+
 class InPlace:
-    """Recognises these sums. Make it before a mode is entered, and enter it with the mode."""
+    """Recognises these sums. Make it before a mode is entered."""
 
     def __init__(self) -> None:
         self._uses_of_the_only_holder = _uses_of_the_only_holder()
-        self._in_linear = False
-
-    def watching(self, mode: TorchDispatchMode) -> AbstractContextManager[None]:
-        """Within it, calls from `F.linear` are recognised."""
-
-        def watched(linear: Callable[..., Any]) -> Callable[..., Any]:
-            def called(*args: Any, **kwargs: Any) -> Any:
-                if torch.compiler.is_compiling():
-                    return linear(*args, **kwargs)
-                self._in_linear = _get_current_dispatch_mode() is mode
-                try:
-                    return linear(*args, **kwargs)
-                finally:
-                    self._in_linear = False
-
-            return called
-
-        return replaced(F, "linear", watched)
+        self.in_linear = False
 
     def is_in_place(self, func: Any, args: Any) -> bool:
         """Whether torch without a mode would write this call's sum into its first operand."""
         if func is aten.add.Tensor:
-            return self._in_linear or self._accumulates(*args)
+            return self.in_linear or self._accumulates(*args)
         # The gradient of an indexed assignment writes into a copy, and does not accumulate.
         return func in WRITING and _in_engine() and (func is not aten.index_put.default or args[3:4] == (True,))
 
@@ -200,7 +205,7 @@ class Counting(TorchDispatchMode):  # type: ignore[misc]
         self.costs = Costs()
         self.phases: list[str] = []
         self.paused = False
-        self._in_place = InPlace()
+        self.in_place = InPlace()
         self._hooks = ExitStack()
 
     @classmethod
@@ -212,7 +217,7 @@ class Counting(TorchDispatchMode):  # type: ignore[misc]
         return True  # compiled blocks run as they do without this mode
 
     def __enter__(self) -> Counting:
-        self._hooks.enter_context(self._in_place.watching(self))
+        self._hooks.enter_context(watching_linear())
         # DTensor finds the shapes of a result by running the operation on fake tensors of the global shape.
         self._hooks.enter_context(replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", self._uncounted))
         super().__enter__()
@@ -227,7 +232,7 @@ class Counting(TorchDispatchMode):  # type: ignore[misc]
             if is_wrapper(kind):
                 return NotImplemented  # then the wrapper runs it on the tensors within, and those operations come here
         kwargs = kwargs or {}
-        if self._in_place.is_in_place(func, args):
+        if self.in_place.is_in_place(func, args):
             func = WRITING[func]
         result = self.run(func, args, kwargs)
         if self.phases and not self.paused:

@@ -55,7 +55,8 @@ def made(question: Question, own: Sequence[Receipt], gpus: EmulatedGpus, say: Sa
     from bigdit.search.planner import Planner  # here: it imports numpy, and a plan of the cache does without
 
     began = time.perf_counter()
-    stages = _Stages(f"planning the training of {question.model.name}", say)
+    compiled = ", its blocks compiled at each size: minutes the first time" if question.constraints.compile else ""
+    stages = _Stages(f"planning the training of {question.model.name}{compiled}", say)
     gpus.done = stages.count
     stages.begin("which engines and settings fit")
     checked, more = check(own, question.gpu, gpus)

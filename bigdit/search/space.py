@@ -249,6 +249,11 @@ def _left_out(question: Question) -> list[Rejected]:
         reasons["fp16"] = "it takes as many bytes as bf16 and needs loss scaling; choose it with --precision fp16"
     if fixed.precision is None and precision_of(question) == "fp16":
         reasons["bf16"] = f"{question.gpu.title} does not compute it; fp16 with loss scaling takes the same bytes"
+    if not fixed.compile and not (fixed.engine or "").startswith("zero"):
+        reasons["compiled blocks"] = (
+            "torch's compiler takes seconds at each size that runs, minutes for a first plan; "
+            "choose them with --compile"
+        )
     if fixed.features == "cached":
         reasons["encoders online"] = (
             "VAE and text encoder would stay on the GPU and run in every step, and `bigdit extract` runs them once; "
