@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
@@ -103,6 +104,39 @@ def compile_errors() -> Iterator[None]:
 def compile_notices(strategy: Strategy) -> list[str]:
     """What to log about compiled blocks, before the first step."""
     return ["strategy.compile_blocks: the first step waits for torch's compiler"] if strategy.compile_blocks else []
+
+
+class CompiledGraphs:
+    """Counts what torch's compiler makes in a run's steps. Each size of a micro-batch should have its graphs once."""
+
+    def __init__(self, compiled: bool) -> None:
+        self._sizes, self._breaks = set[Hashable](), set[str]()
+        self._counters: dict[str, Counter[str]] = {}
+        if compiled:
+            from torch._dynamo.utils import counters  # here: it takes a second to import
+
+            self._counters = counters
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins. Samples and validation between steps have graphs of their own."""
+        self._before = self._count()
+
+    def lines(self, done: int, sizes: Collection[Hashable]) -> list[str]:
+        """What to log after the step that made `done` steps, with micro-batches of these sizes."""
+        made, new = self._count() - self._before, {*sizes} - self._sizes
+        breaks = {*self._counters.get("graph_break", ())} - self._breaks
+        self._sizes, self._breaks = self._sizes | new, self._breaks | breaks
+        lines = [f"a block is compiled in pieces, which costs speed: {why.splitlines()[0]}" for why in sorted(breaks)]
+        if made and new:
+            lines.append(f"step {done}: compiled {how_many(made, 'graph')} for {how_many(len(new), 'new size')}")
+        elif made:
+            more = how_many(made, "more graph")
+            lines.append(f"step {done}: compiled {more} for known sizes, which takes time; see TORCH_LOGS=recompiles")
+        return lines
+
+    def _count(self) -> int:
+        return self._counters["stats"]["unique_graphs"] if self._counters else 0
 
 
 def join_gradients(model: nn.Module, family: Family) -> None:

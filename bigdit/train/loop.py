@@ -21,7 +21,7 @@ from bigdit.errors import UserError
 from bigdit.loader.order import step_seed
 from bigdit.loader.stages import data_state
 from bigdit.loader.stream import Micro
-from bigdit.models.equip import compile_errors
+from bigdit.models.equip import CompiledGraphs, compile_errors
 from bigdit.shortage import memory_errors
 from bigdit.train.data import TrainData, largest_batch_shape, open_data
 from bigdit.train.measure import STEPS as MEASURED_STEPS
@@ -132,13 +132,17 @@ def _steps(start: Start, data: TrainData, state: TrainState, stop: Stop, began: 
         recovery = stack.enter_context(Recovery(run, world, device, *smaller, saves, stop))
         _keep(world, record)
         cut: list[str] = []
+        graphs = CompiledGraphs(strategy.compile_blocks)
         for step in range(start.step, stage.end):
             micro_batches = next(steps)
             lr = learning_rate(run, step - stage.start)
             torch.manual_seed(step_seed(run.train.seed, step))  # bf16_sr rounds with it
+            graphs.begin()
             with shape_errors(run):
                 result = _step(state, recovery, step, micro_batches, lr, encode)
             done = step + 1
+            sizes = [(state.strategy.step_size, *(each.shape for each in batch.tensors())) for batch in micro_batches]
+            log_lines(world, graphs.lines(done, sizes), notes=True)
             monitor.add(done, lr, result, micro_batches)
             if not cut and (cut := data.cut_here()):
                 log_lines(world, cut, notes=True)

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from bigdit import engines, models
 from bigdit.dist import World
 from bigdit.errors import UserError
-from bigdit.models.equip import compile_blocks
+from bigdit.models.equip import CompiledGraphs, compile_blocks
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.profile.attempt import StepRequest
 from bigdit.profile.gpus import EmulatedGpus
@@ -112,6 +112,31 @@ def test_what_was_not_tried_is_refused(printed, problem):
     with pytest.raises(ValueError, match="compile_blocks") as refused:
         Strategy(compile_blocks=True, **printed)
     assert problem in str(refused.value)
+
+
+@pytest.mark.usefixtures("counted")
+def test_graphs_that_a_run_should_not_need_are_lines():
+    """A size has its graphs once; more of them, and a break within a block, cost speed that nobody would see."""
+
+    def block(x, factor):
+        if factor == 4:
+            torch._dynamo.graph_break()
+        return x * factor
+
+    compiled, graphs = torch.compile(block, backend="eager", dynamic=False), CompiledGraphs(True)
+
+    def step(done, factor):
+        graphs.begin()
+        compiled(torch.ones(2), factor)
+        return graphs.lines(done, [(2,)])
+
+    assert step(1, 2) == ["step 1: compiled 1 graph for 1 new size"]
+    assert step(2, 2) == []
+    more = "compiled 1 more graph for known sizes, which takes time; see TORCH_LOGS=recompiles"
+    assert step(3, 3) == [f"step 3: {more}"]
+    broken, last = step(4, 4)
+    assert broken.startswith("a block is compiled in pieces, which costs speed: ")
+    assert last == f"step 4: {more}"
 
 
 def test_a_compiler_that_is_switched_off_is_a_line(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import os
+import re
 import subprocess
 from typing import get_args
 
@@ -90,6 +91,9 @@ def test_a_run_by_a_plan_says_what_was_planned_and_what_was_measured(features, t
     printed = f"planned 40.00 GiB at 8 × 12, measured {gib(measured)} ({off}) reserved by torch"
     assert done.stderr.count(f"{printed}\n") == 1, done.stderr
     assert "note: strategy.compile_blocks: the first step waits for torch's compiler" in done.stderr
+    compiled = [line for line in done.stderr.splitlines() if "compiled" in line]
+    assert compiled, done.stderr
+    assert all(re.fullmatch(r"note: step \d: compiled \d graphs? for \d new sizes?", line) for line in compiled)
     assert "skipped" not in done.stderr
     assert receipt["predicted_peak_reserved_bytes"] == expected.peak_reserved_bytes
     assert receipt["predicted_peak_allocated_bytes"] == expected.peak_allocated_bytes
