@@ -23,8 +23,8 @@ class DataState(Strict):
     """Everything that the order depends on.
 
     `stages` of the data: (first epoch, parts). `parts_digest`: of the parts of the last one. `classes`: their names or
-    their number, None for captions. `held_out`: validation samples of the first stage. `first_step` of the order: where
-    its stage of the run begins. `sources`: the identities of online sources, None for a store.
+    their number, None for captions. `validated`: validation samples of the first stage. `first_step` of the order:
+    where its stage of the run begins. `sources`: the identities of online sources, None for a store.
     """
 
     seed: NonNegativeInt
@@ -33,7 +33,7 @@ class DataState(Strict):
     stages: list[tuple[NonNegativeInt, PositiveInt]]
     parts_digest: str
     classes: Known | None = None
-    held_out: NonNegativeInt = 0
+    validated: NonNegativeInt = 0
     first_step: NonNegativeInt = 0
     sources: list[dict[str, Any]] | None = None
 
@@ -47,7 +47,7 @@ def data_state(store: FeatureStore | RawStore, order: Order, seed: int) -> DataS
         stages=[(stage.first_epoch, stage.parts) for stage in order.stages],
         parts_digest=_digest(store, order.stages[-1].parts),
         classes=store.schema.classes,
-        held_out=0 if order.held is None else int(order.held.counts.sum()),
+        validated=0 if order.held is None else int(order.held.counts.sum()),
         first_step=order.first_step,
         sources=store.schema.sources if isinstance(store, RawStore) else None,
     )
@@ -76,12 +76,12 @@ def plan_order(
     saved: dict[str, Any] | None,
     step: int,
     where: Path,
-    held_out: int = 0,
+    validated: int = 0,
     first_step: int = 0,
 ) -> tuple[Order, list[str]]:
     """The order of a run over the store at `step`, resumed from the state `saved` in the checkpoint `where`; and notes.
 
-    New parts of the store enter with the next epoch. `held_out` samples of the first parts are for validation. A stage
+    New parts of the store enter with the next epoch. `validated` samples of the first parts are for validation. A stage
     of the run that begins at `first_step` has its own order, which is not in a checkpoint of an earlier stage;
     `check_border` checks where it begins. Raises UserError if store, seed, global batch size or validation samples are
     not those of the checkpoint.
@@ -89,13 +89,13 @@ def plan_order(
     state = None if saved is None else _parse(saved, where)
     problems = [] if state is None else _other_classes(store, state, where)
     if state is not None and step != first_step:
-        problems += _other_order(store, state, where, global_batch_size, seed, held_out)
+        problems += _other_order(store, state, where, global_batch_size, seed, validated)
     if problems:
         raise UserError(*problems)
     if state is not None and step != first_step:
         return _resumed(store, state, where, step, first_step)
     index = store.index
-    held = _held_out(store, len(index.parts), held_out)
+    held = _validation_split(store, len(index.parts), validated)
     order = Order(index.counts, index.shapes, global_batch_size, seed, held=held, first_step=first_step)
     return order, _scarce(order, store)
 
@@ -106,7 +106,7 @@ def _resumed(
     """The order of the checkpoint, with new parts of the store; and notes."""
     index, parts = store.index, state.stages[-1][1]
     stages = [EpochStage(*each) for each in state.stages]
-    held = _held_out(store, stages[0].parts, state.held_out)
+    held = _validation_split(store, stages[0].parts, state.validated)
 
     def ordered(stages: Sequence[EpochStage]) -> Order:
         return Order(
@@ -137,7 +137,7 @@ def _resumed(
 
 
 def _other_order(
-    store: FeatureStore | RawStore, state: DataState, where: Path, global_batch_size: int, seed: int, held_out: int
+    store: FeatureStore | RawStore, state: DataState, where: Path, global_batch_size: int, seed: int, validated: int
 ) -> list[str]:
     """Settings that differ from the checkpoint's, and would repeat or skip samples of its epoch."""
     problems = [
@@ -149,10 +149,10 @@ def _other_order(
         if found != asked
     ]
     problems += _other_parts(store, state.stages[-1][1], state, where)
-    if held_out != state.held_out:
+    if validated != state.validated:
         problems.append(
-            f"validation.samples is {held_out}, and {where} was trained with {state.held_out}: its weights would be "
-            f"validated on samples that they were trained on; set it to {state.held_out}, or choose another output"
+            f"validation.samples is {validated}, and {where} was trained with {state.validated}: its weights would be "
+            f"validated on samples that they were trained on; set it to {state.validated}, or choose another output"
         )
     return problems
 
@@ -199,7 +199,7 @@ def _changed(store: FeatureStore | RawStore, state: DataState, where: Path) -> l
     ]
 
 
-def _held_out(store: FeatureStore | RawStore, parts: int, samples: int) -> ValidationSplit | None:
+def _validation_split(store: FeatureStore | RawStore, parts: int, samples: int) -> ValidationSplit | None:
     """The validation samples, from the first parts, if any. Raises UserError if no sample is left to train on."""
     if problems := none_left(store, samples, parts):
         raise UserError(*problems)

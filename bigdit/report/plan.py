@@ -267,7 +267,7 @@ def speed(plan: Plan, most: int | None = None) -> dict[str, str]:
 
 def _samples(plan: Plan) -> str:
     """The number of samples and epochs."""
-    images, validation, epochs = plan.question.images, plan.question.held_out, plan.question.epochs
+    images, validation, epochs = plan.question.images, plan.question.validated, plan.question.epochs
     if images is None:
         return ""
     rest = f" ({validation:,} for validation)" if validation else ""

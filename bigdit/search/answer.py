@@ -158,5 +158,5 @@ def _dataset(planner: Planner, batch: BatchShape) -> DatasetNeed | None:
 def _run(question: Question, chosen: Estimate) -> WholeRun | None:
     if question.images is None:
         return None
-    images, size = question.images - question.held_out, chosen.strategy.global_batch_size
+    images, size = question.images - question.validated, chosen.strategy.global_batch_size
     return WholeRun.of(images, question.epochs, size, chosen.step, question.cluster.gpus, question.price)

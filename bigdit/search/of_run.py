@@ -112,14 +112,14 @@ def _question(document: dict[str, Any], asked: Mapping[str, Any]) -> Question:
         full=strategy.lora is None,
         **{**asked, "gpus": gpus},
     )
-    held_out = 0 if run.validation is None else run.validation.samples
-    update: dict[str, Any] = {"held_out": held_out, "samples": run.samples and host_weights(run.encoders)}
-    if question.images is not None and question.images <= held_out:
-        raise UserError(f"validation.samples is {held_out}, and --images {question.images} leaves none to train on")
+    validated = 0 if run.validation is None else run.validation.samples
+    update: dict[str, Any] = {"validated": validated, "samples": run.samples and host_weights(run.encoders)}
+    if question.images is not None and question.images <= validated:
+        raise UserError(f"validation.samples is {validated}, and --images {question.images} leaves none to train on")
     if run.train.epochs is not None:
         update["epochs"] = run.train.epochs
     elif question.images is not None and batch is not None:
-        update["epochs"] = run.train.known_steps * batch / (question.images - held_out)
+        update["epochs"] = run.train.known_steps * batch / (question.images - validated)
     return question.model_copy(update=update)
 
 

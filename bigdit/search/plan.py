@@ -57,7 +57,7 @@ class Question(Strict):
     `host_memory_bytes` are those of one machine. If they are only assumed (`host_assumed`), they decide no verdict: the
     search prefers what they hold. `resolution` is (height, width) in pixels, `frames` of a video;
     `buckets` are further sizes whose largest micro-batch is asked for. `images` of the data set are encoded. All but
-    `held_out` are trained on, `epochs` times. `samples`: what the run loads into CPU memory to generate validation
+    `validated` are trained on, `epochs` times. `samples`: what the run loads into CPU memory to generate validation
     images, None where it generates none.
     `price` is of one GPU-hour, in the user's currency. `receipts`: a folder of measured runs, which calibrate plans of
     the same GPU. `explain`: show the way from the setting that people copy to the recommended one.
@@ -74,7 +74,7 @@ class Question(Strict):
     buckets: tuple[tuple[Side, Side], ...] = ()
     global_batch_size: Count | None = None
     images: Count | None = None
-    held_out: Natural = 0
+    validated: Natural = 0
     samples: HostWeights | None = None
     epochs: Positive = 1.0
     price: Positive | None = None

@@ -91,8 +91,8 @@ def open_store(run: RunConfig, spec: ModelSpec, plan: PlanFile | None) -> Featur
     ]
     if problems:
         raise UserError(*(f"data.features: {store.root} does not fit: {problem}" for problem in problems))
-    held_out = none_left(store, run.validation.samples) if run.validation is not None else []
-    if problems := [*held_out, *_unknown_classes(run, store), *_unreadable_images(run)]:
+    too_few = none_left(store, run.validation.samples) if run.validation is not None else []
+    if problems := [*too_few, *_unknown_classes(run, store), *_unreadable_images(run)]:
         raise UserError(*problems)
     return store
 

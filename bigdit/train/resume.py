@@ -70,8 +70,8 @@ def samples_of(run: RunConfig) -> int:
     if run.data.features is None:
         return len(open_source(run.data))
     store = FeatureStore.open(run.data.store, run.data.reader, run.data.remote_cache)
-    held_out = run.validation.samples if run.validation else 0
-    return max(int(store.index.counts.sum()) - held_out, 1)  # the loader rejects a validation split of all samples
+    validated = run.validation.samples if run.validation else 0
+    return max(int(store.index.counts.sum()) - validated, 1)  # the loader rejects a validation split of all samples
 
 
 def steps_of(epochs: float, samples: int, global_batch_size: int) -> int:
@@ -113,9 +113,9 @@ class Start:
         """As plan_order, for the store of the current stage. Raises UserError as it does."""
         run, first_step = self.reached.stage.run, self.reached.stage.start
         saved, where = (None, run.output) if self.found is None else (self.found.state["data"], self.found.folder)
-        held_out = run.validation.samples if run.validation else 0
+        validated = run.validation.samples if run.validation else 0
         batch = self.reached.strategy.global_batch_size
-        return plan_order(store, batch, run.train.seed, saved, self.step, where, held_out, first_step)
+        return plan_order(store, batch, run.train.seed, saved, self.step, where, validated, first_step)
 
 
 def start_notices(stages: Sequence[Prepared]) -> list[str]:

@@ -62,7 +62,7 @@ def test_epochs_are_asked_as_they_are(tmp_path):
 def test_what_validation_holds_out_is_encoded_and_not_trained_on(tmp_path):
     path = written(tmp_path, LOW, HIGH, validation={"samples": 2000})
     low, high = asked(path, images="10k")
-    assert (low.images, low.held_out, low.epochs, high.epochs) == (10_000, 2000, 4, 0.4)
+    assert (low.images, low.validated, low.epochs, high.epochs) == (10_000, 2000, 4, 0.4)
     assert problems(path, images=2000) == ["validation.samples is 2000, and --images 2000 leaves none to train on"]
 
 

@@ -90,7 +90,7 @@ def test_a_run_continues_with_what_it_held_out_alone(tmp_path):
     store = FeatureStore.open(tmp_path / "store")
     order, _ = plan_order(store, 4, 0, None, 0, tmp_path, 6)
     saved = data_state(store, order, 0).model_dump(mode="json")
-    assert saved["held_out"] == 6
+    assert saved["validated"] == 6
     make_store(tmp_path / "store", count=64)
     grown = FeatureStore.open(tmp_path / "store")
     again, _ = plan_order(grown, 4, 0, saved, 5, tmp_path, 6)
@@ -101,7 +101,7 @@ def test_a_run_continues_with_what_it_held_out_alone(tmp_path):
         f"validation.samples is 7, and {tmp_path} was trained with 6: its weights would be validated on "
         "samples that they were trained on; set it to 6, or choose another output"
     )
-    assert plan_order(store, 4, 0, saved | {"held_out": 0}, 5, tmp_path)[0].held is None  # of an earlier version
+    assert plan_order(store, 4, 0, saved | {"validated": 0}, 5, tmp_path)[0].held is None  # of an earlier version
 
 
 def test_something_must_be_left_to_train_on(tmp_path):
