@@ -300,9 +300,8 @@ def _compile_problems(strategy: Strategy) -> list[str]:
             "compile_blocks makes one kernel of several operators, and checkpointing selective keeps the outputs of "
             "single ones; use checkpointing full"
         )
-    if strategy.lora is not None and (strategy.lora.base != "bf16" or strategy.lora.dora):
-        kind = "dora" if strategy.lora.dora else f"base {strategy.lora.base}"
-        problems.append(f"compile_blocks was not tried with lora.{kind}; use LoRA with lora.base bf16")
+    if strategy.lora is not None and strategy.lora.dora:
+        problems.append("compile_blocks compiles the layers of lora.dora in pieces, slower than it runs them; use LoRA")
     if strategy.blocks_to_swap:
         problems.append("compile_blocks was not tried with blocks_to_swap; leave one of them out")
     return problems
