@@ -53,7 +53,7 @@ def arrange(model: nn.Module, family: Family, strategy: Strategy, *, backend: st
     join_gradients(model, family)
     apply_checkpointing(model, family, strategy.checkpointed_blocks, strategy.checkpointing)
     if strategy.offload_activations:
-        offload_activations(model, family)
+        offload_activations(model, family, strided=strategy.compile_blocks)
     return model
 
 
@@ -125,15 +125,20 @@ class CompiledGraphs:
     def lines(self, done: int, sizes: Collection[Hashable]) -> list[str]:
         """What to log after the step that made `done` steps, with micro-batches of these sizes."""
         made, new = self._count() - self._before, {*sizes} - self._sizes
-        breaks = {*self._counters.get("graph_break", ())} - self._breaks
-        self._sizes, self._breaks = self._sizes | new, self._breaks | breaks
-        lines = [f"a block is compiled in pieces, which costs speed: {why.splitlines()[0]}" for why in sorted(breaks)]
+        self._sizes |= new
+        lines = self.breaks()
         if made and new:
             lines.append(f"step {done}: compiled {how_many(made, 'graph')} for {how_many(len(new), 'new size')}")
         elif made:
             more = how_many(made, "more graph")
             lines.append(f"step {done}: compiled {more} for known sizes, which takes time; see TORCH_LOGS=recompiles")
         return lines
+
+    def breaks(self) -> list[str]:
+        """What keeps torch from compiling a block in one piece, where it was not returned before."""
+        breaks = {*self._counters.get("graph_break", ())} - self._breaks
+        self._breaks |= breaks
+        return [f"a block is compiled in pieces, which costs speed: {why.splitlines()[0]}" for why in sorted(breaks)]
 
     def _count(self) -> int:
         return self._counters["stats"]["unique_graphs"] if self._counters else 0
@@ -221,20 +226,21 @@ def _kept() -> list[torch._ops.OpOverload]:
     return [*KEPT, *(() if nf4 is None else (nf4.default,))]
 
 
-Packed: TypeAlias = "torch.Tensor | tuple[torch.device, torch.Tensor, tuple[torch.Size, tuple[int, ...]] | None]"
+Packed: TypeAlias = "torch.Tensor | tuple[torch.device, torch.Tensor, tuple[int, ...], torch.Size | None]"
 
 
-def offload_activations(model: nn.Module, family: Family) -> None:
+def offload_activations(model: nn.Module, family: Family, *, strided: bool = False) -> None:
     """Copy what autograd saves in each block to CPU memory, and back when the backward pass needs it.
 
     Apply it after checkpointing: then the inputs of a checkpointed block move, and what a selective one keeps stays.
     Weights stay too. A tensor that several operations save is copied for each; an expanded one as the memory behind it.
-    CPU memory is pinned where the device is a GPU. On a CPU the copy saves nothing.
+    CPU memory is pinned where the device is a GPU. On a CPU the copy saves nothing. `strided`: slices come back with
+    the strides that they had, as compiled blocks expect, in as much memory as they were spread over.
     """
     for block in family.blocks(model):
         # Taken now, before an engine takes the parameters apart.
         sizes = {parameter.numel() for parameter in block.parameters()}
-        to_host = functools.partial(_to_host, block, sizes)
+        to_host = functools.partial(_to_host, block, sizes, strided)
         block.forward = functools.partial(_offloaded, to_host, block.forward)
 
 
@@ -243,26 +249,29 @@ def _offloaded(to_host: Callable[..., Packed], forward: Callable[..., Any], *arg
         return forward(*args, **kwargs)
 
 
-def _to_host(block: nn.Module, sizes: set[int], tensor: torch.Tensor) -> Packed:
+def _to_host(block: nn.Module, sizes: set[int], strided: bool, tensor: torch.Tensor) -> Packed:
     # As torch.autograd.graph.save_on_cpu, which moves weights too, and forgets the strides.
     if tensor.numel() in sizes and _is_weight(block, tensor):
         return tensor
-    expanded = None
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    expanded, strides = None, tensor.stride()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
     if 0 < span < tensor.numel():  # a mask for all queries and heads: attention asks for its strides, too
-        expanded = tensor.shape, tensor.stride()
+        expanded = tensor.shape
         tensor = tensor.as_strided((span,), (1,))
     host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type != "cpu")
     host.copy_(tensor, non_blocking=True)
-    return tensor.device, host, expanded
+    return tensor.device, host, strides if strided or expanded is not None else host.stride(), expanded
 
 
 def _to_device(packed: Packed) -> torch.Tensor:
     if isinstance(packed, torch.Tensor):
         return packed
-    device, host, expanded = packed
-    tensor = host.to(device, non_blocking=True)
-    return tensor if expanded is None else tensor.as_strided(*expanded)
+    device, host, strides, expanded = packed
+    if expanded is not None:
+        return host.to(device, non_blocking=True).as_strided(expanded, strides)
+    if strides == host.stride():
+        return host.to(device, non_blocking=True)
+    return torch.empty_strided(host.shape, strides, dtype=host.dtype, device=device).copy_(host, non_blocking=True)
 
 
 def _is_weight(block: nn.Module, tensor: torch.Tensor) -> bool:

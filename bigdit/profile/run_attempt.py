@@ -24,6 +24,7 @@ from bigdit.engines.state import checkpoint_bytes
 from bigdit.errors import versions
 from bigdit.files import replacing
 from bigdit.memory import HostMemory, Ledger, Span, Timeline, ledger
+from bigdit.models.equip import CompiledGraphs
 from bigdit.profile.attempt import (
     IMAGES,
     TEXTS,
@@ -223,7 +224,7 @@ def recorded(request: StepRequest, built: Built, snapshot: str | None = None) ->
     torch.cuda.init()
     importlib.import_module("bigdit_emulated.libraries").limit(UNLIMITED)
     history = History(stacks=snapshot is not None)
-    marks = _Marks(Recorder(history))
+    marks, graphs = _Marks(Recorder(history)), CompiledGraphs(strategy.compile_blocks)
     with unwritten_weights(), large_uncomputed():
         workload = prepare(request, built)
         watching = watching_fsdp2(marks.recorder) if strategy.engine == "fsdp2" else nullcontext()
@@ -246,7 +247,7 @@ def recorded(request: StepRequest, built: Built, snapshot: str | None = None) ->
         packed_host_timeline=host_timeline.pack(),
         checkpoint_bytes=saved,
         versions=versions(),
-        notices=notices(strategy, versions()),
+        notices=(*notices(strategy, versions()), *graphs.breaks()),
         seconds=round(time.perf_counter() - began, 3),
     )
 

@@ -65,12 +65,15 @@ def test_compiled_blocks_learn_as_others_do_and_share_their_graphs(printed, grap
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(
-    ("spec", "shape"), [(DIT, BatchShape(latents=(4, 8, 8))), (SANA, SHAPE)], ids=["dit", "convolutions and masks"]
+    ("spec", "shape", "more"),
+    [(DIT, BatchShape(latents=(4, 8, 8)), {"offload_activations": True}), (SANA, SHAPE, {})],
+    ids=["slices in CPU memory", "convolutions and masks"],
 )
-def test_a_plan_runs_compiled_blocks(spec, shape):
+def test_a_plan_runs_compiled_blocks(spec, shape, more):
     """With fewer kernels; the recorded step has the bytes of one that nobody watches."""
     plain, compiled = (
-        StepRequest(model=spec, batch=shape, strategy=Strategy(compile_blocks=switch)) for switch in (False, True)
+        StepRequest(model=spec, batch=shape, strategy=Strategy(compile_blocks=switch, **more))
+        for switch in (False, True)
     )
     with EmulatedGpus(A40, 1) as gpus:
         one, other = (gpus.attempt(each, counted="step") for each in (plain, compiled))
