@@ -249,7 +249,7 @@ def _left_out(question: Question) -> list[Rejected]:
         reasons["fp16"] = "it takes as many bytes as bf16 and needs loss scaling; choose it with --precision fp16"
     if fixed.precision is None and precision_of(question) == "fp16":
         reasons["bf16"] = f"{question.gpu.title} does not compute it; fp16 with loss scaling takes the same bytes"
-    if not fixed.compile and not (fixed.engine or "").startswith("zero"):
+    if not fixed.compile and not (fixed.engine or "").startswith("zero3"):
         reasons["compiled blocks"] = (
             "torch's compiler takes seconds at each size that runs, minutes for a first plan; "
             "choose them with --compile"

@@ -291,10 +291,8 @@ def _optimizer_problems(strategy: Strategy) -> list[str]:
 
 def _compile_problems(strategy: Strategy) -> list[str]:
     problems = []
-    if strategy.engine == "deepspeed":
-        problems.append(
-            "compile_blocks was not tried with DeepSpeed, whose hooks run within blocks; use engine single or fsdp2"
-        )
+    if strategy.zero_stage == 3:
+        problems.append("compile_blocks cannot compile ZeRO-3's hooks within blocks; use engine fsdp2, or ZeRO-2")
     if strategy.checkpointing == "selective" and strategy.checkpointed_blocks != 0:
         problems.append(
             "compile_blocks makes one kernel of several operators, and checkpointing selective keeps the outputs of "

@@ -1,4 +1,7 @@
-"""Loss curves of FSDP2 on two processes beside those of one, and an overflow on one of the two: a line of JSON.
+"""Loss curves on two processes beside those of one, and an overflow on one of the two: a line of JSON.
+
+FSDP2 in its ways, and ZeRO-2 with compiled blocks.
+
 
 torchrun --nproc-per-node 2 tests/engines/fsdp2_curves.py
 """
@@ -19,6 +22,7 @@ from bigdit.strategy import ModelSpec, OptimizerSpec, Strategy
 from bigdit.train.step import train_step
 
 STEPS, SAMPLES = 4, 4
+ZERO2 = {"zero_optimization": {"stage": 2}}
 
 
 def strategy(world_size: int, **printed: object) -> Strategy:
@@ -90,6 +94,7 @@ def main() -> None:
         "in_backward": curve(SANA, strategy(2, optimizer_in_backward=True), world),
         "compiled": curve(SANA, strategy(2, compile_blocks=True, checkpointed_blocks=1), world),
         "offload": curve(SANA, strategy(2, cpu_offload=True), world),
+        "zero2 compiled": curve(SANA, strategy(2, engine="deepspeed", ds_config=ZERO2, compile_blocks=True), world),
         "single fp16": curve(SANA, strategy(1, precision="fp16"), alone),
         "fsdp2 fp16": curve(SANA, strategy(2, precision="fp16"), world),
         "single dit": curve(DIT, strategy(1), alone),

@@ -116,6 +116,7 @@ def curves():
         ("in_backward", "fsdp2", 0.0),
         ("offload", "fsdp2", 0.0),
         ("compiled", "fsdp2", TOLERANCE["fp32"]),
+        ("zero2 compiled", "fsdp2", TOLERANCE["fp32"]),
         # As bf16, with three bits more.
         ("fsdp2 fp16", "single fp16", TOLERANCE["bf16"] / 8),
         ("fsdp2 dit", "single dit", TOLERANCE["fp32"]),

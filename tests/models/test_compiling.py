@@ -105,8 +105,8 @@ def test_a_block_that_cannot_be_compiled_is_a_line():
     ("printed", "problem"),
     [
         (
-            {"engine": "deepspeed", "ds_config": {}},
-            "compile_blocks was not tried with DeepSpeed, whose hooks run within blocks; use engine single or fsdp2",
+            {"engine": "deepspeed", "ds_config": {"zero_optimization": {"stage": 3}}},
+            "compile_blocks cannot compile ZeRO-3's hooks within blocks; use engine fsdp2, or ZeRO-2",
         ),
         (
             {"checkpointing": "selective", "checkpointed_blocks": 1},
