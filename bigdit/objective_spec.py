@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from bigdit.numbers import Count, Number, Positive, Switch
-from bigdit.strategy import Strict
+from bigdit.strategy import Section
 
 SamplerName = Literal["euler", "heun", "dpmsolver++", "unipc", "ddim"]
 """Samplers: `euler` and `heun` of flow matching, `ddim` of a DDPM, the others of both."""
@@ -26,23 +26,28 @@ _MOST_NOISE = 1000.0
 """Twice the sum of betas; DDPM's own come to 20. At e^-700 the image's share is no number any more."""
 
 
-class SqrtShift(Strict):
-    """A shift (`name`) of √(tokens / `base_tokens`), of a sample's own tokens (Esser et al., arXiv:2403.03206, equation
-    23)."""
+class SqrtShift(Section):
+    """A shift of √(tokens / base_tokens), by a sample's own tokens (Esser et al., arXiv:2403.03206, equation 23)."""
 
     name: Literal["sqrt"] = "sqrt"
+    """sqrt selects this shift."""
     base_tokens: Count = 256
+    """The tokens at which the shift is 1."""
 
 
-class ExponentialShift(Strict):
-    """A shift (`name`) of exp μ, where μ is linear in a sample's own tokens, from `base_mu` at `base_tokens` to
-    `max_mu` at `max_tokens` (Flux; its pipeline's `calculate_shift` in diffusers)."""
+class ExponentialShift(Section):
+    """A shift of exp μ. μ is linear in a sample's own tokens (Flux; `calculate_shift` of its pipeline in diffusers)."""
 
     name: Literal["exponential"] = "exponential"
+    """exponential selects this shift."""
     base_tokens: Count = 256
+    """The tokens at which μ is base_mu."""
     max_tokens: Count = 4096
+    """The tokens at which μ is max_mu."""
     base_mu: Logit = 0.5
+    """μ at base_tokens."""
     max_mu: Logit = 1.15
+    """μ at max_tokens."""
 
     @model_validator(mode="after")
     def _coherent(self) -> ExponentialShift:
@@ -67,46 +72,52 @@ Shift = Annotated[
 ]
 
 
-class FlowMatchingSpec(Strict):
-    """Flow matching (`name`): the distribution of t, 1 = noise. `shift` above 1 moves t towards noise, as high
-    resolutions need: a number, or by a sample's tokens.
-
-    `t_distribution`: the sigmoid of a normal with `logit_mean` and `logit_std`; uniform; or `mode`, heavy in the middle
-    by `mode_scale`. `weighting`: of a sample's loss by its t, as in diffusers' scripts for SD3.
-    """
+class FlowMatchingSpec(Section):
+    """Flow matching. t is from 0, the image, to 1, noise."""
 
     name: Literal["flow_matching"] = "flow_matching"
+    """flow_matching selects this objective."""
     t_distribution: Literal["logit_normal", "uniform", "mode"] = "logit_normal"
+    """The distribution of t: the sigmoid of a normal; uniform; or mode, which prefers the middle. As in SD3."""
     logit_mean: Logit = 0.0
+    """The mean of the normal of logit_normal."""
     logit_std: Annotated[Positive, Field(le=10)] = 1.0
+    """The standard deviation of the normal of logit_normal."""
     mode_scale: Annotated[Number, Field(ge=-1, le=1.75)] = 1.29
+    """How much mode prefers the middle."""
     shift: Shift = 1.0
+    """Above 1 it moves t towards noise, as high resolutions need: a number, or by a sample's tokens."""
     weighting: Literal["none", "sigma_sqrt", "cosmap"] = "none"
+    """The weight of a sample's loss by its t, as in diffusers' scripts for SD3."""
 
 
-class DdpmSpec(Strict):
-    """A DDPM (`name`; Ho et al., arXiv:2006.11239): what is predicted (`prediction`), over how many `timesteps`, and
-    which noise they have.
-
-    `betas`: as diffusers names them; `beta_start` and `beta_end` are those of the linear ones. `snr_shift` divides the
-    signal-to-noise ratio of every timestep (CogVideoX-2b's scheduler in diffusers: 3). `zero_terminal_snr`: the last
-    timestep is noise alone (arXiv:2305.08891). `min_snr_gamma` (arXiv:2303.09556), or `p2_gamma` with `p2_k`
-    (arXiv:2204.00227), weighs a sample's loss by its timestep. `learned_variance`: the output's second half of channels
-    is trained to be the variance (arXiv:2102.09672); null: where the model has one.
-    """
+class DdpmSpec(Section):
+    """A DDPM (Ho et al., arXiv:2006.11239)."""
 
     name: Literal["ddpm"] = "ddpm"
+    """ddpm selects this objective."""
     prediction: Literal["epsilon", "v", "x0"] = "epsilon"
+    """What the model predicts: the noise, the velocity or the image."""
     betas: Literal["linear", "scaled_linear", "squaredcos_cap_v2"] = "linear"
+    """The noise schedule, by diffusers' name."""
     beta_start: Annotated[Number, Field(ge=1e-8, le=0.5)] = 1e-4
+    """The first beta of the linear schedules."""
     beta_end: Annotated[Number, Field(ge=1e-8, le=0.5)] = 0.02
+    """The last beta of the linear schedules."""
     timesteps: Annotated[Count, Field(ge=2, le=100_000)] = 1000
+    """The number of timesteps."""
     snr_shift: Annotated[Number, Field(ge=1e-3, le=1e3)] = 1.0
+    """It divides the signal-to-noise ratio of every timestep (CogVideoX-2b's scheduler in diffusers: 3)."""
     zero_terminal_snr: Switch = False
+    """Make the last timestep pure noise (arXiv:2305.08891)."""
     min_snr_gamma: Positive | None = None
+    """Weigh losses by min-SNR (arXiv:2303.09556)."""
     p2_gamma: Positive | None = None
+    """Weigh losses by P2 (arXiv:2204.00227)."""
     p2_k: Positive = 1.0
+    """The k of P2."""
     learned_variance: Switch | None = None
+    """Train the second half of the output's channels as the variance (arXiv:2102.09672). null: if the model has one."""
 
     @model_validator(mode="after")
     def _coherent(self) -> DdpmSpec:

@@ -43,7 +43,7 @@ def run(
 ) -> None:
     """Encode images and captions once, in parallel; the same command resumes.
 
-    A run with stages has the stores of all stages encoded in turn. This command may run several times at once, on any
+    For a run with stages, it fills the stores of all stages in turn. You may run it several times at once, on any
     machines that share the folder: each takes work that no other has taken.
     """
     from bigdit import libraries, log

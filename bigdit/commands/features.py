@@ -24,7 +24,7 @@ Folder = Annotated[Path, typer.Argument(metavar="FEATURES", help="The store: dat
 
 @app.command()
 def info(folder: Folder, as_json: Json = False) -> None:
-    """Show counts, buckets, sizes, encoders, the speed of each worker, and what was cut, skipped or leased."""
+    """Show counts, buckets, sizes, encoders, the speed of each worker, and what was truncated, skipped or leased."""
     from bigdit import log
     from bigdit.extract.report import store_report
     from bigdit.extract.verify import open_schema
@@ -45,7 +45,7 @@ def verify(
     overrides: Set = [],  # noqa: B006  # typer reads the default; it is not changed
     as_json: Json = False,
 ) -> int:
-    """Check every byte against its digest. The exit status is 1 where damage was found and not repaired."""
+    """Check every byte against its digest. The exit status is 1 if damage was found and not repaired."""
     import os
 
     from bigdit import log
@@ -83,7 +83,7 @@ def clean(
         ),
     ] = False,
 ) -> None:
-    """Remove what dead workers left half written.
+    """Remove incomplete files of dead workers.
 
     This machine cannot tell whether workers of other machines are dead: see --other-machines.
     """

@@ -30,14 +30,14 @@ def run(
         typer.Option("--caption", help="A caption, or a class as with --label; repeatable."),
     ] = [],  # noqa: B006
     label: Annotated[
-        list[str], typer.Option("--label", help="Name or number of a class, for models of classes; repeatable.")
+        list[str], typer.Option("--label", help="Name or number of a class, for class-conditional models; repeatable.")
     ] = [],  # noqa: B006
     captions: Annotated[Path | None, typer.Option(help="A text file with one caption or class per line.")] = None,
     image: Annotated[
         list[Path],
         typer.Option(
             "--image",
-            help="First frame, for models that begin with an image: an image, or a video whose first frame counts. "
+            help="First frame, for image-to-video models: an image, or a video whose first frame is used. "
             "Once for all captions, or repeated for each.",
         ),
     ] = [],  # noqa: B006

@@ -71,20 +71,20 @@ class SourceConfig(Section):
     """A folder of images or videos with captions in .txt or .json files; a CSV or Parquet file of paths and captions;
     Parquet files or WebDataset tars (a file, a folder or a pattern: {000..099}.tar); a folder of datasets."""
     kind: SourceKind | None = None
-    """What the path is, if it cannot be recognised."""
+    """What the path is, if bigdit cannot recognise it."""
     image: str | None = None
     """For tables: the column of images, or of their paths."""
     captions: dict[str, float | str] = {}
     """For tables: the column of captions, a list, or a mapping of columns to weights (numbers or columns)."""
     label: str | None = None
-    """For models of classes: a column, a key of the .json in tars, or folder (the first of the path). Captions are not
-    read then."""
+    """For class-conditional models: a column, a key of the .json in tars, or folder (the first of the path). Then
+    captions are not read."""
     split: str | None = None
     """The split to read, in a folder of datasets or Parquet files with several."""
     follow_links: Switch = False
     """Read files outside the folder through links. Links to folders are never followed."""
     frame_rate: Positive | None = None
-    """For a folder of folders of numbered images, each a video: frames per second."""
+    """Frames per second, for a folder whose subfolders are videos of numbered images."""
     clips: Annotated[Count, Field(le=10_000)] = 1
     """The most clips from a video, each as long as the longest of data.buckets."""
 
@@ -122,7 +122,7 @@ class DataConfig(Section):
     """The training data, and its latent and embedding cache."""
 
     images: tuple[SourceConfig, ...]
-    """The source of images or videos, or a list of sources. More may be appended later."""
+    """The source of images or videos, or a list of sources. You may append more later."""
     features: Path | None = None
     """The latent and embedding cache that `bigdit extract` fills: a folder or a URL (s3://, gs://, az://). Left out
     with strategy.features online."""
@@ -131,7 +131,7 @@ class DataConfig(Section):
     numbers."""
     buckets: tuple[Bucket, ...] = Field(min_length=1)
     """Sizes in pixels: [height, width], for videos [frames, height, width]. Each sample goes to the nearest aspect
-    ratio, a video to the most frames that it has."""
+    ratio, and a video to the most frames that it can fill."""
     fps: Positive | None = None
     """Frames per second that are read from videos."""
     max_pixels: Count = MAX_PIXELS
@@ -144,12 +144,12 @@ class DataConfig(Section):
     """The share of samples trained on the empty caption, or on no class, for classifier-free guidance (Ho & Salimans,
     arXiv:2207.12598)."""
     read_threads: Processes = 2
-    """Threads that read the store."""
+    """Threads that read the store, or the images with features online."""
     reader: Literal["pread", "mmap"] = "pread"
     """How the store's files are read. mmap needs less CPU time for a local store that fits the page cache."""
     remote_cache: Annotated[Count, BeforeValidator(_as_bytes)] = 16 * GIB
-    """Bytes of a remote store that each process keeps in a temporary folder, such as 16GiB; best are 64 parts or
-    more."""
+    """Bytes of a remote store that each process keeps in a temporary folder, such as 16GiB. At least 64 parts should
+    fit."""
 
     @property
     def store(self) -> Path:
@@ -196,10 +196,11 @@ T5_TOKENS = 300
 
 
 class IdentityCodec(Section):
-    """Pixels as latents, scaled to [-1, 1] and unshuffled to factor² × channels channels; exactly invertible."""
+    """Pixels as latents, scaled to [-1, 1]. A square of factor × factor pixels becomes one latent with factor² times
+    the channels. This is exactly invertible."""
 
     name: Literal["identity"] = "identity"
-    """identity chooses this codec."""
+    """identity selects this codec."""
     factor: Count = 1
     """Pixels per side of a latent."""
     color: Literal["rgb", "gray"] = "rgb"
@@ -210,7 +211,7 @@ class VaeCodec(Section):
     """A VAE of diffusers. Latents are scaled and shifted as in its family's pipeline."""
 
     name: Literal["vae"] = "vae"
-    """vae chooses this codec."""
+    """vae selects this codec."""
     class_name: Literal[
         "AutoencoderKL",
         "AutoencoderDC",
@@ -228,21 +229,21 @@ class VaeCodec(Section):
     path: Path
     """The folder of the VAE, as save_pretrained writes it."""
     latents: Literal["mode", "sampled", "moments"] = "mode"
-    """What is stored of the VAE's distribution: its mode; one sample; or mean and standard deviation, from which each
-    read samples again."""
+    """What the store keeps of the VAE's distribution: its mode, one sample, or mean and standard deviation. With these,
+    each read draws a new sample."""
     seed: Natural = 0
-    """With latents sampled: the seed, together with the image's place in the source."""
+    """With latents sampled: the seed. It and an image's position in the source determine its noise."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """The dtype of the VAE."""
     tiling: Switch = False
-    """Encode in tiles that are blended at their seams, which needs less memory and changes latents slightly."""
+    """Encode in tiles and blend their seams. This needs less memory and changes latents slightly."""
 
 
 class TextEncoderConfig(Section):
-    """What encodes captions: one of `pipeline`, `path` and `config`."""
+    """The encoders of captions, given by one of `pipeline`, `path` and `config`."""
 
     pipeline: Path | None = None
-    """The folder of a diffusers pipeline, whose text encoders and tokenizers encode as it does."""
+    """The folder of a diffusers pipeline. Its text encoders and tokenizers encode as in the pipeline."""
     class_name: Literal["T5EncoderModel"] = "T5EncoderModel"
     """The class of what `path` or `config` describe."""
     path: Path | None = None
@@ -252,7 +253,7 @@ class TextEncoderConfig(Section):
     seed: Natural = 0
     """With config: the seed of the weights."""
     max_tokens: Count | None = None
-    """Tokens that captions are cut to. null: 300, or as many as the pipeline takes."""
+    """The most tokens of a caption; longer ones are truncated. null: 300, or as many as the pipeline takes."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """The dtype of the encoders."""
     stored: Literal["bf16", "fp8"] = "bf16"
@@ -265,10 +266,10 @@ class TextEncoderConfig(Section):
 
 
 class FirstFrameConfig(Section):
-    """The first frame of videos, for models that begin with one; encoders.image makes its latents."""
+    """The first frame of videos, for image-to-video models. encoders.image encodes it to latents."""
 
     pipeline: Path | None = None
-    """The folder of a diffusers pipeline, whose image encoder embeds the frame where the model takes that."""
+    """The folder of a diffusers pipeline. Its image encoder embeds the frame, if the model takes an embedding."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """The dtype of the image encoder."""
 
@@ -281,9 +282,9 @@ class EncodersConfig(Section):
     text: TextEncoderConfig | None = None
     """The encoder of captions. null: the model takes classes."""
     first_frame: FirstFrameConfig | None = None
-    """The encoding of a video's first frame, for models that begin with an image."""
+    """The encoding of a video's first frame, for image-to-video models."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where `bigdit extract` encodes. auto: on all GPUs of the machine, else on its CPU."""
     batch_size: Count | Literal["auto"] = "auto"
-    """Images, frames or captions that `bigdit extract` encodes at once; halved where memory runs out. auto: what
-    fits on a GPU; else 16 images, one caption or one video."""
+    """Images, frames or captions that `bigdit extract` encodes at once; halved if memory runs out. auto: what fits on
+    the GPU; without one 16 images, one caption or one video."""

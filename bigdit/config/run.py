@@ -34,7 +34,7 @@ class TrainConfig(Section):
     steps: Count | None = None
     """Optimizer steps."""
     epochs: Annotated[Positive, Field(le=10**6)] | None = None
-    """In place of steps: how often each sample is trained on, without those of validation. The last step is full."""
+    """Instead of steps: passes over the samples, without validation samples. The last step is full."""
     warmup_steps: Natural = 0
     """Steps in which the learning rate rises to strategy.optimizer.lr."""
     lr_schedule: Literal["constant", "cosine", "wsd"] = "constant"
@@ -43,7 +43,7 @@ class TrainConfig(Section):
     decay_steps: Count | None = None
     """Steps in which wsd lowers the learning rate."""
     min_lr: NotNegative = 0.0
-    """The learning rate that cosine and wsd end at."""
+    """The last learning rate of cosine and wsd."""
     checkpoint_every: Count = 1000
     """Steps between checkpoints."""
     keep_checkpoints: Count = 2
@@ -54,15 +54,14 @@ class TrainConfig(Section):
     """Steps between exports of the transformer or the adapters in diffusers' format; the last step has one too.
     `bigdit export` writes the whole pipeline."""
     snapshot_every: Count | None = None
-    """Steps between snapshots of the EMAs of strategy.ema.widths: 4 bytes per trained weight and EMA. All are kept, and
-    EMAs of other widths are made from them."""
+    """Steps between snapshots of the EMAs of strategy.ema.widths: 4 bytes per trained weight and EMA. None is deleted.
+    EMAs of other widths are computed from them."""
     grace: Positive = 60.0
     """Seconds to save a checkpoint and end after SIGTERM, SIGUSR1, SIGHUP or Ctrl-C."""
     timeout: Positive = 600.0
     """Seconds that a process waits for another before the run ends."""
     most_skipped_steps: Count = 10
-    """The run ends after more skipped steps in a row than this; steps with gradients that are not finite are
-    skipped."""
+    """The run ends after more skipped steps in a row than this. A step whose gradients are not finite is skipped."""
     seed: Natural = 0
     """The seed of weights, order, noise, t and, in bf16_sr, rounding."""
 
@@ -98,32 +97,32 @@ Time = Annotated[Number, Field(gt=0, lt=1)]
 
 
 class SamplesConfig(Section):
-    """Images or videos that the model generates during training, or its EMA where strategy.ema keeps one. They have the
-    size of the first of data.buckets."""
+    """Images or videos that the model, or its EMA, generates during training, in the size of the first of
+    data.buckets."""
 
     captions: tuple[CaptionText, ...] = Field(min_length=1)
-    """What is generated: captions, or of a model of classes their names or numbers."""
+    """Captions to generate from; for a class-conditional model, names or numbers of classes."""
     images: tuple[Path, ...] = ()
-    """Of models that begin with an image: one for all captions, or one for each. Of a video its first frame counts."""
+    """For image-to-video models: one image for all captions, or one for each. Of a video, the first frame is used."""
     every: Count = 1000
-    """Steps between two times; the last step has them too."""
+    """Steps between generations; the last step has one too."""
     steps: Annotated[Count, Field(le=1000)] = 20
     """Steps of the objective's own sampler."""
     guidance: NotNegative = 3.0
     """The scale of classifier-free guidance; 1: none."""
     seed: Natural = 0
-    """Number i is generated from seed + i."""
+    """Image i is generated from seed + i."""
 
 
 class ValidationConfig(Section):
-    """The loss of samples that are not trained on, of the weights and of their EMA, always with the same noise."""
+    """The loss on samples that are not trained on, with the weights and with their EMA, always with the same noise."""
 
     samples: Count = 256
-    """How many of those that the store has when the run begins, chosen by their place in it."""
+    """The number of validation samples, chosen by their position in the store when the run begins."""
     every: Count = 500
-    """Steps between two times; the last step has one too."""
+    """Steps between validations; the last step has one too."""
     times: tuple[Time, ...] = Field(default=(0.1, 0.3, 0.5, 0.7, 0.9), min_length=1)
-    """Each t that samples are noised at, 0 = the image, 1 = noise. Metrics have the mean, and the loss of each."""
+    """The values of t: 0 is the image, 1 is noise. Metrics have the mean loss, and the loss at each t."""
 
     @field_validator("times")
     @classmethod
@@ -143,24 +142,24 @@ class RunConfig(Section):
     encoders: EncodersConfig
     """The encoders that make latents and embeddings."""
     objective: ObjectiveSpec | None = None
-    """What the model learns to predict. null: the model's own: DDPM for DiT and PixArt, flow matching for most
+    """What the model learns to predict. null: the model's own, DDPM for DiT and PixArt, flow matching for most
     others."""
     strategy: Strategy = Strategy()
     """How a step is run: engine, batch, precision, optimizer, memory. `bigdit plan --out` writes it."""
     train: TrainConfig
     """The length of the run, its learning rate, and what it saves."""
     validation: ValidationConfig | None = None
-    """The loss on samples that are not trained on. null: all samples are trained on."""
+    """The loss on samples that are not trained on. null: the run trains on all samples."""
     samples: SamplesConfig | None = None
     """Images or videos that are generated during training."""
     trackers: tuple[TrackerName, ...] = ()
     """Trackers of accelerate that also receive metrics and images."""
     plan: Path | None = None
-    """The plan.yaml of `bigdit plan --out`, or its folder, relative to this file: predictions to compare the run with.
-    null: nothing is compared."""
+    """The plan.yaml of `bigdit plan --out`, or its folder, relative to this file. The run is compared with its
+    predictions. null: nothing is compared."""
     stages: tuple[dict[str, Any], ...] = ()
-    """Stages one after another, with the same weights, optimizer state and EMA. Each holds the keys that differ from
-    the run's, such as data and train.steps."""
+    """Successive stages with the same weights, optimizer state and EMA. Each has the keys that differ from the run's,
+    such as data and train.steps."""
     output: Path
     """The folder of checkpoints, exports, images, metrics, the receipt and the run's page."""
 

@@ -35,7 +35,7 @@ class PlanRequest:
     gpu: str | None = _option("A GPU of `bigdit gpus`, a MIG slice (GPU:PROFILE), or auto for this machine's.", "NAME")
     gpu_memory: str | None = _option("Memory of the GPU, such as 45416MiB: used + free in nvidia-smi.", "SIZE")
     reserve: int | str | None = _option(
-        "GPU memory to keep free, such as 1GiB or 0. Default: 512MiB where a display may need it, else 0.", "SIZE"
+        "GPU memory to keep free, such as 1GiB or 0. Default: 512MiB if a display may need it, else 0.", "SIZE"
     )
     gpus: int | None = _option("Number of GPUs. Default: 1.", "N")
     gpus_per_node: int | None = _option("GPUs per machine. Default: 8.", "N")
@@ -45,8 +45,8 @@ class PlanRequest:
         "SIZE",
     )
     resolution: Asked | list[Asked] | None = _option(
-        "1024, or 480x832 (height x width). Default: the model's own. Of "
-        "several (1024,512, or repeat the option), the plan is for the first, and the others are buckets.",
+        "1024, or 480x832 (height x width). Default: the model's own. With "
+        "several (1024,512, or repeat the option), the plan is for the first; the others are buckets.",
         "PIXELS",
         key="data.buckets",
         instead="data.buckets=[[HEIGHT,WIDTH]]",
@@ -96,7 +96,7 @@ class PlanRequest:
     features: str | None = _option(
         "cached (the default), or online: run the encoders in every step.", "WHEN", key="strategy.features"
     )
-    compile: bool | None = _option("Compile the blocks by torch.compile.", key="strategy.compile_blocks")
+    compile: bool | None = _option("Compile the blocks with torch.compile.", key="strategy.compile_blocks")
     full: bool | None = _option("Full fine-tuning only: propose no adapters.", instead="strategy.lora=null")
     from_scratch: bool | None = _option(
         "Train from random weights: run.yaml names no weights.", instead="model.init_from=null"

@@ -71,21 +71,21 @@ class Strategy(Section):
     offload_activations: Switch = False
     """Keep activations that autograd saves in CPU memory."""
     compile_blocks: Switch = False
-    """Compile the repeated block by torch.compile."""
+    """Compile the repeated block with torch.compile."""
     blocks_to_swap: Natural = 0
-    """Block swap: the number of first blocks whose weights are in CPU memory, and on the GPU two blocks at a time. With
-    `lora` these are frozen weights, else all."""
+    """Block swap: the number of first blocks whose weights are in CPU memory. The GPU holds two of them at a time. With
+    `lora`, only frozen weights are swapped, else all."""
     gradient_clipping: Positive | None = 1.0
     """The largest norm of all gradients. null: no clipping."""
     ema: EmaSpec | None = None
     """An EMA of the weights."""
     lora: LoraSpec | None = None
-    """Train adapters over frozen weights, those of model.init_from."""
+    """Train adapters over the frozen weights of model.init_from."""
     features: Literal["cached", "online"] = "cached"
     """Where latents and embeddings come from. cached: the store in data.features. online: frozen encoders on the
     training GPU encode in each step."""
     encode_chunk: Count | None = None
-    """With features online: samples that are encoded at once. Default: one; null: the whole micro-batch."""
+    """With features online: samples that the encoders take at once. Default: one; null: the whole micro-batch."""
     read_ahead_steps: Natural = 2
     """Steps that the loader reads ahead into CPU memory."""
     ds_config: dict[str, Any] | None = None

@@ -78,7 +78,7 @@ FACTORED: tuple[OptimizerName, ...] = ("adafactor", "came", "came_8bit")
 
 
 class OptimizerSpec(Section):
-    """An optimizer of bigdit/optim and its constants, as papers have them (Loshchilov & Hutter, arXiv:1711.05101)."""
+    """An optimizer and its hyperparameters, as in papers (Loshchilov & Hutter, arXiv:1711.05101)."""
 
     name: OptimizerName = "adamw"
     """The name of the optimizer."""
@@ -93,8 +93,8 @@ class OptimizerSpec(Section):
     weight_decay: NotNegative = 0.0
     """Decoupled weight decay."""
     decayed: Literal["all", "matrices"] = "all"
-    """Which parameters decay: all, or only the weights of linear layers and convolutions. Then norms, biases, tables
-    and embeddings are a separate group."""
+    """Which parameters decay: all, or only the weights of linear layers and convolutions. Then norms, biases,
+    embeddings and a block's shifts and scales are a separate group."""
     implementation: Literal["fused", "foreach", "for_loop"] = "fused"
     """The implementation of torch's adamw. Other optimizers have one."""
 
@@ -115,16 +115,17 @@ PROFILES = ("decay", "power", "widths")
 
 
 class EmaSpec(Section):
-    """An EMA of the weights in fp32, sharded as the masters are."""
+    """An EMA of the weights in fp32, sharded like the master weights."""
 
     decay: Annotated[Number, Field(gt=0.0, lt=1)] | None = None
-    """The share that each step keeps; 0.9999 where no profile is set. Step t keeps at most (1 + t) / (10 + t)."""
+    """The share of the EMA that each step keeps. Default: 0.9999, unless power or widths is set. Step t keeps at most
+    (1 + t) / (10 + t)."""
     power: Width | None = None
-    """An EMA whose length grows with the run. Its profile over the steps is a power function of this width, a share of
-    them: σ_rel (Karras et al., arXiv:2312.02696, §3.1). Usually 0.05 to 0.2; at 0.2887 all steps count alike."""
+    """An EMA that grows with the run. Its profile is a power function with this width, as a share of the steps: σ_rel
+    (Karras et al., arXiv:2312.02696, §3.1). Usually 0.05 to 0.2; at 0.2887 all steps have the same weight."""
     widths: Widths | None = None
-    """Two or more such EMAs, each as large as the weights. Samples and validation use the first. With
-    train.snapshot_every, EMAs of other widths are made from them after the run (ibid., §3.2)."""
+    """Widths of two or more such EMAs, each as large as the weights. Samples and validation use the first. With
+    train.snapshot_every, EMAs of other widths can be computed after the run (ibid., §3.2)."""
     device: Literal["gpu", "cpu"] = "gpu"
     """The memory that holds the EMA."""
 
@@ -182,4 +183,4 @@ class LoraSpec(Section):
     base: LoraBase = "bf16"
     """The dtype of the frozen weights."""
     dora: Switch = False
-    """Train a magnitude for each row of a weight too (Liu et al., arXiv:2402.09353)."""
+    """DoRA: also train a magnitude for each row of a weight (Liu et al., arXiv:2402.09353)."""

@@ -21,18 +21,17 @@ from bigdit.units import LARGEST
 
 RUN = """# A run's keys
 
-The YAML of `bigdit extract` and `bigdit train`, section by section. `--set a.b=c` overrides a key. An unknown key is an
-error, which says the nearest. A key without a default must be there.
+The YAML of `bigdit extract` and `bigdit train`, section by section. `--set a.b=c` overrides a key. For an unknown
+key, the error names the nearest known one. A key without a default is required.
 """
 STRATEGY = """# A strategy's keys
 
-How a step is run: the section `strategy` of [a run](run.md), which plans write, and what `--strategy` of `bigdit
-profile` takes.
+The section `strategy` of [a run](run.md), which plans write. `bigdit profile --strategy` takes the same keys.
 """
 COMMANDS = """# Commands
 
-What `bigdit COMMAND --help` prints. All end with status 0 when done, 1 for a user's error, a line each, 2 where
-something does not fit, 3 for a bug, 130 when interrupted, 128 + n when ended by signal n.
+What `bigdit COMMAND --help` prints. The exit status is 0 when done, 1 for an error in the input, 2 if something does
+not fit, 3 for a bug, 130 when interrupted, 128 + n when ended by signal n.
 """
 
 

@@ -45,6 +45,17 @@ def test_files_that_contributors_are_sent_to_are_there(file):
     assert [path for path in named if "NAME" not in path and not (ROOT / path).exists()] == []
 
 
+def test_contributors_find_what_a_change_touches():
+    """Every path of the table, below bigdit/ or the repository, and every name that it says is in one."""
+    table = "\n".join(re.findall(r"^\| an? .*", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE))
+    paths = [path for path in re.findall(r"`(\w+/[\w./]*)`", table) if "NAME" not in path]
+    assert [path for path in paths if not any((folder / path).exists() for folder in (ROOT, ROOT / "bigdit"))] == []
+    groups = re.findall(r"((?:`\w+`(?:, | and | or )?)+) in `([\w/]+\.py)`", table)
+    named = [(name, path) for names, path in groups for name in re.findall(r"\w+(?=`)", names)]
+    assert len(named) > 10
+    assert [(name, path) for name, path in named if name not in (ROOT / "bigdit" / path).read_text()] == []
+
+
 def test_what_pages_link_to_comes_along():
     found = carried()
     assert {
