@@ -146,7 +146,7 @@ class EmulatedGpus:
             found = None if snapshot else _PROFILES.find(key)
             if found is None:
                 file = None if snapshot is None else str(snapshot.absolute())
-                values = not request.strategy.compile_blocks and self._follows.get(kind, kind not in self._unread)
+                values = self._follows.get(kind, kind not in self._unread and not request.strategy.compile_blocks)
                 asked = question.model_copy(update={"values": values, "snapshot": file})
                 found = Profile.model_validate_json(self._ask(asked, slot))
                 _PROFILES.keep(key, found)
@@ -241,8 +241,6 @@ class EmulatedGpus:
 
     def _valueless_or_with(self, question: AttemptQuestion, slot: int) -> Attempt:
         kind = _kind(question.request)
-        if question.request.strategy.compile_blocks:  # compiled kernels compute no values
-            return self._run(question, slot, values=False)
         if self._follows.get(kind):
             return self._run(question, slot, values=True)
         try:
@@ -250,7 +248,7 @@ class EmulatedGpus:
         except (UserError, WorkerError):  # it asks for values that are not there
             self._follows[kind] = True
             return self._run(question, slot, values=True)
-        if not without.reads:
+        if not without.reads or question.request.strategy.compile_blocks:  # its kernels compute no values
             self._unread.add(kind)
             return without
         with self._first.setdefault(kind, Lock()):

@@ -16,10 +16,16 @@ from bigdit.models.equip import CompiledGraphs, compile_blocks
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.profile.attempt import StepRequest
 from bigdit.profile.gpus import EmulatedGpus
-from bigdit.strategy import BatchShape, LoraSpec, Strategy
+from bigdit.strategy import BatchShape, LoraSpec, ModelSpec, Strategy
 from bigdit.train.step import train_step
 
 CPU = torch.device("cpu")
+Z_IMAGE = ModelSpec(  # it reads the lengths of texts from their mask
+    name="tiny-z-image",
+    class_name="ZImageTransformer2DModel",
+    kwargs={"in_channels": 4, "dim": 32, "n_layers": 1, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2}
+    | {"cap_feat_dim": 12, "axes_dims": [4, 6, 6], "axes_lens": [64, 16, 16]},
+)
 FOUR_BLOCKS = SANA.model_copy(update={"kwargs": SANA.kwargs | {"num_layers": 4}})
 # All that stands between a model and its compiled blocks; `aot_eager` makes the graphs of Inductor, and no kernels.
 AROUND = {"precision": "fp32", "checkpointed_blocks": 2, "offload_activations": True, "lora": LoraSpec(rank=2)}
@@ -66,8 +72,8 @@ def test_compiled_blocks_learn_as_others_do_and_share_their_graphs(printed, grap
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(
     ("spec", "shape", "more"),
-    [(DIT, BatchShape(latents=(4, 8, 8)), {"offload_activations": True}), (SANA, SHAPE, {})],
-    ids=["slices in CPU memory", "convolutions and masks"],
+    [(DIT, BatchShape(latents=(4, 8, 8)), {"offload_activations": True}), (SANA, SHAPE, {}), (Z_IMAGE, SHAPE, {})],
+    ids=["slices in CPU memory", "convolutions and masks", "lengths of texts"],
 )
 def test_a_plan_runs_compiled_blocks(spec, shape, more):
     """With fewer kernels; the recorded step has the bytes of one that nobody watches."""
