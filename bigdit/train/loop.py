@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bigdit import checkpoint, log, receipt
+from bigdit import checkpoint, log, optim, receipt
 from bigdit.config import RunConfig
 from bigdit.config.run import CHECKPOINTS, EMA_SNAPSHOTS, EXPORTS, RECEIPT, receipt_of
 from bigdit.dist import World
@@ -139,7 +139,7 @@ def _steps(start: Start, data: TrainData, state: TrainState, stop: Stop, began: 
             with shape_errors(run):
                 result = _step(state, recovery, step, micro_batches, lr, encode)
             done = step + 1
-            monitor.add(done, lr, result, micro_batches)
+            monitor.add(done, optim.effective_lr(state.engine.optimizer, lr), result, micro_batches)
             if not cut and (cut := data.cut_here()):
                 log_lines(world, cut, notes=True)
             del micro_batches  # else they stay allocated while the next ones are read
