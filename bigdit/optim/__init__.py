@@ -49,7 +49,7 @@ def build(spec: OptimizerSpec, params: Groups, *, stochastic_rounding: bool = Fa
     if spec.name == "muon":
         return Muon(params, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay)
     if spec.missing_package is not None:
-        raise UserError(f"strategy.{spec.missing_package}")
+        raise UserError(f"strategy.optimizer.name: {spec.missing_package}")
     if spec.name == "prodigy":
         from bigdit.optim.prodigy import Prodigy
 

@@ -137,7 +137,7 @@ class OptimizerSpec(Section):
         package = PACKAGES.get(self.name)
         if package is None or importlib.util.find_spec(package) is not None:
             return None
-        return f"optimizer.name is {self.name}, and {package} is missing; pip install 'bigdit[{package}]'"
+        return f"{self.name} needs {package}, which is missing; pip install 'bigdit[{package}]'"
 
 
 _OWN: dict[str, OptimizerName] = {

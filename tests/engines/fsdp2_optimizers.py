@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fsdp2_curves import batch, start, strategy
 from resuming import save
 from tiny_models import SANA
-from whole import full_weights, whole_state
+from whole import full_weights
 
 from bigdit import checkpoint
 from bigdit.dist import World, world_from_env
