@@ -30,14 +30,14 @@ class Muon(Optimizer):
             {"muon": False} | (each if isinstance(each, dict) else {"params": [each]}) for each in params
         ]
         matrices, rest = ([each for each in groups if each["muon"] == kind] for kind in (True, False))
-        # Each gives its groups, the same objects, the values that it needs.
-        self._matrices = self._rest = None
+        self._inner: dict[bool, Optimizer] = {}  # each fills in its groups, which are the same objects here
         if matrices:
-            self._matrices = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn=MATCH)
+            self._inner[True] = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn=MATCH)
         if rest:
-            self._rest = torch.optim.AdamW(rest, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+            adamw = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+            self._inner[False] = torch.optim.AdamW(rest, **adamw, fused=True)
         super().__init__(groups, {})
-        for inner in filter(None, (self._matrices, self._rest)):
+        for inner in self._inner.values():
             inner.state = self.state
 
     @torch.no_grad()
@@ -49,7 +49,7 @@ class Muon(Optimizer):
                     if param.grad is not None:
                         self._step_shard(param, group)
                 continue
-            inner = self._matrices if group["muon"] else self._rest
+            inner = self._inner[group["muon"]]
             inner.param_groups = [group]
             inner.step()
 
