@@ -20,6 +20,7 @@ from bigdit import catalog, log, models, optim
 from bigdit.bench import take_turns
 from bigdit.engines.state import parts
 from bigdit.errors import UserError
+from bigdit.optim.groups import Groups
 from bigdit.report.tables import DASH, table
 from bigdit.strategy import OptimizerName, OptimizerSpec
 
@@ -39,7 +40,7 @@ def main() -> None:
     optimizers, turns = {}, {}
     for label, spec in specs.items():
         try:
-            optimizers[label] = optim.build(spec, params)
+            optimizers[label] = optim.build(spec, grouped(params) if spec.name == "muon" else params)
             turns[label] = turn_of(optimizers[label])
             turns[label]()
         except UserError as error:
@@ -62,6 +63,12 @@ def parameters() -> list[torch.Tensor]:
     for param in made:
         param.grad = torch.randn_like(param).mul_(1e-3)
     return made
+
+
+def grouped(params: list[torch.Tensor]) -> Groups:
+    """Matrices for Muon, and the rest: of the few outside of blocks all are taken for those within."""
+    matrices = [param for param in params if param.dim() == 2]
+    return [{"params": matrices, "muon": True}, {"params": [param for param in params if param.dim() != 2]}]
 
 
 def turn_of(optimizer: Optimizer) -> Callable[[], float]:

@@ -72,7 +72,8 @@ def versions() -> dict[str, str]:
         "accelerate",
     ):
         found[name] = _version(name)
-    return found
+    extras = {name: _version(name) for name in ("prodigyopt", "schedulefree")}
+    return found | {name: version for name, version in extras.items() if version != "missing"}
 
 
 @functools.cache

@@ -155,7 +155,7 @@ def plain_steps(workload: Workload, batches: Iterator[Sequence[Batch]], device: 
     model, family = workload.model.to(device), workload.family
     params = [param for param in model.parameters() if param.requires_grad]
     masters = [param.detach().float() for param in params] if mixed else params
-    grouped = optim.groups(strategy.optimizer, model, masters)
+    grouped = optim.groups(strategy.optimizer, model, masters, blocks=family.blocks(model))
     optimizer = optim.build(strategy.optimizer, grouped, stochastic_rounding=strategy.precision == "bf16_sr")
     scaler = torch.amp.GradScaler(device.type, enabled=strategy.precision == "fp16")
     ema = strategy.ema

@@ -22,18 +22,15 @@ from torch import nn
 from bigdit import log, models
 from bigdit.checkpoint.folder import Checkpoint, Saved, snapshots_of, verify, write_checksums
 from bigdit.checkpoint.pipeline import Pipeline
-from bigdit.checkpoint.restore import load_kind, load_model, load_tensors, trained
+from bigdit.checkpoint.restore import few_at_once, load_kind, load_model, load_tensors, load_used, trained
 from bigdit.engines.ema import exponent
 from bigdit.engines.state import EMA, ema_kind
 from bigdit.errors import UserError
 from bigdit.files import commit_folder, filling
 from bigdit.strategy import EmaSpec, LoraSpec, ModelSpec, Strategy
-from bigdit.units import MIB
 
 MOST_ERROR = 0.05
 """The largest error of a post-hoc profile, as a share of the length of the requested one."""
-_AT_ONCE = 64 * MIB // 8
-"""Elements that are summed together; a file's header is read once for them."""
 
 
 class PostHoc:
@@ -73,7 +70,7 @@ class PostHoc:
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Fill parameters by name with sums in fp64, some at a time."""
-        for names in _groups(tensors):
+        for names in few_at_once(tensors):
             sums = {name: torch.zeros(tensors[name].shape, dtype=torch.float64) for name in names}
             for each, shares in zip(self._kept, self._shares, strict=True):
                 kinds = [ema_kind(i) for i in range(self._count)]
@@ -96,18 +93,6 @@ def _kept(checkpoint: Checkpoint) -> Iterator[Saved]:
     for each in (*snapshots_of(checkpoint), checkpoint):
         if each.state["updates"]:  # 0 where all steps were skipped
             yield each
-
-
-def _groups(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
-    """Their names, as many at a time as are small enough together."""
-    group: list[str] = []
-    for name, tensor in tensors.items():
-        if group and tensor.numel() + sum(tensors[each].numel() for each in group) > _AT_ONCE:
-            yield group
-            group = []
-        group.append(name)
-    if group:
-        yield group
 
 
 Array = npt.NDArray[np.float64]
@@ -181,7 +166,7 @@ def _write(checkpoint: Checkpoint, posthoc: PostHoc | None, folder: Path) -> Non
     spec = ModelSpec.model_validate(checkpoint.state["model"])
     lora = Strategy.model_validate(checkpoint.state["strategy"]).lora
     average = functools.partial(load_kind, checkpoint, EMA) if posthoc is None else posthoc.fill
-    ways: list[tuple[str, Fill]] = [(TRANSFORMER, functools.partial(load_kind, checkpoint, "master"))]
+    ways: list[tuple[str, Fill]] = [(TRANSFORMER, functools.partial(load_used, checkpoint))]
     ways += [(TRANSFORMER_EMA, average)] if checkpoint.has_ema else []
     for name, fill in ways:
         (folder / name).mkdir()

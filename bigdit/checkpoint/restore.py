@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ from bigdit.engines.state import EMA, SavedSlice, adopt, make_state, places
 from bigdit.errors import UserError
 from bigdit.models.adapters import FILE as ADAPTERS
 from bigdit.objective_spec import ObjectiveSpec, learned
-from bigdit.strategy import ModelSpec, Strategy
-from bigdit.units import how_many
+from bigdit.strategy import ModelSpec, OptimizerSpec, Strategy
+from bigdit.units import MIB, how_many
 
 
 def restore(checkpoint: Checkpoint, engine: Engine, peers: Peers, ema: Ema | None = None) -> None:
@@ -49,6 +49,7 @@ def restore(checkpoint: Checkpoint, engine: Engine, peers: Peers, ema: Ema | Non
             raise UserError(f"{checkpoint.folder} does not hold {name}: it is of another model or optimizer")
     _load(checkpoint, filled, reader, peers)
     adopt(engine, filled)
+    engine.publish()
     if ema is not None:
         ema.updates = checkpoint.state["updates"]
 
@@ -109,7 +110,10 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module, *, ema: bool = False)
 
     With `ema` from the EMA. Raises UserError where the checkpoint is of another model.
     """
-    load_kind(checkpoint, EMA if ema else "master", trained(model))
+    if ema:
+        load_kind(checkpoint, EMA, trained(model))
+    else:
+        load_used(checkpoint, trained(model))
 
 
 def trained(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -120,6 +124,42 @@ def trained(model: nn.Module) -> dict[str, torch.Tensor]:
 def load_kind(checkpoint: Saved, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
     """Fill parameters by name with their saved `master`s or EMAs."""
     load_tensors(checkpoint, {f"{kind}.{name}": tensor for name, tensor in tensors.items()})
+
+
+def load_used(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fill parameters by name with the weights that samples and exports use: the masters, or schedule-free's average.
+
+    Source: AdamWScheduleFree.eval, schedulefree 1.4: x = y + (1 − 1/β1)(z − y).
+    """
+    optimizer = OptimizerSpec.model_validate(checkpoint.state["strategy"]["optimizer"])
+    if optimizer.name != "adamw_schedulefree":
+        load_kind(checkpoint, "master", tensors)
+        return
+    saved = HuggingFaceStorageReader(str(checkpoint.engine)).read_metadata().state_dict_metadata
+    for names in few_at_once(tensors):
+        kinds = [(kind, name) for name in names for kind in ("master", "state.z") if f"{kind}.{name}" in saved]
+        read = {f"{kind}.{name}": torch.empty(tensors[name].shape) for kind, name in kinds}
+        load_tensors(checkpoint, read)
+        for name in names:
+            trained_on = read[f"master.{name}"]
+            z = read.get(f"state.z.{name}", trained_on)  # of a parameter without a step there is none
+            tensors[name].copy_(trained_on.lerp_(z, 1 - 1 / optimizer.betas[0]))
+
+
+_AT_ONCE = 64 * MIB // 8
+"""Elements that are summed together; a file's header is read once for them."""
+
+
+def few_at_once(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
+    """Their names, as many at a time as are small enough together."""
+    group: list[str] = []
+    for name, tensor in tensors.items():
+        if group and tensor.numel() + sum(tensors[each].numel() for each in group) > _AT_ONCE:
+            yield group
+            group = []
+        group.append(name)
+    if group:
+        yield group
 
 
 def load_tensors(checkpoint: Saved, tensors: dict[str, torch.Tensor]) -> None:

@@ -159,11 +159,17 @@ def _check_schedule(run: RunConfig) -> list[str]:
     if (decay is None) == (kind == "wsd"):
         found = "missing" if decay is None else f"{decay}"
         problems.append(f"train.decay_steps is {found}, and train.lr_schedule is {kind}; only wsd has it, and needs it")
+    optimizer = run.strategy.optimizer
+    if optimizer.name == "adamw_schedulefree" and kind != "constant":
+        problems.append(
+            f"train.lr_schedule is {kind}, and strategy.optimizer.name adamw_schedulefree averages weights instead of "
+            "lowering the rate; set train.lr_schedule to constant (train.warmup_steps may stay)"
+        )
     if train.min_lr and kind == "constant":
         problems.append(
             f"train.min_lr is {train.min_lr:g}, and train.lr_schedule is constant; cosine and wsd fall to it"
         )
-    if train.min_lr > (lr := run.strategy.optimizer.lr):
+    if train.min_lr > (lr := optimizer.lr):
         problems.append(f"train.min_lr is {train.min_lr:g}, above strategy.optimizer.lr {lr:g}, which falls to it")
     return problems
 

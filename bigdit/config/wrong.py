@@ -82,6 +82,9 @@ _NAMES: dict[Meant, str] = {
     Meant("strategy.optimizer.betas", "[0.9, 0.999]"): "adam_beta1 adam_beta2 beta1 beta2",
     Meant("strategy.optimizer.weight_decay"): "adam_weight_decay wd",
     Meant("strategy.optimizer.eps"): "adam_epsilon epsilon",
+    Meant("strategy.optimizer.d_coef"): "d_coef",
+    Meant("strategy.optimizer.safeguard_warmup", "true or false"): "prodigy_safeguard_warmup safeguard_warmup",
+    Meant("strategy.optimizer.use_bias_correction", "true or false"): "prodigy_use_bias_correction use_bias_correction",
     Meant("strategy.micro_batch_size", "samples that a GPU takes at once", ("--micro-batch",)): (
         "batch_size train_batch_size per_device_train_batch_size micro_batch local_batch_size batch_size_per_gpu "
         "train_micro_batch_size_per_gpu"

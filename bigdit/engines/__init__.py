@@ -41,4 +41,4 @@ def create(strategy: Strategy, model: nn.Module, family: Family, *, device: torc
         return Fsdp2Engine(strategy, model, family, device=device, world=world)
     from bigdit.engines.single import SingleEngine
 
-    return SingleEngine(strategy, model, device=device)
+    return SingleEngine(strategy, model, family, device=device)

@@ -42,7 +42,7 @@ class Fsdp2Engine(Engine):
         self.masters = _stepped(strategy, self._params.values())
         self.optimizer = optim.build(
             strategy.optimizer,
-            optim.groups(strategy.optimizer, model, self.masters),
+            optim.groups(strategy.optimizer, model, self.masters, blocks=family.blocks(model)),
             stochastic_rounding=strategy.precision == "bf16_sr",
         )
         self._backward = Backward(strategy, together=True)
@@ -100,10 +100,10 @@ class Fsdp2Engine(Engine):
 def _stepped(strategy: Strategy, params: Iterable[DTensor]) -> list[torch.Tensor]:
     """What the optimizer steps: this process's rows as plain tensors.
 
-    DTensor plans each operation over all processes, which takes longer than the step itself. Factored optimizers get
-    DTensors, since they need statistics of whole weights; so do steps in the backward pass, which need hooks.
+    DTensor plans each operation over all processes, which takes longer than the step itself. Factored optimizers and
+    Muon get DTensors, since they need whole weights; so do steps in the backward pass, which need hooks.
     """
-    if strategy.optimizer.name in FACTORED or strategy.optimizer_in_backward:
+    if strategy.optimizer.name in (*FACTORED, "muon") or strategy.optimizer_in_backward:
         return list(params)
     return [param.to_local().detach() for param in params]
 

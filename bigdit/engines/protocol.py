@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from bigdit import optim
 from bigdit.engines.backward import LossScaler, Stepped
 from bigdit.strategy import Strategy
 
@@ -45,13 +46,18 @@ class Engine(Protocol):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Surround forward passes without a backward pass: all processes, as many each."""
+        """Surround forward passes without a backward pass: all processes, as many each. Schedule-free's weights are
+        their average."""
         self.model.eval()
         try:
-            with torch.no_grad():
+            with optim.averaged(self.optimizer) as changed, torch.no_grad():
+                if changed:
+                    self.publish()
                 yield
         finally:
             self.model.train()
+        if changed:
+            self.publish()
 
     def publish(self) -> None:
         """Copy the masters to the weights, where these are apart and others wrote to the masters; on all processes."""

@@ -12,8 +12,9 @@ from torch import nn
 from bigdit import optim
 from bigdit.engines.backward import Backward, Stepped
 from bigdit.engines.protocol import Engine, Shard, whole
+from bigdit.models import Family
 from bigdit.models.swap import moved, swap_of, with_data
-from bigdit.strategy import Strategy
+from bigdit.strategy import PACKAGES, Strategy
 from bigdit.units import MIB
 
 # The fp32 gradients that exist at once. All of them would take 4 bytes a parameter, and be the peak.
@@ -31,7 +32,7 @@ class SingleEngine(Engine):
     In the other precisions the parameters are their own masters. fp16 scales the loss dynamically.
     """
 
-    def __init__(self, strategy: Strategy, model: nn.Module, *, device: torch.device) -> None:
+    def __init__(self, strategy: Strategy, model: nn.Module, family: Family, *, device: torch.device) -> None:
         self.strategy = strategy
         self.device = device
         self._swap = swap_of(model)
@@ -42,7 +43,7 @@ class SingleEngine(Engine):
         self.masters = [p.detach().float() for p in self._params] if self._mixed else list(self._params)
         self.optimizer = optim.build(
             strategy.optimizer,
-            optim.groups(strategy.optimizer, self.model, self.masters),
+            optim.groups(strategy.optimizer, self.model, self.masters, blocks=family.blocks(self.model)),
             stochastic_rounding=strategy.precision == "bf16_sr",
         )
         self._backward = Backward(strategy, together=False)
@@ -93,15 +94,18 @@ class SingleEngine(Engine):
         return stepped
 
     def _step_masters(self, losses: Sequence[torch.Tensor]) -> Stepped:
-        """Step the masters that have a gradient, a chunk at a time: the optimizer skips the others."""
+        """Step the masters that have a gradient, a chunk at a time: the optimizer skips the others. Some need all
+        gradients at once."""
         stepped, factor = self._backward.judge(losses, lambda: _norm(self._gradients()))
         if not stepped.taken:
             self.model.zero_grad(set_to_none=True)
             return stepped
         at_once = LIST_BYTES if self.strategy.lora is not None else 0
-        for chunk in _chunks(list(zip(self._params, self.masters, strict=True)), CHUNK_BYTES):
-            for pairs in _chunks([pair for pair in chunk if pair[0].grad is not None], at_once):
-                _widen(pairs)
+        pairs = list(zip(self._params, self.masters, strict=True))
+        chunks = [pairs] if self.strategy.optimizer.name in PACKAGES else _chunks(pairs, CHUNK_BYTES)
+        for chunk in chunks:
+            for some in _chunks([pair for pair in chunk if pair[0].grad is not None], at_once):
+                _widen(some)
             params, masters = zip(*chunk, strict=True)
             gradients = [master.grad for master in masters if master.grad is not None]
             if factor is not None and gradients:

@@ -8,6 +8,7 @@ on how masters lie on the processes: only the same engine on as many processes c
     ema.<parameter>                its EMA; of several the first, and the others are ema2, ema3, …
     state.<key>.<parameter>        the optimizer's state: an element for each of the master's, or one number
     local.<rank>.<i>.<key>         other state of this process's master i, and each part of a quantised one
+    group.<key>                    what schedule-free and Prodigy keep of all weights together
     scaler.<key>                   of fp16
 """
 
@@ -26,6 +27,7 @@ from bigdit.engines.ema import Ema
 from bigdit.engines.protocol import Engine, Shard
 
 LOCAL = "local."
+GROUP = "group."
 EMA = "ema"
 
 
@@ -70,6 +72,8 @@ def _tensors(engine: Engine, ema: Ema | None, rank: int) -> dict[str, SavedSlice
     for name, value, shard in _held(engine, ema, rank):
         if shard is not None:
             found[name] = _run(value, shard)
+        elif name.startswith(GROUP):
+            found[name] = _number(value, torch.float64)
         elif name.startswith(LOCAL):
             found[name] = SavedSlice(value.detach().view(-1), 0, value.numel())
         else:
@@ -94,28 +98,30 @@ def _held(engine: Engine, ema: Ema | None, rank: int) -> Iterator[tuple[str, Any
             if not _is_elementwise(value, master) and not _is_number(value):
                 for name, part in parts(f"{LOCAL}{rank}.{i}.{key}", value):
                     yield name, part, None
+    for key, value in optim.group_state(engine.optimizer).items():
+        yield f"{GROUP}{key}", value, None
 
 
 def make_state(engine: Engine, saved: Collection[str], rank: int) -> None:
     """Have the optimizer allocate state for each master that has saved state, by the names of what was saved.
 
-    It steps on a zero gradient, so that the state is sharded, quantised or paged as always. The values that this writes
-    are overwritten by the saved ones.
+    A step on a zero gradient makes it sharded, quantised or paged as always. The values that this writes are
+    overwritten by the saved ones.
     """
     with_state = {name.split(".", 2)[2] for name in saved if name.startswith("state.")}
     kept = {int(name.split(".")[2]) for name in saved if name.startswith(f"{LOCAL}{rank}.")}
     kept |= {shard.master for shard in engine.shards() if shard.name in with_state}
     for i in sorted(kept):
         master = engine.masters[i]
-        held = master.grad  # with offload DeepSpeed keeps this tensor, and views of it
         with engine.on_device(master):
-            master.grad = torch.zeros_like(master)
-            optim.step_alone(engine.optimizer, master)
-            master.grad = held
+            optim.make_state(engine.optimizer, master)
 
 
 def adopt(engine: Engine, filled: dict[str, SavedSlice]) -> None:
     """Put back what is no view: numbers, and the loss scale."""
+    for key, value in optim.group_state(engine.optimizer).items():
+        for group in engine.optimizer.param_groups:
+            group[key] = type(value)(filled[f"{GROUP}{key}"].tensor.item())
     for shard in engine.shards():
         state = engine.optimizer.state.get(engine.masters[shard.master], {})
         for key, value in state.items():
@@ -130,8 +136,8 @@ def _run(tensor: torch.Tensor, shard: Shard) -> SavedSlice:
     return SavedSlice(tensor.detach().view(-1)[shard.start : shard.start + shard.length], shard.offset, shard.numel)
 
 
-def _number(value: Any) -> SavedSlice:
-    return SavedSlice(torch.as_tensor(value).detach().view(1), 0, 1, number=True)
+def _number(value: Any, dtype: torch.dtype | None = None) -> SavedSlice:
+    return SavedSlice(torch.as_tensor(value, dtype=dtype).detach().view(1), 0, 1, number=True)
 
 
 def _is_number(value: Any) -> bool:
@@ -143,9 +149,8 @@ def _is_elementwise(value: Any, master: torch.Tensor) -> bool:
     if not isinstance(value, torch.Tensor):
         return False
     value = _local(value)
-    return (
-        value.shape == _local(master).shape and value.is_floating_point() and not is_traceable_wrapper_subclass(value)
-    )
+    alike = value.numel() == _local(master).numel()  # Prodigy flattens some
+    return alike and value.is_floating_point() and not is_traceable_wrapper_subclass(value)
 
 
 def parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

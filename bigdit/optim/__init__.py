@@ -6,18 +6,34 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.optim import Optimizer
 
+from bigdit.errors import UserError
 from bigdit.optim import libraries
 from bigdit.optim.adafactor import Adafactor
 from bigdit.optim.came import Came
 from bigdit.optim.groups import Groups, groups
+from bigdit.optim.muon import Muon
 from bigdit.strategy import BITSANDBYTES, TORCHAO, OptimizerSpec
 
-__all__ = ["build", "groups", "set_lr", "step_alone", "step_in_backward"]
+__all__ = [
+    "averaged",
+    "build",
+    "effective_lr",
+    "group_state",
+    "groups",
+    "make_state",
+    "set_lr",
+    "step_alone",
+    "step_in_backward",
+]
+
+_GROUP_STATE = ("k", "weight_sum", "lr_max", "d", "d_max", "d_numerator")
+"""What schedule-free and Prodigy keep in every group alike: steps, sums of weights of the average, the estimate."""
 
 
 def build(spec: OptimizerSpec, params: Groups, *, stochastic_rounding: bool = False) -> Optimizer:
@@ -30,6 +46,16 @@ def build(spec: OptimizerSpec, params: Groups, *, stochastic_rounding: bool = Fa
         return libraries.bitsandbytes(spec, params)
     if spec.name in TORCHAO or (spec.name == "adamw" and stochastic_rounding):
         return libraries.torchao(spec, params, stochastic_rounding=stochastic_rounding)
+    if spec.name == "muon":
+        return Muon(params, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay)
+    if spec.missing_package is not None:
+        raise UserError(f"strategy.optimizer.name: {spec.missing_package}")
+    if spec.name == "prodigy":
+        from bigdit.optim.prodigy import Prodigy
+
+        return Prodigy(spec, params)
+    if spec.name == "adamw_schedulefree":
+        return libraries.schedulefree(spec, params)
     if spec.name == "adafactor":
         return Adafactor(params, lr=spec.lr, weight_decay=spec.weight_decay, stochastic_rounding=stochastic_rounding)
     if spec.name in ("came", "came_8bit"):
@@ -60,6 +86,50 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
             group["lr"].fill_(lr)
         else:
             group["lr"] = lr
+
+
+def effective_lr(optimizer: Optimizer, lr: float) -> float:
+    """The rate that weights move by where `lr` is set: Prodigy multiplies it by its estimate d."""
+    return float(optimizer.param_groups[0].get("d", 1.0)) * lr
+
+
+def group_state(optimizer: Optimizer) -> dict[str, float]:
+    """What an optimizer keeps of all parameters together, by name."""
+    first = optimizer.param_groups[0]
+    return {key: first[key] for key in _GROUP_STATE if key in first}
+
+
+@contextmanager
+def averaged(optimizer: Optimizer) -> Iterator[bool]:
+    """Within it the weights are those that schedule-free has averaged; then they are trained on, to the bit. Yields
+    whether they change: other optimizers have no average.
+
+    The package's own way back leaves rounding. The copies take as much as the gradients did in the step.
+    """
+    if not hasattr(optimizer, "eval"):
+        yield False
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    trained = [param.detach().clone() for param in params]
+    optimizer.eval()
+    try:
+        yield True
+    finally:
+        optimizer.train()
+        with torch.no_grad():
+            for param, kept in zip(params, trained, strict=True):
+                param.copy_(kept)
+
+
+def make_state(optimizer: Optimizer, param: torch.Tensor) -> None:
+    """Allocate the state of `param`, by a step on a zero gradient unless the optimizer can do so itself: a step of some
+    exchanges numbers with all processes."""
+    if hasattr(optimizer, "start") and optimizer.start(param):
+        return
+    held = param.grad  # with offload DeepSpeed keeps this tensor, and views of it
+    param.grad = torch.zeros_like(param)
+    step_alone(optimizer, param)
+    param.grad = held
 
 
 def step_in_backward(

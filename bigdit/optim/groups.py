@@ -1,8 +1,8 @@
-"""Parameter groups: which parameters have weight decay."""
+"""Parameter groups: which parameters have weight decay, and which of them Muon steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,23 +15,37 @@ Groups = list[torch.Tensor] | list[dict[str, Any]]
 """As torch's optimizers take them."""
 
 
-def groups(spec: OptimizerSpec, model: nn.Module, masters: Sequence[torch.Tensor] | None = None) -> Groups:
+def groups(
+    spec: OptimizerSpec,
+    model: nn.Module,
+    masters: Sequence[torch.Tensor] | None = None,
+    *,
+    blocks: Iterable[nn.Module] = (),
+) -> Groups:
     """The trained parameters of `model`, grouped by whether they decay; or `masters`, one for each of them in their
     order.
 
     By `spec.decayed` all decay, in one group, or matrices alone: weights of linear layers and convolutions. Norms,
-    biases, tables and embeddings do not. Modules decide it, because engines shard and flatten parameters.
+    biases, tables and embeddings do not. Modules decide it, because engines shard and flatten parameters. With muon the
+    weights of linear layers in `blocks` are a group with `muon` set.
     """
     params = [param for param in model.parameters() if param.requires_grad]
     held = params if masters is None else list(masters)
-    if spec.decayed == "all":
+    if spec.decayed == "all" and spec.name != "muon":
         return held
     matrices = set(_matrices(model))
-    apart: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    inner = {param for block in blocks for param in _matrices(block) if param.dim() == 2}
+    apart: dict[tuple[bool, bool], list[torch.Tensor]] = {
+        (muon, decayed): [] for muon in (True, False) for decayed in (True, False)
+    }
     for param, master in zip(params, held, strict=True):
-        apart[param in matrices].append(master)
-    decays = zip((True, False), (apart[True], apart[False]), strict=True)
-    return [{"params": some, "weight_decay": spec.weight_decay if decayed else 0.0} for decayed, some in decays if some]
+        muon = spec.name == "muon" and param in inner
+        apart[muon, spec.decayed == "all" or param in matrices].append(master)
+    return [
+        {"params": some, "weight_decay": spec.weight_decay if decayed else 0.0} | ({"muon": True} if muon else {})
+        for (muon, decayed), some in apart.items()
+        if some
+    ]
 
 
 def _matrices(model: nn.Module) -> Iterator[nn.Parameter]:

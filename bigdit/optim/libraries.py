@@ -1,4 +1,4 @@
-"""Optimizers of bitsandbytes and torchao, imported when they are chosen."""
+"""Optimizers of bitsandbytes, torchao and schedulefree, imported when they are chosen."""
 
 from __future__ import annotations
 
@@ -41,6 +41,21 @@ def _refuse_cpu(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             "strategy.optimizer.name paged_adamw_8bit keeps its state in CUDA's managed memory, and the weights that "
             "it steps are on the CPU; use strategy.optimizer.name adamw_8bit"
         )
+
+
+def schedulefree(spec: OptimizerSpec, params: Groups) -> Optimizer:
+    """Schedule-free AdamW (Defazio et al., arXiv:2405.15682): it averages weights in the place of a falling rate.
+
+    State: z and a second moment, 8 B a parameter. Temporaries: 4 B an element of one weight; its foreach form would
+    take as much of all.
+    """
+    from schedulefree import AdamWScheduleFree
+
+    optimizer = AdamWScheduleFree(
+        params, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay, foreach=False
+    )
+    optimizer.train()
+    return optimizer
 
 
 def torchao(spec: OptimizerSpec, params: Groups, *, stochastic_rounding: bool) -> Optimizer:

@@ -86,6 +86,8 @@ def skeleton(plan: Plan) -> str | None:
 
 
 def _learning(strategy: Strategy, lr: float) -> Strategy:
+    if strategy.optimizer.name == "prodigy":  # its own rate is a factor
+        return strategy
     return strategy.model_copy(update={"optimizer": strategy.optimizer.model_copy(update={"lr": lr})})
 
 

@@ -277,13 +277,17 @@ def constraint_problems(cluster: Cluster, fixed: Constraints, gpu: Gpu | None) -
         problems.append(
             f"--full is full fine-tuning, and --lora {fixed.lora_rank} trains adapters; leave one of them out"
         )
+    missing = None if fixed.optimizer is None else OptimizerSpec(name=fixed.optimizer).missing_package
+    if missing is not None:
+        problems.append(f"--optimizer: {missing}")
     if fixed.ema == "none" and fixed.ema_widths is not None:
         problems.append("--ema-widths are of EMAs, and --ema none keeps none; leave one of them out")
     bases: tuple[str | None, ...] = (None,) if fixed.lora_rank is None else get_args(LoraBase)
     refusals = [_refusals(cluster, fixed, gpu, base) for base in bases]
     if all(refusals):
         why = "; or: ".join(min(each, key=len) for each in refusals)
-        given = fixed.model_dump(include={"engine", "optimizer", "precision", "lora_rank"}, exclude_none=True)
+        keys = {"engine", "optimizer", "precision", "lora_rank"} | ({"ema"} if fixed.ema != "none" else set())
+        given = fixed.model_dump(include=keys, exclude_none=True)
         named = ", ".join(f"{option(_ASKED.get(name, name))} {value}" for name, value in given.items())
         problems.append(f"{named}: no strategy has this: {why}")
     return problems

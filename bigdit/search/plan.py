@@ -98,10 +98,10 @@ def lossy_by(strategy: Strategy) -> list[str]:
     found, name = [], strategy.optimizer.name
     if strategy.lora is not None and strategy.lora.base != "bf16":
         found.append(f"quantised base ({strategy.lora.base})")
-    if "adamw" not in name:
-        found.append(f"{OPTIMIZERS[name]} instead of AdamW")
-    elif name != "adamw":
+    if "adamw" in name and "bit" in name:
         found.append(f"{'4' if '4bit' in name else '8'}-bit optimizer state")
+    elif name != "adamw":
+        found.append(f"{OPTIMIZERS[name]} instead of AdamW")
     if strategy.precision == "bf16_sr":
         found.append("no fp32 master weights")
     return found

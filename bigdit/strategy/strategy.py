@@ -9,7 +9,17 @@ from pydantic import Field, model_validator
 
 from bigdit.numbers import Count, Natural, Positive, Switch
 from bigdit.strategy.deepspeed import PRECISIONS, Document, Values, complete, split
-from bigdit.strategy.values import BITSANDBYTES, OPTIMIZERS, TORCHAO, EmaSpec, LoraSpec, OptimizerSpec, Section, Strict
+from bigdit.strategy.values import (
+    BITSANDBYTES,
+    OPTIMIZERS,
+    PACKAGES,
+    TORCHAO,
+    EmaSpec,
+    LoraSpec,
+    OptimizerSpec,
+    Section,
+    Strict,
+)
 from bigdit.units import how_many
 
 EngineName = Literal["single", "deepspeed", "fsdp2"]
@@ -258,15 +268,40 @@ def _optimizer_problems(strategy: Strategy) -> list[str]:
             f"optimizer.name {name} (torchao) keeps its state in subclasses of tensors, which DeepSpeed's flat "
             "partitions and checkpoints do not take; use optimizer.name adamw_8bit, or engine fsdp2"
         )
+    if engine == "deepspeed" and name in PACKAGES:
+        problems.append(
+            f"optimizer.name {name} keeps numbers of all weights together, and DeepSpeed steps groups of them by "
+            "turns; use engine fsdp2 or single"
+        )
+    if engine == "deepspeed" and name == "muon":
+        problems.append(
+            "optimizer.name muon multiplies whole matrices, and DeepSpeed gives an optimizer flat partitions; use "
+            "engine fsdp2 or single"
+        )
+    if name == "muon" and strategy.cpu_offload:
+        problems.append(
+            "optimizer.name muon multiplies matrices in every step, which with cpu_offload is left to the CPU; set "
+            "cpu_offload to false, or use optimizer.name adamw"
+        )
+    if name == "adamw_schedulefree" and strategy.ema is not None:
+        problems.append(
+            "optimizer.name adamw_schedulefree averages the weights itself, and exports its average; set ema to null"
+        )
+    to_nearest = (*BITSANDBYTES, *PACKAGES, "muon")
     if strategy.precision == "bf16_sr":
         if engine == "deepspeed":
             problems.append("precision bf16_sr has no master weights, which DeepSpeed's ZeRO keeps; use precision bf16")
-        if name in BITSANDBYTES:
+        if name in to_nearest:
             problems.append(
                 f"optimizer.name {name} rounds to nearest, and precision bf16_sr needs stochastic rounding; "
-                f"use optimizer.name {' or '.join(each for each in OPTIMIZERS if each not in BITSANDBYTES)}"
+                f"use optimizer.name {' or '.join(each for each in OPTIMIZERS if each not in to_nearest)}"
             )
     if strategy.optimizer_in_backward:
+        if name in PACKAGES:
+            problems.append(
+                f"optimizer_in_backward steps weights one after the other, and optimizer.name {name} needs all "
+                "gradients at once; set optimizer_in_backward to false"
+            )
         if engine == "deepspeed":
             problems.append(
                 f"optimizer_in_backward: ZeRO-{strategy.zero_stage} partitions gradients before it steps; "

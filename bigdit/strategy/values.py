@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -57,6 +58,9 @@ OptimizerName = Literal[
     "adafactor",
     "came",
     "came_8bit",
+    "prodigy",
+    "adamw_schedulefree",
+    "muon",
 ]
 
 OPTIMIZERS: dict[OptimizerName, str] = {
@@ -69,12 +73,18 @@ OPTIMIZERS: dict[OptimizerName, str] = {
     "adafactor": "Adafactor",
     "came": "CAME",
     "came_8bit": "8-bit CAME",
+    "prodigy": "Prodigy",
+    "adamw_schedulefree": "schedule-free AdamW",
+    "muon": "Muon",
 }
 """Their titles in plans and on pages."""
 
 BITSANDBYTES: tuple[OptimizerName, ...] = ("adamw_8bit", "paged_adamw_8bit", "lion_8bit")
 TORCHAO: tuple[OptimizerName, ...] = ("adamw_8bit_ao", "adamw_4bit_ao")
 FACTORED: tuple[OptimizerName, ...] = ("adafactor", "came", "came_8bit")
+PACKAGES: dict[OptimizerName, str] = {"prodigy": "prodigyopt", "adamw_schedulefree": "schedulefree"}
+"""The extra, and its package, of optimizers that bigdit does not always install. They keep numbers of all weights
+together, so a step takes all gradients at once."""
 
 
 class OptimizerSpec(Section):
@@ -83,7 +93,8 @@ class OptimizerSpec(Section):
     name: OptimizerName = "adamw"
     """The name of the optimizer."""
     lr: Positive = 1e-4
-    """The learning rate after the warm-up; train.lr_schedule lowers it."""
+    """The learning rate after the warm-up; train.lr_schedule lowers it. 1 if prodigy has none, which multiplies it by
+    its own estimate."""
     betas: tuple[Share, Share] = (0.9, 0.999)
     """The decays of both moments."""
     beta3: Share = 0.9999
@@ -97,12 +108,45 @@ class OptimizerSpec(Section):
     embeddings and a block's shifts and scales are a separate group."""
     implementation: Literal["fused", "foreach", "for_loop"] = "fused"
     """The implementation of torch's adamw. Other optimizers have one."""
+    d_coef: Positive = 1.0
+    """A factor of Prodigy's estimate of the learning rate (Mishchenko & Defazio, arXiv:2306.06101)."""
+    safeguard_warmup: Switch = False
+    """Keep Prodigy's estimate from growing too large during train.warmup_steps."""
+    use_bias_correction: Switch = False
+    """Adam's bias correction in Prodigy."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rate(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("name") == "prodigy":
+            return {"lr": 1.0} | given
+        return given
 
     @model_validator(mode="after")
     def _coherent(self) -> OptimizerSpec:
-        if self.name != "adamw" and self.implementation != "fused":
-            raise ValueError(f"implementation is for the optimizer adamw, and name is {self.name}")
+        for key, name in _OWN.items():
+            if self.name != name and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} is for the optimizer {name}, and name is {self.name}")
+        if self.name == "adamw_schedulefree" and not self.betas[0]:
+            raise ValueError("betas has 0 first, by which adamw_schedulefree divides; 0.9 is usual")
         return self
+
+    @property
+    def missing_package(self) -> str | None:
+        """What is wrong where the optimizer's package is not installed."""
+        package = PACKAGES.get(self.name)
+        if package is None or importlib.util.find_spec(package) is not None:
+            return None
+        return f"{self.name} needs {package}, which is missing; pip install 'bigdit[{package}]'"
+
+
+_OWN: dict[str, OptimizerName] = {
+    "implementation": "adamw",
+    "d_coef": "prodigy",
+    "safeguard_warmup": "prodigy",
+    "use_bias_correction": "prodigy",
+}
+"""Keys of one optimizer alone."""
 
 
 Width = Annotated[Number, Field(gt=0.0, lt=0.288)]

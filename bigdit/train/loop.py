@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bigdit import checkpoint, log, receipt
+from bigdit import checkpoint, log, optim, receipt
 from bigdit.config import RunConfig
 from bigdit.config.run import CHECKPOINTS, EMA_SNAPSHOTS, EXPORTS, RECEIPT, receipt_of
 from bigdit.dist import World
@@ -143,7 +143,7 @@ def _steps(start: Start, data: TrainData, state: TrainState, stop: Stop, began: 
             done = step + 1
             sizes = [(state.strategy.step_size, *(each.shape for each in batch.tensors())) for batch in micro_batches]
             log_lines(world, graphs.lines(done, sizes), notes=True)
-            monitor.add(done, lr, result, micro_batches)
+            monitor.add(done, optim.effective_lr(state.engine.optimizer, lr), result, micro_batches)
             if not cut and (cut := data.cut_here()):
                 log_lines(world, cut, notes=True)
             del micro_batches  # else they stay allocated while the next ones are read

@@ -80,7 +80,10 @@ def prepare(run: RunConfig, plan: PlanFile | None = None) -> ModelSpec:
     if plan is not None:
         check_plan(run, spec, plan)
     check(run, spec)
-    if problems := [*condition_problems(run, spec), *_missing_trackers(run), *_too_few_blocks(run, spec)]:
+    problems = [*condition_problems(run, spec), *_missing_trackers(run), *_too_few_blocks(run, spec)]
+    if (missing := run.strategy.optimizer.missing_package) is not None:
+        problems.append(f"strategy.optimizer.name: {missing}")
+    if problems:
         raise UserError(*problems)
     return spec
 

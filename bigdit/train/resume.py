@@ -22,6 +22,7 @@ from bigdit.loader.stages import check_border, plan_order
 from bigdit.sources.open import open_source
 from bigdit.store import FeatureStore
 from bigdit.store.files import url_of
+from bigdit.strategy import Strategy
 from bigdit.train.prepare import Prepared, check_stores, has_store, stage_at
 from bigdit.units import gib, how_many
 
@@ -146,6 +147,21 @@ def _random_weights(first: Prepared) -> list[str]:
     ]
 
 
+LOW_RATE = 0.1
+"""Of Prodigy: what is lower was meant for another optimizer."""
+
+
+def _low_rate(strategy: Strategy) -> list[str]:
+    """A line where Prodigy has the learning rate of another optimizer."""
+    name, lr = strategy.optimizer.name, strategy.optimizer.lr
+    if name != "prodigy" or lr >= LOW_RATE:
+        return []
+    return [
+        f"note: strategy.optimizer.lr is {lr:g}, and prodigy multiplies it by its own estimate of the rate: 1 is "
+        "usual, and strategy.optimizer.d_coef adjusts it"
+    ]
+
+
 def verdict(stages: Sequence[Prepared]) -> str:
     """`ok: 240 images, 3 buckets, 60 steps of 4, fits as planned: 21.34 GiB of 23.53 GiB`: a checked run in short."""
     lines = [(f"{each.stage.name}: " if each.stage.count > 1 else "") + ", ".join(_known(each)) for each in stages]
@@ -180,7 +196,7 @@ def start_of(stages: Sequence[Prepared]) -> Start:
     """Where training begins. Raises UserError where it cannot resume from the checkpoint that is there."""
     found, notices = checkpoint.latest(stages[0].stage.run.output)
     if found is None:
-        return Start(stages, None, stages[0], (*notices, *_random_weights(stages[0])))
+        return Start(stages, None, stages[0], (*notices, *_random_weights(stages[0]), *_low_rate(stages[0].strategy)))
     reached, last = stage_at(stages, found.step), stage_at(stages, max(found.step - 1, 0))
     check_border(found.state["data"], found.folder, last.stage.start, found.step)
     checkpoint.check_resumable(found, reached.spec, reached.strategy)

@@ -13,6 +13,7 @@ STRATEGIES = (
     "zero2-offload,world_size=8",
     "zero3,world_size=8",
     "fsdp2,world_size=8",
+    "fsdp2,world_size=8,optimizer.name=muon",
     "fsdp2-offload,world_size=8,dp_replicate=2",
 )
 

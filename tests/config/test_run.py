@@ -195,6 +195,50 @@ def test_fsdp2_refuses_bitsandbytes():
     ]
 
 
+CANNOT_STEP = {
+    "prodigy; engine=deepspeed": "optimizer.name prodigy keeps numbers of all weights together, and DeepSpeed steps "
+    "groups of them by turns; use engine fsdp2 or single",
+    "muon; engine=deepspeed": "optimizer.name muon multiplies whole matrices, and DeepSpeed gives an optimizer flat "
+    "partitions; use engine fsdp2 or single",
+    "muon; engine=fsdp2 cpu_offload=true": "optimizer.name muon multiplies matrices in every step, which with "
+    "cpu_offload is left to the CPU; set cpu_offload to false, or use optimizer.name adamw",
+    "adamw_schedulefree; engine=fsdp2 ema={}": "optimizer.name adamw_schedulefree averages the weights itself, and "
+    "exports its average; set ema to null",
+    "muon; engine=fsdp2 precision=bf16_sr": "optimizer.name muon rounds to nearest, and precision bf16_sr needs "
+    "stochastic rounding; use optimizer.name adamw or adamw_8bit_ao or adamw_4bit_ao or adafactor or came or came_8bit",
+    "prodigy; engine=fsdp2 optimizer_in_backward=true gradient_clipping=null": "optimizer_in_backward steps weights "
+    "one after the other, and optimizer.name prodigy needs all gradients at once; set optimizer_in_backward to false",
+}
+
+
+@pytest.mark.parametrize("given", CANNOT_STEP)
+def test_strategies_that_an_optimizer_cannot_step(given):
+    optimizer, rest = given.split("; ")
+    own = [f"strategy.{each}" for each in (f"optimizer.name={optimizer}", *rest.split())]
+    others = [] if "deepspeed" in rest else ["strategy.ds_config=null"]
+    assert problems([*own, *others]) == [f"strategy: {CANNOT_STEP[given]}"]
+
+
+def test_keys_of_one_optimizer_are_refused_for_others():
+    assert problems(["strategy.optimizer.d_coef=2"]) == [
+        "strategy.optimizer: d_coef is for the optimizer prodigy, and name is adamw"
+    ]
+    schedule = "strategy.optimizer.name=adamw_schedulefree"
+    assert problems([schedule, "strategy.engine=fsdp2", "strategy.ds_config=null"]) == [
+        "train.lr_schedule is cosine, and strategy.optimizer.name adamw_schedulefree averages weights instead of "
+        "lowering the rate; set train.lr_schedule to constant (train.warmup_steps may stay)"
+    ]
+    assert problems([schedule, "strategy.optimizer.betas=[0, 0.9]"]) == [
+        "strategy.optimizer: betas has 0 first, by which adamw_schedulefree divides; 0.9 is usual"
+    ]
+
+
+@pytest.mark.parametrize(("given", "lr"), [("", 1.0), (", lr: 0.5", 0.5)])
+def test_prodigy_without_a_rate_has_its_usual_one(given, lr):
+    run = load_run(DIGITS, [*ALONE, f"strategy.optimizer={{name: prodigy{given}}}", "strategy.world_size=1"])
+    assert run.strategy.optimizer.lr == lr
+
+
 def test_pixels_of_no_fitting_number_of_channels_name_what_fits():
     (found,) = problems(["encoders.image.factor=8", "encoders.image.color=rgb", "data.buckets=[[8, 8]]"])
     assert found == (

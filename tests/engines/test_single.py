@@ -176,7 +176,8 @@ def test_tf32_is_on_where_it_is_asked_for_and_nowhere_else():
     [
         *(("adamw", "fp16"), ("adamw", "bf16_sr"), ("adamw_8bit", "bf16"), ("lion_8bit", "fp32")),
         *(("adamw_8bit_ao", "bf16"), ("adamw_4bit_ao", "bf16_sr"), ("adafactor", "bf16")),
-        *(("came", "bf16"), ("came_8bit", "bf16_sr")),
+        *(("came", "bf16"), ("came_8bit", "bf16_sr"), ("prodigy", "bf16"), ("adamw_schedulefree", "bf16")),
+        *(("adamw_schedulefree", "fp32"), ("muon", "bf16")),
     ],
 )
 def test_the_step_after_a_resume_is_the_one_that_would_have_come(monkeypatch, tmp_path, optimizer, precision):

@@ -72,8 +72,11 @@ def trained(strategy, steps, lr=1e-2):
     ("name", "precision", "in_backward"),
     [
         *((name, "fp32", False) for name in ON_CPU),
-        *((name, "bf16", False) for name in ("adamw", "adamw_8bit", "came_8bit")),
-        *((name, "fp32", True) for name in ("adamw", "adamw_8bit", "adamw_8bit_ao", "came")),
+        *(
+            (name, "bf16", False)
+            for name in ("adamw", "adamw_8bit", "came_8bit", "prodigy", "adamw_schedulefree", "muon")
+        ),
+        *((name, "fp32", True) for name in ("adamw", "adamw_8bit", "adamw_8bit_ao", "came", "muon")),
     ],
 )
 def test_decay_takes_its_share_of_matrices_and_of_nothing_else(name, precision, in_backward):
@@ -83,7 +86,7 @@ def test_decay_takes_its_share_of_matrices_and_of_nothing_else(name, precision, 
         optimizer = OptimizerSpec(name=name, weight_decay=decay, decayed="matrices")
         unclipped = {"gradient_clipping": None, "optimizer_in_backward": in_backward}
         strategy = Strategy(precision=precision, optimizer=optimizer, **unclipped)
-        ways[decay] = trained(strategy, steps=1)
+        ways[decay] = trained(strategy, steps=1, lr=1e4 if name == "prodigy" else 1e-2)  # of its first estimate, 1e-6
     before = trained(Strategy(precision=precision), steps=0)
     for key, without in ways[0.0].items():
         share = 1e-2 * 0.5 * before[key] if NAMED.search(key) else torch.zeros_like(without)

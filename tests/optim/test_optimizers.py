@@ -1,9 +1,13 @@
 """Optimizers by name: numbers against the papers and against torch, bytes a parameter, learning, rounding, shards."""
 
+import importlib.util
 import math
+from contextlib import nullcontext
 from typing import get_args
 
+import prodigyopt
 import pytest
+import schedulefree
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
@@ -13,7 +17,7 @@ from two_processes import answer_of_two
 from bigdit import optim
 from bigdit.errors import UserError
 from bigdit.optim.factored import round_to_bf16_
-from bigdit.strategy import OPTIMIZERS, OptimizerName, OptimizerSpec
+from bigdit.strategy import OPTIMIZERS, PACKAGES, OptimizerName, OptimizerSpec
 
 ON_CPU = [name for name in OPTIMIZERS if name != "paged_adamw_8bit"]
 
@@ -96,6 +100,77 @@ def test_convolutions_are_stepped_as_matrices_in_any_memory_format(name, shape):
     torch.testing.assert_close(convolution.reshape(96, 64), matrix, rtol=1e-6, atol=1e-6)  # sums in another order
 
 
+def walked(optimizer, param, steps=20):
+    """The parameter after steps down a bowl."""
+    for _ in range(steps):
+        param.grad = param.detach() - 1
+        optimizer.step()
+    return param.detach()
+
+
+def test_prodigy_is_that_of_its_package(capsys):
+    """Up to its sums, which are in fp32 here; and it prints nothing."""
+    given = {"d_coef": 2.0, "safeguard_warmup": True, "use_bias_correction": True, "weight_decay": 0.01}
+    ours = nn.Parameter(draw(30, 20))
+    optimizer = optim.build(spec("prodigy", **given), [ours])
+    found = walked(optimizer, ours)
+    assert capsys.readouterr().out == ""
+    theirs = nn.Parameter(draw(30, 20))
+    package = prodigyopt.Prodigy([theirs], **given)
+    torch.testing.assert_close(found, walked(package, theirs), rtol=1e-5, atol=1e-5)
+    rate = optim.effective_lr(optimizer, 0.5)
+    assert rate == pytest.approx(package.param_groups[0]["d"] * 0.5, rel=1e-5)
+    assert rate > 2 * 5e-7  # it has grown
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_schedule_free_is_that_of_its_package(seen):
+    """To the bit, whether its average is looked at on the way or not; that too is the package's."""
+    ours = nn.Parameter(draw(30, 20))
+    optimizer = optim.build(spec("adamw_schedulefree", lr=1e-2, weight_decay=0.1), [ours])
+    theirs = nn.Parameter(draw(30, 20))
+    package = schedulefree.AdamWScheduleFree([theirs], lr=1e-2, weight_decay=0.1, foreach=False)
+    package.train()
+    for _ in range(2):
+        assert torch.equal(walked(optimizer, ours), walked(package, theirs))
+        with optim.averaged(optimizer) if seen else nullcontext():
+            average = ours.detach().clone()
+    package.eval()
+    assert torch.equal(average, theirs.detach()) == seen
+
+
+def test_muon_is_torch_s_in_blocks_and_adamw_elsewhere():
+    """To the bit, and with one rate: of a model whose second layer is its block."""
+    model, other = (nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 32), nn.Conv2d(32, 8, 2)) for _ in range(2))
+    other.load_state_dict(model.state_dict())
+    chosen = spec("muon", lr=1e-2, weight_decay=0.1)
+    optimizer = optim.build(chosen, optim.groups(chosen, model, blocks=[model[1], model[2]]))
+    matrix = other[1].weight
+    rest = [param for param in other.parameters() if param is not matrix]
+    theirs = [
+        torch.optim.Muon([matrix], lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=1e-2, weight_decay=0.1, fused=True),
+    ]
+    for step in range(4):
+        for i, (mine, param) in enumerate(zip(model.parameters(), other.parameters(), strict=True)):
+            mine.grad = draw(*param.shape, seed=100 * step + i)
+            param.grad = mine.grad.clone()
+        for each in (optimizer, *theirs):
+            each.step()
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    assert [*optimizer.state[model[1].weight]] == ["momentum_buffer"]
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_package_that_is_missing_is_named(name, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
+    package = PACKAGES[name]
+    with pytest.raises(
+        UserError, match=rf"name: {name} needs {package}, which is missing; pip install 'bigdit\[{package}\]'"
+    ):
+        optim.build(spec(name), [draw(4)])
+
+
 def state_bytes(optimizer, param):
     def of(tensor):
         if is_traceable_wrapper_subclass(tensor):
@@ -115,6 +190,9 @@ BYTES = {
     "adafactor": lambda o, i: 4 * (o + i),
     "came": lambda o, i: 4 * o * i + 2 * 4 * (o + i),
     "came_8bit": lambda o, i: (1 + 4 / 256) * o * i + 2 * 4 * (o + i),
+    "prodigy": lambda o, i: 16 * o * i,
+    "adamw_schedulefree": lambda o, i: 8 * o * i,
+    "muon": lambda o, i: 8 * o * i + COUNT,  # outside of blocks
 }
 
 
@@ -140,7 +218,7 @@ def test_a_flat_partition_keeps_its_second_moment_whole(name):
 
 
 # Adafactor's is relative to the weights; Lion and CAME take larger steps than Adam.
-LR = {"adafactor": 5e-2, "lion_8bit": 3e-3, "came": 1e-3, "came_8bit": 1e-3}
+LR = {"adafactor": 5e-2, "lion_8bit": 3e-3, "came": 1e-3, "came_8bit": 1e-3, "prodigy": 1.0}
 
 
 def train_digits(name, *, dtype=torch.float32):
@@ -255,13 +333,17 @@ apart = {}
 # a block is quantised alike wherever it lies.
 SHAPES = [(128, 96), (128, 64, 1, 1), (8192,)]
 MORE = [(7, 24), (16, 3, 2, 2), (33,), (1, 5)]
-for name, shapes in {"came": SHAPES + MORE, "adafactor": SHAPES + MORE, "came_8bit": SHAPES}.items():
+MATRICES = [(128, 96), (96, 128), (7, 24), (1, 5)]
+for name, shapes in {
+    "came": SHAPES + MORE, "adafactor": SHAPES + MORE, "came_8bit": SHAPES, "muon": MATRICES
+}.items():
     for shape in shapes:
         whole = nn.Parameter(draw(shape, 0))
         parts = [nn.Parameter(distribute_tensor(draw(shape, 0), mesh, [*([Replicate()] * (mesh.ndim - 1)), Shard(0)]))
                  for mesh in (row, square)]
         for param in (whole, *parts):
-            optimizer = optim.build(OptimizerSpec(name=name, lr=1e-2, weight_decay=0.1), [param])
+            group = {"params": [param]} | ({"muon": True} if name == "muon" else {})
+            optimizer = optim.build(OptimizerSpec(name=name, lr=1e-2, weight_decay=0.1), [group])
             for seed in range(1, 5):
                 gradient = draw(shape, seed)
                 sharded = param is not whole
@@ -279,8 +361,9 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 def test_sharded_steps_are_those_of_the_whole(tmp_path):
-    """Row means are each process's own, column means and clipping are summed over all: the same update."""
+    """Row means are each process's own, column means and clipping are summed over all: the same update. Muon's
+    matrices are gathered."""
     apart = answer_of_two(SHARDED, tmp_path)
     # In 8 bits the last digit of a value may decide between two codes.
-    assert apart["came"] == apart["adafactor"] == 0
+    assert apart["came"] == apart["adafactor"] == apart["muon"] == 0
     assert apart["came_8bit"] < 1e-3

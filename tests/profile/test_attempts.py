@@ -28,6 +28,7 @@ STRATEGIES = (
     "single",
     "single,optimizer.name=adamw_8bit",
     "single,precision=bf16_sr,optimizer.name=came",
+    "single,optimizer.name=adamw_schedulefree",
     "single,lora.base=nf4,checkpointed_blocks=all",
     "single,precision=bf16_sr,optimizer.name=adafactor,optimizer_in_backward=true,gradient_clipping=null,"
     "checkpointed_blocks=all,blocks_to_swap=3",
@@ -39,6 +40,8 @@ STRATEGIES = (
     "zero3-offload-all,world_size=8",
     "fsdp2,world_size=8",
     "fsdp2,world_size=16,dp_replicate=2,ema.device=gpu",
+    "fsdp2,world_size=8,optimizer.name=prodigy",
+    "fsdp2,world_size=8,optimizer.name=muon",
     "fsdp2-offload,world_size=8",
     "fsdp2-offload,world_size=8,optimizer.implementation=foreach",
 )
@@ -85,7 +88,11 @@ def test_a_recorded_run_takes_what_an_attempt_takes_and_every_byte_has_a_categor
 
 
 @pytest.mark.parametrize(
-    "strategy", ["single", "zero2,world_size=8", "fsdp2,world_size=8", "fsdp2-offload,world_size=8"]
+    "strategy",
+    [
+        *("single", "zero2,world_size=8", "fsdp2,world_size=8", "fsdp2-offload,world_size=8"),
+        *("single,optimizer.name=prodigy", "fsdp2,world_size=8,optimizer.name=muon"),
+    ],
 )
 def test_counted_work_is_that_of_the_recorded_run(gpus: EmulatedGpus, strategy: str) -> None:
     asked = request(strategy)
