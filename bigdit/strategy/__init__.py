@@ -24,6 +24,7 @@ from bigdit.strategy.values import (
     OptimizerName,
     OptimizerSpec,
     Section,
+    SegmentSpec,
     Strict,
     Widths,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "OptimizerSpec",
     "Precision",
     "Section",
+    "SegmentSpec",
     "StepSize",
     "Strategy",
     "Strict",

@@ -10,6 +10,7 @@ from stepping import Executed
 from tiny_models import SANA as TINY
 from tiny_models import SHAPE
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from bigdit import models
 from bigdit.errors import UserError
@@ -18,11 +19,14 @@ from bigdit.models.equip import offload_activations
 from bigdit.strategy import Strategy
 
 
-def gradients(policy):
-    """Of a loss in fp32 under `policy`, which says how activations are kept."""
+def gradients(policy, layers=2, ran=None):
+    """Of a loss in fp32 under `policy`, which says how activations are kept; `ran` gets the blocks' numbers."""
     family = models.family(TINY.class_name)
-    model = models.build(TINY, device="cpu", dtype=torch.float32, seed=0)
+    spec = TINY.model_copy(update={"kwargs": TINY.kwargs | {"num_layers": layers}})
+    model = models.build(spec, device="cpu", dtype=torch.float32, seed=0)
     models.equip(model, family, Strategy(precision="fp32", **policy))
+    for number, block in enumerate(family.blocks(model) if ran is not None else ()):
+        block.attn1.register_forward_pre_hook(lambda *_, number=number: ran.append(number))
     generator = torch.Generator().manual_seed(0)
     latents = torch.randn(2, *SHAPE.latents, generator=generator)
     text = torch.randn(2, *SHAPE.text, generator=generator)
@@ -41,6 +45,45 @@ def plain():
 def test_what_is_recomputed_is_what_was_there(kind, blocks, plain):
     found = gradients({"checkpointed_blocks": blocks, "checkpointing": kind})
     assert all(torch.equal(found[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+@pytest.mark.parametrize(
+    ("policy", "again"),
+    [
+        ({"checkpointed_blocks": 3}, [2, 1, 0]),
+        ({"checkpointed_segments": {"blocks": 2}}, [4, 2, 3, 0, 1]),
+        ({"checkpointed_segments": {"blocks": 3, "every": 4}}, [4, 0, 1, 2]),
+        ({"checkpointed_segments": {"every": 2}}, [4, 2, 0]),
+        ({"checkpointed_segments": {"blocks": 2}, "checkpointed_blocks": 3}, [2, 0, 1]),
+    ],
+    ids=str,
+)
+def test_a_segment_is_recomputed_at_once_and_each_block_of_it_once(policy, again, kind, five):
+    ran = []
+    found = gradients({"checkpointing": kind, **policy}, 5, ran)
+    assert ran == [*range(5), *again]
+    assert all(torch.equal(found[name], five[name]) for name in five)
+
+
+@pytest.fixture(scope="module")
+def five():
+    """The gradients of five blocks."""
+    return gradients({}, 5)
+
+
+@pytest.mark.parametrize(("segments", "kept"), [(None, 6), ({"blocks": 2}, 3), ({"blocks": 6}, 1), ({"blocks": 4}, 2)])
+def test_of_a_segment_only_what_its_first_block_is_given_is_kept(segments, kept):
+    """Images of 2 samples with 64 tokens of width 16; two more are saved after the last block."""
+    shapes = []
+
+    def pack(tensor):
+        shapes.append(tensor.shape)
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        gradients({"checkpointed_blocks": "all", "checkpointed_segments": segments}, 6)
+    assert shapes.count((2, 64, 16)) == kept + 2
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,14 @@ from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.profile.attempt import StepRequest, check, request_for
 from bigdit.profile.gpus import EmulatedGpus
 from bigdit.search.ask import question_for
-from bigdit.strategy import BatchShape, LoraSpec, Strategy
+from bigdit.strategy import BatchShape, LoraSpec, SegmentSpec, Strategy
 from bigdit.train.step import train_step
 
 CPU = torch.device("cpu")
 FOUR_BLOCKS = SANA.model_copy(update={"kwargs": SANA.kwargs | {"num_layers": 4}})
 # All that stands between a model and its compiled blocks; `aot_eager` makes the graphs of Inductor, and no kernels.
 AROUND = {"precision": "fp32", "checkpointed_blocks": 2, "offload_activations": True, "lora": LoraSpec(rank=2)}
+AROUND["checkpointed_segments"] = SegmentSpec(blocks=2)
 
 
 def losses(strategy, spec=FOUR_BLOCKS):

@@ -38,6 +38,8 @@ STRATEGIES = (
     "zero2-offload,world_size=8",
     "zero3-offload-all,world_size=8",
     "fsdp2,world_size=8",
+    "fsdp2,world_size=8,checkpointed_segments.blocks=2",
+    "zero3,world_size=8,checkpointed_segments.blocks=2",
     "fsdp2,world_size=16,dp_replicate=2,ema.device=gpu",
     "fsdp2-offload,world_size=8",
     "fsdp2-offload,world_size=8,optimizer.implementation=foreach",
