@@ -57,12 +57,10 @@ def apply_checkpointing(model: nn.Module, family: Family, strategy: Strategy) ->
     segments = strategy.checkpointed_segments or SegmentSpec()
     for number, block in enumerate(blocks[:first]):
         place = number % segments.stride
-        if segments.blocks == 1 and place == 0:
-            block.forward = functools.partial(run, block.forward, context_fn=contexts)
-        elif place < segments.blocks:
+        if place < segments.blocks:
             before = blocks[number - 1] if place else None
             last = place == segments.blocks - 1 or number == first - 1
-            block.forward = functools.partial(_in_segment, run, contexts, block, block.forward, before, last)
+            block.forward = functools.partial(_checkpointed, run, contexts, block, block.forward, before, last)
 
 
 def _kept() -> list[torch._ops.OpOverload]:
@@ -71,7 +69,7 @@ def _kept() -> list[torch._ops.OpOverload]:
     return [*KEPT, *(() if nf4 is None else (nf4.default,))]
 
 
-def _in_segment(
+def _checkpointed(
     run: Callable[..., Any],
     contexts: Contexts,
     block: nn.Module,
@@ -83,7 +81,8 @@ def _in_segment(
 ) -> Any:
     """Checkpoint a block without keeping what the block `before` returned: to recompute it is to recompute both.
 
-    So of a segment the inputs of its first block are kept, and those of others that come from elsewhere.
+    So of a segment the inputs of its first block are kept, and those of others that come from elsewhere. All are
+    positional to torch, which saves no keyword as autograd saves tensors: offload would not move it.
     """
     earlier, count, names = _Earlier(before, [*args, *kwargs.values()]), len(args), tuple(kwargs)
     saving, reusing = contexts()  # not checkpoint's own: those would surround the recomputation of others too

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from bigdit import models
 from bigdit.errors import UserError
 from bigdit.loader.batch import Batch
+from bigdit.models.checkpointing import apply_checkpointing
 from bigdit.models.equip import offload_activations
 from bigdit.strategy import Strategy
 
@@ -118,6 +120,25 @@ def test_selective_checkpointing_runs_matrix_products_and_attention_once():
 def test_more_blocks_than_the_model_has_are_refused():
     with pytest.raises(UserError, match=r"strategy\.checkpointed_blocks is 9, and the model has \d blocks"):
         gradients({"checkpointed_blocks": 9})
+
+
+def test_what_a_checkpointed_block_is_given_by_name_moves_too():
+    """Blocks of Flux and SD3 are called so."""
+
+    class Named(nn.Module):
+        def forward(self, *, image, scale):
+            return (image * scale).sin()
+
+    block, family = Named(), SimpleNamespace(blocks=lambda model: [model])
+    apply_checkpointing(block, family, Strategy(checkpointed_blocks=1))
+    offload_activations(block, family)
+    image = torch.randn(3, 4, requires_grad=True)
+    kept = weakref.ref((moved := image * 2).untyped_storage())
+    out = block(image=moved, scale=torch.ones(4))
+    del moved
+    assert kept() is None
+    out.sum().backward()
+    assert torch.equal(image.grad, 2 * (image * 2).cos())
 
 
 def test_activations_move_and_weights_stay():
