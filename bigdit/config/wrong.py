@@ -110,6 +110,12 @@ _NAMES: dict[Meant, str] = {
         "gradient_checkpointing activation_checkpointing enable_gradient_checkpointing use_gradient_checkpointing "
         "grad_checkpoint"
     ),
+    Meant("strategy.checkpointed_segments.blocks", "blocks that are recomputed at once"): (
+        "gradient_checkpointing_interval"
+    ),
+    Meant("strategy.checkpointed_segments.every", "from one segment to the next"): (
+        "gradient_checkpointing_segment_stride"
+    ),
     Meant("strategy.offload_activations", "true"): (
         "activation_offloading enable_activation_offload cpu_offload_checkpointing gradient_checkpointing_offload"
     ),

@@ -8,19 +8,18 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from bigdit import libraries
 from bigdit.errors import UserError
+from bigdit.models.checkpointing import apply_checkpointing
 from bigdit.models.family import Family
 from bigdit.models.swap import swap_blocks
 from bigdit.strategy import Strategy
-from bigdit.units import how_many
 
 
 def equip(
@@ -51,7 +50,7 @@ def arrange(model: nn.Module, family: Family, strategy: Strategy, *, backend: st
     if strategy.blocks_to_swap:
         swap_blocks(model, family, strategy.blocks_to_swap, trained=strategy.lora is None)
     join_gradients(model, family)
-    apply_checkpointing(model, family, strategy.checkpointed_blocks, strategy.checkpointing)
+    apply_checkpointing(model, family, strategy)
     if strategy.offload_activations:
         offload_activations(model, family, strided=strategy.compile_blocks)
     return model
@@ -178,52 +177,6 @@ def _is_slice(piece: Any) -> bool:
 def _same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
     same = one._base is other._base and one.storage_offset() == other.storage_offset()
     return same and one.shape == other.shape and one.stride() == other.stride()
-
-
-aten = torch.ops.aten
-
-# Matrix products and attention: they cost most to compute for each byte that it takes to keep them. The CPU, CUDA's
-# three kernels and torch's mathematical form (bmm) each have an operator of their own.
-KEPT = (
-    aten.mm.default,
-    aten.addmm.default,
-    aten.bmm.default,
-    aten.baddbmm.default,
-    aten.convolution.default,
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-)
-
-
-def apply_checkpointing(
-    model: nn.Module, family: Family, first: int | Literal["all"], kind: Literal["full", "selective"] = "full"
-) -> None:
-    """Recompute the first `first` blocks in the backward pass; the others keep their activations.
-
-    `selective` blocks keep the outputs of matrix products, convolutions and attention, and recompute the rest. A
-    block's `forward` is replaced, not the block: parameters keep their names, and modules the hooks of engines. Raises
-    UserError where the model has fewer blocks.
-    """
-    blocks = family.blocks(model)
-    if first == "all":
-        first = len(blocks)
-    if first > len(blocks):
-        raise UserError(f"strategy.checkpointed_blocks is {first}, and the model has {how_many(len(blocks), 'block')}")
-    # A block uses no random numbers (dropout is 0 in pre-training configs), so the RNG state is not kept: copying it
-    # would synchronise with the device.
-    run = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    if kind == "selective":
-        run = functools.partial(run, context_fn=functools.partial(create_selective_checkpoint_contexts, _kept()))
-    for block in blocks[:first]:
-        block.forward = functools.partial(run, block.forward)
-
-
-def _kept() -> list[torch._ops.OpOverload]:
-    """The operators whose outputs are kept; that of an nf4 base exists once bitsandbytes is imported."""
-    nf4 = getattr(torch.ops.bitsandbytes, "gemm_4bit", None)
-    return [*KEPT, *(() if nf4 is None else (nf4.default,))]
 
 
 Packed: TypeAlias = "torch.Tensor | tuple[torch.device, torch.Tensor, tuple[int, ...], torch.Size | None]"

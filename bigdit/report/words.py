@@ -97,15 +97,18 @@ def subject(plan: Plan) -> str:
 
 def checkpointing(strategy: Strategy, total: int | None) -> str:
     """`12 of 20 blocks recomputed in the backward pass`."""
-    chosen = strategy.checkpointed_blocks
+    chosen, segments = strategy.checkpointed_blocks, strategy.checkpointed_segments
     if chosen == 0:
         return "none: nothing is recomputed"
+    if segments is not None and total:
+        chosen = segments.count(total if chosen == "all" else chosen)
     if chosen == "all" or chosen == total:
         count = f"all {total} blocks" if total else "all blocks"
     else:
         count = f"{chosen} of {total} blocks" if total else f"the first {chosen} blocks"
     kept = ", except matrix products and attention" if strategy.checkpointing == "selective" else ""
-    return f"{count} recomputed in the backward pass{kept}"
+    grouped = "" if segments is None else f", {segments.described}"
+    return f"{count} recomputed in the backward pass{grouped}{kept}"
 
 
 def swapped(strategy: Strategy, total: int | None) -> str:

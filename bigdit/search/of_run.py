@@ -27,6 +27,7 @@ _TAKEN = (
     *("ema", "lora.rank", "lora.alpha", "cpu_offload", "ds_config", "gradient_clipping"),
     *("optimizer.name", "optimizer.lr", "optimizer.betas", "optimizer.beta3", "optimizer.eps"),
     *("optimizer.weight_decay", "optimizer.decayed", "encode_chunk", "read_ahead_steps", "compile_blocks"),
+    "checkpointed_segments",
 )
 
 
@@ -92,7 +93,10 @@ def _question(document: dict[str, Any], asked: Mapping[str, Any]) -> Question:
         raise UserError(f"strategy.world_size is {gpus}, and --gpus {asked['gpus']}; leave one of them out")
     gpus = gpus or asked.get("gpus")
     largest, *_ = buckets = sorted(run.data.buckets, key=math.prod, reverse=True)
-    batch = _global_batch(strategy, document, gpus or 1)
+    batch, segments = _global_batch(strategy, document, gpus or 1), strategy.checkpointed_segments
+    blocks = strategy.checkpointed_blocks
+    if segments is None:
+        blocks = given("strategy.checkpointed_blocks", blocks)
     question = question_for(
         _model(run),
         resolution=list(dict.fromkeys((bucket[-2], bucket[-1]) for bucket in buckets)),
@@ -102,7 +106,7 @@ def _question(document: dict[str, Any], asked: Mapping[str, Any]) -> Question:
         engine=given("strategy.engine", _engine(strategy)),
         optimizer=given("strategy.optimizer.name", strategy.optimizer.name),
         precision=given("strategy.precision", strategy.precision),
-        checkpointed_blocks=given("strategy.checkpointed_blocks", strategy.checkpointed_blocks),
+        checkpointed_blocks=blocks,
         micro_batch=given("strategy.micro_batch_size", strategy.micro_batch_size),
         ema=None if strategy.ema is None else strategy.ema.device,
         ema_widths=None if strategy.ema is None else strategy.ema.widths,
@@ -112,6 +116,9 @@ def _question(document: dict[str, Any], asked: Mapping[str, Any]) -> Question:
         full=strategy.lora is None,
         **{**asked, "gpus": gpus},
     )
+    if segments is not None:
+        fixed = question.constraints.model_copy(update={"checkpointed_segments": segments})
+        question = question.model_copy(update={"constraints": fixed})
     validated = 0 if run.validation is None else run.validation.samples
     update: dict[str, Any] = {"validated": validated, "samples": run.samples and host_weights(run.encoders)}
     if question.images is not None and question.images <= validated:

@@ -254,6 +254,8 @@ class Option:
         """`ZeRO-2 on 8, AdamW, micro-batch 6, 4 of 20 blocks recomputed`."""
         known = {0: "nothing recomputed", self.count: "all blocks recomputed"}
         recomputed = known.get(blocks, f"{blocks} of {self.count} blocks recomputed")
+        if blocks and self.strategy.checkpointed_segments is not None:
+            recomputed += f", {self.strategy.checkpointed_segments.described}"
         return f"{self.title}, micro-batch {micro_batch_size}, {recomputed}"
 
     @property

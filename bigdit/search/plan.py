@@ -17,7 +17,17 @@ from bigdit.memory import Ledger, Timeline, host_memory
 from bigdit.memory.process import ByteRange
 from bigdit.numbers import Count, Natural, Positive, Side, Switch
 from bigdit.speed.seconds import Cluster, Interval, StepTime
-from bigdit.strategy import OPTIMIZERS, BatchShape, OptimizerName, Precision, StepSize, Strategy, Strict, Widths
+from bigdit.strategy import (
+    OPTIMIZERS,
+    BatchShape,
+    OptimizerName,
+    Precision,
+    SegmentSpec,
+    StepSize,
+    Strategy,
+    Strict,
+    Widths,
+)
 from bigdit.units import GIB, MIB, gib
 
 EngineChoice = Literal[
@@ -42,6 +52,7 @@ class Constraints(Strict):
     optimizer: OptimizerName | None = None
     precision: Precision | None = None
     checkpointed_blocks: Natural | Literal["all"] | None = None
+    checkpointed_segments: SegmentSpec | None = None
     micro_batch_size: Annotated[Count, Field(le=MOST_MICRO_BATCH)] | None = None
     ema: Literal["none", "auto", "gpu", "cpu"] = "none"
     ema_widths: Widths | None = None

@@ -85,8 +85,8 @@ class Planner:
 
     def request(self, strategy: Strategy, resolution: tuple[int, int] | None = None) -> StepRequest:
         """Steps of `strategy`, with as many micro-batches as tell what all of them take."""
-        if strategy.checkpointed_blocks == 0:  # selective or not: the same steps are asked for once
-            strategy = strategy.model_copy(update={"checkpointing": "full"})
+        if strategy.checkpointed_blocks == 0:  # selective, in segments or not: the same steps are asked for once
+            strategy = strategy.model_copy(update={"checkpointing": "full", "checkpointed_segments": None})
         if strategy.grad_accum_steps > RECORDED_ACCUMULATION:
             fewer = strategy.step_size.model_copy(update={"grad_accum_steps": RECORDED_ACCUMULATION})
             strategy = strategy.sized(fewer)

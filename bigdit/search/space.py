@@ -190,7 +190,8 @@ def _strategy(question: Question, engine: str, settings: dict[str, Any]) -> Stra
         size = min(max(round(block, -6), BUCKETS[0]), BUCKETS[1])
         texts += [f"ds_config.zero_optimization.{kind}_bucket_size={size}" for kind in ("reduce", "allgather")]
     try:
-        return parse_strategy(texts)
+        segments = question.constraints.checkpointed_segments
+        return parse_strategy(texts).model_copy(update={"checkpointed_segments": segments})
     except UserError:
         return None
 

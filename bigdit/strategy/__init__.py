@@ -25,6 +25,7 @@ from bigdit.strategy.values import (
     OptimizerName,
     OptimizerSpec,
     Section,
+    SegmentSpec,
     Strict,
     Widths,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "OptimizerSpec",
     "Precision",
     "Section",
+    "SegmentSpec",
     "StepSize",
     "Strategy",
     "Strict",

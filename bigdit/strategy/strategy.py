@@ -18,6 +18,7 @@ from bigdit.strategy.values import (
     LoraSpec,
     OptimizerSpec,
     Section,
+    SegmentSpec,
     Strict,
 )
 from bigdit.units import how_many
@@ -44,6 +45,7 @@ class StepSize(Strict):
     grad_accum_steps: Count
     checkpointed_blocks: Natural | Literal["all"]
     checkpointing: Literal["full", "selective"] = "full"
+    checkpointed_segments: SegmentSpec | None = None
 
 
 class Contradictory(ValueError):
@@ -78,6 +80,9 @@ class Strategy(Section):
     """Activation checkpointing: the number of first transformer blocks that are recomputed in the backward pass."""
     checkpointing: Literal["full", "selective"] = "full"
     """What a checkpointed block recomputes: everything, or all but matrix products and attention."""
+    checkpointed_segments: SegmentSpec | None = None
+    """Recompute the checkpointed blocks in segments, or only some of them. null: each of them, by itself. Where it is
+    set, checkpointed_blocks is `all` if left out."""
     offload_activations: Switch = False
     """Keep activations that autograd saves in CPU memory."""
     compile_blocks: Switch = False
@@ -120,6 +125,8 @@ class Strategy(Section):
         found = {key: value for key, value in given.items() if key not in (_GLOBAL, "grad_accum_steps")}
         if found.get("features") == "online":
             found.setdefault("encode_chunk", 1)
+        if found.get("checkpointed_segments") is not None:
+            found.setdefault("checkpointed_blocks", "all")
         whole, accum = given.get(_GLOBAL), given.get("grad_accum_steps")
         if whole is None:
             return found if accum is None else found | {"grad_accum_steps": accum}
@@ -388,6 +395,11 @@ def _swap_problems(strategy: Strategy) -> list[str]:
         problems.append(
             "blocks_to_swap fetches weights within a block, and checkpointing is selective, which needs the same "
             "operations whenever the block runs; set checkpointing to full"
+        )
+    if strategy.checkpointed_segments is not None:
+        problems.append(
+            "blocks_to_swap has two blocks on the device at any time, each recomputed by itself; leave "
+            "checkpointed_segments out"
         )
     if recomputed != "all" and recomputed < swapped:
         problems.append(

@@ -212,6 +212,39 @@ def _plain(value: float | tuple[float, ...]) -> str:
     return f"[{', '.join(map(_plain, value))}]" if isinstance(value, tuple) else f"{value:g}"
 
 
+class SegmentSpec(Section):
+    """How checkpointed blocks are grouped: the first `blocks` of every `every` ones are recomputed as one."""
+
+    blocks: Count = 1
+    """Consecutive blocks that are recomputed at once. Only what the first of them is given is kept."""
+    every: Count | None = None
+    """A segment begins with every so many blocks; blocks between keep their activations. null: with every `blocks`, so
+    that all are recomputed."""
+
+    @property
+    def stride(self) -> int:
+        """From the first block of a segment to that of the next."""
+        return self.every or self.blocks
+
+    def count(self, first: int) -> int:
+        """How many of the first so many blocks are recomputed."""
+        return first // self.stride * self.blocks + min(first % self.stride, self.blocks)
+
+    @property
+    def described(self) -> str:
+        """`2 of every 4 at once`."""
+        every = f" of every {self.stride}" if self.stride > self.blocks else ""
+        return f"{self.blocks}{every}{' at once' if self.blocks > 1 else ''}"
+
+    @model_validator(mode="after")
+    def _coherent(self) -> SegmentSpec:
+        if self.stride < self.blocks:
+            raise ValueError(
+                f"every is {self.every}, and segments have {self.blocks} blocks; set it to as many or more"
+            )
+        return self
+
+
 LoraBase = Literal["bf16", "int8", "nf4"]
 
 

@@ -82,14 +82,16 @@ def smaller_strategy(strategy: Strategy, planned: Sequence[StepSize], blocks: in
         if samples % micro_batch_size == 0 and not strategy.optimizer_in_backward:
             update = {"micro_batch_size": micro_batch_size, "grad_accum_steps": samples // micro_batch_size}
             return strategy.sized(size.model_copy(update=update))
-    whole = size.model_copy(update={"checkpointed_blocks": "all", "checkpointing": "full"})
-    recomputes_all = size.checkpointed_blocks in ("all", blocks) and size.checkpointing == "full"
-    return None if recomputes_all else strategy.sized(whole)
+    whole = {"checkpointed_blocks": "all", "checkpointing": "full", "checkpointed_segments": None}
+    now = size.model_dump(include=set(whole))
+    recomputes_all = now in (whole, whole | {"checkpointed_blocks": blocks})
+    return None if recomputes_all else strategy.sized(size.model_copy(update=whole))
 
 
 def _written(size: StepSize) -> str:
     """The size by the config's keys."""
     kind = " (selective)" if size.checkpointing == "selective" else ""
+    kind += "" if size.checkpointed_segments is None else f", {size.checkpointed_segments.described}"
     return (
         f"strategy.micro_batch_size {size.micro_batch_size}, grad_accum_steps {size.grad_accum_steps}, "
         f"checkpointed_blocks {size.checkpointed_blocks}{kind}"

@@ -12,7 +12,7 @@ STRATEGIES = (
     "single,offload_activations=true,ema.device=cpu",
     "zero2-offload,world_size=8",
     "zero3,world_size=8",
-    "fsdp2,world_size=8",
+    "fsdp2,world_size=8,checkpointed_segments.blocks=2",
     "fsdp2,world_size=8,optimizer.name=muon",
     "fsdp2-offload,world_size=8,dp_replicate=2",
 )

@@ -79,6 +79,8 @@ def test_all_problems_of_values_are_reported_at_once():
         ("strategy.checkpointed_blocks=some", "strategy.checkpointed_blocks is 'some', and a whole number or all was "
          "expected"),
         ("strategy.checkpointed_blocks=-1", "strategy.checkpointed_blocks is -1, and 0 or more or all was expected"),
+        ("strategy.checkpointed_segments={blocks: 3, every: 2}", "strategy.checkpointed_segments: every is 2, and "
+         "segments have 3 blocks; set it to as many or more"),
         ("strategy.ema={decay: 0.9, power: 0.1}", "strategy.ema: ema.decay is 0.9, and ema.power is 0.1; leave all but "
          "one of them out"),
         ("strategy.ema={power: 0.3}", "strategy.ema.power is 0.3, and a number below 0.288 was expected"),
@@ -266,6 +268,9 @@ ALONE = ("strategy.engine=single", "strategy.ds_config=null", "strategy.global_b
          "optimizer_in_backward is false; set precision to bf16_sr and optimizer_in_backward to true, or set lora",
          "strategy: blocks_to_swap is 3, and checkpointed_blocks is 0: weights of a swapped block come again when it "
          "is recomputed; set checkpointed_blocks to 3 or more, or all"]),
+        (("strategy.blocks_to_swap=3", "strategy.lora={}", "model.init_from=/weights", "strategy.precision=bf16",
+          "strategy.checkpointed_segments.blocks=2"), ["strategy: blocks_to_swap has two blocks on the device at any "
+         "time, each recomputed by itself; leave checkpointed_segments out"]),
     ],
 )  # fmt: skip
 def test_what_of_a_strategy_excludes_what_is_a_line_each(overrides, lines):

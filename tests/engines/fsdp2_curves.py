@@ -18,7 +18,7 @@ from bigdit import engines, models
 from bigdit.dist import World, world_from_env
 from bigdit.loader.batch import Batch
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.strategy import ModelSpec, OptimizerSpec, Strategy
+from bigdit.strategy import ModelSpec, OptimizerSpec, SegmentSpec, Strategy
 from bigdit.train.step import train_step
 
 STEPS, SAMPLES = 4, 4
@@ -93,6 +93,7 @@ def main() -> None:
         "fsdp2": curve(SANA, strategy(2), world),
         "in_backward": curve(SANA, strategy(2, optimizer_in_backward=True), world),
         "compiled": curve(SANA, strategy(2, compile_blocks=True, checkpointed_blocks=1), world),
+        "segments": curve(SANA, strategy(2, checkpointed_segments=SegmentSpec(blocks=2)), world),
         "offload": curve(SANA, strategy(2, cpu_offload=True), world),
         "zero2 compiled": curve(SANA, strategy(2, engine="deepspeed", ds_config=ZERO2, compile_blocks=True), world),
         "single fp16": curve(SANA, strategy(1, precision="fp16"), alone),

@@ -114,6 +114,7 @@ def curves():
     [
         ("fsdp2", "single", TOLERANCE["fp32"]),
         ("in_backward", "fsdp2", 0.0),
+        ("segments", "fsdp2", 0.0),
         ("offload", "fsdp2", 0.0),
         ("compiled", "fsdp2", TOLERANCE["fp32"]),
         ("zero2 compiled", "fsdp2", TOLERANCE["fp32"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -10,19 +11,24 @@ from stepping import Executed
 from tiny_models import SANA as TINY
 from tiny_models import SHAPE
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from bigdit import models
 from bigdit.errors import UserError
 from bigdit.loader.batch import Batch
+from bigdit.models.checkpointing import apply_checkpointing
 from bigdit.models.equip import offload_activations
 from bigdit.strategy import Strategy
 
 
-def gradients(policy):
-    """Of a loss in fp32 under `policy`, which says how activations are kept."""
+def gradients(policy, layers=2, ran=None):
+    """Of a loss in fp32 under `policy`, which says how activations are kept; `ran` gets the blocks' numbers."""
     family = models.family(TINY.class_name)
-    model = models.build(TINY, device="cpu", dtype=torch.float32, seed=0)
+    spec = TINY.model_copy(update={"kwargs": TINY.kwargs | {"num_layers": layers}})
+    model = models.build(spec, device="cpu", dtype=torch.float32, seed=0)
     models.equip(model, family, Strategy(precision="fp32", **policy))
+    for number, block in enumerate(family.blocks(model) if ran is not None else ()):
+        block.attn1.register_forward_pre_hook(lambda *_, number=number: ran.append(number))
     generator = torch.Generator().manual_seed(0)
     latents = torch.randn(2, *SHAPE.latents, generator=generator)
     text = torch.randn(2, *SHAPE.text, generator=generator)
@@ -41,6 +47,45 @@ def plain():
 def test_what_is_recomputed_is_what_was_there(kind, blocks, plain):
     found = gradients({"checkpointed_blocks": blocks, "checkpointing": kind})
     assert all(torch.equal(found[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+@pytest.mark.parametrize(
+    ("policy", "again"),
+    [
+        ({"checkpointed_blocks": 3}, [2, 1, 0]),
+        ({"checkpointed_segments": {"blocks": 2}}, [4, 2, 3, 0, 1]),
+        ({"checkpointed_segments": {"blocks": 3, "every": 4}}, [4, 0, 1, 2]),
+        ({"checkpointed_segments": {"every": 2}}, [4, 2, 0]),
+        ({"checkpointed_segments": {"blocks": 2}, "checkpointed_blocks": 3}, [2, 0, 1]),
+    ],
+    ids=str,
+)
+def test_a_segment_is_recomputed_at_once_and_each_block_of_it_once(policy, again, kind, five):
+    ran = []
+    found = gradients({"checkpointing": kind, **policy}, 5, ran)
+    assert ran == [*range(5), *again]
+    assert all(torch.equal(found[name], five[name]) for name in five)
+
+
+@pytest.fixture(scope="module")
+def five():
+    """The gradients of five blocks."""
+    return gradients({}, 5)
+
+
+@pytest.mark.parametrize(("segments", "kept"), [(None, 6), ({"blocks": 2}, 3), ({"blocks": 6}, 1), ({"blocks": 4}, 2)])
+def test_of_a_segment_only_what_its_first_block_is_given_is_kept(segments, kept):
+    """Images of 2 samples with 64 tokens of width 16; two more are saved after the last block."""
+    shapes = []
+
+    def pack(tensor):
+        shapes.append(tensor.shape)
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        gradients({"checkpointed_blocks": "all", "checkpointed_segments": segments}, 6)
+    assert shapes.count((2, 64, 16)) == kept + 2
 
 
 @pytest.mark.parametrize(
@@ -75,6 +120,25 @@ def test_selective_checkpointing_runs_matrix_products_and_attention_once():
 def test_more_blocks_than_the_model_has_are_refused():
     with pytest.raises(UserError, match=r"strategy\.checkpointed_blocks is 9, and the model has \d blocks"):
         gradients({"checkpointed_blocks": 9})
+
+
+def test_what_a_checkpointed_block_is_given_by_name_moves_too():
+    """Blocks of Flux and SD3 are called so."""
+
+    class Named(nn.Module):
+        def forward(self, *, image, scale):
+            return (image * scale).sin()
+
+    block, family = Named(), SimpleNamespace(blocks=lambda model: [model])
+    apply_checkpointing(block, family, Strategy(checkpointed_blocks=1))
+    offload_activations(block, family)
+    image = torch.randn(3, 4, requires_grad=True)
+    kept = weakref.ref((moved := image * 2).untyped_storage())
+    out = block(image=moved, scale=torch.ones(4))
+    del moved
+    assert kept() is None
+    out.sum().backward()
+    assert torch.equal(image.grad, 2 * (image * 2).cos())
 
 
 def test_activations_move_and_weights_stay():

@@ -16,7 +16,7 @@ from bigdit.models.equip import CompiledGraphs, compile_blocks
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.profile.attempt import StepRequest
 from bigdit.profile.gpus import EmulatedGpus
-from bigdit.strategy import BatchShape, LoraSpec, ModelSpec, Strategy
+from bigdit.strategy import BatchShape, LoraSpec, ModelSpec, SegmentSpec, Strategy
 from bigdit.train.step import train_step
 
 CPU = torch.device("cpu")
@@ -28,7 +28,8 @@ Z_IMAGE = ModelSpec(  # it reads the lengths of texts from their mask
 )
 FOUR_BLOCKS = SANA.model_copy(update={"kwargs": SANA.kwargs | {"num_layers": 4}})
 # All that stands between a model and its compiled blocks; `aot_eager` makes the graphs of Inductor, and no kernels.
-AROUND = {"precision": "fp32", "checkpointed_blocks": 2, "offload_activations": True, "lora": LoraSpec(rank=2)}
+AROUND = {"precision": "fp32", "checkpointed_blocks": 2, "offload_activations": True, "lora": LoraSpec(rank=2, alpha=2)}
+AROUND["checkpointed_segments"] = SegmentSpec(blocks=2)
 
 
 def losses(strategy, spec=FOUR_BLOCKS):

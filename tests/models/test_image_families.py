@@ -14,11 +14,11 @@ from views import written_views
 from bigdit import models
 from bigdit.catalog import FAMILIES
 from bigdit.loader.batch import Batch
-from bigdit.models.equip import apply_checkpointing
+from bigdit.models.checkpointing import apply_checkpointing
 from bigdit.models.packing import diagonal, grid, pack, unpack
 from bigdit.objectives import of_latents
 from bigdit.profile.attempt import StepRequest
-from bigdit.strategy import BatchShape, ModelSpec, Strategy
+from bigdit.strategy import BatchShape, ModelSpec, SegmentSpec, Strategy
 
 SHAPE = BatchShape(latents=(4, 8, 8), text=(6, 12))
 NARROW = {"num_attention_heads": 2, "attention_head_dim": 8}
@@ -169,10 +169,13 @@ def test_gradients_reach_every_parameter_that_trains_and_checkpointing_leaves_th
     gradients = fed.gradients()
     without = {name for name, gradient in gradients.items() if gradient is None}
     assert without == UNUSED.get(fed.class_name, set())
-    apply_checkpointing(fed.model, fed.family, "all")
-    again = fed.gradients()
-    assert {name for name, gradient in again.items() if gradient is None} == without
-    assert all(torch.equal(again[name], gradients[name]) for name in gradients.keys() - without)
+    for segments in (None, SegmentSpec(blocks=2)):
+        again = Fed(fed.class_name)
+        strategy = Strategy(checkpointed_blocks="all", checkpointed_segments=segments)
+        apply_checkpointing(again.model, again.family, strategy)
+        found = again.gradients()
+        assert {name for name, gradient in found.items() if gradient is None} == without
+        assert all(torch.equal(found[name], gradients[name]) for name in gradients.keys() - without)
 
 
 @pytest.mark.parametrize("class_name", MASKED)

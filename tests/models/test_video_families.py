@@ -18,7 +18,7 @@ from bigdit.errors import UserError
 from bigdit.loader.batch import Batch
 from bigdit.profile.attempt import StepRequest
 from bigdit.profile.steps import batch
-from bigdit.strategy import BatchShape, ModelSpec, Strategy
+from bigdit.strategy import BatchShape, ModelSpec, SegmentSpec, Strategy
 
 CPU = torch.device("cpu")
 MICRO_BATCH_SIZE = 2
@@ -37,8 +37,9 @@ def _shape(name: str) -> BatchShape:
     return BatchShape(latents=TINY[name]["latents"], text=TINY[name]["text"])
 
 
-def _strategy(checkpointed: int | str) -> Strategy:
-    return Strategy(micro_batch_size=MICRO_BATCH_SIZE, checkpointed_blocks=checkpointed)
+def _strategy(checkpointed: int | str, segments: SegmentSpec | None = None) -> Strategy:
+    blocks = {"checkpointed_blocks": checkpointed, "checkpointed_segments": segments}
+    return Strategy(micro_batch_size=MICRO_BATCH_SIZE, **blocks)
 
 
 @pytest.mark.slow
@@ -51,12 +52,13 @@ def test_the_recorded_step_of_each_takes_what_a_bare_one_takes(tmp_path: Path) -
 @pytest.mark.parametrize("name", TINY)
 def test_predictions_gradients_and_checkpointing(name: str) -> None:
     """The latents' shape, a gradient for each parameter that has one, and the same loss when it is recomputed."""
-    plain, recomputed = (_trained(name, checkpointed) for checkpointed in (0, "all"))
-    assert torch.equal(plain[0], recomputed[0])
-    assert plain[1].keys() == recomputed[1].keys()
-    for parameter, grad in plain[1].items():
-        assert torch.equal(grad, recomputed[1][parameter]), parameter
-    silent = {parameter for parameter, _ in _model(name, 0)[1].named_parameters()} - plain[1].keys()
+    plain = _trained(name, _strategy(0))
+    for recomputed in (_trained(name, _strategy("all", segments)) for segments in (None, SegmentSpec(blocks=2))):
+        assert torch.equal(plain[0], recomputed[0])
+        assert plain[1].keys() == recomputed[1].keys()
+        for parameter, grad in plain[1].items():
+            assert torch.equal(grad, recomputed[1][parameter]), parameter
+    silent = {parameter for parameter, _ in _model(name)[1].named_parameters()} - plain[1].keys()
     # The text's half of a joint block goes nowhere after the last one.
     assert all(parameter.startswith("transformer_blocks.1.") for parameter in silent)
     assert len(silent) == (6 if name in ("qwen-image", "hunyuan-video-1.5") else 0)
@@ -65,14 +67,14 @@ def test_predictions_gradients_and_checkpointing(name: str) -> None:
 @pytest.mark.parametrize("name", TINY)
 def test_nothing_is_written_into_views_of_units(name: str) -> None:
     """What FSDP2 warns of: it would lose the hook that gathers a unit's weights for the backward pass."""
-    family, tiny = _model(name, 0)
+    family, tiny = _model(name)
     latents, t, conditions = _inputs(name, family, tiny)
     assert not written_views(family, tiny, lambda: family.predict(tiny, latents, t, conditions))
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_blocks_are_those_of_the_catalogue_in_the_order_of_the_forward_pass(name: str) -> None:
-    family, tiny = _model(name, 0)
+    family, tiny = _model(name)
     blocks, ran, names = family.blocks(tiny), [], {module: path for path, module in tiny.named_modules()}
     for block in blocks:
         block.register_forward_pre_hook(lambda module, args: ran.append(module))
@@ -143,16 +145,18 @@ def test_models_that_want_more_than_the_adapter_feeds_are_refused(
 
 
 def test_a_model_of_text_needs_text() -> None:
-    family, tiny = _model("prx", 0)
+    family, tiny = _model("prx")
     latents, t, conditions = _inputs("prx", family, tiny)
     with pytest.raises(UserError, match="the model is conditioned on text, and the batch has none"):
         family.predict(tiny, latents, t, Batch(conditions.latents, None, None, conditions.seeds))
 
 
-def _model(name: str, checkpointed: int | str, dtype: torch.dtype = torch.bfloat16) -> tuple[models.Family, nn.Module]:
+def _model(
+    name: str, strategy: Strategy | None = None, dtype: torch.dtype = torch.bfloat16
+) -> tuple[models.Family, nn.Module]:
     family = models.family(TINY[name]["class_name"])
     tiny = models.build(_spec(name), device="cpu", dtype=dtype, seed=0)
-    return family, models.equip(tiny, family, _strategy(checkpointed))
+    return family, models.equip(tiny, family, strategy or _strategy(0))
 
 
 def _inputs(name: str, family: models.Family, tiny: nn.Module) -> tuple[torch.Tensor, torch.Tensor, Batch]:
@@ -161,9 +165,9 @@ def _inputs(name: str, family: models.Family, tiny: nn.Module) -> tuple[torch.Te
     return noise.bfloat16(), torch.tensor([0.3, 0.7]), fed
 
 
-def _trained(name: str, checkpointed: int | str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def _trained(name: str, strategy: Strategy) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss, and the gradients by name."""
-    family, tiny = _model(name, checkpointed)
+    family, tiny = _model(name, strategy)
     latents, t, fed = _inputs(name, family, tiny)
     predicted = family.predict(tiny, latents, t, fed)
     assert predicted.shape == latents.shape

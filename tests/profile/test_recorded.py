@@ -14,13 +14,14 @@ from bigdit.engines.single import LIST_BYTES
 from bigdit.memory import Ledger, PhasePeak, Timeline
 from bigdit.profile.attempt import Profile, StepRequest
 from bigdit.profile.gpus import EmulatedGpus
-from bigdit.strategy import EmaSpec, LoraSpec, Strategy
+from bigdit.strategy import EmaSpec, LoraSpec, SegmentSpec, Strategy
 
 BLOCKS = 3  # of TINY
 POLICIES: Mapping[str, dict[str, object]] = {
     "plain": {},
     "full": {"checkpointed_blocks": BLOCKS},
     "selective": {"checkpointed_blocks": BLOCKS, "checkpointing": "selective"},
+    "segment": {"checkpointed_segments": SegmentSpec(blocks=BLOCKS)},
     "offload": {"offload_activations": True},
     "offload-full": {"offload_activations": True, "checkpointed_blocks": BLOCKS},
     "ema-gpu": {"ema": EmaSpec()},

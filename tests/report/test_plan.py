@@ -402,6 +402,18 @@ def test_checkpointing_in_words(blocks, total, kind, text):
 
 
 @pytest.mark.parametrize(
+    ("blocks", "segments", "text"),
+    [
+        ("all", {"blocks": 2}, "all 20 blocks recomputed in the backward pass, 2 at once"),
+        ("all", {"every": 2}, "10 of 20 blocks recomputed in the backward pass, 1 of every 2"),
+        (14, {"blocks": 2, "every": 4}, "8 of 20 blocks recomputed in the backward pass, 2 of every 4 at once"),
+    ],
+)
+def test_checkpointed_segments_in_words(blocks, segments, text):
+    assert words.checkpointing(Strategy(checkpointed_blocks=blocks, checkpointed_segments=segments), 20) == text
+
+
+@pytest.mark.parametrize(
     ("low", "high", "text"),
     [
         (0.0042, 0.0061, "4.20–6.10 ms"),

@@ -6,6 +6,7 @@ from commands import ROOT
 
 from bigdit.errors import UserError
 from bigdit.search.of_run import overruled, questions_of
+from bigdit.strategy import SegmentSpec
 
 PIXART = {
     "model": {"name": "pixart-sigma-xl-2-1024"},
@@ -96,6 +97,10 @@ def test_features_online_are_pinned_and_what_is_not_is_reported(tmp_path):
     path = written(tmp_path, train={"steps": 9}, strategy={"compile_blocks": True})
     (compiled,) = asked(path)
     assert (compiled.constraints.compile, overruled(path, ())) == (True, [])
+    path = written(tmp_path, train={"steps": 9}, strategy={"checkpointed_segments": {"every": 2}})
+    (grouped,) = asked(path)
+    assert grouped.constraints.checkpointed_segments == SegmentSpec(every=2)
+    assert (grouped.constraints.checkpointed_blocks, overruled(path, ())) == ("all", [])
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from bigdit.emulator.interpreter import cuda_python
 from bigdit.errors import UserError
 from bigdit.memory.process import cuda_context, nccl_buffers
 from bigdit.shortage import asked_bytes, memory_errors
-from bigdit.strategy import StepSize, Strategy
+from bigdit.strategy import SegmentSpec, StepSize, Strategy
 from bigdit.train.monitor.metrics import read_metrics
 from bigdit.train.oom_fallback import FILE, OomFallback, read_oom_fallback, smaller_strategy, write_oom_fallback
 from bigdit.train.processes.launch import free_port
@@ -212,13 +212,20 @@ def test_the_plan_s_own_sizes_come_first():
     assert after.step_size == StepSize(micro_batch_size=1, grad_accum_steps=12, checkpointed_blocks=9)
 
 
-@given(st.integers(1, 64), st.integers(1, 8), st.integers(0, 12), st.sampled_from(["full", "selective"]))
-def test_the_samples_stay_and_it_comes_to_an_end(micro_batch_size, grad_accum_steps, blocks, checkpointing):
+@given(
+    st.integers(1, 64),
+    st.integers(1, 8),
+    st.integers(0, 12),
+    st.sampled_from(["full", "selective"]),
+    st.sampled_from([None, SegmentSpec(blocks=1, every=2)]),
+)
+def test_the_samples_stay_and_it_comes_to_an_end(micro_batch_size, grad_accum_steps, blocks, checkpointing, segments):
     strategy = Strategy(
         micro_batch_size=micro_batch_size,
         grad_accum_steps=grad_accum_steps,
         checkpointed_blocks=blocks,
         checkpointing=checkpointing,
+        checkpointed_segments=segments,
         gradient_clipping=1.0,
     )
     samples, seen = strategy.global_batch_size, []
@@ -229,6 +236,7 @@ def test_the_samples_stay_and_it_comes_to_an_end(micro_batch_size, grad_accum_st
         strategy = smaller_strategy(strategy, (), 12)
     assert seen[-1].micro_batch_size == 1
     assert seen[-1].checkpointed_blocks in ("all", 12)
+    assert seen[-1].checkpointed_segments is None
     assert len(seen) < 10
 
 

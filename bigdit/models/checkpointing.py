@@ -1,0 +1,199 @@
+"""Activation checkpointing: blocks that are recomputed in the backward pass, each alone or in segments."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+
+from bigdit.errors import UserError
+from bigdit.models.family import Family
+from bigdit.strategy import SegmentSpec, Strategy
+from bigdit.units import how_many
+
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+"""Of the forward pass, and of its recomputation."""
+
+aten = torch.ops.aten
+
+# Matrix products and attention: they cost most to compute for each byte that it takes to keep them. The CPU, CUDA's
+# three kernels and torch's mathematical form (bmm) each have an operator of their own.
+KEPT = (
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten.convolution.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+
+
+def apply_checkpointing(model: nn.Module, family: Family, strategy: Strategy) -> None:
+    """Recompute the strategy's first blocks in the backward pass; the others keep their activations.
+
+    `selective` blocks keep the outputs of matrix products, convolutions and attention, and recompute the rest. A
+    block's `forward` is replaced, not the block: parameters keep their names, and modules the hooks of engines. Raises
+    UserError where the model has fewer blocks.
+    """
+    blocks, asked = family.blocks(model), strategy.checkpointed_blocks
+    first = len(blocks) if asked == "all" else asked
+    if first > len(blocks):
+        raise UserError(f"strategy.checkpointed_blocks is {first}, and the model has {how_many(len(blocks), 'block')}")
+    # A block uses no random numbers (dropout is 0 in pre-training configs), so the RNG state is not kept: copying it
+    # would synchronise with the device.
+    run = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    contexts: Contexts = noop_context_fn
+    if strategy.checkpointing == "selective":
+        contexts = functools.partial(create_selective_checkpoint_contexts, _kept())
+    segments = strategy.checkpointed_segments or SegmentSpec()
+    for number, block in enumerate(blocks[:first]):
+        place = number % segments.stride
+        if place < segments.blocks:
+            before = blocks[number - 1] if place else None
+            last = place == segments.blocks - 1 or number == first - 1
+            block.forward = functools.partial(_checkpointed, run, contexts, block, block.forward, before, last)
+
+
+def _kept() -> list[torch._ops.OpOverload]:
+    """The operators whose outputs are kept; that of an nf4 base exists once bitsandbytes is imported."""
+    nf4 = getattr(torch.ops.bitsandbytes, "gemm_4bit", None)
+    return [*KEPT, *(() if nf4 is None else (nf4.default,))]
+
+
+def _checkpointed(
+    run: Callable[..., Any],
+    contexts: Contexts,
+    block: nn.Module,
+    forward: Callable[..., Any],
+    before: nn.Module | None,
+    last: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Checkpoint a block without keeping what the block `before` returned: to recompute it is to recompute both.
+
+    So of a segment the inputs of its first block are kept, and those of others that come from elsewhere. All are
+    positional to torch, which saves no keyword as autograd saves tensors: offload would not move it.
+    """
+    earlier, count, names = _Earlier(before, [*args, *kwargs.values()]), len(args), tuple(kwargs)
+    saving, reusing = contexts()  # not checkpoint's own: those would surround the recomputation of others too
+
+    def call(*others: Any) -> tuple[Any, torch.Tensor | None]:
+        given = earlier.joined(others)
+        _gather(block)
+        with reusing if earlier.gone else saving:
+            returned = forward(*given[:count], **dict(zip(names, given[count:], strict=True)))
+        if last:
+            return returned, None
+        return returned, _Recomputed.apply(torch.empty(0, requires_grad=True), *map(torch.detach, _tensors(returned)))
+
+    returned, recomputed = run(call, *earlier.others)
+    earlier.forget()
+    if recomputed is not None and recomputed.grad_fn is not None:
+        _sign(_Signature(block, recomputed, {}), _tensors(returned))
+    return returned
+
+
+class _Recomputed(torch.autograd.Function):
+    """Saves tensors that a block returns. Its checkpoint keeps none: `saved_tensors` of the node recomputes the
+    block."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, *returned: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*returned)
+        return torch.empty(0)
+
+
+@dataclass(frozen=True, eq=False)
+class _Signature:
+    """Left on the storages of what `block` returns: the output of its _Recomputed, and each tensor's number by its
+    place. Engines hand views to the next block, and so do not keep the tensors themselves."""
+
+    block: nn.Module
+    recomputed: torch.Tensor
+    numbers: dict[Any, int]
+
+    @property
+    def found(self) -> tuple[torch.Tensor, ...]:
+        """What `block` returns, recomputed."""
+        node: Any = self.recomputed.grad_fn
+        return node.saved_tensors
+
+
+def _sign(signature: _Signature, returned: Sequence[torch.Tensor]) -> None:
+    for number, tensor in enumerate(returned):
+        signature.numbers[_place(tensor)] = number
+        setattr(tensor.untyped_storage(), _SIGNATURE, signature)
+
+
+_SIGNATURE = "bigdit_signature"
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Where it lies in its storage, and how often that was written to."""
+    return (
+        tensor.untyped_storage()._cdata,
+        tensor.storage_offset(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor._version,
+    )
+
+
+class _Earlier:
+    """Arguments that the block `before` returned, and the `others`, with None in the places of these.
+
+    In the forward pass `joined` has them; once they are `gone`, it recomputes them.
+    """
+
+    def __init__(self, before: nn.Module | None, given: Sequence[Any]) -> None:
+        self.gone, self.others = False, list(given)
+        self._live: dict[int, torch.Tensor] = {}
+        self._numbers: dict[int, tuple[int, bool]] = {}
+        self._signature: _Signature | None = None
+        for at, each in enumerate(given):
+            if before is None or not isinstance(each, torch.Tensor):
+                continue
+            signature: _Signature | None = getattr(each.untyped_storage(), _SIGNATURE, None)
+            if signature is None or signature.block is not before or self._signature not in (None, signature):
+                continue
+            if (number := signature.numbers.get(_place(each))) is not None:
+                self._signature, self._numbers[at] = signature, (number, each.requires_grad)
+                self._live[at], self.others[at] = each, None
+
+    def forget(self) -> None:
+        """The forward pass is over."""
+        self.gone, self.others = True, []
+        self._live.clear()
+
+    def joined(self, others: Sequence[Any]) -> list[Any]:
+        """All arguments, in order."""
+        given = list(others)
+        found = self._signature.found if self.gone and self._signature is not None else ()
+        for at, (number, required) in self._numbers.items():
+            given[at] = found[number].detach().requires_grad_(required) if self.gone else self._live[at]
+        return given
+
+
+def _gather(block: nn.Module) -> None:
+    """Have the block's own weights whole: it may be recomputed before engines gather them for its backward pass."""
+    if hasattr(block, "unshard"):  # FSDP2's
+        block.unshard()
+    for parameter in block.parameters(recurse=False):
+        if hasattr(parameter, "all_gather"):  # ZeRO-3's; modules within gather theirs
+            parameter.all_gather()
+
+
+def _tensors(returned: Any) -> list[torch.Tensor]:
+    every = returned if isinstance(returned, tuple) else (returned,)
+    return [each for each in every if isinstance(each, torch.Tensor)]
