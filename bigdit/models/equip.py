@@ -20,6 +20,7 @@ from bigdit.models.checkpointing import apply_checkpointing
 from bigdit.models.family import Family
 from bigdit.models.swap import swap_blocks
 from bigdit.strategy import Strategy
+from bigdit.units import how_many
 
 
 def equip(
