@@ -1,4 +1,4 @@
-"""What a strategy changes in the plain model before an engine takes it: LoRA, compiled and swapped blocks,
+"""What a strategy changes in the plain model before an engine takes it: LoRA, FP8, compiled and swapped blocks,
 checkpointing, offload of activations."""
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from bigdit import libraries
 from bigdit.errors import UserError
 from bigdit.models.family import Family
+from bigdit.models.float8 import use_float8
 from bigdit.models.swap import swap_blocks
 from bigdit.strategy import Strategy
 from bigdit.units import how_many
@@ -45,6 +46,8 @@ def adapt(model: nn.Module, family: Family, strategy: Strategy, *, seed: int = 0
 
 def arrange(model: nn.Module, family: Family, strategy: Strategy, *, backend: str = "inductor") -> nn.Module:
     """All that `equip` does but the adapters."""
+    if strategy.float8 != "none":
+        use_float8(model, family, strategy.float8)
     if strategy.compile_blocks:
         compile_blocks(model, family, backend)
     if strategy.blocks_to_swap:
