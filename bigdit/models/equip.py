@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from bigdit import libraries
@@ -213,8 +214,8 @@ def _offloaded(to_host: Callable[..., Packed], forward: Callable[..., Any], *arg
 
 def _to_host(block: nn.Module, sizes: set[int], tensor: torch.Tensor) -> Packed:
     # As torch.autograd.graph.save_on_cpu, which moves weights too, and forgets the strides.
-    if tensor.numel() in sizes and _is_weight(block, tensor):
-        return tensor
+    if is_traceable_wrapper_subclass(tensor) or (tensor.numel() in sizes and _is_weight(block, tensor)):
+        return tensor  # FSDP2's weights in FP8 are such wrappers
     expanded = None
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     if 0 < span < tensor.numel():  # a mask for all queries and heads: attention asks for its strides, too
