@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 MULTIPLE = 16
 """FP8 products need sizes that this divides. Source: `_scaled_mm` in aten/src/ATen/native/cuda/ScaledBlas.cpp."""
 
+SINCE = (8, 9)
+"""The first compute capability that multiplies in FP8. Source: `_scaled_mm_allowed_device` there."""
+
 _NOT_OF_TOKENS = re.compile(r"\b(\w*norm\w*|\w*mod|\w*modulation\w*|experts|lora_[AB])\b", re.IGNORECASE)
 """Parts of the names of layers that see one row a sample, as many rows as a router sends, or that adapt another one."""
 
@@ -50,6 +53,19 @@ def use_float8(model: nn.Module, family: Family, recipe: Float8) -> None:
         raise UserError(
             f"strategy.float8 is {recipe}, and {MULTIPLE} divides the sizes of none of the {of} linear layers of the "
             "blocks; leave float8 out"
+        )
+
+
+def check_gpu(strategy: Strategy, device: torch.device) -> None:
+    """Raise UserError where the device is a GPU without FP8."""
+    if strategy.float8 == "none" or device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < SINCE:
+        found, needed = (".".join(map(str, each)) for each in (capability, SINCE))
+        raise UserError(
+            f"strategy.float8 is {strategy.float8}, and {torch.cuda.get_device_name(device)} multiplies nothing in FP8 "
+            f"(compute capability {found}), which needs {needed} or more; set it to none"
         )
 
 

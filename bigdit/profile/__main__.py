@@ -111,6 +111,8 @@ def _import_for(line: str) -> None:
             import bigdit.models.lora
         if request.encoders is not None:
             import bigdit.encoders.frozen  # noqa: F401
+        if strategy.float8 != "none":
+            import torchao.float8  # noqa: F401
     if strategy.compile_blocks:
         from bigdit.models.equip import compile_errors
         from bigdit.profile.compiled import without_machine_code

@@ -48,6 +48,7 @@ class Constraints(Strict):
     lora_rank: Annotated[Count, Field(le=MOST_RANK)] | None = None
     features: Literal["cached", "online"] = "cached"
     compile: Switch = False
+    float8: Literal["tensorwise", "rowwise"] | None = None
     full: Switch = False
 
 
