@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,7 +16,7 @@ from bigdit.dist import World
 from bigdit.engines.backward import Backward, Stepped
 from bigdit.engines.protocol import Engine, Shard, compute_dtype
 from bigdit.models import Family
-from bigdit.models.float8 import gather_in_float8
+from bigdit.models.float8 import gather_in_float8, plain_rows
 from bigdit.optim.factored import sum_over_shards
 from bigdit.strategy import FACTORED, Strategy
 
@@ -114,25 +114,19 @@ class Fsdp2Engine(Engine):
 
 
 @torch.no_grad()
-def _stepped(strategy: Strategy, params: Iterable[DTensor]) -> list[torch.Tensor]:
+def _stepped(strategy: Strategy, params: Collection[DTensor]) -> list[torch.Tensor]:
     """What the optimizer steps: this process's rows as plain tensors.
 
     DTensor plans each operation over all processes, which takes longer than the step itself. Factored optimizers get
     DTensors, since they need statistics of whole weights; so do steps in the backward pass, which need hooks.
     """
-    if strategy.optimizer.name in FACTORED or strategy.optimizer_in_backward:
-        return [_plain(param) for param in params]
-    return [_plain(param).to_local().detach() for param in params]
-
-
-def _plain(param: DTensor) -> DTensor:
-    """The parameter; where it is gathered in FP8, over the same rows without what casts them."""
-    rows = getattr(param.to_local(), "_tensor", None)
-    if rows is None:
-        return param
-    return DTensor.from_local(
-        rows, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
+    rows = [plain_rows(param) for param in params]
+    if strategy.optimizer.name not in FACTORED and not strategy.optimizer_in_backward:
+        return [each.detach() for each in rows]
+    return [
+        param if each is param.to_local() else DTensor(each, param._spec, requires_grad=False)
+        for param, each in zip(params, rows, strict=True)
+    ]
 
 
 def _rows(name: str, param: DTensor, master: int) -> Shard:

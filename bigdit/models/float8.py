@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from bigdit.errors import UserError
 from bigdit.models.family import Family
 from bigdit.strategy import Float8, Strategy
-
-if TYPE_CHECKING:
-    from torchao.float8.float8_linear import Float8Linear
 
 MULTIPLE = 16
 """FP8 products need sizes that this divides. Source: `_scaled_mm` in aten/src/ATen/native/cuda/ScaledBlas.cpp."""
@@ -113,3 +110,9 @@ def gather_in_float8(layer: nn.Module) -> None:
         weight, dtype = layer.weight, layer.config.cast_config_weight.target_dtype
         cast = WeightWithDynamicFloat8CastTensor(weight.detach(), layer.linear_mm_config, dtype)
         layer.weight = nn.Parameter(cast, requires_grad=weight.requires_grad)
+
+
+def plain_rows(weight: DTensor) -> torch.Tensor:
+    """This process's rows of the weight, without what casts them to FP8."""
+    rows = weight.to_local()
+    return getattr(rows, "_tensor", rows)

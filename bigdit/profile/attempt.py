@@ -251,7 +251,8 @@ def float8_problems(gpu: Gpu, float8: Float8) -> list[str]:
         return []
     capability = ".".join(str(part) for part in gpu.compute_capability)
     return [
-        f"{gpu.title} multiplies nothing in FP8 (compute capability {capability}), which needs 8.9 or more; leave it out"
+        f"{gpu.title} multiplies nothing in FP8 (compute capability {capability}), which needs 8.9 or more; "
+        "leave it out"
     ]
 
 

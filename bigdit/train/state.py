@@ -23,8 +23,8 @@ from bigdit.engines import Ema, Engine
 from bigdit.errors import UserError
 from bigdit.models import Family
 from bigdit.models.equip import compile_notices
-from bigdit.models.float8 import float8_notices
 from bigdit.models.family import arguments
+from bigdit.models.float8 import float8_notices
 from bigdit.objective_spec import ObjectiveSpec
 from bigdit.strategy import ModelSpec, Strategy
 from bigdit.train.data import TrainData
