@@ -73,9 +73,14 @@ def _contiguous(layer: nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Te
 
 def _takes_float8(layer: nn.Module, name: str) -> bool:
     # A subclass may compute something else.
-    if type(layer) is not nn.Linear or _NOT_OF_TOKENS.search(name):
+    if type(layer) is not nn.Linear or not of_tokens(name):
         return False
     return layer.in_features % MULTIPLE == 0 and layer.out_features % MULTIPLE == 0
+
+
+def of_tokens(name: str) -> bool:
+    """Whether tokens go through the layer of that name in a block, as many as a sample has."""
+    return _NOT_OF_TOKENS.search(name) is None
 
 
 def float8_count(model: nn.Module, family: Family) -> tuple[int, int]:
