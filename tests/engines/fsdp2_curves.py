@@ -19,6 +19,7 @@ from bigdit.strategy import ModelSpec, OptimizerSpec, Strategy
 from bigdit.train.step import train_step
 
 STEPS, SAMPLES = 4, 4
+FP8 = {"precision": "bf16", "float8": "tensorwise"}
 
 
 def strategy(world_size: int, **printed: object) -> Strategy:
@@ -90,6 +91,10 @@ def main() -> None:
         "in_backward": curve(SANA, strategy(2, optimizer_in_backward=True), world),
         "compiled": curve(SANA, strategy(2, compile_blocks=True, checkpointed_blocks=1), world),
         "offload": curve(SANA, strategy(2, cpu_offload=True), world),
+        "single fp8": curve(SANA, strategy(1, **FP8), alone),
+        "fsdp2 fp8": curve(SANA, strategy(2, **FP8), world),
+        "fsdp2 fp8 offload": curve(SANA, strategy(2, cpu_offload=True, offload_activations=True, **FP8), world),
+        "fsdp2 fp8 in_backward": curve(SANA, strategy(2, optimizer_in_backward=True, **FP8), world),
         "single fp16": curve(SANA, strategy(1, precision="fp16"), alone),
         "fsdp2 fp16": curve(SANA, strategy(2, precision="fp16"), world),
         "single dit": curve(DIT, strategy(1), alone),
