@@ -52,7 +52,6 @@ class Fsdp2Engine(Engine):
             optim.step_in_backward(
                 self.optimizer, self._params.values(), self.masters, taken=lambda: self._backward.taken
             )
-        self._scale()
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         self.model.set_requires_all_reduce(last)
@@ -82,7 +81,8 @@ class Fsdp2Engine(Engine):
         self._scale()
 
     def _scale(self) -> None:
-        """Compute the scales of weights that are gathered in FP8, of all in one collective."""
+        """Compute the scales of weights that are gathered in FP8, of all in one collective. Until the first step each
+        gather computes its own: masters may come from a checkpoint yet."""
         if self.strategy.float8 == "tensorwise" and not self.strategy.cpu_offload:
             from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
