@@ -50,7 +50,8 @@ class Predictions(Strict):
 def predict(points: Sequence[Point], path: Path, known: Sequence[Predicted] = ()) -> None:
     """Run points on the emulated GPU, print a line for each, and write `path`. Those that are `known` stay."""
     found = {each.name: each for each in known}
-    for each in _predicted([point for point in points if point.name not in found]):
+    missing = [point for point in points if point.name not in found]
+    for each in _predicted(missing) if missing else ():
         found[each.name] = each
         peaks = each.emulated if isinstance(each.emulated, str) else f"{each.emulated.reserved:,} bytes reserved"
         seconds = "" if each.step is None else f", {each.step.seconds.low:.3f} to {each.step.seconds.high:.3f} s"
