@@ -45,7 +45,8 @@ def _alike(line: str) -> str:
     encoders = None if request.encoders is None else request.encoders.model_dump_json()
     lora = None if strategy.lora is None else strategy.lora.model_dump_json()
     dtype = strategy.precision.removesuffix("_sr")  # rounds stochastically what has the same dtype
-    return f"{request.model.model_dump_json()} {encoders} {lora} {dtype}"
+    compiled = "compiled" if strategy.compile_blocks else ""  # a branch imports nothing later, such as the compiler
+    return f"{request.model.model_dump_json()} {encoders} {lora} {dtype} {compiled}"
 
 
 def _build(line: str) -> None:
