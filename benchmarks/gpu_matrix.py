@@ -5,8 +5,9 @@ python benchmarks/gpu_matrix.py measure OUT [--held-out] [--seconds 540]
 python benchmarks/gpu_matrix.py report [OUT ...]
 python benchmarks/gpu_matrix.py replay
 
-`predict` runs every point on the emulated GPU, and writes on_gpu/predicted.json. That comes first, is committed before
-anything is measured, and is refused after that. `measure` runs on a machine with the GPU, most important points first,
+`predict` runs the points that have no prediction yet on the emulated GPU, and adds them to on_gpu/predicted.json. That
+comes first, is committed before they are measured, and is refused after that. BIGDIT_CUDA_PYTHON names the torch of
+the measurements here too. `measure` runs on a machine with the GPU, most important points first,
 each in a fresh process. It continues where it was, needs no network, and ends within its seconds.
 Beside numpy, Pillow and what torch itself wants it needs 64 MB of wheels: bitsandbytes (43 MB; 4 MB with the library of
 one CUDA), diffusers (6 MB), torchao (3 MB), pydantic with pydantic-core (3 MB), DeepSpeed (2 MB), rich with Pygments
@@ -26,12 +27,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from on_gpu.page import MEASURED, measured, report
 from on_gpu.points import POINTS, Point
-from on_gpu.predicted import PREDICTED, REPLAYED, predict
+from on_gpu.predicted import PREDICTED, REPLAYED, Predictions, predict
 from on_gpu.processes import Ahead
 
 from bigdit.errors import UserError, guard
@@ -58,26 +58,26 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     match options.what:
         case "predict":
-            _check_first(POINTS)
-            predict(POINTS, PREDICTED)
+            known = Predictions.model_validate_json(PREDICTED.read_bytes()).points if PREDICTED.exists() else ()
+            _check_first({point.name for point in POINTS} - {each.name for each in known})
+            predict(POINTS, PREDICTED, known)
         case "measure":
             measure(options.out, [each for each in POINTS if each.held_out == options.held_out], options.seconds)
         case "report":
             report(options.outs)
         case "replay":
-            known = {each.name for each in measured()}
-            predict([point for point in POINTS if point.name in known], REPLAYED)
+            taken = {each.name for each in measured()}
+            predict([point for point in POINTS if point.name in taken], REPLAYED)
             report([])
     return 0
 
 
-def _check_first(points: Sequence[Point]) -> None:
-    """Raise UserError where points are measured: a prediction of them would come too late."""
-    known = {each.name for each in measured()}
-    if count := sum(point.name in known for point in points):
+def _check_first(unpredicted: set[str]) -> None:
+    """Raise UserError where these points are measured: a prediction of them would come too late."""
+    if late := unpredicted & {each.name for each in measured()}:
         raise UserError(
-            f"{count} of {len(points)} points are measured, and predictions of them come before that; for another "
-            f"card, move {PREDICTED.name} and {MEASURED.name} away from {MEASURED.parent}"
+            f"{len(late)} of {len(unpredicted)} points without a prediction are measured, and predictions come before "
+            f"that; for another card, move {PREDICTED.name} and {MEASURED.name} away from {MEASURED.parent}"
         )
 
 

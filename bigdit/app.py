@@ -98,7 +98,7 @@ def run(arguments: Sequence[str]) -> int:
         _check_folder()
     command = _command()
     try:
-        with command.make_context("bigdit", list(arguments)) as context:
+        with command.make_context("bigdit", _with_value(arguments)) as context:
             result = command.invoke(context)
     except UsageError as error:  # an unknown option or a missing one: click would exit 2, which means DOES NOT FIT
         _raise_by_option(error)
@@ -110,6 +110,16 @@ def run(arguments: Sequence[str]) -> int:
     except (typer.Abort, EOFError):
         raise KeyboardInterrupt from None
     return result if isinstance(result, int) else 0
+
+
+def _with_value(arguments: Sequence[str]) -> list[str]:
+    """`plan --fp8` as `plan --fp8 tensorwise`: typer has no option whose value may be left out."""
+    found = list(arguments)
+    if found[:1] == ["plan"] and "--fp8" in found:
+        after = found.index("--fp8") + 1
+        if found[after : after + 1] == [] or found[after].startswith("-"):
+            found.insert(after, "tensorwise")
+    return found
 
 
 def _check_folder() -> None:

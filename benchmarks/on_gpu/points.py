@@ -1,6 +1,6 @@
 """What the matrix of real training steps asks of one H100: model, strategy, depth, allocator; most important first.
 
-All points were written down before the first run. A micro-batch of one more than the largest is to run out of memory.
+Each point was written down before it was measured. A micro-batch of one more than the largest is to run out of memory.
 """
 
 from __future__ import annotations
@@ -78,5 +78,5 @@ def few_blocks(model: CatalogModel, most: int) -> CatalogModel:
 
 
 POINTS = tuple(Point(**each) for each in json.loads(Path(__file__).with_suffix(".json").read_text()))
-"""Whole models, and two blocks of each kind of kernel and optimizer, in turn, so that what is interrupted has both.
-Then engines, and those that are held out."""
+"""Compiled blocks and FP8; whole models, and two blocks of each kind of kernel and optimizer, in turn, so that what is
+interrupted has both. Then engines, and those that are held out."""

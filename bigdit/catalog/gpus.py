@@ -13,7 +13,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 
 from bigdit.catalog.names import aliases_of, instead, load_json, meant, normalise, resolve
 from bigdit.errors import UserError
-from bigdit.strategy import Strict
+from bigdit.strategy import Strategy, Strict
 from bigdit.units import GIB, KIB, MIB
 
 PCIE_LANE_GBS = {
@@ -32,20 +32,24 @@ Source: PCI Express Base Specification: 8, 16, 32 GT/s coded 128b/130b; 64 GT/s 
 class Tflops(Strict):
     """Dense peak rates in 10¹² operations a second; None where the GPU has no unit for the type."""
 
+    fp8: PositiveFloat | None
     bf16: PositiveFloat | None
     fp16: PositiveFloat
     tf32: PositiveFloat | None
     fp32: PositiveFloat
 
-    def computes(self, precision: str) -> bool:
-        """Whether the GPU has units for a precision of `Strategy`."""
-        return bool({"bf16": self.bf16, "bf16_sr": self.bf16, "tf32": self.tf32}.get(precision, self.fp32))
+    def computes(self, strategy: Strategy) -> bool:
+        """Whether the GPU has units for the strategy's precision, and for FP8 where it has that."""
+        rate = {"bf16": self.bf16, "bf16_sr": self.bf16, "tf32": self.tf32}.get(strategy.precision, self.fp32)
+        return rate is not None and (strategy.float8 == "none" or self.fp8 is not None)
 
     def of(self, dtype: str, *, tf32: bool) -> float:
         """Operations per second of matrix products in `dtype`. int8 counts as fp16: the same kernel scales its
         products."""
         if dtype == "bfloat16":
             return (self.bf16 or self.fp32) * 1e12
+        if dtype.startswith("float8"):
+            return (self.fp8 or self.fp16) * 1e12
         if dtype in ("float16", "int8", "uint8"):
             return self.fp16 * 1e12
         return (self.tf32 if tf32 and self.tf32 else self.fp32) * 1e12

@@ -124,6 +124,7 @@ _NAMES: dict[Meant, str] = {
     ),
     Meant("strategy.optimizer_in_backward", "true"): "fused_backward_pass fused_back_pass",
     Meant("strategy.compile_blocks", "true"): "torch_compile compile use_compile dynamo_backend",
+    Meant("strategy.float8", "tensorwise or rowwise", ("--fp8",)): "float8 fp8 use_fp8 fp8_training enable_fp8",
     Meant("strategy.ema", "{decay: 0.9999}; --ema takes auto, gpu or cpu", ("--ema",)): "use_ema enable_ema ema_config",
     Meant("strategy.ema.decay"): "ema_decay ema_rate",
     Meant("strategy.lora", "{rank: 16, alpha: 16}", ("--lora",)): (

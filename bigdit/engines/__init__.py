@@ -12,6 +12,7 @@ from bigdit.dist import World
 from bigdit.engines.ema import Ema, ema_of
 from bigdit.engines.protocol import Engine, compute_dtype, use_matmul_precision
 from bigdit.models import Family
+from bigdit.models.float8 import check_gpu
 from bigdit.strategy import Strategy
 
 __all__ = ["Ema", "Engine", "check", "compute_dtype", "create", "ema_of"]
@@ -31,6 +32,7 @@ def create(strategy: Strategy, model: nn.Module, family: Family, *, device: torc
     The process group exists already where world_size > 1. Only the chosen engine is imported: DeepSpeed takes seconds.
     """
     use_matmul_precision(strategy)
+    check_gpu(strategy, device)
     if strategy.engine == "deepspeed":
         from bigdit.engines.deepspeed import DeepSpeedEngine
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,6 +16,7 @@ from bigdit.dist import World
 from bigdit.engines.backward import Backward, Stepped
 from bigdit.engines.protocol import Engine, Shard, compute_dtype
 from bigdit.models import Family
+from bigdit.models.float8 import gather_in_float8, plain_rows
 from bigdit.optim.factored import sum_over_shards
 from bigdit.strategy import FACTORED, Strategy
 
@@ -48,7 +49,9 @@ class Fsdp2Engine(Engine):
         self._backward = Backward(strategy, together=True)
         self.scaler = self._backward.scaler
         if strategy.optimizer_in_backward:
-            optim.step_in_backward(self.optimizer, self.masters, taken=lambda: self._backward.taken)
+            optim.step_in_backward(
+                self.optimizer, self._params.values(), self.masters, taken=lambda: self._backward.taken
+            )
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         self.model.set_requires_all_reduce(last)
@@ -57,6 +60,7 @@ class Fsdp2Engine(Engine):
     @torch.no_grad()
     def step(self, lr: float, losses: Sequence[torch.Tensor]) -> Stepped:
         if self.strategy.optimizer_in_backward:
+            self._scale()
             return Stepped(self._backward.taken)
         optim.set_lr(self.optimizer, lr)
         stepped, factor = self._backward.judge(losses, self._norm)
@@ -65,11 +69,24 @@ class Fsdp2Engine(Engine):
         if stepped.taken:
             for param, master in zip(self._params.values(), self.masters, strict=True):
                 if param is not master:
-                    master.grad = None if param.grad is None else param.grad.to_local()
+                    whole = isinstance(master, DTensor) or param.grad is None
+                    master.grad = param.grad if whole else param.grad.to_local()
             self.optimizer.step()
+            self._scale()
         for tensor in (*self._params.values(), *self.masters):
             tensor.grad = None
         return stepped
+
+    def publish(self) -> None:
+        self._scale()
+
+    def _scale(self) -> None:
+        """Compute the scales of weights that are gathered in FP8, of all in one collective. Until the first step each
+        gather computes its own: masters may come from a checkpoint yet."""
+        if self.strategy.float8 == "tensorwise" and not self.strategy.cpu_offload:
+            from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+            precompute_float8_dynamic_scale_for_fsdp(self.model)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -97,15 +114,19 @@ class Fsdp2Engine(Engine):
 
 
 @torch.no_grad()
-def _stepped(strategy: Strategy, params: Iterable[DTensor]) -> list[torch.Tensor]:
+def _stepped(strategy: Strategy, params: Collection[DTensor]) -> list[torch.Tensor]:
     """What the optimizer steps: this process's rows as plain tensors.
 
     DTensor plans each operation over all processes, which takes longer than the step itself. Factored optimizers and
     Muon get DTensors, since they need whole weights; so do steps in the backward pass, which need hooks.
     """
-    if strategy.optimizer.name in (*FACTORED, "muon") or strategy.optimizer_in_backward:
-        return list(params)
-    return [param.to_local().detach() for param in params]
+    rows = [plain_rows(param) for param in params]
+    if strategy.optimizer.name not in (*FACTORED, "muon") and not strategy.optimizer_in_backward:
+        return [each.detach() for each in rows]
+    return [
+        param if each is param.to_local() else DTensor(each, param._spec, requires_grad=False)
+        for param, each in zip(params, rows, strict=True)
+    ]
 
 
 def _rows(name: str, param: DTensor, master: int) -> Shard:
@@ -140,6 +161,8 @@ def _shard(model: nn.Module, units: list[nn.Module], strategy: Strategy, device:
         for module in unit.modules():
             if module not in moved:
                 module._apply(place, recurse=False)  # layers of a quantised base quantise their weights in it
+                if strategy.float8 == "tensorwise":
+                    gather_in_float8(module)
             moved.add(module)
         fully_shard(
             unit,

@@ -1,6 +1,7 @@
 """Diffusion transformers from diffusers: built from a ModelSpec, called through an adapter for each family.
 
-Checkpointing, offload, compiled blocks and LoRA are added here, alike for all. `catalog` knows of models without torch.
+Checkpointing, offload, FP8, compiled blocks and LoRA are added here, alike for all. `catalog` knows of models without
+torch.
 """
 
 from bigdit.models.adapters import loaded_by, save_adapters, save_for_comfyui

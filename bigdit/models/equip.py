@@ -1,4 +1,4 @@
-"""What a strategy changes in the plain model before an engine takes it: LoRA, compiled and swapped blocks,
+"""What a strategy changes in the plain model before an engine takes it: LoRA, FP8, compiled and swapped blocks,
 checkpointing, offload of activations."""
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from bigdit import libraries
 from bigdit.errors import UserError
 from bigdit.models.checkpointing import apply_checkpointing
 from bigdit.models.family import Family
+from bigdit.models.float8 import use_float8
 from bigdit.models.swap import swap_blocks
 from bigdit.strategy import Strategy
 from bigdit.units import how_many
@@ -46,6 +48,8 @@ def adapt(model: nn.Module, family: Family, strategy: Strategy, *, seed: int = 0
 
 def arrange(model: nn.Module, family: Family, strategy: Strategy, *, backend: str = "inductor") -> nn.Module:
     """All that `equip` does but the adapters."""
+    if strategy.float8 != "none":
+        use_float8(model, family, strategy.float8)
     if strategy.compile_blocks:
         compile_blocks(model, family, backend)
     if strategy.blocks_to_swap:
@@ -205,8 +209,8 @@ def _offloaded(to_host: Callable[..., Packed], forward: Callable[..., Any], *arg
 
 def _to_host(block: nn.Module, sizes: set[int], strided: bool, tensor: torch.Tensor) -> Packed:
     # As torch.autograd.graph.save_on_cpu, which moves weights too, and forgets the strides.
-    if tensor.numel() in sizes and _is_weight(block, tensor):
-        return tensor
+    if is_traceable_wrapper_subclass(tensor) or (tensor.numel() in sizes and _is_weight(block, tensor)):
+        return tensor  # FSDP2's weights in FP8 are such wrappers
     expanded, strides = None, tensor.stride()
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
     if 0 < span < tensor.numel():  # a mask for all queries and heads: attention asks for its strides, too

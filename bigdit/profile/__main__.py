@@ -45,7 +45,8 @@ def _alike(line: str) -> str:
     encoders = None if request.encoders is None else request.encoders.model_dump_json()
     lora = None if strategy.lora is None else strategy.lora.model_dump_json()
     dtype = strategy.precision.removesuffix("_sr")  # rounds stochastically what has the same dtype
-    return f"{request.model.model_dump_json()} {encoders} {lora} {dtype}"
+    compiled = "compiled" if strategy.compile_blocks else ""  # a branch imports nothing later, such as the compiler
+    return f"{request.model.model_dump_json()} {encoders} {lora} {dtype} {compiled}"
 
 
 def _build(line: str) -> None:
@@ -106,11 +107,13 @@ def _import_for(line: str) -> None:
         optim.build(strategy.optimizer, [torch.zeros(1)], stochastic_rounding=strategy.precision == "bf16_sr")
         importlib.import_module(f"bigdit.engines.{strategy.engine}")
         if strategy.lora is not None:
-            import torchao  # noqa: F401  # as peft does with the first adapter
+            import torchao  # as peft does with the first adapter
 
             import bigdit.models.lora
         if request.encoders is not None:
             import bigdit.encoders.frozen  # noqa: F401
+        if strategy.float8 != "none":
+            import torchao.float8  # noqa: F401
     if strategy.compile_blocks:
         from bigdit.models.equip import compile_errors
         from bigdit.profile.compiled import without_machine_code

@@ -16,7 +16,7 @@ from bigdit.errors import UserError
 from bigdit.memory import HostMemory, Ledger, Timeline
 from bigdit.numbers import LARGEST_SIDE
 from bigdit.objective_spec import ObjectiveSpec
-from bigdit.strategy import BatchShape, ModelSpec, Precision, Strategy, Strict
+from bigdit.strategy import BatchShape, Float8, ModelSpec, Precision, Strategy, Strict
 
 UNLIMITED = 1 << 50
 """Bytes of a GPU on which every step runs to its end."""
@@ -188,9 +188,10 @@ def request_for(
     """One strategy of `model` on `gpu`, at `resolution` (a side, or height and width) and `frames` of a video.
 
     What is left out is the model's own. Raises UserError for a model that has no step yet, pixels that do not fit it,
-    and a precision that the GPU does not compute.
+    and a precision, or FP8, that the GPU does not compute.
     """
     problems = [*model_problems(model), *precision_problems(gpu, strategy.precision)]
+    problems += float8_problems(gpu, strategy.float8)
     if problems:
         raise UserError(*problems)
     batch = batch_shape(model, resolution, frames)
@@ -228,6 +229,17 @@ def precision_problems(gpu: Gpu, precision: Precision) -> list[str]:
     return [
         f"{gpu.title} computes no bf16 (compute capability {capability}), and precision is {precision}; "
         "fp16 and fp32 fit it"
+    ]
+
+
+def float8_problems(gpu: Gpu, float8: Float8) -> list[str]:
+    """Why `gpu` multiplies nothing in FP8; none where it does, and where nothing is to be."""
+    if float8 == "none" or gpu.tflops.fp8 is not None:
+        return []
+    capability = ".".join(str(part) for part in gpu.compute_capability)
+    return [
+        f"{gpu.title} multiplies nothing in FP8 (compute capability {capability}), which needs 8.9 or more; "
+        "leave it out"
     ]
 
 

@@ -97,6 +97,10 @@ def workers_here() -> int:
     return max(2, min(cores, memory_bytes() // WORKER_BYTES, MOST_WORKERS))
 
 
+_COMPILED_TIMES = 6
+"""How many times as long steps with compiled blocks may take: the compiler needs minutes on a busy machine."""
+
+
 class EmulatedGpus:
     """Emulated GPUs of one kind, `count` of them side by side: each question has a fork of one process.
 
@@ -269,11 +273,12 @@ class EmulatedGpus:
     def _ask(self, question: AttemptQuestion, slot: int) -> bytes:
         check(question.request)
         name = question.request.model.name
+        limit_s = self._timeout_s * (_COMPILED_TIMES if question.request.strategy.compile_blocks else 1)
         try:
-            return self._pool.ask(slot, f"{name} on an emulated GPU", question, self._timeout_s)
+            return self._pool.ask(slot, f"{name} on an emulated GPU", question, limit_s)
         except TimeoutError:
             raise TookTooLong(
-                f"two steps of {name} on an emulated {self.gpu.name} took more than {self._timeout_s:g} s"
+                f"two steps of {name} on an emulated {self.gpu.name} took more than {limit_s:g} s"
             ) from None
 
 

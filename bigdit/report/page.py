@@ -259,7 +259,7 @@ def _words(strategy: Strategy) -> dict[str, str]:
         "gpus": str(strategy.world_size),
         "engine": words.engine(strategy),
         "optimizer": OPTIMIZERS[strategy.optimizer.name],
-        "precision": words.PRECISIONS[strategy.precision],
+        "precision": words.precision(strategy),
         "ema": words.ema(strategy),
         "adapters": f"LoRA of rank {adapters.rank} over a frozen {adapters.base} base" if adapters else "none",
         "weights": f"{strategy.blocks_to_swap} blocks in CPU memory" if strategy.blocks_to_swap else "on the GPU",

@@ -23,6 +23,12 @@ NO_LIMIT = "none fits: CPU memory is too small for any micro-batch"
 _SPANS = ((86_400, "days"), (3_600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"))
 
 
+def precision(strategy: Strategy) -> str:
+    """`bf16, with fp32 master weights; products of the blocks in FP8, tensorwise`."""
+    fp8 = "" if strategy.float8 == "none" else f"; products of the blocks in FP8, {strategy.float8}"
+    return PRECISIONS[strategy.precision] + fp8
+
+
 def number(value: float) -> str:
     """Three digits or all before the point; two for numbers below one: 0.043, 0.40, 1.25, 38.5, 1,208."""
     digits = 0 if value >= 100 else 1 if value >= 10 else 2
@@ -173,7 +179,7 @@ def settings(choice: Estimate, plan: Plan) -> dict[str, str]:
     strategy = choice.strategy
     found = {
         "engine": engine(strategy),
-        "precision": PRECISIONS[strategy.precision],
+        "precision": precision(strategy),
         "optimizer": optimizer(strategy),
         "checkpointing": checkpointing(strategy, blocks(plan)),
         "batch": batch(strategy),

@@ -20,7 +20,7 @@ from bigdit.config.load import PRESETS
 from bigdit.config.wrong import expected, shown
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
-from bigdit.profile.attempt import model_problems, parse_resolution, precision_problems
+from bigdit.profile.attempt import float8_problems, model_problems, parse_resolution, precision_problems
 from bigdit.search.plan import Constraints, EngineChoice, Question
 from bigdit.search.request import Asked, PlanRequest, Size, option
 from bigdit.speed.seconds import Cluster
@@ -43,6 +43,7 @@ _ASKED = {
     "host_memory_bytes": "host_memory",
     "micro_batch_size": "micro_batch",
     "lora_rank": "lora",
+    "float8": "fp8",
 }
 """Fields of a question that a request calls otherwise."""
 
@@ -273,6 +274,8 @@ def constraint_problems(cluster: Cluster, fixed: Constraints, gpu: Gpu | None) -
     problems = []
     if gpu is not None and fixed.precision is not None:
         problems += [f"--precision: {problem}" for problem in precision_problems(gpu, fixed.precision)]
+    if gpu is not None and fixed.float8 is not None:
+        problems += [f"--fp8: {problem}" for problem in float8_problems(gpu, fixed.float8)]
     if fixed.full and fixed.lora_rank is not None:
         problems.append(
             f"--full is full fine-tuning, and --lora {fixed.lora_rank} trains adapters; leave one of them out"
@@ -286,7 +289,7 @@ def constraint_problems(cluster: Cluster, fixed: Constraints, gpu: Gpu | None) -
     refusals = [_refusals(cluster, fixed, gpu, base) for base in bases]
     if all(refusals):
         why = "; or: ".join(min(each, key=len) for each in refusals)
-        keys = {"engine", "optimizer", "precision", "lora_rank"} | ({"ema"} if fixed.ema != "none" else set())
+        keys = {"engine", "optimizer", "precision", "lora_rank", "float8"} | ({"ema"} if fixed.ema != "none" else set())
         given = fixed.model_dump(include=keys, exclude_none=True)
         named = ", ".join(f"{option(_ASKED.get(name, name))} {value}" for name, value in given.items())
         problems.append(f"{named}: no strategy has this: {why}")
@@ -315,6 +318,7 @@ def _refusals(cluster: Cluster, fixed: Constraints, gpu: Gpu | None, base: str |
                 lora=None if base is None else LoraSpec.model_validate({"rank": fixed.lora_rank, "base": base}),
                 features=fixed.features,
                 compile_blocks=fixed.compile,
+                float8=fixed.float8 or "none",
             )
         except ValidationError as error:
             refusals.append("; ".join(detail["msg"].removeprefix("Value error, ") for detail in error.errors()))

@@ -302,7 +302,7 @@ def _larger_gpu(planner: Planner, nearest: Estimate) -> list[Estimate]:
     if needed <= question.gpu.usable_bytes:
         return []
     every = (each.reserving() for each in gpus.gpus())
-    larger = [each for each in every if each.usable_bytes >= needed and each.tflops.computes(strategy.precision)]
+    larger = [each for each in every if each.usable_bytes >= needed and each.tflops.computes(strategy)]
     for gpu in sorted(larger, key=lambda each: each.usable_bytes)[:2]:
         other = planner.about(question.model_copy(update={"gpu": gpu}))
         room = safe_bytes(gpu, other.non_torch(strategy), planner.margin)

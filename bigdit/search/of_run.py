@@ -27,7 +27,7 @@ _TAKEN = (
     *("ema", "lora.rank", "lora.alpha", "cpu_offload", "ds_config", "gradient_clipping"),
     *("optimizer.name", "optimizer.lr", "optimizer.betas", "optimizer.beta3", "optimizer.eps"),
     *("optimizer.weight_decay", "optimizer.decayed", "encode_chunk", "read_ahead_steps", "compile_blocks"),
-    "checkpointed_segments",
+    *("checkpointed_segments", "float8"),
 )
 
 
@@ -113,6 +113,7 @@ def _question(document: dict[str, Any], asked: Mapping[str, Any]) -> Question:
         lora=None if strategy.lora is None else strategy.lora.rank,
         features="online" if strategy.features == "online" else None,
         compile=strategy.compile_blocks or None,
+        fp8=None if strategy.float8 == "none" else strategy.float8,
         full=strategy.lora is None,
         **{**asked, "gpus": gpus},
     )

@@ -59,6 +59,7 @@ class Constraints(Strict):
     lora_rank: Annotated[Count, Field(le=MOST_RANK)] | None = None
     features: Literal["cached", "online"] = "cached"
     compile: Switch = False
+    float8: Literal["tensorwise", "rowwise"] | None = None
     full: Switch = False
 
 
@@ -136,7 +137,7 @@ class Estimate(Strict):
     listed. `phases` are the most bytes that torch allocated in each, `peak_reserved_bytes` what it reserved with
     expandable segments. `process` adds the safety margin and `non_torch`; `headroom_bytes` is what the GPU has left at
     the high end of that. `host_bytes` are what the processes of a machine take of its memory, while they save.
-    `lossless`: the numbers are those of AdamW with fp32 masters.
+    `lossless`: the numbers are those of AdamW with fp32 masters, but for FP8 where that is asked for.
     """
 
     option: str

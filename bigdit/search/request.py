@@ -97,6 +97,11 @@ class PlanRequest:
         "cached (the default), or online: run the encoders in every step.", "WHEN", key="strategy.features"
     )
     compile: bool | None = _option("Compile the blocks with torch.compile.", key="strategy.compile_blocks")
+    fp8: str | None = _option(
+        "Matrix products of the blocks in FP8, which changes numbers: tensorwise (the default) or rowwise.",
+        "[SCALES]",
+        key="strategy.float8",
+    )
     full: bool | None = _option("Full fine-tuning only: propose no adapters.", instead="strategy.lora=null")
     from_scratch: bool | None = _option(
         "Train from random weights: run.yaml names no weights.", instead="model.init_from=null"

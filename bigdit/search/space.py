@@ -178,6 +178,8 @@ def _strategy(question: Question, engine: str, settings: dict[str, Any]) -> Stra
     texts += [f"features={question.constraints.features}"]
     if question.constraints.compile:
         texts.append("compile_blocks=true")
+    if question.constraints.float8 is not None:
+        texts.append(f"float8={question.constraints.float8}")
     if question.constraints.features == "online":
         texts.append(f"encode_chunk={ONLINE_ENCODE_CHUNK}")
     if engine == "hsdp":

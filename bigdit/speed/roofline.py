@@ -57,6 +57,16 @@ TF32_PRODUCTS = {(8, 0): Interval(low=0.55, high=0.87), (9, 0): Interval(low=0.5
 """The same in TF32. Low: in a step on an H100 0.57 (HERE), and 0.58 of an A100 (2048 x 2048 x 2048,
 zzc0721/torch-performance-test-data#108); high as of 16 bits."""
 
+FP8_PRODUCTS = {(9, 0): Interval(low=0.40, high=0.78)}
+"""Share of the FP8 peak that products of FP8 reach, by compute capability.
+
+High: the best of a GH200, 1535 of 1979 TFLOPS, in the "maximum achievable matmul FLOPS" table of stas00/ml-engineering;
+an H100's is 1403 (0.71). Low is assumed: OF_THE_BEST of that is 0.55, and products with a scale a row are slower.
+"""
+
+OTHER_FP8_PRODUCTS = Interval(low=0.25, high=0.96)
+"""The same of other GPUs: low is assumed, high is that of OTHER_PRODUCTS."""
+
 CONVOLUTIONS_MEASURED = Interval(low=0.59, high=0.84)
 """The same of convolutions of 16 bits on an H100, with the conversion of what does not come channels last: Sana's reach
 0.59 to 0.70 and more, since grouped ones are in the time (HERE); high as of products."""
@@ -247,6 +257,8 @@ def _efficiency(operation: Operation, gpu: Gpu, rate: float) -> Interval:
         return _fp32_products(gpu)
     if "convolution" in operation.operator and gpu.compute_capability == MEASURED and operation.dtype != "float32":
         return CONVOLUTIONS_MEASURED
+    if operation.dtype.startswith("float8"):
+        return FP8_PRODUCTS.get(gpu.compute_capability, OTHER_FP8_PRODUCTS)
     if operation.dtype == "float32":
         return TF32_PRODUCTS.get(gpu.compute_capability, OTHER_PRODUCTS)
     if gpu.name in BEST_PRODUCTS:

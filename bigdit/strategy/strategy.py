@@ -25,6 +25,7 @@ from bigdit.units import how_many
 
 EngineName = Literal["single", "deepspeed", "fsdp2"]
 Precision = Literal["fp32", "tf32", "bf16", "bf16_sr", "fp16"]
+Float8 = Literal["none", "tensorwise", "rowwise"]
 
 LEAST_SWAPPED = 3
 """The fewest blocks to swap: two of them are always on the device."""
@@ -34,7 +35,7 @@ MOST_GPUS = 4096
 
 _GLOBAL = "global_batch_size"
 
-_FORWARD_ONLY = {"checkpointed_blocks": 0, "offload_activations": False, "compile_blocks": False}
+_FORWARD_ONLY = {"checkpointed_blocks": 0, "offload_activations": False, "compile_blocks": False, "float8": "none"}
 """What serves a backward pass, or takes more time than a few forward passes save."""
 
 
@@ -87,6 +88,9 @@ class Strategy(Section):
     """Keep activations that autograd saves in CPU memory."""
     compile_blocks: Switch = False
     """Compile the repeated block with torch.compile."""
+    float8: Float8 = "none"
+    """Matrix products of the repeated block's linear layers in FP8, by torchao: weights, activations and gradients are
+    cast with one scale each (tensorwise), or one a row (rowwise)."""
     blocks_to_swap: Natural = 0
     """Block swap: the number of first blocks whose weights are in CPU memory. The GPU holds two of them at a time. With
     `lora`, only frozen weights are swapped, else all."""
@@ -152,6 +156,7 @@ class Strategy(Section):
     def _coherent(self) -> Strategy:
         problems = [*_engine_problems(self), *_optimizer_problems(self), *_memory_problems(self)]
         problems += _compile_problems(self) if self.compile_blocks else []
+        problems += _float8_problems(self) if self.float8 != "none" else []
         if self.ds_config is not None and self.engine == "deepspeed":
             document, found = split(self.ds_config, _deepspeed_values(self))
             problems += found
@@ -344,6 +349,22 @@ def _compile_problems(strategy: Strategy) -> list[str]:
         problems.append("compile_blocks compiles the layers of lora.dora in pieces, slower than it runs them; use LoRA")
     if strategy.blocks_to_swap:
         problems.append("compile_blocks was not tried with blocks_to_swap; leave one of them out")
+    return problems
+
+
+def _float8_problems(strategy: Strategy) -> list[str]:
+    problems = []
+    if strategy.engine == "deepspeed":
+        problems.append("float8 was not tried with DeepSpeed's flat partitions; use engine single or fsdp2")
+    if not strategy.precision.startswith("bf16"):
+        problems.append(
+            f"float8 casts weights and activations of bf16, and precision is {strategy.precision}; use precision bf16"
+        )
+    if strategy.lora is not None and (strategy.lora.base != "bf16" or strategy.lora.dora):
+        kind = "dora, which computes with the plain weights" if strategy.lora.dora else f"base {strategy.lora.base}"
+        problems.append(f"float8 was not tried with lora.{kind}; use LoRA with lora.base bf16")
+    if strategy.blocks_to_swap:
+        problems.append("float8 was not tried with blocks_to_swap; leave one of them out")
     return problems
 
 

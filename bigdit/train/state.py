@@ -24,6 +24,7 @@ from bigdit.errors import UserError
 from bigdit.models import Family
 from bigdit.models.equip import compile_notices
 from bigdit.models.family import arguments
+from bigdit.models.float8 import float8_notices
 from bigdit.objective_spec import ObjectiveSpec
 from bigdit.strategy import ModelSpec, Strategy
 from bigdit.train.data import TrainData
@@ -80,7 +81,7 @@ def build_state(start: Start, data: TrainData, world: World, device: torch.devic
     if found is not None:
         checkpoint.load_weights(found, model)
     meter = MemoryMeter(device)
-    log_lines(world, compile_notices(strategy), notes=True)
+    log_lines(world, [*float8_notices(model, family, strategy), *compile_notices(strategy)], notes=True)
     engine = engines.create(strategy, model, family, device=device, world=world)
     ema = engines.ema_of(engine)
     if found is not None:

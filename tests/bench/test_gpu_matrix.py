@@ -10,6 +10,7 @@ import sys
 import venv
 from pathlib import Path
 
+import gpu_matrix
 import pytest
 from commands import ROOT, run_command
 from on_gpu.page import MEASURED, beside, errors, measured, page, replayed, report
@@ -20,6 +21,7 @@ from on_gpu.predicted import PREDICTED, Predictions, predicted
 from bigdit import catalog
 from bigdit.emulator import emulated_environment
 from bigdit.emulator.interpreter import cuda_python
+from bigdit.errors import UserError
 from bigdit.profile.gpus import EmulatedGpus
 
 LIBRARIES = f"lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
@@ -42,13 +44,14 @@ def predictions():
     return Predictions.model_validate_json(PREDICTED.read_bytes())
 
 
-def test_what_was_predicted_stays_once_it_is_measured():
+def test_what_was_predicted_stays_once_it_is_measured(tmp_path, monkeypatch):
     before = PREDICTED.read_bytes()
     done = run_command(sys.executable, ROOT / "benchmarks/gpu_matrix.py", "predict")
-    assert (done.returncode, done.stdout) == (1, "")
-    (said,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert said.startswith(f"error: {len(measured())} of {len(POINTS)} points are measured, and predictions ")
-    assert PREDICTED.read_bytes() == before
+    assert (done.returncode, done.stdout, PREDICTED.read_bytes()) == (0, "", before)
+    monkeypatch.setattr(gpu_matrix, "PREDICTED", tmp_path / "none.json")
+    late = f"{len(measured())} of {len(POINTS)} points without a prediction are measured, and predictions come before"
+    with pytest.raises(UserError, match=late):
+        gpu_matrix.main(["predict"])
 
 
 def test_nothing_is_measured_without_a_gpu(tmp_path):

@@ -26,6 +26,8 @@ def test_every_gpu_is_sane_and_sourced():
         if rates.bf16 is not None and rates.tf32 is not None:
             assert rates.bf16 == rates.fp16, each.name
             assert rates.tf32 == pytest.approx(rates.bf16 / 2, rel=0.02), each.name
+        assert (rates.fp8 is not None) == (each.compute_capability >= (8, 9)), each.name
+        assert rates.fp8 is None or rates.fp8 == pytest.approx(2 * rates.fp16, rel=0.02), each.name
         assert 4 <= rates.fp32 < rates.fp16 <= 2500, each.name
         assert 190 <= each.bandwidth_gbs <= 8000, each.name
         assert 15 < each.pcie_gbs <= each.host_gbs <= 450, each.name

@@ -43,6 +43,7 @@ for name, wanted in {
     "zero3": strategy("deepspeed", 2, 3), "zero2": strategy("deepspeed", 2, 2),
     "zero0 in groups": strategy("deepspeed", 2, 0, optimizer=IN_GROUPS),
     "fsdp2 in groups": strategy("fsdp2", 2, optimizer=IN_GROUPS),
+    "fsdp2 in fp8": strategy("fsdp2", 2, float8="tensorwise"),
     "zero1 in groups": strategy("deepspeed", 2, 1, optimizer=IN_GROUPS),
     "zero3 in groups": strategy("deepspeed", 2, 3, optimizer=IN_GROUPS),
 }.items():
@@ -65,7 +66,7 @@ dist.destroy_process_group()
 """
 
 NAMES = ("zero0", "fsdp2", "zero1", "zero3", "zero2")
-NAMES += tuple(f"{name} in groups" for name in ("zero0", "fsdp2", "zero1", "zero3"))
+NAMES += ("zero0 in groups", "fsdp2 in groups", "fsdp2 in fp8", "zero1 in groups", "zero3 in groups")
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from bigdit.train.step import train_step
 
 STEPS, SAMPLES = 4, 4
 ZERO2 = {"zero_optimization": {"stage": 2}}
+FP8 = {"precision": "bf16", "float8": "tensorwise"}
 
 
 def strategy(world_size: int, **printed: object) -> Strategy:
@@ -96,6 +97,10 @@ def main() -> None:
         "segments": curve(SANA, strategy(2, checkpointed_segments=SegmentSpec(blocks=2)), world),
         "offload": curve(SANA, strategy(2, cpu_offload=True), world),
         "zero2 compiled": curve(SANA, strategy(2, engine="deepspeed", ds_config=ZERO2, compile_blocks=True), world),
+        "single fp8": curve(SANA, strategy(1, **FP8), alone),
+        "fsdp2 fp8": curve(SANA, strategy(2, **FP8), world),
+        "fsdp2 fp8 offload": curve(SANA, strategy(2, cpu_offload=True, offload_activations=True, **FP8), world),
+        "fsdp2 fp8 in_backward": curve(SANA, strategy(2, optimizer_in_backward=True, **FP8), world),
         "single fp16": curve(SANA, strategy(1, precision="fp16"), alone),
         "fsdp2 fp16": curve(SANA, strategy(2, precision="fp16"), world),
         "single dit": curve(DIT, strategy(1), alone),

@@ -120,6 +120,10 @@ def curves():
         ("zero2 compiled", "fsdp2", TOLERANCE["fp32"]),
         # As bf16, with three bits more.
         ("fsdp2 fp16", "single fp16", TOLERANCE["bf16"] / 8),
+        # A scale is of a process's own activations, and weights are cast from fp32 in place of bf16.
+        ("fsdp2 fp8", "single fp8", 1e-2),
+        ("fsdp2 fp8 offload", "fsdp2 fp8", 0.0),
+        ("fsdp2 fp8 in_backward", "fsdp2 fp8", 0.0),
         ("fsdp2 dit", "single dit", TOLERANCE["fp32"]),
         ("in_backward dit", "fsdp2 dit", 0.0),
     ],

@@ -32,6 +32,7 @@ def started(wanted, world, *, seed=0, found=None):
     """An engine over fresh weights, or over a checkpoint's, with its average and its step."""
     family = models.family(SANA.class_name)
     model = models.build(SANA, device="cpu", dtype=engines.compute_dtype(wanted), seed=seed)
+    models.equip(model, family, wanted)
     peers = checkpoint.Peers(world)
     if found is not None:
         checkpoint.check_resumable(found, SANA, wanted)

@@ -16,6 +16,7 @@ from bigdit.models.equip import CompiledGraphs, compile_blocks
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.profile.attempt import StepRequest
 from bigdit.profile.gpus import EmulatedGpus
+from bigdit.record.costs import COMPILED
 from bigdit.strategy import BatchShape, LoraSpec, ModelSpec, SegmentSpec, Strategy
 from bigdit.train.step import train_step
 
@@ -86,6 +87,7 @@ def test_a_plan_runs_compiled_blocks(spec, shape, more):
         one, other = (gpus.attempt(each, counted="step") for each in (plain, compiled))
         ledger = gpus.profile(compiled).ledger
     assert kernels(other) < kernels(one)
+    assert COMPILED in {each.operator for each in other.work.operators}  # after a plain step of the same model too
     assert 0.9 * flops(one) < flops(other) <= flops(one)  # the smallest products are in kernels of several operators
     assert {each.phase: each.peak_bytes for each in ledger.phases} == {
         name: each.peak_bytes for name, each in other.phases.items()

@@ -9,12 +9,13 @@ import pytest
 import torch
 from gpus import recorded_as_attempted
 from torch import nn
-from views import written_views
+from views import rows_of_linears, written_views
 
 from bigdit import models
 from bigdit.catalog import FAMILIES
 from bigdit.loader.batch import Batch
 from bigdit.models.checkpointing import apply_checkpointing
+from bigdit.models.float8 import of_tokens
 from bigdit.models.packing import diagonal, grid, pack, unpack
 from bigdit.objectives import of_latents
 from bigdit.profile.attempt import StepRequest
@@ -163,6 +164,12 @@ def _changed(batch: Batch) -> list[Batch]:
 def test_nothing_is_written_into_views_of_units(fed: Fed) -> None:
     """What FSDP2 warns of: it would lose the hook that gathers a unit's weights for the backward pass."""
     assert not written_views(fed.family, fed.model, fed.predict)
+
+
+def test_fp8_is_of_layers_that_tokens_go_through(fed: Fed) -> None:
+    """Layers that see a row a sample, such as those of modulation, stay as they are."""
+    rows = rows_of_linears(fed.family, fed.model, fed.predict)
+    assert {name for name in rows if of_tokens(name)} == {name for name in rows if rows[name] != {MICRO_BATCH_SIZE}}
 
 
 def test_gradients_reach_every_parameter_that_trains_and_checkpointing_leaves_them(fed: Fed) -> None:

@@ -9,13 +9,14 @@ import pytest
 import torch
 from gpus import recorded_as_attempted
 from torch import nn
-from views import written_views
+from views import rows_of_linears, written_views
 
 from bigdit import models
 from bigdit.catalog import batch_shape, latent_shape, model
 from bigdit.catalog.models import models as catalogue
 from bigdit.errors import UserError
 from bigdit.loader.batch import Batch
+from bigdit.models.float8 import of_tokens
 from bigdit.profile.attempt import StepRequest
 from bigdit.profile.steps import batch
 from bigdit.strategy import BatchShape, ModelSpec, SegmentSpec, Strategy
@@ -70,6 +71,15 @@ def test_nothing_is_written_into_views_of_units(name: str) -> None:
     family, tiny = _model(name)
     latents, t, conditions = _inputs(name, family, tiny)
     assert not written_views(family, tiny, lambda: family.predict(tiny, latents, t, conditions))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_fp8_is_of_layers_that_tokens_go_through(name: str) -> None:
+    """Layers that see a row a sample, such as those of modulation, stay as they are."""
+    family, tiny = _model(name, 0)
+    latents, t, conditions = _inputs(name, family, tiny)
+    rows = rows_of_linears(family, tiny, lambda: family.predict(tiny, latents, t, conditions))
+    assert {name for name in rows if of_tokens(name)} == {name for name in rows if rows[name] != {MICRO_BATCH_SIZE}}
 
 
 @pytest.mark.parametrize("name", TINY)

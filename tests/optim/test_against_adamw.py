@@ -32,12 +32,13 @@ CAME_RATE = 0.2
 
 
 class Case(NamedTuple):
-    """An optimizer and a precision; its `rate` is that share of the recipe's, and `seed` of order and noise."""
+    """An optimizer, a precision and FP8; its `rate` is that share of the recipe's, and `seed` of order and noise."""
 
     optimizer: str = "adamw"
     precision: str = "fp32"
     rate: float = 1.0
     seed: int = 0
+    float8: str = "none"
 
     def overrides(self, lr: float) -> list[str]:
         """What is set beside the recipe, whose rate is `lr`."""
@@ -45,6 +46,7 @@ class Case(NamedTuple):
             f"strategy.optimizer.name={self.optimizer}",
             f"strategy.optimizer.lr={self.rate * lr}",
             f"strategy.precision={self.precision}",
+            f"strategy.float8={self.float8}",
             f"train.seed={self.seed}",
         ]
 
@@ -56,6 +58,8 @@ CASES = {
     "CAME": Case("came", rate=CAME_RATE),
     "CAME in 8 bits": Case("came_8bit", rate=CAME_RATE),
     "AdamW, bf16_sr": Case(precision="bf16_sr"),
+    "AdamW, FP8": Case(precision="bf16", float8="tensorwise"),
+    "AdamW, FP8 by rows": Case(precision="bf16", float8="rowwise"),
 }
 
 

@@ -94,9 +94,9 @@ def test_features_online_are_pinned_and_what_is_not_is_reported(tmp_path):
         for key, printed in asked_for.items()
     ]
     assert overruled(written(tmp_path, LOW, HIGH), ()) == []
-    path = written(tmp_path, train={"steps": 9}, strategy={"compile_blocks": True})
-    (compiled,) = asked(path)
-    assert (compiled.constraints.compile, overruled(path, ())) == (True, [])
+    path = written(tmp_path, train={"steps": 9}, strategy={"compile_blocks": True, "float8": "rowwise"})
+    (pinned,) = asked(path)
+    assert (pinned.constraints.compile, pinned.constraints.float8, overruled(path, ())) == (True, "rowwise", [])
     path = written(tmp_path, train={"steps": 9}, strategy={"checkpointed_segments": {"every": 2}})
     (grouped,) = asked(path)
     assert grouped.constraints.checkpointed_segments == SegmentSpec(every=2)

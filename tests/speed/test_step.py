@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from bigdit import catalog
 from bigdit.profile.attempt import launched
 from bigdit.search.plan import WholeRun
-from bigdit.speed.roofline import BANDWIDTH, KERNEL_SECONDS, LAUNCH_SECONDS, PRODUCTS
+from bigdit.speed.roofline import BANDWIDTH, FP8_PRODUCTS, KERNEL_SECONDS, LAUNCH_SECONDS, PRODUCTS
 from bigdit.speed.seconds import LAUNCHED_SECONDS, PARTS, Cluster, Interval, Launches, StepRatio, StepTime, launches_of
 from bigdit.speed.step import HOST_LINK, HOST_MEMORY, LATENCY, NVLINK, step_time
 from bigdit.speed.work import NOTHING, Amount, Exchange, Load, Operation, Work
@@ -137,6 +137,8 @@ def test_the_dtype_and_the_precision_choose_the_rate():
     fp32 = step_time(single, Strategy(precision="fp32"), A100, Cluster()).seconds
     assert fp32.low > 4 * tf32.low
     assert step_time(single, Strategy(precision="tf32"), catalog.gpu("v100-32g-sxm2"), Cluster()).seconds.low > fp32.low
+    h100, fp8 = catalog.gpu("h100-sxm"), one(Load({MM._replace(dtype="float8_e4m3fn"): Amount(1, 1979e12, 0)}, {}))
+    assert step_time(fp8, ONE, h100, Cluster()).seconds.low == pytest.approx(1 / FP8_PRODUCTS[9, 0].high)
     int8 = one(Load({MM._replace(dtype="int8"): Amount(1, 312e12, 0)}, {}))
     assert step_time(int8, ONE, A100, Cluster()).seconds.low == pytest.approx(1 / PRODUCTS[8, 0].high)
 

@@ -21,6 +21,7 @@ ENGINES = {
     "single, 8-bit": (*SINGLE, "strategy.optimizer.name=adamw_8bit"),
     "deepspeed": (),
     "fsdp2": ("strategy.engine=fsdp2", "strategy.ds_config=null"),
+    "fsdp2, FP8": ("strategy.engine=fsdp2", "strategy.ds_config=null", "strategy.float8=tensorwise"),
 }
 
 

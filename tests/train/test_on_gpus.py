@@ -33,11 +33,11 @@ FSDP2 = ("strategy.engine=fsdp2", "strategy.ds_config=null")
 BIGDIT = ("-c", "from bigdit.cli import main; main()", "train")
 
 
-def launched(features, output, *command, overrides=(), gpus=2):
-    """A launcher's command on emulated A40s, as it ended."""
+def launched(features, output, *command, overrides=(), gpus=2, gpu="a40"):
+    """A launcher's command on emulated GPUs, as it ended."""
     chosen = with_set([*TINY, *STEPS, f"data.features={features}", f"output={output}", *overrides])
     with shared_state() as state:
-        environment = os.environ | emulated_environment(catalog.resolve_gpu("a40"), gpus, state)
+        environment = os.environ | emulated_environment(catalog.resolve_gpu(gpu), gpus, state)
         environment["OMP_NUM_THREADS"] = "1"
         line = [str(cuda_python()), "-W", "ignore", *command, "--config", str(DIGITS), *chosen]
         return subprocess.run(
@@ -65,6 +65,24 @@ def check(receipt, output, world_size):
     assert len(set(losses)) == 3  # the digits' tensors are small, so that losses are computed, and move
     assert all(0.5 < loss < 5 for loss in losses), losses
     assert (output / "checkpoints/latest").read_text() == "step-00000003\n"
+
+
+@pytest.mark.slow
+def test_fp8_trains_where_the_gpus_have_it(features, tmp_path):
+    for gpu, settings in (
+        ("h100-sxm", (*FSDP2, "strategy.float8=tensorwise")),
+        ("a40", (*SINGLE, "strategy.float8=rowwise")),
+    ):
+        done = launched(features, tmp_path / gpu, *BIGDIT, overrides=settings, gpu=gpu)
+        if gpu == "a40":
+            assert (done.returncode, done.stdout) == (1, "")
+            assert (
+                "NVIDIA A40 multiplies nothing in FP8 (compute capability 8.6), which needs 8.9 or more" in done.stderr
+            )
+            continue
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "16 of the 16 linear layers of the blocks multiply in FP8\n" in done.stderr
+        assert (tmp_path / gpu / "checkpoints/latest").read_text() == "step-00000003\n"
 
 
 @pytest.mark.slow

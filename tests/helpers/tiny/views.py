@@ -1,6 +1,8 @@
-"""Which outputs of a tiny model's parts are views that were written into after they were returned."""
+"""What goes through a tiny model's parts: views that are written into later, and rows of linear layers."""
 
-from torch import Tensor
+import re
+
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 
@@ -21,3 +23,25 @@ def written_views(family, model, predict):
         for hook in hooks:
             hook.remove()
     return [name for name, each, version in returned if each._version != version]
+
+
+def rows_of_linears(family, model, predict):
+    """By the name of each linear layer within a block, but those that a router feeds: the rows of its inputs."""
+    rows = {}
+    named = [
+        (name, layer)
+        for block in family.blocks(model)
+        for name, layer in block.named_modules()
+        if isinstance(layer, nn.Linear) and not re.search(r"\bexperts\b", name)
+    ]
+
+    def note(name):
+        return lambda layer, inputs: rows.setdefault(name, set()).add(inputs[0][..., 0].numel())
+
+    hooks = [layer.register_forward_pre_hook(note(name)) for name, layer in named]
+    try:
+        predict()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return rows
