@@ -22,7 +22,7 @@ from typing import Any
 
 from pages import kept
 
-from bigdit.emulator.fake_weights import write_tokenizer
+from bigdit.emulator.fake_weights import lay_out, write_tokenizer
 from bigdit.files import write_json, write_text
 from bigdit.units import GIB
 
@@ -85,20 +85,30 @@ def prepare(
     write_json(folder / "config.json", config)
     command = [str(Path(sys.executable).with_name("bigdit")), "emulate", "--gpu", GPUS[cell["gpu"]], "--json"]
     command += ["--steps", str(STEPS)]
-    for name in family["fake"]:
-        configs = document["repositories"].get(name, {})
+    return [*command, "--", python, "simpletuner/train.py"], {
+        "CONFIG_BACKEND": "json",
+        "CONFIG_PATH": str(folder),
+        "PYTHONPATH": str(simpletuner),
+        "HF_HUB_CACHE": str(write_hub(document, work)),
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def write_hub(document: dict[str, Any], work: Path) -> Path:
+    """A hub cache of all families with empty weights, as --fake-weights makes one, where there is none."""
+    hub = work / "hub"
+    if hub.is_dir():
+        return hub
+    names = [name for family in document["families"].values() for name in family["fake"]]
+    for name, configs in document["repositories"].items():
         for path, content in configs.items():
             (work / name / path).parent.mkdir(parents=True, exist_ok=True)
             if path.endswith("/"):
                 write_tokenizer(content, work / name / path)
             else:
                 write_json(work / name / path, content)
-        command += ["--fake-weights", f"{name}={work / name}" if configs else name]
-    return [*command, "--", python, "simpletuner/train.py"], {
-        "CONFIG_BACKEND": "json",
-        "CONFIG_PATH": str(folder),
-        "PYTHONPATH": str(simpletuner),
-    }
+    lay_out([f"{name}={work / name}" if name in document["repositories"] else name for name in names], work)
+    return hub
 
 
 def write_data(family: dict[str, Any], work: Path, simpletuner: Path, config: dict[str, Any]) -> Path:
@@ -145,15 +155,16 @@ def run(command: list[str], variables: dict[str, str], simpletuner: Path, log: P
     )
     write_text(log, done.stderr + done.stdout)
     report = json.loads(done.stdout) if done.stdout.strip() else {}
+    account = next((account for each in report.get("runs", []) for account in each["accounts"]), {})
+    versions = {"torch": account["versions"]["torch"]} if account else {}
     if done.returncode == 2 and report.get("fits") is False:
-        return {"out_of_memory": True}
-    accounts = report["runs"][0]["accounts"] if report.get("runs") else []
-    if done.returncode or not accounts or not accounts[0]["steps"]:
-        return {"failed": report.get("reason") or f"exit status {done.returncode}"}
-    phases = {phase["phase"]: phase["peak_allocated_bytes"] / GIB for phase in accounts[0]["gpus"][0]["phases"]}
+        return {"out_of_memory": True, **versions}
+    if done.returncode or not account.get("steps"):
+        return {"failed": report.get("reason") or f"exit status {done.returncode}", **versions}
+    phases = {phase["phase"]: phase["peak_allocated_bytes"] / GIB for phase in account["gpus"][0]["phases"]}
     peak = max(value for phase, value in phases.items() if phase != "start")
-    figures = {"steps": accounts[0]["steps"], "peak_gib": round(peak, 4), "start_gib": round(phases["start"], 4)}
-    return figures | {"seconds": round(report["runs"][0]["seconds"])}
+    figures = {"steps": account["steps"], "peak_gib": round(peak, 4), "start_gib": round(phases["start"], 4)}
+    return {**figures, "seconds": round(report["runs"][0]["seconds"]), **versions}
 
 
 def page(document: dict[str, Any], found: dict[str, Any]) -> str:
