@@ -97,21 +97,21 @@ def run(
 
 def figures(run: dict[str, Any]) -> dict[str, Any]:
     """The peaks of the process that took most, in GiB, and its optimizer steps."""
-    cards = [(account, card) for account in run["accounts"] for card in account["cards"]]
-    if not cards:
+    gpus = [(account, gpu) for account in run["accounts"] for gpu in account["gpus"]]
+    if not gpus:
         return {"steps": 0}
-    account, card = max(cards, key=lambda each: (each[0]["fits"] is False, each[1]["peak_reserved_bytes"]))
-    process = card["process"]
+    account, gpu = max(gpus, key=lambda each: (each[0]["fits"] is False, each[1]["peak_reserved_bytes"]))
+    process = gpu["process"]
     return {
         "steps": account["steps"],
         "out_of_memory": account["fits"] is False,
         "seconds": round(run["seconds"]),
-        "allocated_gib": round(card["peak_allocated_bytes"] / GIB, 3),
-        "reserved_gib": round(card["peak_reserved_bytes"] / GIB, 3),
+        "allocated_gib": round(gpu["peak_allocated_bytes"] / GIB, 3),
+        "reserved_gib": round(gpu["peak_reserved_bytes"] / GIB, 3),
         "process_gib": [round(process[end] / GIB, 3) for end in ("low_bytes", "high_bytes")],
-        "phase": card["peak_phase"],
+        "phase": gpu["peak_phase"],
         "allocated_by_phase_gib": {
-            phase["phase"]: round(phase["peak_allocated_bytes"] / GIB, 3) for phase in card["phases"]
+            phase["phase"]: round(phase["peak_allocated_bytes"] / GIB, 3) for phase in gpu["phases"]
         },
     }
 

@@ -1,8 +1,8 @@
 """`--fake-weights`: a hub cache of pipelines whose weights are holes in files. from_pretrained downloads nothing.
 
 Tokenizers have the right class, size and special tokens, but their pieces are runs of up to three letters. So a caption
-has at most about twice as many ids as with the published tokenizer. The ids do not change any bytes. Repositories are
-written from the catalogue: the configs of a pipeline, or of one component.
+has at most about twice as many ids as with the published tokenizer, which changes bytes only where captions are not
+padded. Repositories are written from the catalogue: the configs of a pipeline, or of one component.
 """
 
 from __future__ import annotations

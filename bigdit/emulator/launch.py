@@ -75,7 +75,7 @@ def emulated_environment(
     `state`: the file of `shared_state`, if several processes share GPUs. Without `peers`, a process group's other
     ranks do not exist. Without `values`, small tensors are not computed either, and all reads of the GPU are zero: for
     single processes whose memory depends on shapes only. CPU tensors of 32 MiB and more share pages and have no
-    values. Files saved have holes after their first MiB.
+    values. In saved files, large tensors after the first MiB are holes.
 
     Raises UserError for too many GPUs, and if there is no C compiler.
     """

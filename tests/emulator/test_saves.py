@@ -57,6 +57,18 @@ def test_torch_save_keeps_the_first_mebibyte_and_leaves_holes(tmp_path):
     )
 
 
+def test_torch_save_keeps_small_tensors_after_the_first_mebibyte(tmp_path):
+    script(
+        tmp_path,
+        """
+        torch.save({"embeds": torch.ones(2**18), "big": big, "mask": torch.arange(120) < 50}, "state.pt")
+        state = torch.load("state.pt")
+        assert state["embeds"].all() and not state["big"].any()
+        assert state["mask"].sum() == 50
+        """,
+    )
+
+
 def test_small_files_are_written_as_they_are(tmp_path):
     script(
         tmp_path,

@@ -1,7 +1,7 @@
 """Sparse files: safetensors files that are holes, saved files with holes, and holes that load as zeros without RAM.
 
-Beyond the first MiB of a saved file, its data is a hole: what an emulated GPU computes is mostly zeros anyway. This
-covers torch.save (and so torch.distributed.checkpoint and DeepSpeed's checkpoints) and safetensors. Fake weights are
+Beyond the first MiB of a saved file, its large tensors are holes: an emulated GPU computes small ones only. This covers
+torch.save (and so torch.distributed.checkpoint and DeepSpeed's checkpoints) and safetensors. Fake weights are
 holes too. Files with holes that torch maps take no page of the system's cache, and no page fault, until they are
 written to. This covers safetensors, and torch.load with `mmap=True`.
 """
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from . import imports, libraries, notices
+from .values import LIMIT_BYTES
 
 _ALIGNMENT = 8
 
@@ -107,7 +108,7 @@ def install(torch: Any) -> None:
 
 
 def install_saving(torch: Any) -> None:
-    """Have torch.save write holes for storages after the first MiB of a file; the same for safetensors."""
+    """Have torch.save write holes for large storages after the first MiB of a file; the same for safetensors."""
     writer = torch._C.PyTorchFileWriter
     writer.write_record = _writing_record(writer.write_record)
     torch.save = torch.serialization.save = _saving(torch.save)
@@ -138,8 +139,8 @@ def _writing_record(write_record: Callable[..., None]) -> Callable[..., None]:
         room = getattr(_now, "room", None)
         if room is None or not hasattr(data, "data_ptr"):
             write_record(self, name, data, size)
-        elif size <= room:
-            _now.room = room - size
+        elif size <= max(room, LIMIT_BYTES):  # small ones have values: a mask, a step, a scale
+            _now.room = max(room - size, 0)
             write_record(self, name, data, size)
         else:
             _now.left_out += size
