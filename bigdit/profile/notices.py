@@ -26,8 +26,7 @@ def notices(strategy: Strategy, versions: Mapping[str, str]) -> tuple[str, ...]:
         f"{name} {versions[name]} is outside the versions that bigdit was tested with "
         f"({first if first == last else f'{first} to {last}'})"
         for name, (first, last) in TESTED_WITH.items()
-        if name not in others
-        and not _numbers(first) <= _numbers(versions.get(name, "")) <= _numbers(last)
+        if name not in others and not _numbers(first) <= _numbers(versions.get(name, "")) <= _numbers(last)
     ]
     if strategy.zero_stage and strategy.optimizer.name in FACTORED:
         found.append(

@@ -31,13 +31,20 @@ CAME_RATE = 0.2
 """Of AdamW's. CAME divides by its confidence once more: at AdamW's own rate it hardly learns."""
 
 
+SLOW_START = 0.1
+"""Of Prodigy, whose rate starts at a millionth: 5.8 % were seen."""
+
+
 class Case(NamedTuple):
-    """An optimizer and a precision; its `rate` is that share of the recipe's, and `seed` of order and noise."""
+    """An optimizer and a precision; its `rate` is that share of the recipe's, and `seed` of order and noise. `worse`:
+    its bound."""
 
     optimizer: str = "adamw"
     precision: str = "fp32"
     rate: float = 1.0
     seed: int = 0
+    schedule: str = "cosine"
+    worse: float = WORSE
 
     def overrides(self, lr: float) -> list[str]:
         """What is set beside the recipe, whose rate is `lr`."""
@@ -46,6 +53,7 @@ class Case(NamedTuple):
             f"strategy.optimizer.lr={self.rate * lr}",
             f"strategy.precision={self.precision}",
             f"train.seed={self.seed}",
+            f"train.lr_schedule={self.schedule}",
         ]
 
 
@@ -56,6 +64,9 @@ CASES = {
     "CAME": Case("came", rate=CAME_RATE),
     "CAME in 8 bits": Case("came_8bit", rate=CAME_RATE),
     "AdamW, bf16_sr": Case(precision="bf16_sr"),
+    "Prodigy": Case("prodigy", rate=500, worse=SLOW_START),  # 1, whatever AdamW's is
+    "schedule-free AdamW": Case("adamw_schedulefree", schedule="constant"),
+    "Muon": Case("muon"),
 }
 
 
@@ -93,8 +104,8 @@ def losses(features, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_they_learn_as_adamw_does(losses, name):
-    assert losses[name] < WORSE
-    if CASES[name].optimizer.startswith("adamw"):
+    assert losses[name] < CASES[name].worse
+    if CASES[name].optimizer in ("adamw", "adamw_8bit"):
         assert abs(losses[name]) < APART
 
 
