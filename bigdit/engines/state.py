@@ -72,8 +72,6 @@ def _tensors(engine: Engine, ema: Ema | None, rank: int) -> dict[str, SavedSlice
     for name, value, shard in _held(engine, ema, rank):
         if shard is not None:
             found[name] = _run(value, shard)
-        elif name.startswith(GROUP):
-            found[name] = _number(value, torch.float64)
         elif name.startswith(LOCAL):
             found[name] = SavedSlice(value.detach().view(-1), 0, value.numel())
         else:
@@ -99,7 +97,7 @@ def _held(engine: Engine, ema: Ema | None, rank: int) -> Iterator[tuple[str, Any
                 for name, part in parts(f"{LOCAL}{rank}.{i}.{key}", value):
                     yield name, part, None
     for key, value in optim.group_state(engine.optimizer).items():
-        yield f"{GROUP}{key}", value, None
+        yield f"{GROUP}{key}", torch.tensor(value, dtype=torch.float64), None  # with all of its digits
 
 
 def make_state(engine: Engine, saved: Collection[str], rank: int) -> None:
@@ -136,8 +134,8 @@ def _run(tensor: torch.Tensor, shard: Shard) -> SavedSlice:
     return SavedSlice(tensor.detach().view(-1)[shard.start : shard.start + shard.length], shard.offset, shard.numel)
 
 
-def _number(value: Any, dtype: torch.dtype | None = None) -> SavedSlice:
-    return SavedSlice(torch.as_tensor(value, dtype=dtype).detach().view(1), 0, 1, number=True)
+def _number(value: Any) -> SavedSlice:
+    return SavedSlice(torch.as_tensor(value).detach().view(1), 0, 1, number=True)
 
 
 def _is_number(value: Any) -> bool:

@@ -20,7 +20,7 @@ class Muon(Optimizer):
     """torch.optim.Muon over the groups with `muon` set, torch.optim.AdamW over the others.
 
     State: momentum (4 B a parameter), or AdamW's. A matrix that is sharded (a DTensor) keeps its shard of the momentum.
-    Each process gathers the update, 4 B an element of one matrix, and steps its own rows.
+    Each process gathers the update, 2 B an element of one matrix, and steps its own rows.
     """
 
     def __init__(

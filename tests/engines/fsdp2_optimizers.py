@@ -33,7 +33,8 @@ ADAPTERS = {"lora": LoraSpec(rank=3), "precision": "bf16"}
 
 def begun(name: OptimizerName, world: World, **options: object) -> Engine:
     optimizer = OptimizerSpec(name=name, lr=RATES[name], weight_decay=0.01, decayed="matrices")
-    return start(SANA, strategy(world.world_size, optimizer=optimizer, gradient_clipping=1.0, **options), world)
+    options = {"gradient_clipping": 1.0} | options
+    return start(SANA, strategy(world.world_size, optimizer=optimizer, **options), world)
 
 
 def taken(begun: tuple, world: World, first: int, last: int) -> None:
@@ -78,6 +79,12 @@ def main(folder: Path) -> None:
             taken(engine, world, 0, STEPS - 1)
             same = resumes(folder / f"{name}{way}", name, engine, world, **options)
             answer[name + way] = [apart(full_weights(engine[0]), full_weights(single[0]), before), same]
+    found = []
+    for in_backward in (False, True):
+        engine = begun("muon", world, gradient_clipping=None, optimizer_in_backward=in_backward)
+        taken(engine, world, 0, STEPS)
+        found.append(full_weights(engine[0]))
+    answer["muon in backward"] = [apart(found[1], found[0], before), True]
     for name in ("prodigy", "muon"):
         engine = begun(name, world, **ADAPTERS)
         taken(engine, world, 0, STEPS - 1)

@@ -18,7 +18,8 @@ def test_they_step_as_one_process_and_resume_to_the_bit(tmp_path, processes):
     done = run_ranks(processes, script, tmp_path, PYTHONPATH=HELPERS, DS_ACCELERATOR="cpu")
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == (6 if processes == 2 else 10)
+    assert len(found) == (7 if processes == 2 else 11)
+    assert found["muon in backward"][0] == 0
     for name, (apart, same) in found.items():
         assert same, name
         assert apart < APART.get(name.split()[0], 5e-4), name

@@ -31,14 +31,21 @@ CAME_RATE = 0.2
 """Of AdamW's. CAME divides by its confidence once more: at AdamW's own rate it hardly learns."""
 
 
+SLOW_START = 0.1
+"""Of Prodigy, whose rate starts at a millionth: 5.8 % were seen."""
+
+
 class Case(NamedTuple):
-    """An optimizer, a precision and FP8; its `rate` is that share of the recipe's, and `seed` of order and noise."""
+    """An optimizer, a precision and FP8; its `rate` is that share of the recipe's, and `seed` of order and noise.
+    `worse`: its bound."""
 
     optimizer: str = "adamw"
     precision: str = "fp32"
     rate: float = 1.0
     seed: int = 0
     float8: str = "none"
+    schedule: str = "cosine"
+    worse: float = WORSE
 
     def overrides(self, lr: float) -> list[str]:
         """What is set beside the recipe, whose rate is `lr`."""
@@ -48,6 +55,7 @@ class Case(NamedTuple):
             f"strategy.precision={self.precision}",
             f"strategy.float8={self.float8}",
             f"train.seed={self.seed}",
+            f"train.lr_schedule={self.schedule}",
         ]
 
 
@@ -60,6 +68,9 @@ CASES = {
     "AdamW, bf16_sr": Case(precision="bf16_sr"),
     "AdamW, FP8": Case(precision="bf16", float8="tensorwise"),
     "AdamW, FP8 by rows": Case(precision="bf16", float8="rowwise"),
+    "Prodigy": Case("prodigy", rate=500, worse=SLOW_START),  # 1, whatever AdamW's is
+    "schedule-free AdamW": Case("adamw_schedulefree", schedule="constant"),
+    "Muon": Case("muon"),
 }
 
 
@@ -97,8 +108,8 @@ def losses(features, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_they_learn_as_adamw_does(losses, name):
-    assert losses[name] < WORSE
-    if CASES[name].optimizer.startswith("adamw"):
+    assert losses[name] < CASES[name].worse
+    if CASES[name].optimizer in ("adamw", "adamw_8bit"):
         assert abs(losses[name]) < APART
 
 
