@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -16,6 +17,9 @@ from bigdit.units import MIB
 
 # What is copied at once where weights and EMA are on different devices, through a pinned buffer that stays.
 CHUNK_ELEMENTS = 64 * MIB // 4
+
+_Pair: TypeAlias = tuple[Sequence[torch.Tensor], torch.Tensor]
+"""A tensor of each average, and the weights that it takes in."""
 
 
 @functools.cache
@@ -78,14 +82,14 @@ class Ema:
         """Take the current weights in; called after each optimizer step."""
         self.updates += 1
         shares = shares_of_new(self.spec, self.updates)
+        here, apart = list[_Pair](), list[_Pair]()
         for *averages, weights in zip(*self.every, self._weights(), strict=True):
-            if weights.device == self._device and weights.dtype == torch.float32:
-                _take_in(averages, weights, shares)
-                continue
-            for *parts, new in zip(
-                *(each.view(-1).split(CHUNK_ELEMENTS) for each in (*averages, weights)), strict=True
-            ):
-                _take_in(parts, self._brought(new), shares)
+            same = weights.device == self._device and weights.dtype == torch.float32
+            (here if same else apart).append((averages, weights))
+        if here:
+            _take_in(here, shares)
+        for parts in self._brought(apart):
+            _take_in(parts, shares)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -108,20 +112,36 @@ class Ema:
                     _swap_rounded(part, other, back=back)
         self._engine.publish()
 
-    def _brought(self, weights: torch.Tensor) -> torch.Tensor:
-        """The weights in fp32 where the averages are."""
-        if self._chunk is None or weights.device == self._device:
-            return weights.to(self._device, torch.float32)
-        return self._chunk[: weights.numel()].copy_(weights)
+    def _brought(self, pairs: list[_Pair]) -> Iterator[list[_Pair]]:
+        """Chunks of the averages with their weights, in fp32 where the averages are: one chunk at a time, or as many
+        small ones as the pinned buffer takes. The device is waited for once for each list."""
+        waiting, filled = list[_Pair](), 0
+        for averages, weights in pairs:
+            for *parts, new in zip(
+                *(each.view(-1).split(CHUNK_ELEMENTS) for each in (*averages, weights)), strict=True
+            ):
+                if self._chunk is None or new.device == self._device:
+                    yield [(parts, new.to(self._device, torch.float32))]
+                    continue
+                if filled + new.numel() > self._chunk.numel():
+                    torch.accelerator.current_stream(new.device).synchronize()
+                    yield waiting
+                    waiting, filled = [], 0
+                there = self._chunk[filled : filled + new.numel()]
+                waiting.append((parts, there.copy_(new, non_blocking=True)))
+                filled += new.numel()
+        if waiting:
+            torch.accelerator.current_stream(self._engine.device).synchronize()
+            yield waiting
 
     @torch.no_grad()
     def _weights(self) -> list[torch.Tensor]:
         return [m.to_local() if isinstance(m, DTensor) else m.detach() for m in self._engine.masters]
 
 
-def _take_in(averages: Sequence[torch.Tensor], new: torch.Tensor, shares: Sequence[float]) -> None:
-    for average, share in zip(averages, shares, strict=True):
-        average.lerp_(new, share)
+def _take_in(pairs: Sequence[_Pair], shares: Sequence[float]) -> None:
+    for number, share in enumerate(shares):
+        torch._foreach_lerp_([averages[number] for averages, _ in pairs], [new for _, new in pairs], share)
 
 
 def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
