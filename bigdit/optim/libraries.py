@@ -23,16 +23,19 @@ def bitsandbytes(spec: OptimizerSpec, params: Groups) -> Optimizer:
     CPU its first step raises UserError.
     """
     with libraries.uncompiled():
-        from bitsandbytes.optim import AdamW8bit, Lion8bit, PagedAdamW8bit
+        from bitsandbytes.optim import AdamW8bit, Lion8bit, PagedAdamW8bit, optimizer
 
     if spec.name == "lion_8bit":
-        return Lion8bit(params, lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay)
-    adamw = PagedAdamW8bit if spec.name == "paged_adamw_8bit" else AdamW8bit
-    optimizer = adamw(params, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay)
+        made = Lion8bit(params, lr=spec.lr, betas=spec.betas, weight_decay=spec.weight_decay)
+    else:
+        adamw = PagedAdamW8bit if spec.name == "paged_adamw_8bit" else AdamW8bit
+        made = adamw(params, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay)
     if spec.name == "paged_adamw_8bit":
         # Not before: DeepSpeed moves the weights after it gets the optimizer.
-        optimizer.register_step_pre_hook(_refuse_cpu)
-    return optimizer
+        made.register_step_pre_hook(_refuse_cpu)
+    else:  # it waits for the GPU after each tensor, which only managed memory needs
+        made.step = _stepping_with(optimizer, "sync_gpu", lambda tensor: None, made.step)
+    return made
 
 
 def _refuse_cpu(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -70,24 +73,24 @@ def torchao(spec: OptimizerSpec, params: Groups, *, stochastic_rounding: bool) -
     )
     if spec.name in TORCHAO:
         optimizer._subclass_zeros = functools.partial(_quantised_zeros, optimizer._subclass_zeros)
-    optimizer.step = _as_written(optimizer.step)
+    # Each call of a compiled update takes longer than the update, and a step calls it for every tensor.
+    optimizer.step = _stepping_with(torch, "compile", lambda function, **options: function, optimizer.step)
     return optimizer
 
 
-def _as_written(step: Callable[..., Any]) -> Callable[..., Any]:
-    """`step` without torch.compile: each call of that takes longer than the update of a tensor, even where nothing is
-    compiled, and a step calls it for every tensor."""
+def _stepping_with(owner: Any, name: str, replaced: Callable[..., Any], step: Callable[..., Any]) -> Callable[..., Any]:
+    """`step`, within which that function of `owner` is replaced."""
 
     @functools.wraps(step)
-    def uncompiled(*args: Any, **kwargs: Any) -> Any:
-        compiling = torch.compile
-        torch.compile = lambda function, **options: function
+    def stepping(*args: Any, **kwargs: Any) -> Any:
+        original = getattr(owner, name)
+        setattr(owner, name, replaced)
         try:
             return step(*args, **kwargs)
         finally:
-            torch.compile = compiling
+            setattr(owner, name, original)
 
-    return uncompiled
+    return stepping
 
 
 def _quantised_zeros(zeros: Callable[..., torch.Tensor], p: torch.Tensor, *args: Any) -> torch.Tensor:

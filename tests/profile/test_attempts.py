@@ -46,6 +46,10 @@ STRATEGIES = (
 )
 
 
+def waits_once(strategy: str) -> bool:
+    return strategy.startswith(("single", "fsdp2,")) and "swap" not in strategy and "ema.device=cpu" not in strategy
+
+
 @pytest.fixture(scope="module")
 def first(gpus: EmulatedGpus) -> dict[str, Attempt]:
     """An attempt of each strategy, one after another."""
@@ -62,6 +66,19 @@ def test_every_attempt_finds_the_gpu_and_its_host_as_the_first_one_did(
         assert (again.memory, again.phases) == (first[strategy].memory, first[strategy].phases), strategy
         assert again.host.peak_bytes == pytest.approx(first[strategy].host.peak_bytes, abs=MIB), strategy
         assert again.host.steps_bytes == pytest.approx(first[strategy].host.steps_bytes, abs=MIB), strategy
+
+
+@pytest.mark.parametrize("strategy", [each for each in STRATEGIES if waits_once(each)])
+def test_a_step_waits_for_the_gpu_once(first: dict[str, Attempt], strategy: str) -> None:
+    """For whether its gradients are finite, whatever its optimizer. DeepSpeed and copies to CPU memory wait oftener."""
+    waits = {phase: each.counts.get("host_syncs", 0) for phase, each in first[strategy].launched.items()}
+    assert sum(waits.values()) == 1, waits
+
+
+def test_an_ema_on_the_gpu_is_a_few_kernels(first: dict[str, Attempt]) -> None:
+    """Of lists of weights."""
+    (found,) = (each for name, each in first.items() if "ema.device=gpu" in name)
+    assert found.launched["ema"].launches < 5
 
 
 def test_a_recorded_run_takes_what_an_attempt_takes_and_every_byte_has_a_category(
