@@ -1,7 +1,8 @@
 """Memory and kernels of compiled and FP8 training steps on emulated GPUs: writes compiled.md.
 
 `python benchmarks/compiled.py` runs all modes with the CUDA build of torch. `python benchmarks/compiled.py MODE` trains
-in this process, on whatever GPU it has, and prints the peak of the third step.
+in this process, on whatever GPU it has, and prints the peak of the third step. `python benchmarks/compiled.py models`
+runs bigdit's own step of whole models instead, as written and with compile_blocks.
 """
 
 from __future__ import annotations
@@ -19,6 +20,15 @@ BF16 = ("bf16", "bf16 compiled", "bf16 recomputed", "bf16 recomputed compiled")
 FP8 = ("tensorwise", "tensorwise compiled", "rowwise", "rowwise compiled")
 FP8 += ("tensorwise recomputed compiled", "rowwise recomputed compiled")
 MODES = {"a40": BF16, "h100-sxm": BF16 + FP8}
+
+MODELS = {
+    "sana-1600m-1024": "micro_batch_size=2",
+    "pixart-sigma-xl-2-1024": "micro_batch_size=2",
+    "sd3.5-medium": "micro_batch_size=2",
+    "flux.1-dev": "lora.rank=16",
+    "wan2.1-t2v-1.3b": "checkpointed_blocks=all",
+}
+"""Strategies of one GPU, an A40."""
 
 
 def block() -> Any:
@@ -85,26 +95,71 @@ def emulated(gpu: str, mode: str, python: str) -> dict[str, Any]:
     return json.loads(line) | {"kernels": counts["launches"] + counts["library_calls"]}
 
 
+def whole_models() -> list[str]:
+    """Rows of the peak and kernels of a step of each model, as written and compiled."""
+    from bigdit import catalog
+    from bigdit.config.load import parse_strategy
+    from bigdit.errors import UserError
+    from bigdit.profile.attempt import Attempt, request_for
+    from bigdit.profile.gpus import EmulatedGpus
+    from bigdit.units import gib
+
+    def ran(gpus: EmulatedGpus, name: str, text: str) -> Attempt:
+        request = request_for(catalog.find_model(name), device, parse_strategy([f"single,{text}"]))
+        print(f"{name}: {text}", file=sys.stderr, flush=True)
+        return gpus.attempt(request)
+
+    def kernels(attempt: Attempt) -> int:
+        counts = [attempt.launched[phase].counts for phase in ("forward", "backward", "step")]
+        return sum(each.get(name, 0) for each in counts for name in ("launches", "library_calls"))
+
+    device = catalog.resolve_gpu("a40")
+    rows = ["| model | strategy | peak | compiled | kernels a step | compiled | less |"]
+    rows.append("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
+    with EmulatedGpus(device, 1, timeout_s=3600) as gpus:
+        for name, text in MODELS.items():
+            plain = ran(gpus, name, text)
+            row = [name, f"`{text}`", gib(plain.peak_allocated_bytes)]
+            try:
+                made = ran(gpus, name, f"{text},compile_blocks=true")
+            except UserError as error:
+                rows.append(f"| {' | '.join([*row, 'refused', f'{kernels(plain):,}', 'refused', ''])} |")
+                print(error, file=sys.stderr)
+                continue
+            both = [kernels(plain), kernels(made)]
+            row += [gib(made.peak_allocated_bytes), *(f"{each:,}" for each in both), f"{1 - both[1] / both[0]:.0%}"]
+            rows.append(f"| {' | '.join(row)} |")
+    return rows
+
+
+def write(part: str, lines: list[str]) -> None:
+    """Put a table between its marks on the page."""
+    page = Path(__file__).resolve().with_name("compiled.md")
+    text = page.read_text() if page.exists() else f"<!-- {part} -->\n<!-- end -->\n"
+    before, mark, rest = text.partition(f"<!-- {part} -->")
+    _, end, after = rest.partition("<!-- end -->")
+    page.write_text(before + "\n".join([mark, "", *lines, "", end]) + after)
+    print("\n".join(lines))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", nargs="*", metavar="MODE", help="such as bf16 compiled")
-    if mode := " ".join(parser.parse_args().mode):
+    parser.add_argument("mode", nargs="*", metavar="MODE", help="such as bf16 compiled; or models")
+    mode = " ".join(parser.parse_args().mode)
+    if mode == "models":
+        write("models", whole_models())
+        return
+    if mode:
         print(json.dumps(train(mode)), flush=True)
         return
     from bigdit.emulator.interpreter import cuda_python
 
-    here = Path(__file__).resolve().parent
     python = os.environ.get("COMPILED_PYTHON") or str(cuda_python())
     rows = [emulated(gpu, mode, python) for gpu, modes in MODES.items() for mode in modes]
-    lines = ["| GPU | mode | peak bytes | kernels a step |", "| --- | --- | ---: | ---: |"]
+    lines = [f"torch {rows[0]['torch']}:", "", "| GPU | mode | peak bytes | kernels a step |"]
+    lines += ["| --- | --- | ---: | ---: |"]
     lines += [f"| {row['gpu']} | {row['mode']} | {row['peak']:,} | {row['kernels']:,} |" for row in rows]
-    page = here / "compiled.md"
-    text = page.read_text() if page.exists() else "<!-- table -->\n<!-- end -->\n"
-    before, _, rest = text.partition("<!-- table -->")
-    after = rest.partition("<!-- end -->")[2]
-    table = "\n".join([f"torch {rows[0]['torch']}:", "", *lines])
-    page.write_text(f"{before}<!-- table -->\n\n{table}\n\n<!-- end -->{after}")
-    print(table)
+    write("table", lines)
 
 
 if __name__ == "__main__":
