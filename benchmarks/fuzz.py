@@ -53,7 +53,8 @@ MORE_KEYS = (
     "strategy.optimizer.eps", "strategy.optimizer.weight_decay", "strategy.optimizer.implementation",
     "strategy.optimizer.decayed", "strategy.grad_accum_steps", "strategy.ema", "strategy.ema.decay",
     "strategy.ema.power", "strategy.lora", "strategy.lora.rank", "strategy.checkpointed_blocks",
-    "strategy.checkpointing", "train.grace", "strategy.offload_activations", "strategy.blocks_to_swap",
+    "strategy.checkpointing", "strategy.checkpointed_segments.every", "train.grace", "strategy.offload_activations",
+    "strategy.blocks_to_swap",
     "strategy.optimizer_in_backward", "train.decay_steps", "train.min_lr", "train.timeout", "strategy.dp_replicate",
     "strategy.ds_config", "strategy.cpu_offload", "strategy.features", "plan", "train.epochs",
 )  # fmt: skip
