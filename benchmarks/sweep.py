@@ -155,8 +155,8 @@ def run(command: list[str], variables: dict[str, str], simpletuner: Path, log: P
     )
     write_text(log, done.stderr + done.stdout)
     report = json.loads(done.stdout) if done.stdout.strip() else {}
-    account = next((account for each in report.get("runs", []) for account in each["accounts"]), {})
-    versions = {"torch": account["versions"]["torch"]} if account else {}
+    account: dict[str, Any] = next((account for each in report.get("runs", []) for account in each["accounts"]), {})
+    versions = {"torch": account["versions"]["torch"].split("+")[0]} if account else {}
     if done.returncode == 2 and report.get("fits") is False:
         return {"out_of_memory": True, **versions}
     if done.returncode or not account.get("steps"):
@@ -182,7 +182,7 @@ def page(document: dict[str, Any], found: dict[str, Any]) -> str:
         elif "peak_gib" in got:
             errors.append(got["peak_gib"] / measured - 1)
             off = f"{errors[-1]:+.1%}"
-        columns = [cell["family"], cell["precision"], cell["mode"], cell["gpu"], str(measured), said, off]
+        columns = [cell["family"], cell["precision"], cell["mode"], cell["gpu"], got["torch"], str(measured), said, off]
         rows.append(f"| {' | '.join(columns)} |")
     sizes = sorted(map(abs, errors)) or [0.0]
     figures = f"""
@@ -190,9 +190,9 @@ def page(document: dict[str, Any], found: dict[str, Any]) -> str:
 {sizes[min(len(sizes) - 1, int(0.95 * len(sizes)))]:.1%}, {sum(size <= 0.02 for size in sizes)} within 2 %, and the \
 worst is {sizes[-1]:.1%}. Of {len(verdicts)} cells out of memory, measured or emulated, {sum(verdicts)} agree.
 """
-    table = "| family | precision | mode | GPU | measured | emulated | off by |"
-    source = f"Source: [{document['source']}]({document['source']}), commit {document['commit'][:7]}."
-    parts = [HEAD.format(steps=STEPS), source, figures, table, f"|{' --- |' * 7}", *rows, ""]
+    table = "| family | precision | mode | GPU | torch | measured | emulated | off by |"
+    source = f"Source: [SEGMENTED_CHECKPOINTING.md]({document['source']}), at {document['commit'][:7]}."
+    parts = [HEAD.format(steps=STEPS), source, figures, table, f"|{' --- |' * 8}", *rows, ""]
     return "\n".join([*parts, kept(PAGE, NOTES)])
 
 
