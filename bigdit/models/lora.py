@@ -16,7 +16,6 @@ from bitsandbytes.nn import Linear4bit, Params4bit
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.dora import DoraLinearLayer
-from peft.tuners.lora.layer import LoraVariant
 from peft.tuners.lora.variants import DoraLinearVariant
 from torch import nn
 from torch.nn import functional as F
@@ -49,11 +48,9 @@ def apply_lora(model: nn.Module, family: Family, spec: LoraSpec, *, seed: int) -
         dora = spec.dora and not packed
         config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=targets, use_dora=dora)
         inject_adapter_in_model(config, model, ADAPTER)
-    for layer in (module for module in model.modules() if isinstance(module, LoraLayer)):
-        if spec.dora and packed:
+    if spec.dora and packed:
+        for layer in (module for module in model.modules() if isinstance(module, LoraLayer)):
             _add_magnitudes(layer, spec.base)
-        elif not spec.dora and spec.alpha == spec.rank:
-            layer.lora_variant[ADAPTER] = _Unscaled()
     for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
         parameter.data = parameter.data.to(dtype)  # peft leaves them in fp32 over quantised weights
 
@@ -82,17 +79,6 @@ def _ends_in(name: str, target: str) -> bool:
 def _is_of_attention(name: str) -> bool:
     parents = name.split(".")[:-1]
     return any("attn" in part or "attention" in part for part in parents) and not any("norm" in p for p in parents)
-
-
-class _Unscaled(LoraVariant):
-    """An adapter whose alpha is its rank: peft would multiply by 1, a kernel each in the forward and backward pass."""
-
-    @staticmethod
-    def forward(
-        module: LoraLayer, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **rest: Any
-    ) -> torch.Tensor:
-        product: torch.Tensor = module.lora_B[active_adapter](module.lora_A[active_adapter](x))
-        return result + product
 
 
 def _add_magnitudes(layer: Any, base: str) -> None:

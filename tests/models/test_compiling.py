@@ -29,7 +29,7 @@ Z_IMAGE = ModelSpec(  # it reads the lengths of texts from their mask
 )
 FOUR_BLOCKS = SANA.model_copy(update={"kwargs": SANA.kwargs | {"num_layers": 4}})
 # All that stands between a model and its compiled blocks; `aot_eager` makes the graphs of Inductor, and no kernels.
-AROUND = {"precision": "fp32", "checkpointed_blocks": 2, "offload_activations": True, "lora": LoraSpec(rank=2, alpha=2)}
+AROUND = {"precision": "fp32", "checkpointed_blocks": 2, "offload_activations": True, "lora": LoraSpec(rank=2)}
 AROUND["checkpointed_segments"] = SegmentSpec(blocks=2)
 
 

@@ -7,10 +7,8 @@ import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from commands import DIGITS, SINGLE
-from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
-from stepping import Executed, equipped, one_batch
-from torch import nn
+from stepping import equipped, one_batch
 from training import exported, run_to
 from two_processes import answer_of_two
 from whole import full_weights
@@ -19,7 +17,6 @@ from bigdit import engines, models
 from bigdit.config import load_run
 from bigdit.dist import World
 from bigdit.errors import UserError
-from bigdit.models.adapters import ADAPTER
 from bigdit.models.adapters import FILE as ADAPTERS
 from bigdit.models.lora import dequantised, quantised
 from bigdit.objective_spec import FlowMatchingSpec
@@ -101,30 +98,6 @@ def test_a_quantised_base_has_nearly_the_same_predictions_and_gradients(base, re
         gradients.append(torch.cat([p.grad.flatten().float() for p in model.parameters() if p.requires_grad]))
     for exact, found in (predictions, gradients):
         assert 0 < (found - exact).norm() / exact.norm() < most
-
-
-@pytest.mark.parametrize("base", ["bf16", "int8", "nf4"])
-def test_adapters_whose_alpha_is_their_rank_are_not_multiplied_and_learn_the_same(base):
-    """Beside peft's own: a product less for each of 16 adapters, in the forward and in the backward pass."""
-    family, model = equipped(Strategy(lora=LoraSpec(rank=4, alpha=4, base=base)))
-    model.to(CPU)  # a quantised base quantises
-    adapters = [module for module in model.modules() if isinstance(module, LoraLayer)]
-    for adapter in adapters:
-        nn.init.normal_(adapter.lora_B[ADAPTER].weight, generator=torch.Generator().manual_seed(0))
-    batch = one_batch().to(CPU, torch.bfloat16)
-    found = []
-    for _ in range(2):
-        with Executed() as executed:
-            predicted = family.predict(model, batch.latents.bfloat16(), torch.tensor([0.2, 0.7]), batch)
-            predicted.float().square().mean().backward()
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        found.append((executed.counts[torch.ops.aten.mul.Tensor], gradients))
-        model.zero_grad(set_to_none=True)
-        for adapter in adapters:
-            adapter.lora_variant.clear()
-    (ours, gradients), (theirs, same) = found
-    assert theirs - ours == 2 * len(adapters) == len(gradients) == 32
-    assert all(torch.equal(gradient, same[name]) for name, gradient in gradients.items())
 
 
 def test_adapters_start_from_the_seed_alone():
@@ -238,7 +211,7 @@ def as_kept(folder, kind):
 _SHARDED = """
 import json, sys
 import torch, torch.distributed as dist
-from stepping import Executed, equipped, one_batch
+from stepping import equipped, one_batch
 from whole import full_weights
 from bigdit import engines, models
 from bigdit.dist import world_from_env
