@@ -19,8 +19,8 @@ from bigdit.units import MIB
 
 # The fp32 gradients that exist at once. All of them would take 4 bytes a parameter, and be the peak.
 CHUNK_BYTES = 256 * MIB
-# Of these, the gradients that are made at once: biases, norms and adapters are many and small. A list keeps its
-# gradients while their fp32 copies are made, and in full fine-tuning the step may be the peak phase.
+# Of these, the adapters' gradients that are made at once: they are many and small. Others are converted one by one. A
+# list keeps its gradients while their fp32 copies are made, and in full fine-tuning the step may be the peak phase.
 LIST_BYTES = 2 * MIB
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """A parameter and its master."""
@@ -100,12 +100,11 @@ class SingleEngine(Engine):
         if not stepped.taken:
             self.model.zero_grad(set_to_none=True)
             return stepped
+        at_once = LIST_BYTES if self.strategy.lora is not None else 0
         pairs = list(zip(self._params, self.masters, strict=True))
         chunks = [pairs] if self.strategy.optimizer.name in PACKAGES else _chunks(pairs, CHUNK_BYTES)
         for chunk in chunks:
-            graded = [pair for pair in chunk if pair[0].grad is not None]
-            # The large ones first: small ones, which lie between them, then follow each other.
-            for some in _chunks(sorted(graded, key=lambda pair: -pair[1].numel()), LIST_BYTES):
+            for some in _chunks([pair for pair in chunk if pair[0].grad is not None], at_once):
                 _widen(some)
             params, masters = zip(*chunk, strict=True)
             gradients = [master.grad for master in masters if master.grad is not None]
