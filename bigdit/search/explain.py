@@ -12,15 +12,7 @@ from bigdit.profile.gpus import EmulatedGpus
 from bigdit.profile.pool import WorkerError
 from bigdit.search.dataset import encoding_requests
 from bigdit.search.explore import hopeful
-from bigdit.search.plan import (
-    Constraints,
-    Estimate,
-    Question,
-    WaterfallStep,
-    process,
-    safe_bytes,
-    verdict_of,
-)
+from bigdit.search.plan import Constraints, Estimate, Question, WaterfallStep, process, safe_bytes, verdict_of
 from bigdit.search.planner import Planner, stepped
 from bigdit.search.solve import explore_group
 from bigdit.search.space import proposals

@@ -14,9 +14,7 @@ from bigdit.memory.process import ByteRange, non_torch_memory_of
 from bigdit.profile.attempt import UNLIMITED, Attempt, Profile, StepRequest, request_for
 from bigdit.profile.gpus import LARGEST_MICRO_BATCH, EmulatedGpus, Row
 from bigdit.search.calibration import UNPROVED, Calibration
-from bigdit.search.option import (
-    Option,
-)
+from bigdit.search.option import Option
 from bigdit.search.plan import (
     Estimate,
     HostNeed,

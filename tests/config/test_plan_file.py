@@ -6,9 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_files import STRATEGIES, plan_of, problems, write, zero2
 
-from bigdit.config.plan_file import (
-    read_plan_file,
-)
+from bigdit.config.plan_file import read_plan_file
 from bigdit.strategy import Strategy
 
 

@@ -8,15 +8,7 @@ from bigdit.errors import UserError
 from bigdit.store import FeatureStore
 from bigdit.store.part import EncodedRange, part_path, write_part
 from bigdit.store.reader import Part
-from bigdit.store.schema import (
-    Classes,
-    StoreSchema,
-    claim,
-    part_identity,
-    read_schema,
-    schema_text,
-    store_identity,
-)
+from bigdit.store.schema import Classes, StoreSchema, claim, part_identity, read_schema, schema_text, store_identity
 from bigdit.store.text import Text
 
 SHAPE = (4, 2, 2)
