@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 LINES = 8
-"""Groups of live tensors in the terminal; the page and JSON have all."""
+"""Groups of tensors in the terminal; the page and JSON have all."""
 
 WORK = {
     "launches": "kernels launched, without those of cuBLAS and cuDNN",
@@ -175,7 +175,7 @@ def _show_run(run: EmulatedRun, emulation: Emulation) -> None:
     _say(f"of {account.title}; start: all before the first forward pass of training; forward: the rest of a step")
     if run.holds(account):
         log.out.print()
-        log.out.print(live(gpu.live, f"largest live tensors at the peak, in {gpu.peak_phase}"))
+        log.out.print(live(gpu.live, f"largest tensors at the peak, in {gpu.peak_phase}"))
     if any(work(account).values()):
         log.out.print()
         log.out.print(work_table(account))
@@ -217,7 +217,7 @@ def work_table(account: Account) -> Table:
 
 
 def live(groups: tuple[Live, ...], heading: str, most: int = LINES) -> Table:
-    """Live tensors by the lines that made them."""
+    """Tensors by the lines that made them."""
     rows = table(heading, ["bytes", "count", "made in", "by"], ["bytes", "count"])
     for group in groups[:most]:
         rows.add_row(gib(group.nbytes), str(group.count), group.phase or DASH, "\n".join(map(escape, made_by(group))))
@@ -247,7 +247,7 @@ def _show_oom(account: Account, oom: EmulatedOom) -> None:
     for line in own_lines(oom):
         _say(escape(f"  {place(line)} in {line.name}: {line.code}"))
     log.out.print()
-    log.out.print(live(oom.live, "live when memory ran out"))
+    log.out.print(live(oom.live, "allocated when memory ran out"))
 
 
 def own_lines(oom: EmulatedOom) -> list[CodeLine]:
