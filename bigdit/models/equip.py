@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
@@ -97,7 +98,9 @@ def compile_errors() -> Iterator[None]:
         if not of_cache and not any(each.__module__ == "torch._dynamo.exc" for each in type(error).__mro__):
             raise
         inner = getattr(error, "inner_exception", error)
-        why = ": ".join([type(inner).__name__, *str(inner).splitlines()[:1]])
+        # Of a shape torch's first line says no more than that a call failed; the cause is within.
+        cause = re.search(r"got (\w+)\(['\"](.*?)['\"]\)", str(inner))
+        why = ": ".join(cause.groups() if cause else [type(inner).__name__, *str(inner).splitlines()[:1]])
         # Of a damaged file it says no more than that it cannot be imported.
         or_cache = f", or remove the compiler's cache {cache}" if cache is not None and cache in why else ""
         raise UserError(

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from bigdit import engines, models
 from bigdit.dist import World
 from bigdit.errors import UserError
-from bigdit.models.equip import CompiledGraphs, compile_blocks
+from bigdit.models.equip import CompiledGraphs, compile_blocks, compile_errors
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.profile.attempt import StepRequest
 from bigdit.profile.gpus import EmulatedGpus
@@ -154,6 +154,12 @@ def test_graphs_that_a_run_should_not_need_are_lines():
     broken, last = step(4, 4)
     assert broken.startswith("a block is compiled in pieces, which costs speed: ")
     assert last == f"step 4: {more}"
+
+
+def test_a_shape_that_cannot_be_compiled_is_named():
+    named = r"cannot compile a block: RuntimeError: shape '\[7\]' is invalid for input of size"
+    with pytest.raises(UserError, match=named), compile_errors():
+        torch.compile(lambda x: x.reshape(7), backend="eager")(torch.ones(2))
 
 
 def test_a_compiler_that_is_switched_off_is_a_line(monkeypatch):
