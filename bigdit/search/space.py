@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from bigdit.config.load import parse_strategy
 from bigdit.errors import UserError
-from bigdit.profile.attempt import precision_problems
+from bigdit.profile.attempt import float8_problems, precision_problems
 from bigdit.search.option import Option
 from bigdit.search.plan import Constraints, Question, Rejected
 from bigdit.strategy import FACTORED, OPTIMIZERS, LoraBase, Precision, Strategy
@@ -256,6 +256,11 @@ def _left_out(question: Question) -> list[Rejected]:
         reasons["compiled blocks"] = (
             "torch's compiler takes seconds at each size that runs, minutes for a first plan; "
             "choose them with --compile"
+        )
+    takes_fp8 = fixed.float8 is None and not float8_problems(question.gpu, "tensorwise")
+    if takes_fp8 and precision_of(question).startswith("bf16") and not (fixed.engine or "").startswith("zero"):
+        reasons["FP8 products"] = (
+            "they change numbers, and save memory in compiled blocks alone; choose them with --compile --fp8"
         )
     if fixed.features == "cached":
         reasons["encoders online"] = (
