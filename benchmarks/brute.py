@@ -165,6 +165,8 @@ class Space:
         pinned, share = self.question.constraints.micro_batch_size, self._share(way.strategy)
         found: list[Ran] = []
         for size in [pinned] if pinned else _divisors(share) if share else _doubled():
+            if share and size < share and way.strategy.optimizer_in_backward:
+                continue  # it steps after each micro-batch
             ran = self.one(way, size)
             found += [ran] if ran else []
             if ran is None or not ran.fits:
