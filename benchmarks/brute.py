@@ -270,8 +270,8 @@ HEAD = """# Plans beside every strategy
 Made by `python benchmarks/brute.py`. Every engine, optimizer and precision of the planner's space ran with
 none to all blocks recomputed, in quarters, and with selective checkpointing. Micro-batches doubled up
 to the largest that fits. *Its class*: lossless before lossy, and no last resort before one. A plan is wrong
-where it does not fit and something does, where another one of its class is faster at both ends of the
-interval and takes less, and where it takes less than a tenth of the GPU and something faster fits.
+in three cases. It does not fit, and something does. Another one of its class is faster at both ends of
+the interval and takes less. It takes less than a tenth of the GPU, and something faster fits.
 Selective checkpointing is better than recomputing nothing only if it is faster by 5 % or more."""
 QUICK = "By `--quick`: strategies of the first class in which anything fits, alone."
 
