@@ -6,7 +6,7 @@ READY := .venv/.ready
 CUDA_READY := .venv-cuda/.ready
 OLDEST_READY := .venv-oldest/.ready
 NEWEST_READY := .venv-newest/.ready
-PROVED := bigdit/profile/notices.py
+PROVED := bigdit/libraries.py
 
 .PHONY: setup cuda oldest newest demo test-fast test check docs lint types imports clean
 

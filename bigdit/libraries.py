@@ -1,4 +1,4 @@
-"""Settings of libraries in bigdit's processes, made before diffusers and transformers are imported."""
+"""Libraries: the versions that tests run with, and settings made before diffusers and transformers are imported."""
 
 from __future__ import annotations
 
@@ -8,15 +8,27 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
+import re
 import resource
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from importlib.machinery import ModuleSpec
 
 from bigdit.errors import UserError
 from bigdit.units import gib
+
+TESTED_WITH: Mapping[str, tuple[str, str]] = {
+    "torch": ("2.11.0", "2.15.0"),
+    "deepspeed": ("0.19.8", "0.19.8"),
+    "diffusers": ("0.42.1", "0.42.1"),
+    "bitsandbytes": ("0.50.2", "0.50.2"),
+    "torchao": ("0.18.0", "0.18.0"),
+    "prodigyopt": ("1.1.2", "1.1.2"),
+    "schedulefree": ("1.4.1", "1.4.1"),
+}
+"""The first and the last version with which tests run steps on emulated GPUs. Torch 2.13 runs in all of them."""
 
 _ASKING = ("diffusers.utils.import_utils", "transformers.utils.import_utils")
 _NOT_FOR_THEM = ("bitsandbytes", "peft", "scipy", "torchao")
@@ -38,6 +50,21 @@ _ADDRESS_SPACE = 2 << 30
 a message: a tiny training of two processes did not start with 1.7 GiB, and one of one process ended with 1.9."""
 
 _hidden: tuple[str, ...] = _NOT_FOR_THEM
+
+
+def untested(versions: Mapping[str, str], unused: Collection[str]) -> list[str]:
+    """A line for each version outside TESTED_WITH, but for the libraries that are `unused`."""
+    return [
+        f"{name} {versions[name]} is outside the versions that bigdit was tested with "
+        f"({first if first == last else f'{first} to {last}'})"
+        for name, (first, last) in TESTED_WITH.items()
+        if name not in unused and not _numbers(first) <= _numbers(versions.get(name, "")) <= _numbers(last)
+    ]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """`2.13.0+cpu` as (2, 13, 0)."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 
 def prepare() -> None:

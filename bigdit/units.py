@@ -36,6 +36,14 @@ def unit_of(n: float) -> tuple[int, str]:
     return 1, "B"
 
 
+def on_disk(nbytes: float) -> str:
+    """Bytes in the units that disks are sold in: `2.46 MB`, `41.5 TB`."""
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.3g} {name}" if nbytes < 1000 * unit else f"{nbytes / unit:,.0f} {name}"
+    return f"{nbytes:.0f} B"
+
+
 def count(n: float) -> str:
     """A parameter count: 1.604 B, 39.8 M."""
     for unit, name, digits in ((1e9, "B", 3), (1e6, "M", 1), (1e3, "k", 1)):

@@ -9,7 +9,8 @@
    tensors (`emulator/c/host.c` counts them) and launches. A counted attempt takes one more step, whose operators are
    summed up. Weights are address space without pages, and large CPU tensors are not computed (`unwritten.py`).
 5. Values of small tensors cost two thirds of the time. An attempt goes without them first. If the CPU read
-   nothing from the GPU, no byte can depend on a value. Else both ways are compared, once for each kind of attempt.
+   nothing from the GPU, no byte can depend on a value. Else both ways are compared, once for attempts that differ
+   only in sizes or swapped blocks.
 6. Of several processes only the first one runs, in a group that needs no peers.
 7. A profile takes the two steps under `record`. The allocator's history has each block, the recorder says what it
    is, and the categories of a phase sum to torch's own peak.

@@ -44,19 +44,8 @@ _ATTEMPTS = Cache("attempts", Attempt, "the attempt", "the step is run")
 _PROFILES = Cache("profiles", Profile, "the profile", "the step is recorded")
 
 SOURCES = (
-    "strategy",
-    "emulator",
-    "engines",
-    "encoders",
-    "loader",
-    "memory",
-    "models",
-    "objectives",
-    "objective_spec.py",
-    "optim",
-    "profile",
-    "record",
-    "train/step.py",
+    *("strategy", "emulator", "engines", "encoders", "loader", "memory", "models", "objectives", "objective_spec.py"),
+    *("optim", "profile", "record", "train/step.py"),
 )
 """An answer in the cache is for these sources."""
 
@@ -106,10 +95,6 @@ class EmulatedGpus:
 
     `done` is called with the number of answers so far. `unanswered`: why a question had no answer, in lines. Raises
     UserError where there is no CUDA build of torch.
-
-    Values of small tensors cost two thirds of the time, so an attempt goes without them first. If the CPU read nothing
-    from the GPU, no byte can depend on a value. Else both ways are compared, once for all attempts that differ only in
-    sizes or swapped blocks.
     """
 
     def __init__(

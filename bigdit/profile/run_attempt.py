@@ -10,7 +10,7 @@ import importlib
 import itertools
 import pickle
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from bigdit.engines import Ema, Engine
 from bigdit.engines.state import checkpoint_bytes
 from bigdit.errors import versions
 from bigdit.files import replacing
+from bigdit.libraries import untested
 from bigdit.memory import HostMemory, Ledger, Span, Timeline, ledger
 from bigdit.models.equip import CompiledGraphs
 from bigdit.profile.attempt import (
@@ -39,12 +40,12 @@ from bigdit.profile.attempt import (
     launched,
     weights_of,
 )
-from bigdit.profile.notices import notices
 from bigdit.profile.steps import STEPS, Built, Witness, group, prepare, raw_batch, take, training
 from bigdit.profile.unwritten import large_uncomputed, unwritten, unwritten_weights
 from bigdit.record.costs import Counting, watching_linear
 from bigdit.record.recorder import History, Recorder
 from bigdit.record.watch import Watch, watching_fsdp2
+from bigdit.strategy import FACTORED, PACKAGES, Strategy
 
 if TYPE_CHECKING:
     from bigdit.encoders.frozen import FrozenEncoders
@@ -250,6 +251,17 @@ def recorded(request: StepRequest, built: Built, snapshot: str | None = None) ->
         notices=(*notices(strategy, versions()), *graphs.breaks()),
         seconds=round(time.perf_counter() - began, 3),
     )
+
+
+def notices(strategy: Strategy, versions: Mapping[str, str]) -> list[str]:
+    """Versions outside the tested range, and what an engine makes impossible."""
+    found = untested(versions, {*PACKAGES.values()} - {PACKAGES.get(strategy.optimizer.name)})
+    if strategy.zero_stage and strategy.optimizer.name in FACTORED:
+        found.append(
+            f"ZeRO-{strategy.zero_stage} hands {strategy.optimizer.name} flat partitions, which cannot be factored: "
+            "its second moment is whole here, and priced so; engine fsdp2 keeps the factors"
+        )
+    return found
 
 
 def _check(summed: Ledger, timeline: Timeline, peaks: Sequence[int]) -> None:

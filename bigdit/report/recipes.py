@@ -13,8 +13,7 @@ from bigdit.catalog.models import before_download
 from bigdit.recipes import Recipe
 from bigdit.report.tables import DASH, table
 from bigdit.report.words import gibs
-from bigdit.search.dataset import written
-from bigdit.units import gib
+from bigdit.units import gib, on_disk
 
 
 def listed(recipes: Sequence[Recipe]) -> Table:
@@ -58,7 +57,7 @@ def needs(found: Recipe) -> list[str]:
     hours = f"{took.hours[0]:.1f} to {took.hours[1]:.1f} h"
     where = "an emulated GPU" if found.processes == 1 else "emulated GPUs"
     each = "" if found.stages == 1 else " of each stage"
-    disk = " to ".join(dict.fromkeys(map(written, took.store_bytes)))
+    disk = " to ".join(dict.fromkeys(map(on_disk, took.store_bytes)))
     by = "its profile" if "blocks_to_swap" in found.run["train"] else "the plan for it"
     waiting = f"CPU    {gib(took.waiting_bytes)} of memory in `bigdit extract`, for encoders that take turns on the GPU"
     return [
@@ -98,13 +97,13 @@ def _saved(found: Recipe) -> list[str]:
         "the optimizer's state": saved.optimizer_bytes,
         "EMA": saved.ema_bytes,
     }
-    parts = ", ".join(f"{written(nbytes)} of {name}" for name, nbytes in kinds.items() if nbytes)
+    parts = ", ".join(f"{on_disk(nbytes)} of {name}" for name, nbytes in kinds.items() if nbytes)
     exports = "an export" if saved.exports == 1 else f"{saved.exports} exports"
     stay = "1 stays" if saved.checkpoints == 1 else f"{saved.checkpoints} stay"
     return [
-        f"       {written(saved.checkpoint_bytes)} for each checkpoint ({parts}), of which {stay}",
-        f"       at most {written(saved.most_bytes)}: {saved.checkpoints_at_once} of them while one is written, and "
-        f"{exports} of {written(saved.export_bytes)}",
+        f"       {on_disk(saved.checkpoint_bytes)} for each checkpoint ({parts}), of which {stay}",
+        f"       at most {on_disk(saved.most_bytes)}: {saved.checkpoints_at_once} of them while one is written, and "
+        f"{exports} of {on_disk(saved.export_bytes)}",
         "       plus the download",
     ]
 

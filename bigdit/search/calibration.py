@@ -80,11 +80,9 @@ def of_gpu(receipts: Iterable[Receipt], asked: Gpu, *, emulated: bool = False) -
 
 def left_out(receipts: Iterable[Receipt], asked: Gpu) -> list[str]:
     """A line where receipts are of emulated GPUs of this kind, from which plans learn nothing."""
-    count = sum(each.emulated and _is(each.device, asked) for each in receipts)
-    if count == 0:
+    if (count := sum(each.emulated and _is(each.device, asked) for each in receipts)) == 0:
         return []
-    which = "1 receipt of an emulated GPU is" if count == 1 else f"{count} receipts of emulated GPUs are"
-    return [f"{which} left out: what the {asked.title} takes is learnt from real ones alone"]
+    return [f"{count} receipt{'s' * (count > 1)} left out, made on emulated GPUs: plans learn from real ones alone"]
 
 
 def own_receipts(asked: Gpu, folder: Path | None) -> tuple[list[Receipt], list[str]]:
@@ -175,9 +173,9 @@ class Calibration:
 
     def source(self, strategy: Strategy) -> str:
         """Where the seconds come from, in a sentence."""
-        found = self.ratio(strategy)
-        unknown = "a roofline with published efficiencies, not calibrated by a receipt of this GPU"
-        return unknown if found is None else found.source
+        if found := self.ratio(strategy):
+            return found.source
+        return "a roofline with published efficiencies, not calibrated by a receipt of this GPU"
 
     def learnt(self, gpu: Gpu) -> Learnt:
         """All that these receipts say to plans of `gpu`, kind by kind of strategy."""

@@ -26,7 +26,7 @@ from bigdit.speed.seconds import Cluster, Interval
 from bigdit.speed.step import step_time
 from bigdit.speed.work import NOTHING, Work, load_of
 from bigdit.strategy import BatchShape, Precision, Strategy
-from bigdit.units import gib
+from bigdit.units import gib, on_disk
 
 STORED_BYTES = 2
 """Latents of a VAE (the mode of its distribution, without its deviation) and hidden states are stored in bf16, as
@@ -179,15 +179,15 @@ def _first_frame_bytes(model: CatalogModel, batch: BatchShape) -> int:
 
 def _first_frame_note(nbytes: int) -> str:
     return (
-        f"the first frame of each video takes {written(nbytes)} more; a second pass of the VAE, as long as that "
+        f"the first frame of each video takes {on_disk(nbytes)} more; a second pass of the VAE, as long as that "
         "over the video, and the image encoder's are not in the time of extraction"
     )
 
 
 def _text_notes(texts: Sequence[_Text], padded: int, stored: Interval, images: int, sample: str) -> list[str]:
     note = (
-        f"padded to {' and '.join(map(str, texts))} in bf16, the text of each {sample} takes {written(padded)}, and "
-        f"that of all {written(padded * images)}"
+        f"padded to {' and '.join(map(str, texts))} in bf16, the text of each {sample} takes {on_disk(padded)}, and "
+        f"that of all {on_disk(padded * images)}"
     )
     cut = [each for each in texts if not each.kept]
     if not cut:
@@ -195,7 +195,7 @@ def _text_notes(texts: Sequence[_Text], padded: int, stored: Interval, images: i
     but = "".join(f" but that of {each}" for each in texts if each.kept)
     low, high = (round(max(each)) for each in zip(*((text.tokens.low, text.tokens.high) for text in cut), strict=True))
     return [
-        f"{note}; it is stored without padding{but}: {written(stored.low)} to {written(stored.high)} each, with "
+        f"{note}; it is stored without padding{but}: {on_disk(stored.low)} to {on_disk(stored.high)} each, with "
         f"captions of {low} tokens (two or three sentences) to {high} (detailed ones) on the mean"
     ]
 
@@ -206,18 +206,18 @@ def _part_notes(sample_bytes: float) -> list[str]:
         return []
     held, less = (PARTS_HELD * each * sample_bytes for each in (PART_SIZE, size))
     return [
-        f"a worker of `bigdit extract` holds up to {PARTS_HELD} parts in CPU memory: {written(held)} with "
-        f"data.part_size {PART_SIZE}, {written(less)} with {size}"
+        f"a worker of `bigdit extract` holds up to {PARTS_HELD} parts in CPU memory: {on_disk(held)} with "
+        f"data.part_size {PART_SIZE}, {on_disk(less)} with {size}"
     ]
 
 
 def _disk_note(store: Interval) -> str:
     disks = math.ceil(store.high / DISK_BYTES)
-    least = f"{written(store.low)} to " if store.low < store.high else ""
-    size = f"the store takes {least}{written(store.high)}"
+    least = f"{on_disk(store.low)} to " if store.low < store.high else ""
+    size = f"the store takes {least}{on_disk(store.high)}"
     if disks == 1:
-        return f"{size}, {store.high / DISK_BYTES:.1%} of a disk of {written(DISK_BYTES)}"
-    return f"{size}: up to {disks} disks of {written(DISK_BYTES)}"
+        return f"{size}, {store.high / DISK_BYTES:.1%} of a disk of {on_disk(DISK_BYTES)}"
+    return f"{size}: up to {disks} disks of {on_disk(DISK_BYTES)}"
 
 
 def _extraction_notes(model: CatalogModel, batch: BatchShape, *, known: bool) -> list[str]:
@@ -248,14 +248,6 @@ def _room_notes(need: EncodersNeed, question: Question) -> list[str]:
         f"extraction does not fit the {question.gpu.title}: with a sample at a time {gib(nbytes)} of "
         f"{gib(room(question.gpu))} are needed for the {name}; a larger GPU, or encoders.device: cpu, encodes"
     ]
-
-
-def written(nbytes: float) -> str:
-    """Bytes on a disk, in the units that disks are sold in: `2.46 MB`, `41.5 TB`."""
-    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.3g} {name}" if nbytes < 1000 * unit else f"{nbytes / unit:,.0f} {name}"
-    return f"{nbytes:.0f} B"
 
 
 Way = Literal["together", "in turns"]

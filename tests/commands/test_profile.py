@@ -12,8 +12,9 @@ from bigdit import catalog
 from bigdit.config.load import parse_strategy
 from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.errors import UserError
+from bigdit.libraries import TESTED_WITH
 from bigdit.profile.attempt import parse_resolution
-from bigdit.profile.notices import TESTED_WITH, notices
+from bigdit.profile.run_attempt import notices
 
 READ_BY_THE_PAGE = """
     PROTO FRAME STOP MARK MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET EMPTY_DICT EMPTY_LIST EMPTY_TUPLE LIST DICT
@@ -146,7 +147,7 @@ def test_resolutions_are_pixels(text):
 
 def test_untested_versions_and_lost_factors_are_logged():
     tested = {name: first for name, (first, _) in TESTED_WITH.items()}
-    assert notices(parse_strategy(["single"]), tested) == ()
+    assert notices(parse_strategy(["single"]), tested) == []
     (version,) = notices(parse_strategy(["single"]), tested | {"torch": "2.16.0+cu132"})
     assert version.startswith("torch 2.16.0+cu132 is outside the versions that bigdit was tested with (2.11.0 to ")
     (factored,) = notices(parse_strategy(["zero2,world_size=2,optimizer.name=came"]), tested)

@@ -94,7 +94,7 @@ def test_what_plans_take_from_them_is_shown_by_gpu(folder):
     assert (speed["spread"], speed["count"]) == (0, 1)
     done = in_process("receipts", "calibrate", "--receipts", folder, "--gpu", "a100-80g-sxm")
     assert done.returncode == 0, done.stderr
-    assert "note: 1 receipt of an emulated GPU is left out: what the NVIDIA A100" in done.stderr
+    assert "note: 1 receipt left out, made on emulated GPUs: plans learn" in done.stderr
     assert f"+{100 * gpu['margin_share']:.1f} %" in done.stdout
     assert f"× {speed['ratio']:.3g}" in done.stdout
     assert all(len(line) <= 80 for line in done.stdout.splitlines())

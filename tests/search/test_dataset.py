@@ -12,13 +12,13 @@ from bigdit import catalog
 from bigdit.memory import Block, Span, Timeline
 from bigdit.profile.gpus import EmulatedGpus
 from bigdit.search.ask import question_for
-from bigdit.search.dataset import EncoderBytes, EncodersNeed, _room_notes, dataset_need, encoding_requests, written
+from bigdit.search.dataset import EncoderBytes, EncodersNeed, _room_notes, dataset_need, encoding_requests
 from bigdit.search.plan import LIBRARIES_BYTES, host_need
 from bigdit.sources.protocol import Caption
 from bigdit.speed.seconds import Cluster
 from bigdit.store.part import EncodedRange, write_part
 from bigdit.store.text import Text
-from bigdit.units import GIB, KIB, MIB
+from bigdit.units import GIB, KIB, MIB, on_disk
 
 
 def need(name, encoding=(), **options):
@@ -201,7 +201,7 @@ def test_a_plan_says_where_encoders_have_no_room_together():
 
 @given(st.floats(1, 1e18))
 def test_sizes_on_disk_are_written_to_three_digits(nbytes):
-    number, unit = written(nbytes).split()
+    number, unit = on_disk(nbytes).split()
     scale = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}[unit]
     assert float(number.replace(",", "")) * scale == pytest.approx(nbytes, rel=6e-3, abs=0.5)
 
