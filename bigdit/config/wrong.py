@@ -134,7 +134,7 @@ _NAMES: dict[Meant, str] = {
     Meant("strategy.lora.alpha"): "network_alpha lora_alpha linear_alpha alpha",
     Meant("strategy.lora.targets", "names of linear layers"): "lora_target_modules target_modules lora_layers",
     Meant("strategy.lora.dora", "true"): "use_dora lora_decompose",
-    Meant("strategy.lora.base", "bf16, int8 or nf4"): (
+    Meant("strategy.lora.base", "bf16, int8, fp8 or nf4", ("--lora-base",)): (
         "quantize quantization base_model_precision load_in_4bit load_in_8bit fp8_base"
     ),
     Meant("train.warmup_steps"): "lr_warmup_steps num_warmup_steps learning_rate_warmup_steps lr_warmup warmup",

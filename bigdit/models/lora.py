@@ -1,7 +1,8 @@
-"""Low-rank adapters (Hu et al., arXiv:2106.09685) by peft, over a frozen base in bf16, int8 or nf4.
+"""Low-rank adapters (Hu et al., arXiv:2106.09685) by peft, over a frozen base in bf16, int8, fp8 or nf4.
 
-A base is quantised when it moves to its device. int8 has a scale for each row (`Int8Linear`). nf4 is bitsandbytes'
-4-bit NormalFloat with an fp32 scale for 64 values (Dettmers et al., arXiv:2305.14314, without double quantisation).
+A base is quantised when it moves to its device. int8 and fp8 have a scale for each row (`ScaledLinear`). nf4 is
+bitsandbytes' 4-bit NormalFloat with an fp32 scale for 64 values (Dettmers et al., arXiv:2305.14314, without double
+quantisation).
 """
 
 from __future__ import annotations
@@ -94,10 +95,10 @@ def _add_magnitudes(layer: Any, base: str) -> None:
 
 
 class _PackedDora(DoraLinearLayer):
-    """DoRA over a quantised weight, which it dequantises; peft itself does not know Int8Linear."""
+    """DoRA over a quantised weight, which it dequantises; peft itself does not know ScaledLinear."""
 
     def forward(self, x: torch.Tensor, *, base_layer: Any, **rest: Any) -> torch.Tensor:
-        if isinstance(base_layer, Int8Linear):
+        if isinstance(base_layer, ScaledLinear):
             weight = dequantised(base_layer.weight, base_layer.scale)
         else:
             weight = dequantize_4bit(base_layer.weight.data, base_layer.weight.quant_state)
@@ -113,13 +114,15 @@ def _norms(weight: torch.Tensor, base: str) -> torch.Tensor:
     """
     if base == "nf4" and not weight.is_meta:
         weight = dequantize_4bit(*quantize_4bit(weight, compress_statistics=False, quant_type="nf4"))
+    if base == "fp8" and not weight.is_meta:
+        weight = dequantised(*quantised(weight, SCALED[base]))
     return torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32)
 
 
 def _quantised(linear: nn.Linear, base: str) -> nn.Linear:
     """A layer with the same weight, which is quantised when it moves to a device."""
-    if base == "int8":
-        return Int8Linear(linear)
+    if base in SCALED:
+        return ScaledLinear(linear, SCALED[base])
     layer = Linear4bit(
         linear.in_features,
         linear.out_features,
@@ -137,24 +140,26 @@ def _quantised(linear: nn.Linear, base: str) -> nn.Linear:
     return layer
 
 
-LARGEST = 127
+SCALED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""Bases with a scale for each row."""
 
 
-class Int8Linear(nn.Linear):
+class ScaledLinear(nn.Linear):
     """Replaces a frozen `linear`, and quantises its weight when it moves to a device.
 
-    `weight` is then int8 [out, in], and `scale` [out, 1] in the dtype that the weight had.
+    `weight` is then [out, in] in the dtype `kept`, and `scale` [out, 1] in the dtype that the weight had.
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, kept: torch.dtype) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+        self.kept = kept
         self.weight, self.bias = linear.weight, linear.bias
         self.scale = nn.Parameter(linear.weight.new_empty(linear.out_features, 1), requires_grad=False)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
-        if self.weight.is_floating_point() and not self.weight.is_meta:
-            weight, scale = quantised(self.weight.data)
+        if self.weight.dtype != self.kept and not self.weight.is_meta:
+            weight, scale = quantised(self.weight.data, self.kept)
             self.weight, self.scale = (nn.Parameter(each, requires_grad=False) for each in (weight, scale))
         return self
 
@@ -181,16 +186,20 @@ class _Product(torch.autograd.Function):
         return gradient @ dequantised(*ctx.saved_tensors), None, None, None
 
 
-def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """int8 [rows, columns], and a scale for each row [rows, 1] in the weight's dtype."""
+def quantised(weight: torch.Tensor, kept: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """[rows, columns] in the dtype `kept`, and a scale for each row [rows, 1] in the weight's dtype."""
+    most = torch.finfo(kept).max if kept.is_floating_point else torch.iinfo(kept).max
     largest = torch.linalg.vector_norm(weight, torch.inf, dim=1, keepdim=True, dtype=torch.float32)
-    scale = (largest / LARGEST).to(weight.dtype)
+    scale = (largest / most).to(weight.dtype)
     scale = scale.masked_fill_(scale == 0, 1)
     # Divided by the rounded scale, so that its rounding adds no error.
-    values = (weight.float() / scale).round_().clamp_(-LARGEST, LARGEST)
-    return values.to(torch.int8), scale
+    values = weight.float() / scale
+    values = (values if kept.is_floating_point else values.round_()).clamp_(-most, most)
+    return values.to(kept), scale
 
 
 def dequantised(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """[rows, columns] in the dtype of the scales: on a GPU one kernel, without a copy in between."""
+    """[rows, columns] in the dtype of the scales; of int8 by one kernel, without a copy in between."""
+    if weight.dtype == torch.float8_e4m3fn:  # which torch does not multiply with another dtype
+        return weight.to(scale.dtype).mul_(scale)
     return weight * scale

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bigdit.profile.gpus import LARGEST_MICRO_BATCH
-from bigdit.search.plan import Estimate, Plan, lossy_by
+from bigdit.search.plan import Estimate, Plan, base_of, lossy_by
 from bigdit.speed.seconds import Interval
 from bigdit.strategy import BITSANDBYTES, OPTIMIZERS, EmaSpec, Strategy
 from bigdit.units import GIB, count, gib, how_many, unit_of
@@ -278,10 +278,15 @@ def host(plan: Plan) -> list[str]:
 
 def numerics(plan: Plan) -> str:
     """A note for the headline of a plan that is lossy although nobody asked for that."""
-    fixed = plan.question.constraints
-    asked = (fixed.optimizer, fixed.precision) != (None, None) or fixed.lora_rank is not None
-    if plan.chosen.lossless or asked:
+    fixed, base = plan.question.constraints, base_of(plan.chosen.strategy)
+    if plan.chosen.lossless or (fixed.optimizer, fixed.precision, fixed.lora_base) != (None, None, None):
         return ""
+    if base is not None:
+        others = [row.samples_per_second_per_gpu.middle for row in plan.front if row.lossless and row.verdict == "FITS"]
+        if not others:
+            return f" over a base quantised to {base}, since nothing lossless fits"
+        times = plan.chosen.samples_per_second_per_gpu.middle / max(others)
+        return f" over a base quantised to {base}, {times:.2f} times as fast as over bf16, which is lossless"
     memory = f"{gib(plan.question.host_memory_bytes)} of {'assumed ' * plan.question.host_assumed}CPU memory"
     return f" with a lossy optimizer: nothing lossless fits with {memory} (--host-memory)"
 

@@ -28,7 +28,6 @@ from bigdit.strategy import (
     MOST_GPUS,
     BatchShape,
     EmaSpec,
-    LoraBase,
     LoraSpec,
     OptimizerSpec,
     Precision,
@@ -285,11 +284,13 @@ def constraint_problems(cluster: Cluster, fixed: Constraints, gpu: Gpu | None) -
         problems.append(f"--optimizer: {missing}")
     if fixed.ema == "none" and fixed.ema_widths is not None:
         problems.append("--ema-widths are of EMAs, and --ema none keeps none; leave one of them out")
-    bases: tuple[str | None, ...] = (None,) if fixed.lora_rank is None else get_args(LoraBase)
-    refusals = [_refusals(cluster, fixed, gpu, base) for base in bases]
+    if fixed.lora_base is not None and fixed.lora_rank is None:
+        problems.append("--lora-base is of the weights under adapters, and --lora is missing; add --lora 16")
+    refusals = [_refusals(cluster, fixed, gpu, base) for base in fixed.lora_bases]
     if all(refusals):
         why = "; or: ".join(min(each, key=len) for each in refusals)
-        keys = {"engine", "optimizer", "precision", "lora_rank", "float8"} | ({"ema"} if fixed.ema != "none" else set())
+        keys = {"engine", "optimizer", "precision", "lora_rank", "lora_base", "float8"}
+        keys |= {"ema"} if fixed.ema != "none" else set()
         given = fixed.model_dump(include=keys, exclude_none=True)
         named = ", ".join(f"{option(_ASKED.get(name, name))} {value}" for name, value in given.items())
         problems.append(f"{named}: no strategy has this: {why}")

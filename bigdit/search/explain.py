@@ -234,7 +234,7 @@ def _unconstrained(question: Question) -> Iterator[tuple[str, Question]]:
     if fixed.features == "online":
         cached = fixed.model_copy(update={"features": "cached"})
         yield "encode once, and train from cached features", question.model_copy(update={"constraints": cached})
-    stays = ("features", "ema", "ema_widths", "lora_rank", "full")
+    stays = ("features", "ema", "ema_widths", "lora_rank", "lora_base", "full")
     free = Constraints(**{key: getattr(fixed, key) for key in stays})
     if fixed != free:
         yield "without what was fixed", question.model_copy(update={"constraints": free})

@@ -24,7 +24,7 @@ from bigdit.strategy import LoraSpec, Strategy
 # Keys of a strategy that a plan takes from the run, and constants that no plan depends on.
 _TAKEN = (
     *("engine", "world_size", "micro_batch_size", "grad_accum_steps", "precision", "checkpointed_blocks", "features"),
-    *("ema", "lora.rank", "lora.alpha", "cpu_offload", "ds_config", "gradient_clipping"),
+    *("ema", "lora.rank", "lora.alpha", "lora.base", "cpu_offload", "ds_config", "gradient_clipping"),
     *("optimizer.name", "optimizer.lr", "optimizer.betas", "optimizer.beta3", "optimizer.eps"),
     *("optimizer.weight_decay", "optimizer.decayed", "encode_chunk", "read_ahead_steps", "compile_blocks"),
     *("checkpointed_segments", "float8"),
@@ -111,6 +111,7 @@ def _question(document: dict[str, Any], asked: Mapping[str, Any]) -> Question:
         ema=None if strategy.ema is None else strategy.ema.device,
         ema_widths=None if strategy.ema is None else strategy.ema.widths,
         lora=None if strategy.lora is None else strategy.lora.rank,
+        lora_base=given("strategy.lora.base", strategy.lora and strategy.lora.base),
         features="online" if strategy.features == "online" else None,
         compile=strategy.compile_blocks or None,
         fp8=None if strategy.float8 == "none" else strategy.float8,

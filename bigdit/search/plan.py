@@ -20,6 +20,7 @@ from bigdit.speed.seconds import Cluster, Interval, StepTime
 from bigdit.strategy import (
     OPTIMIZERS,
     BatchShape,
+    LoraBase,
     OptimizerName,
     Precision,
     SegmentSpec,
@@ -57,10 +58,19 @@ class Constraints(Strict):
     ema: Literal["none", "auto", "gpu", "cpu"] = "none"
     ema_widths: Widths | None = None
     lora_rank: Annotated[Count, Field(le=MOST_RANK)] | None = None
+    lora_base: LoraBase | None = None
     features: Literal["cached", "online"] = "cached"
     compile: Switch = False
     float8: Literal["tensorwise", "rowwise"] | None = None
     full: Switch = False
+
+    @property
+    def lora_bases(self) -> tuple[LoraBase | None, ...]:
+        """The bases of adapters to look at; None without adapters. fp8 takes what int8 does, and errs more: it is for
+        those who ask for it."""
+        if self.lora_rank is None:
+            return (None,)
+        return ("bf16", "int8", "nf4") if self.lora_base is None else (self.lora_base,)
 
 
 class Question(Strict):
@@ -105,11 +115,16 @@ class Question(Strict):
         return nbytes > self.host_memory_bytes and not self.host_assumed
 
 
+def base_of(strategy: Strategy) -> LoraBase | None:
+    """The base of its adapters; None without adapters."""
+    return None if strategy.lora is None else strategy.lora.base
+
+
 def lossy_by(strategy: Strategy) -> list[str]:
     """What of a strategy changes the numbers of AdamW with fp32 masters, in a few words each."""
     found, name = [], strategy.optimizer.name
-    if strategy.lora is not None and strategy.lora.base != "bf16":
-        found.append(f"quantised base ({strategy.lora.base})")
+    if (base := base_of(strategy)) not in (None, "bf16"):
+        found.append(f"quantised base ({base})")
     if "adamw" in name and "bit" in name:
         found.append(f"{'4' if '4bit' in name else '8'}-bit optimizer state")
     elif name != "adamw":

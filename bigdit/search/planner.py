@@ -62,7 +62,8 @@ class Planner:
     """The `question`, the emulated GPUs that answer, what receipts say; and what was found.
 
     `options` were explored, by title; `rejected` are choices with the reason. Of estimates by their titles: `launches`
-    were counted where they ran, and `profiles` are what was recorded.
+    were counted where they ran, and `profiles` are what was recorded. `passed_over`: the lossless estimate in
+    whose place a much faster one is recommended.
     """
 
     question: Question
@@ -72,6 +73,7 @@ class Planner:
     rejected: list[Rejected] = field(default_factory=list)
     launches: dict[str, Launches | None] = field(default_factory=dict)
     profiles: dict[str, Profile] = field(default_factory=dict)
+    passed_over: Estimate | None = None
 
     def about(self, question: Question) -> Planner:
         """A planner of another question, by the same GPUs and receipts."""

@@ -93,6 +93,9 @@ class PlanRequest:
         key="strategy.ema.widths",
     )
     lora: int | None = _option("Train LoRA adapters of this rank.", "RANK", key="strategy.lora.rank")
+    lora_base: str | None = _option(
+        "Fix the dtype of the weights under adapters: bf16, int8, fp8 or nf4.", "NAME", key="strategy.lora.base"
+    )
     features: str | None = _option(
         "cached (the default), or online: run the encoders in every step.", "WHEN", key="strategy.features"
     )

@@ -8,10 +8,10 @@ from bigdit.catalog.gpus import gpus
 from bigdit.config.plan_file import LargestMicroBatch
 from bigdit.profile.attempt import Attempt
 from bigdit.search.option import Option
-from bigdit.search.plan import Estimate, lossy_by
+from bigdit.search.plan import Estimate, base_of, lossy_by
 from bigdit.search.planner import SAME_SPEED, Planner, rate
 from bigdit.speed.seconds import Interval
-from bigdit.strategy import StepSize, Strategy
+from bigdit.strategy import StepSize
 from bigdit.units import gib
 
 MOST_ROWS = 6
@@ -38,12 +38,14 @@ def front(planner: Planner, known: Estimate) -> tuple[Estimate, ...]:
     shown += _thinned(others, room - len(shown))
     if alike and (fastest := _fastest_first(alike)[0]) not in shown and rate(fastest) > rate(known):
         shown.append(fastest)
-    bases = {_base(each.strategy) for each in (*shown, known)}
+    bases = {base_of(each.strategy) for each in (*shown, known)}
     # nf4 takes less than int8 and is as fast, so that no front has an int8 base, whose error is a tenth.
-    fastest_of = {_base(each.strategy): each for each in reversed(_fastest_first(every))}
+    fastest_of = {base_of(each.strategy): each for each in reversed(_fastest_first(every))}
     shown += [each for base, each in fastest_of.items() if base not in bases]
     ran = [each for each in planner.run(_fastest_first(shown)) if each is not None and each.verdict != "DOES NOT FIT"]
-    rows = sorted([known, *ran], key=lambda row: (row.lossless != known.lossless, -rate(row)))
+    beside = [] if planner.passed_over is None else [planner.passed_over]
+    rows = [*beside, *(each for each in ran if each.title not in {row.title for row in beside}), known]
+    rows.sort(key=lambda row: (row.lossless != known.lossless, -rate(row)))
     reasons = [recommended(row, rows) if row is known else _reason(row, known) for row in rows]
     return tuple(row.model_copy(update={"reason": why}) for row, why in zip(rows, reasons, strict=True))
 
@@ -55,10 +57,6 @@ def _frontier(estimates: Sequence[Estimate]) -> list[Estimate]:
         if not best or rate(each) > rate(best[-1]):
             best.append(each)
     return best
-
-
-def _base(strategy: Strategy) -> str | None:
-    return None if strategy.lora is None else strategy.lora.base
 
 
 def _fastest_first(estimates: Sequence[Estimate]) -> list[Estimate]:
@@ -115,6 +113,8 @@ def recommended(chosen: Estimate, rows: Sequence[Estimate]) -> str:
     fastest, of_numbers, of_all = (max([chosen, *among], key=rate) for among in (alike, numbers, fits))
     among = "" if of_all in (of_numbers, chosen) else " lossless one"
     among += " that fits" + ("" if of_numbers in (fastest, chosen) or swaps else " with all weights on the GPU")
+    if base_of(chosen.strategy) == "int8" and any(base_of(each.strategy) == "nf4" for each in numbers):
+        return "recommended: about as fast as over nf4, whose error is ten times as large"
     if fastest is chosen:
         return f"recommended: the fastest{among}"
     return f"recommended: within {SAME_SPEED:.0%} of the fastest{among}; of these it takes the least memory"
@@ -124,8 +124,7 @@ def _reason(row: Estimate, chosen: Estimate) -> str:
     less = chosen.process.high_bytes - row.process.high_bytes
     parts = [faster_or_slower(row.samples_per_second_per_gpu, chosen.samples_per_second_per_gpu)]
     parts.append(f"{gib(abs(less))} {'less' if less >= 0 else 'more'}")
-    if chosen.lossless:
-        parts += lossy_by(row.strategy)
+    parts += lossy_by(row.strategy) if chosen.lossless else ["lossless"] * row.lossless
     if row.verdict != "FITS":
         parts.append(row.verdict.lower())
     return "; ".join(parts)

@@ -10,8 +10,8 @@ from bigdit.errors import UserError
 from bigdit.profile.pool import WorkerEnded
 from bigdit.search.explore import FailedOption, explore, hopeful, selective, swapped
 from bigdit.search.option import Option
-from bigdit.search.plan import Estimate, Rejected, Verdict
-from bigdit.search.planner import SAME_SPEED, Planner, rate
+from bigdit.search.plan import Estimate, Rejected, Verdict, base_of
+from bigdit.search.planner import SAME_SPEED, Planner, as_fast_as, rate
 from bigdit.search.space import proposals
 from bigdit.units import GIB, LARGEST
 
@@ -44,11 +44,12 @@ def search(planner: Planner, ahead: Ahead) -> Estimate:
         lossless_later = any(each.lossless for each in proposed if each.last_resort > resort)
         wanted = [each for each in _ranked(planner) if each.lossless or not lossless_later]
         _selective(planner, wanted[:1])
-        best = best_that_runs(planner, ahead, lossless_later=lossless_later)
+        options = [each for each in planner.options.values() if each.lossless or not lossless_later]
+        best = best_that_runs(planner, ahead, options)
         if best is not None and best.verdict != "DOES NOT FIT":
             planner.rejected += _later(proposed, resort) if best.lossless else []
             planner.rejected += _adapters(planner) if resort else []
-            return best
+            return _over_quantised(planner, ahead, best)
     explore(planner, short_of_host)  # a machine with more memory is an answer
     if not planner.options:  # state alone is too much everywhere: by how much is still an answer
         failed = explore(planner, [each for each in proposed if each.base is None][-1:])
@@ -60,6 +61,27 @@ def search(planner: Planner, ahead: Ahead) -> Estimate:
         planner.question = planner.question.model_copy(update={"host_memory_bytes": needed})
         return search(planner, ahead)
     return _nearest(planner, least or _smallest(planner))
+
+
+MUCH_FASTER = 1.3
+"""So many times as fast, adapters over a quantised base are recommended instead of lossless ones."""
+
+
+def _over_quantised(planner: Planner, ahead: Ahead, best: Estimate) -> Estimate:
+    """Adapters over a quantised base, where they are MUCH_FASTER than the `best`, which is lossless; else that.
+
+    int8 errs a tenth as much as nf4: it is taken where it is as fast.
+    """
+    if not best.lossless or best.strategy.lora is None:
+        return best
+    found = [each for each in _ranked(planner) if not each.lossless and rate(each) > MUCH_FASTER * rate(best)]
+    fast = [each for each in found if as_fast_as(each, max(found, key=rate))]
+    exact = [each for each in fast if base_of(each.strategy) == "int8"] or fast
+    ran = best_that_runs(planner, ahead, [planner.options[each.option] for each in exact])
+    if ran is None or ran.verdict != "FITS":
+        return best
+    planner.passed_over = best
+    return ran
 
 
 def _nearest(planner: Planner, least: Estimate) -> Estimate:
@@ -139,7 +161,8 @@ def _later(proposed: Sequence[Option], resort: int) -> list[Rejected]:
     copies = "every step would wait for copies over PCIe and for CPU cores, and something fits without that"
     if resort:
         copies = "every step would copy all weights over PCIe, and something that copies fewer fits"
-    reasons = {True: copies, False: "it is lossy, and something lossless fits; choose it with --optimizer or --lora"}
+    lossy = "it is lossy, and something lossless fits; choose it with --optimizer or --lora-base"
+    reasons = {True: copies, False: lossy}
     later = [each for each in proposed if each.last_resort > resort]
     later = [each for each in later if each.lossless or (each.strategy.world_size > 1 and not each.waits)]
     titles = {kept: [each.title for each in later if each.lossless == kept] for kept in reasons}
@@ -158,12 +181,11 @@ MOST_RUN = 10
 """Estimates that are run at most, on the way to the best."""
 
 
-def best_that_runs(planner: Planner, ahead: Ahead, *, lossless_later: bool) -> Estimate | None:
-    """The best that runs, which alone is recorded: for what it takes of CPU memory, and by category.
+def best_that_runs(planner: Planner, ahead: Ahead, options: Sequence[Option]) -> Estimate | None:
+    """The best that runs of these options. It alone is recorded: for what it takes of CPU memory, and by category.
 
-    The order is by predictions, which each run moves; where nothing fits, the best of what is TIGHT. None
-    that is lossy runs where others are `lossless_later`. `ahead` has what will be asked of the best run, besides its
-    record.
+    The order is by predictions, which each run moves; where nothing fits, the best of what is TIGHT. `ahead` has what
+    will be asked of the best run, besides its record.
     """
     ran: dict[str, Estimate | None] = {}
     refused: set[str] = set()
@@ -175,8 +197,7 @@ def best_that_runs(planner: Planner, ahead: Ahead, *, lossless_later: bool) -> E
         return next((ran[each.title] for each in planner.preferred(again)), None)
 
     while True:
-        order = [each for each in _ranked(planner) if each.title not in refused]
-        order = [each for each in order if each.lossless or not lossless_later]
+        order = [each for each in _ranked(planner, options) if each.title not in refused]
         if order and order[0].title not in ran and len(ran) < MOST_RUN:
             asked = _pair(planner, order)[: planner.gpus.count]
             ran |= zip((each.title for each in asked), planner.run(asked), strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -13,7 +13,7 @@ from bigdit.errors import UserError
 from bigdit.profile.attempt import float8_problems, precision_problems
 from bigdit.search.option import Option
 from bigdit.search.plan import Constraints, Question, Rejected
-from bigdit.strategy import FACTORED, OPTIMIZERS, LoraBase, Precision, Strategy
+from bigdit.strategy import FACTORED, OPTIMIZERS, Precision, Strategy
 from bigdit.units import gib
 
 ENGINE_TITLES = {
@@ -102,7 +102,6 @@ def _accumulates(question: Question) -> bool:
 def _settings(question: Question, engine: str) -> list[dict[str, Any]]:
     """Optimizer, precision, EMA and adapters: the lossless ones first."""
     fixed, precision = question.constraints, precision_of(question)
-    bases: list[Any] = [None] if fixed.lora_rank is None else list(get_args(LoraBase))
     if fixed.optimizer is not None:
         pairs: list[tuple[str, str]] = [(fixed.optimizer, precision)]
     elif "offload" in engine or fixed.lora_rank is not None:
@@ -118,7 +117,7 @@ def _settings(question: Question, engine: str) -> list[dict[str, Any]]:
     return [
         {"optimizer.name": optimizer, "precision": kind, "lora.base": base, **ema}
         for optimizer, kind in pairs
-        for base in bases
+        for base in fixed.lora_bases
         for ema in _emas(fixed)
     ]
 

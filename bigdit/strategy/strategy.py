@@ -347,6 +347,8 @@ def _compile_problems(strategy: Strategy) -> list[str]:
         )
     if strategy.lora is not None and strategy.lora.dora:
         problems.append("compile_blocks compiles the layers of lora.dora in pieces, slower than it runs them; use LoRA")
+    if strategy.lora is not None and strategy.lora.base == "fp8":
+        problems.append("compile_blocks reads lora.base fp8 by kernels that GPUs before Ada lack; use lora.base int8")
     if strategy.blocks_to_swap:
         problems.append("compile_blocks was not tried with blocks_to_swap; leave one of them out")
     return problems
@@ -370,7 +372,7 @@ def _float8_problems(strategy: Strategy) -> list[str]:
 
 def _memory_problems(strategy: Strategy) -> list[str]:
     problems = []
-    takes = {"int8": ("single", "fsdp2"), "nf4": ("single",)}
+    takes = {"int8": ("single", "fsdp2"), "fp8": ("single", "fsdp2"), "nf4": ("single",)}
     if strategy.lora is not None and strategy.engine not in takes.get(strategy.lora.base, (strategy.engine,)):
         problems.append(
             f"lora.base {strategy.lora.base} keeps packed weights, which {strategy.engine} cannot shard; use lora.base "
@@ -379,7 +381,7 @@ def _memory_problems(strategy: Strategy) -> list[str]:
     if strategy.lora is not None and strategy.lora.base == "bf16" and not strategy.precision.startswith("bf16"):
         problems.append(
             f"lora.base bf16 is computed with in bf16, and precision is {strategy.precision}; use precision bf16, or "
-            "lora.base int8 or nf4"
+            "lora.base int8, fp8 or nf4"
         )
     if strategy.features == "cached" and strategy.encode_chunk is not None:
         problems.append("encode_chunk belongs to features online, and features is cached")

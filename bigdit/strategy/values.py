@@ -245,7 +245,7 @@ class SegmentSpec(Section):
         return self
 
 
-LoraBase = Literal["bf16", "int8", "nf4"]
+LoraBase = Literal["bf16", "int8", "fp8", "nf4"]
 
 
 class LoraSpec(Section):
@@ -258,6 +258,6 @@ class LoraSpec(Section):
     targets: tuple[str, ...] = ()
     """Names of linear layers, matched by their last parts as in peft. Empty: those of attention."""
     base: LoraBase = "bf16"
-    """The dtype of the frozen weights."""
+    """The dtype of the frozen weights of the blocks' linear layers; fp8 is e4m3."""
     dora: Switch = False
     """DoRA: also train a magnitude for each row of a weight (Liu et al., arXiv:2402.09353)."""

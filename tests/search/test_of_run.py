@@ -82,13 +82,13 @@ def test_features_online_are_pinned_and_what_is_not_is_reported(tmp_path):
     strategy = {"features": "online", "lora": {"rank": 4, "base": "nf4", "dora": False}, "offload_activations": True}
     path = written(tmp_path, data=PIXART["data"] | {"features": None}, train={"steps": 9}, strategy=strategy)
     (only,) = asked(path)
-    assert only.constraints.features == "online"
+    assert (only.constraints.features, only.constraints.lora_base) == ("online", "nf4")
     assert problems(path, "data.buckets=[[512, 512], [256, 256]]") == [
         "strategy.features is online, and data.buckets has 2: the bucket of an image is known only after all were "
         "read; set it "
         "to cached, and run `bigdit extract` first"
     ]
-    asked_for = {"checkpointing": "selective", "lora.base": "nf4", "offload_activations": "true"}
+    asked_for = {"checkpointing": "selective", "offload_activations": "true"}
     assert overruled(path, ["strategy.checkpointing=selective"]) == [
         f"{path}: strategy.{key} is {printed}, which plans do not fix: this one chooses by itself"
         for key, printed in asked_for.items()

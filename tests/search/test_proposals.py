@@ -126,8 +126,11 @@ def test_as_many_emas_are_proposed_as_were_asked_for() -> None:
 def test_adapters_are_proposed_over_every_base_that_the_engine_takes() -> None:
     one, several = (question(constraints=Constraints(lora_rank=16), cluster=Cluster(gpus=gpus)) for gpus in (1, 8))
     assert [title for title in titles(one) if title.startswith("single GPU") and "CPU memory" not in title] == [
-        f"single GPU, AdamW, LoRA 16 over {base}" for base in get_args(LoraBase)
+        f"single GPU, AdamW, LoRA 16 over {base}" for base in ("bf16", "int8", "nf4")
     ]
+    for base in get_args(LoraBase):
+        pinned = titles(question(constraints=Constraints(lora_rank=16, lora_base=base)))
+        assert {title.rpartition(" over ")[2].partition(",")[0] for title in pinned} == {base}
     assert "FSDP2 on 8, AdamW, LoRA 16 over int8" in titles(several)
     assert not any("nf4" in title for title in titles(several))
 
