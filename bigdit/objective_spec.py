@@ -21,6 +21,11 @@ SAMPLERS: dict[str, tuple[SamplerName, ...]] = {
 Logit = Annotated[Number, Field(ge=-10, le=10)]
 """The logit of a t from 4.5e-5 to 1 - 4.5e-5."""
 
+Noise = Annotated[Number, Field(ge=0, le=1)]
+"""A t: 0 is the image, 1 is noise."""
+
+NARROWEST = 0.001
+"""Of a t_range: one of the thousand timesteps of diffusers' schedulers."""
 
 _MOST_NOISE = 1000.0
 """Twice the sum of betas; DDPM's own come to 20. At e^-700 the image's share is no number any more."""
@@ -87,8 +92,19 @@ class FlowMatchingSpec(Section):
     """How much mode prefers the middle."""
     shift: Shift = 1.0
     """Above 1 it moves t towards noise, as high resolutions need: a number, or by a sample's tokens."""
+    t_range: tuple[Noise, Noise] = (0.0, 1.0)
+    """Only t within these bounds is drawn, after the shift: an expert of Wan 2.2 sees [0.875, 1] or [0, 0.875]."""
     weighting: Literal["none", "sigma_sqrt", "cosmap"] = "none"
     """The weight of a sample's loss by its t, as in diffusers' scripts for SD3."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> FlowMatchingSpec:
+        low, high = self.t_range
+        if high - low < NARROWEST:
+            raise ValueError(
+                f"t_range is [{low:g}, {high:g}], and its second bound must be {NARROWEST} above its first, or more"
+            )
+        return self
 
 
 class DdpmSpec(Section):
@@ -164,6 +180,17 @@ _COUNTS_WITH: dict[str, tuple[str, tuple[str, ...] | None]] = {
     "beta_end": ("betas", ("linear", "scaled_linear")),
     "p2_k": ("p2_gamma", None),
 }
+
+
+def partial(objective: FlowMatchingSpec | DdpmSpec) -> str | None:
+    """Why a model that learns this generates no image by itself; None where it does."""
+    if isinstance(objective, DdpmSpec) or objective.t_range == (0.0, 1.0):
+        return None
+    low, high = objective.t_range
+    return (
+        f"objective.t_range is [{low:g}, {high:g}], and a model of a part of the way from noise to image generates "
+        "none by itself; diffusers' pipeline does with both experts"
+    )
 
 
 def meaningless(objective: FlowMatchingSpec | DdpmSpec) -> list[str]:

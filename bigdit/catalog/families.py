@@ -257,6 +257,10 @@ PUBLISHED: dict[str, FlowMatchingSpec | DdpmSpec] = {
     **dict.fromkeys(("sana-1.5-1600m-1024", "sana-1.5-3200m-1024", "sana-1.5-4800m-1024"), _SHIFTED),
     **dict.fromkeys(("sd3-medium", "sd3.5-medium", "sd3.5-large"), _SHIFTED),
     **dict.fromkeys(("wan2.1-t2v-1.3b", "wan2.1-t2v-14b", "wan2.1-i2v-14b-480p"), _SHIFTED),
+    "wan2.2-t2v-a14b-high": FlowMatchingSpec(shift=12.0, t_range=(0.875, 1.0)),
+    "wan2.2-t2v-a14b-low": FlowMatchingSpec(shift=12.0, t_range=(0.0, 0.875)),
+    "wan2.2-i2v-a14b-high": FlowMatchingSpec(shift=5.0, t_range=(0.9, 1.0)),
+    "wan2.2-i2v-a14b-low": FlowMatchingSpec(shift=5.0, t_range=(0.0, 0.9)),
     "flux.1-dev": FlowMatchingSpec(shift=ExponentialShift()),
     "flux.1-schnell": FlowMatchingSpec(),
     "qwen-image": FlowMatchingSpec(shift=ExponentialShift(max_tokens=8192, max_mu=0.9)),
@@ -264,7 +268,8 @@ PUBLISHED: dict[str, FlowMatchingSpec | DdpmSpec] = {
     **dict.fromkeys(("cogvideox-5b", "cogvideox1.5-5b"), _COGVIDEOX),
 }
 """Objectives of published models that differ from their family's: shift and noise of the scheduler in the model's own
-repository. Wan's shift is for 480 pixels; its README has 5 for 720."""
+repository. Wan 2.1's shift is for 480 pixels; its README has 5 for 720. Wan 2.2's experts: sample_shift and boundary of
+wan_t2v_A14B.py and wan_i2v_A14B.py in Wan-Video/Wan2.2, wan/configs."""
 
 
 def family_objective(model: ModelSpec) -> FlowMatchingSpec | DdpmSpec:

@@ -56,7 +56,7 @@ class CatalogModel(Strict):
     packing outside the model; `patch_frames` frames of latents go into one token, for which they are padded;
     `resolution` is the side in pixels of the squares it was published for, None where none is stated and for video,
     which has its `clip`; `unverified` what about the entry was not verified; `pipeline` the folder in diffusers' layout
-    that a user's own model lies in, with its VAE and text encoders.
+    that a user's own model lies in, with its VAE and text encoders; `folder` the one of its weights in such a layout.
     """
 
     spec: ModelSpec
@@ -75,6 +75,7 @@ class CatalogModel(Strict):
     unverified: str | None
     notes: str | None
     pipeline: str | None = None
+    folder: str = "transformer"
 
     @property
     def name(self) -> str:
@@ -170,15 +171,21 @@ def model_aliases(name: str) -> tuple[str, ...]:
 
 def repositories(name: str) -> tuple[str, ...]:
     """The hub's repositories with this model's weights, as `owner/name`."""
-    return tuple(repository for repository, held in _document()["hub"].items() if held == name)
+    return tuple(repository for repository, held in _held().items() if name in held)
+
+
+def _held() -> dict[str, list[str]]:
+    """The models of each repository on the hub."""
+    hub: dict[str, str | list[str]] = _document()["hub"]
+    return {repository: [held] if isinstance(held, str) else held for repository, held in hub.items()}
 
 
 @cache
 def _aliases() -> Aliases:
     """All other names of models: aliases, and repositories of the hub with and without owner."""
     found: dict[str, list[str]] = dict(_document()["aliases"])
-    for repository, held in _document()["hub"].items():
-        found[repository] = found[repository.split("/")[1]] = [held]
+    for repository, held in _held().items():
+        found[repository] = found[repository.split("/")[1]] = held
     return found
 
 

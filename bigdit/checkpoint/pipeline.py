@@ -22,7 +22,7 @@ from bigdit.config.data import VaeCodec
 from bigdit.config.load import parse_run
 from bigdit.errors import UserError
 from bigdit.files import check_regular, leads_out, lfs_pointer, read_bytes
-from bigdit.objective_spec import ObjectiveSpec
+from bigdit.objective_spec import ObjectiveSpec, partial
 from bigdit.strategy import ModelSpec
 
 _TRANSFORMER, _SCHEDULER, _VAE = "transformer", "scheduler", "vae"
@@ -65,6 +65,8 @@ def pipeline_of(checkpoint: Checkpoint) -> Pipeline | str:
         if loader is None:
             return f"diffusers loads no adapters of {spec.class_name}; `bigdit sample` generates with them"
         return f"adapters are loaded over {base}, by {loader}"
+    if partial(objective_of(spec, run.objective)) is not None:
+        return f"{base} has two experts; put transformer/ in the place of the one that it goes on from"
     wanted = [name for name, entry in index.items() if _is_part(entry) and name not in (_TRANSFORMER, _SCHEDULER)]
     parts = {name: base / name for name in wanted}
     if isinstance(run.encoders.image, VaeCodec) and _VAE in parts:

@@ -122,7 +122,9 @@ class ValidationConfig(Section):
     every: Count = 500
     """Steps between validations; the last step has one too."""
     times: tuple[Time, ...] = Field(default=(0.1, 0.3, 0.5, 0.7, 0.9), min_length=1)
-    """The values of t: 0 is the image, 1 is noise. Metrics have the mean loss, and the loss at each t."""
+    """The values of t: 0 is the image, 1 is noise. Metrics have the mean loss, and the loss at each t.
+
+    With objective.t_range they are shares of the way from its first bound to its second."""
 
     @field_validator("times")
     @classmethod

@@ -71,6 +71,9 @@ _NAMES: dict[Meant, str] = {
         "weighting_scheme timestep_sampling timestep_type timestep_distribution"
     ),
     Meant("objective.shift", "a number"): "discrete_flow_shift flow_shift timestep_shift flow_schedule_shift",
+    Meant("objective.t_range", "[LOW, HIGH], t from 0 to 1"): (
+        "min_timestep max_timestep min_timestep_boundary max_timestep_boundary timestep_boundary boundary_ratio"
+    ),
     Meant("objective.min_snr_gamma", "of ddpm"): "snr_gamma",
     Meant("strategy.optimizer.lr"): "learning_rate lr base_lr init_lr unet_lr transformer_lr",
     Meant(

@@ -13,7 +13,11 @@ import random
 from collections.abc import Sequence
 from functools import cache
 
+from bigdit.errors import UserError
 from bigdit.objective_spec import DdpmSpec, ExponentialShift, FlowMatchingSpec, SqrtShift
+
+MOST_DRAWS = 100_000
+"""Of one t, until it comes into t_range: a tenth of a second."""
 
 
 @cache
@@ -59,9 +63,21 @@ def _zero_terminal(alphas: tuple[float, ...]) -> tuple[float, ...]:
 
 def draw_t(objective: FlowMatchingSpec, seeds: Sequence[int], tokens: int) -> list[float]:
     """One t in (0, 1) a sample, from its seed alone, for samples of so many tokens."""
-    alpha = shift_of(objective, tokens)
-    drawn = [_draw(objective, random.Random(seed)) for seed in seeds]
-    return [alpha * t / (1.0 + (alpha - 1.0) * t) for t in drawn]
+    alpha, (low, high) = shift_of(objective, tokens), objective.t_range
+    times = []
+    for source in map(random.Random, seeds):
+        for _ in range(MOST_DRAWS):
+            t = _draw(objective, source)
+            t = alpha * t / (1.0 + (alpha - 1.0) * t)
+            if low <= t <= high:
+                break
+        else:
+            raise UserError(
+                f"objective.t_range is [{low:g}, {high:g}], and of {MOST_DRAWS:,} draws of t none came there; widen "
+                "it, or change t_distribution or shift"
+            )
+        times.append(t)
+    return times
 
 
 def shift_of(objective: FlowMatchingSpec, tokens: int) -> float:

@@ -15,13 +15,13 @@ from bigdit.catalog.conditions import takes_first_frame
 from bigdit.catalog.encoders import caption_tokens, online_encoders
 from bigdit.catalog.families import PUBLISHED, objective_of
 from bigdit.catalog.models import TextInput, before_download, models, repositories
-from bigdit.catalog.resolve import CONFIG, TRANSFORMER
+from bigdit.catalog.resolve import CONFIG
 from bigdit.checkout import entry
 from bigdit.config.data import PART_SIZE, VaeCodec, part_size
 from bigdit.config.plan_file import FILE
 from bigdit.documents import parse_yaml
 from bigdit.errors import UserError
-from bigdit.objective_spec import FlowMatchingSpec
+from bigdit.objective_spec import FlowMatchingSpec, partial
 from bigdit.recipes import Beginning, beginning, download, weights_folder
 from bigdit.report.words import samples
 from bigdit.search.of_run import carried, section
@@ -116,7 +116,7 @@ def _weights(plan: Plan) -> str | None:
     known = model.pipeline is not None or repositories(model.name)
     if plan.question.from_scratch or not (known or plan.chosen.strategy.lora):
         return None
-    return f"{model.pipeline or _folder(model)}/{TRANSFORMER}"
+    return f"{model.pipeline or _folder(model)}/{model.folder}"
 
 
 def _beginning(plan: Plan) -> Beginning:
@@ -130,7 +130,8 @@ def _objective(model: CatalogModel) -> dict[str, Any]:
     own = objective_of(model.spec, None)
     settings = own.model_dump(mode="json", exclude_defaults=True)
     if isinstance(own, FlowMatchingSpec):
-        settings = own.model_dump(mode="json", include={"t_distribution", "shift"})
+        keys = {"t_distribution", "shift"} | ({"t_range"} if partial(own) else set())
+        settings = own.model_dump(mode="json", include=keys)
     return {"name": own.name, **settings}
 
 

@@ -26,6 +26,7 @@ from bigdit.encoders.protocol import to_bytes
 from bigdit.engines import compute_dtype
 from bigdit.errors import UserError
 from bigdit.models.swap import moved
+from bigdit.objective_spec import partial
 from bigdit.sampling.conditions import (
     ConditionOptions,
     EncodedConditions,
@@ -74,6 +75,8 @@ class Sampler:
         self._known: Any = (checkpoint.state["data"] or {}).get("classes")
         self._begins = run.encoders.first_frame is not None
         self._objective = objective_of(spec, run.objective)
+        if (why := partial(self._objective)) is not None:
+            raise UserError(f"--checkpoint {checkpoint.folder}: {why}")
         self.buckets, self.fps, self.captions = run.data.buckets, run.data.fps, run.encoders.text is not None
 
     def model(self) -> nn.Module:

@@ -19,7 +19,7 @@ from bigdit.config.plan_file import PlanFile, check_plan
 from bigdit.config.stages import not_shared, of_each
 from bigdit.dist import World
 from bigdit.errors import UserError
-from bigdit.objective_spec import learned
+from bigdit.objective_spec import learned, partial
 from bigdit.strategy import ModelSpec, Strategy, swap_misfit
 
 SCHEMA = "schema.json"
@@ -81,6 +81,8 @@ def prepare(run: RunConfig, plan: PlanFile | None = None) -> ModelSpec:
         check_plan(run, spec, plan)
     check(run, spec)
     problems = [*condition_problems(run, spec), *_missing_trackers(run), *_too_few_blocks(run, spec)]
+    if run.samples is not None and (why := partial(objective_of(spec, run.objective))) is not None:
+        problems.append(f"samples: {why}; leave samples out")
     if (missing := run.strategy.optimizer.missing_package) is not None:
         problems.append(f"strategy.optimizer.name: {missing}")
     if problems:

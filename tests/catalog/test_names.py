@@ -90,7 +90,12 @@ ASKED_BACK = {
     "dit-xl": (find_model, "did you mean dit-xl-2, dit-xl-4, dit-xl-8"),
     "hunyuan": (find_model, "did you mean hunyuandit-v1.2, hunyuandit-v1.1, hunyuanvideo-t2v, hunyuanimage-2.1?"),
     "unsloth/FLUX.1-dev": (find_model, "did you mean flux.1-dev?"),
-    "wan": (find_model, "one of wan2.1-t2v-1.3b, wan2.1-t2v-14b, wan2.1-i2v-14b-480p, wan2.2-ti2v-5b"),
+    "wan": (find_model, "one of wan2.1-t2v-1.3b, wan2.1-t2v-14b, wan2.2-t2v-a14b-high, wan2.2-ti2v-5b"),
+    **dict.fromkeys(
+        ("wan2.2-t2v", "Wan-AI/Wan2.2-T2V-A14B-Diffusers"),
+        (find_model, "is ambiguous; name one of wan2.2-t2v-a14b-high, wan2.2-t2v-a14b-low"),
+    ),
+    "wan2.2": (find_model, "one of wan2.2-t2v-a14b-high, wan2.2-t2v-a14b-low, wan2.2-ti2v-5b"),
     "ltxv": (find_model, "is ambiguous; name one of ltx-video-0.9, ltx-video-0.9.7-13b"),
     "qwen-image-2": (find_model, "did you mean qwen-image?"),
     "sanna": (find_model, "did you mean sana-600m-1024, sana-1600m-1024"),
@@ -149,9 +154,6 @@ REASONS = {
     "opensora": (find_model, "diffusers has no class for it", ""),
     "hpcai-tech/Open-Sora": (find_model, "diffusers has no class for it", ""),
     "FLUX.1-Kontext-dev": (find_model, "its input also has images", "flux.1-dev"),
-    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": (find_model, "two experts of Wan 2.1's shape", "wan2.1-t2v-14b"),
-    **dict.fromkeys(("wan2.2", "wan22", "Wan-AI/Wan2.2"), (find_model, "that of three models", "wan2.2-ti2v-5b")),
-    "wan2.2-t2v": (find_model, "two experts of Wan 2.1's shape", "wan2.1-t2v-14b"),
     "Wan-AI/Wan2.1-I2V-14B-720P": (find_model, "with --resolution 720x1280", "wan2.1-i2v-14b-480p"),
     "facebook/DiT-XL-2-512": (find_model, "plan it as dit-xl-2 with --resolution 512", "dit-xl-2"),
     "zai-org/CogVideoX1.5-5B-I2V": (
@@ -249,8 +251,10 @@ def test_no_two_names_differ_by_their_hyphens_alone():
 
 def test_repositories_are_of_models_that_there_are():
     held = load_json("models.json")["hub"]
-    assert set(held.values()) <= {m.name for m in models()}
+    pairs = [(repository, name) for repository, name in held.items() if isinstance(name, str)]
+    assert {name for _, name in pairs} <= {m.name for m in models()}
     assert all(re.fullmatch(r"[\w-]+/[\w.-]+", repository) for repository in held)
     assert "Tongyi-MAI/Z-Image-Turbo" in repositories("z-image")
-    for repository, name in held.items():
+    assert repositories("wan2.2-i2v-a14b-low")[0] == "Wan-AI/Wan2.2-I2V-A14B-Diffusers"  # which has two of them
+    for repository, name in pairs:
         assert model(repository).name == model(repository.split("/")[1]).name == name

@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
+from pydantic import ValidationError
 
 from bigdit import objectives
+from bigdit.errors import UserError
 from bigdit.objective_spec import ExponentialShift, FlowMatchingSpec, SqrtShift
 
 MANY = 4000
@@ -91,3 +93,23 @@ def test_losses_are_weighed_as_diffusers_weighs_them(weighting):
     weights = compute_loss_weighting_for_sd3(weighting, t)
     expected = (weights * F.mse_loss(torch.zeros_like(velocity), velocity, reduction="none")).mean()
     assert torch.allclose(loss, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("bounds", [(0.875, 1.0), (0.0, 0.875)])
+def test_an_expert_sees_its_part_of_t_alone_as_often_as_a_whole_model_does(bounds):
+    """Wan 2.2's: the distribution of t, shifted, within the bounds."""
+    low, high = bounds
+    whole = drawn(FlowMatchingSpec(shift=12.0), 20 * MANY)
+    expected = whole[(low <= whole) & (whole <= high)].sort().values
+    found = drawn(FlowMatchingSpec(shift=12.0, t_range=bounds)).sort().values
+    assert (low <= found).all()
+    assert (found <= high).all()
+    ranks = torch.searchsorted(expected, found) / len(expected)
+    assert (ranks - torch.arange(MANY) / MANY).abs().max() < 0.036
+
+
+def test_a_range_of_t_that_nothing_can_come_into_is_refused():
+    with pytest.raises(ValidationError, match=r"t_range is \[0.5, 0.5\], and its second bound must be 0.001 above"):
+        FlowMatchingSpec(t_range=(0.5, 0.5))
+    with pytest.raises(UserError, match=r"objective.t_range is \[0.999, 1\], and of 100,000 draws of t none came"):
+        drawn(FlowMatchingSpec(logit_mean=-10, logit_std=0.01, t_range=(0.999, 1)), 1)

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from commands import ROOT
+from commands import ROOT, in_process
 from resuming import strategy
 from stores import DIM, make_store, stream_of
 from tiny_models import SANA
@@ -72,6 +72,17 @@ def test_a_run_that_continues_holds_out_the_same(rows, features):
     output = rows[1]["once"]
     with pytest.raises(UserError, match=r"validation\.samples is 23, and .* was trained with 24:"):
         run_to(5, output, features, "strategy.ema.decay=0.5", "validation.samples=23")
+
+
+def test_an_expert_of_a_part_of_t_is_measured_within_it_and_generates_nothing_alone(features, tmp_path):
+    part, output = ("objective.t_range=[0.8,1.0]", "validation.every=2"), tmp_path / "run"
+    run_to(2, output, features, *HELD, *part)
+    assert read_metrics(output / "metrics.jsonl")[-1]["validation_loss_by_t"].keys() == {"0.85", "0.95"}
+    asked = ("sample", "--checkpoint", output, "--caption", "a seven", "--out", tmp_path / "out")
+    done = in_process(*asked)
+    assert (done.returncode, "objective.t_range is [0.8, 1], and a model of a part" in done.stderr) == (1, True)
+    with pytest.raises(UserError, match=r"samples: objective.t_range is \[0.8, 1\]"):
+        run_to(3, output, features, *HELD, *part, "samples.captions=[a seven]")
 
 
 @pytest.fixture(scope="module")

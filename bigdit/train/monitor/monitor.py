@@ -24,7 +24,7 @@ from bigdit.loader.order import ValidationSplit
 from bigdit.loader.raw_store import RawStore
 from bigdit.loader.stream import BatchReader, FeatureStream, Micro
 from bigdit.models import Family
-from bigdit.objective_spec import ObjectiveSpec
+from bigdit.objective_spec import FlowMatchingSpec, ObjectiveSpec
 from bigdit.store import FeatureStore
 from bigdit.train.data import TrainData
 from bigdit.train.monitor.images import ValidationImages
@@ -186,7 +186,8 @@ class Validation:
         return found
 
     def _losses(self, name: str) -> dict[str, Any]:
-        times = self._config.times
+        low, high = self._objective.t_range if isinstance(self._objective, FlowMatchingSpec) else (0.0, 1.0)
+        times = [low + (high - low) * time for time in self._config.times]
         with self._engine.evaluating():
             own = [[self._loss(batch, t) * count for t in times] for batch, count in self._batches()]
         rows = itertools.chain.from_iterable(self._peers.gather(own))
