@@ -55,7 +55,7 @@ def is_weight(number: float) -> bool:
     return LEAST_WEIGHT <= number <= MOST_WEIGHT
 
 
-SourceKind = Literal["folder", "csv", "parquet", "webdataset", "datasets"]
+SourceKind = Literal["folder", "csv", "json", "parquet", "webdataset", "datasets"]
 
 
 PART_SIZE = 256
@@ -68,14 +68,16 @@ class SourceConfig(Section):
     """Images or videos with captions or classes. A string stands for `path` alone."""
 
     path: Path
-    """A folder of images or videos with captions in .txt or .json files; a CSV or Parquet file of paths and captions;
-    Parquet files or WebDataset tars (a file, a folder or a pattern: {000..099}.tar); a folder of datasets."""
+    """A folder of images or videos with captions in .txt or .json files; a list of paths and captions in CSV, JSON,
+    JSONL or Parquet; Parquet files or WebDataset tars (a file, a folder or a pattern: {000..099}.tar); a folder of
+    datasets."""
     kind: SourceKind | None = None
     """What the path is, if bigdit cannot recognise it."""
     image: str | None = None
-    """For tables: the column of images, or of their paths."""
+    """For lists, tables and metadata of a folder: the column of images, or of their paths."""
     captions: dict[str, float | str] = {}
-    """For tables: the column of captions, a list, or a mapping of columns to weights (numbers or columns)."""
+    """For lists, tables and metadata of a folder: the column of captions, a list of columns, or a mapping of columns to
+    weights (numbers or columns)."""
     label: str | None = None
     """For class-conditional models: a column, a key of the .json in tars, or folder (the first of the path). Then
     captions are not read."""

@@ -29,7 +29,7 @@ from bigdit.config.data import MAX_PIXELS
 from bigdit.die_with_parent import end_with_parent
 from bigdit.errors import UserError
 from bigdit.files import IS_LFS_POINTER, is_lfs_pointer, open_file, replacing, write_text
-from bigdit.sources.captions import Label, json_label, read_captions
+from bigdit.sources.captions import Label, json_label, read_captions, usual
 from bigdit.sources.disk import CAPTION_BYTES, IMAGE_BYTES, check_size, opened_range, read_range, sampled_digest
 from bigdit.sources.file_rows import read_parquet
 from bigdit.sources.image import SUFFIXES
@@ -89,7 +89,7 @@ class TarItem(Item):
             span = self.json if name.endswith(".json") else self.txt
             return None if span is None else self._read(span, name, CAPTION_BYTES)
 
-        return read_captions(self.name.rpartition("/")[2], read)
+        return read_captions(usual(self.name.rpartition("/")[2]), read)
 
     def _read(self, span: tuple[int, int], name: str, limit: int) -> bytes:
         check_size(name, span[1], limit)
