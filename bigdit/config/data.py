@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,7 +11,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from bigdit.errors import UserError
-from bigdit.numbers import Count, Natural, Positive, Processes, Share, Side, Switch
+from bigdit.numbers import Count, Natural, Number, Positive, Processes, Share, Side, Switch
 from bigdit.strategy import Section
 from bigdit.units import GIB, parse_bytes
 
@@ -87,8 +88,17 @@ class SourceConfig(Section):
     """Read files outside the folder through links. Links to folders are never followed."""
     frame_rate: Positive | None = None
     """Frames per second, for a folder whose subfolders are videos of numbered images."""
+    repeats: Annotated[Count, Field(le=10_000)] = 1
+    """How often an epoch has each sample."""
+    weight: Annotated[Number, Field(ge=0.001, le=1000)] = 1.0
+    """A factor of repeats. With 0.5 an epoch has half of the samples, and the next one the other half."""
     clips: Annotated[Count, Field(le=10_000)] = 1
     """The most clips from a video, each as long as the longest of data.buckets."""
+
+    @property
+    def rate(self) -> Fraction:
+        """How often an epoch has each sample, exactly as written."""
+        return self.repeats * Fraction(str(self.weight)).limit_denominator(1000)
 
     @model_validator(mode="before")
     @classmethod

@@ -35,7 +35,7 @@ _NAMES: dict[Meant, str] = {
         "data.image instance_data_dir instance_data_root train_data_dir data_dir data_root data_path dataset_path "
         "dataset_name dataset_dir folder_path image_dir image_folder image_path image_file concepts"
     ),
-    Meant("data.images", "list a source as often as it is repeated"): (
+    Meant("data.images.repeats", "of each source: data.images is a list of {path, repeats}"): (
         "repeats num_repeats n_repeats dataset_repeats repeat"
     ),
     Meant("data.images.image", "the column of images"): "image_column",
