@@ -65,6 +65,23 @@ LARGE_PART = 1e9
 """The most bytes of a part: several parts are in memory at once."""
 
 
+class TagsConfig(Section):
+    """Variants of captions that are lists of tags. Each is encoded, and steps draw one of them."""
+
+    variants: Annotated[Count, Field(le=1000)] = 4
+    """Variants of each caption, the first as it is written."""
+    keep: Natural = 0
+    """The first tags, which keep their places."""
+    shuffle: Switch = True
+    """Shuffle the other tags."""
+    dropout: Share = 0.0
+    """The share of the other tags that are left out."""
+    separator: Annotated[str, Field(min_length=1)] = ","
+    """What separates tags."""
+    seed: Natural = 0
+    """The seed of the variants."""
+
+
 class SourceConfig(Section):
     """Images or videos with captions or classes. A string stands for `path` alone."""
 
@@ -79,6 +96,14 @@ class SourceConfig(Section):
     captions: dict[str, float | str] = {}
     """For lists, tables and metadata of a folder: the column of captions, a list of columns, or a mapping of columns to
     weights (numbers or columns)."""
+    caption: Annotated[str, Field(min_length=1)] | None = None
+    """One caption for all images or videos, in place of their own."""
+    caption_prefix: str = ""
+    """Text before each caption, such as a trigger word."""
+    caption_suffix: str = ""
+    """Text after each caption."""
+    tags: TagsConfig | None = None
+    """Variants of captions that are lists of tags."""
     label: str | None = None
     """For class-conditional models: a column, a key of the .json in tars, or folder (the first of the path). Then
     captions are not read."""
@@ -109,8 +134,13 @@ class SourceConfig(Section):
 
     @model_validator(mode="after")
     def _one_condition(self) -> SourceConfig:
-        if self.label is not None and self.captions:
-            raise ValueError("captions and label are both set, and a model takes one of them; leave out the other")
+        rules = [
+            name for name in ("captions", "caption", "caption_prefix", "caption_suffix", "tags") if getattr(self, name)
+        ]
+        if self.label is not None and rules:
+            raise ValueError(f"{rules[0]} and label are both set, and a model takes one of them; leave out the other")
+        if self.caption is not None and self.captions:
+            raise ValueError("caption replaces the captions of all images, and captions names columns; leave out one")
         return self
 
     @field_validator("captions", mode="before")

@@ -42,6 +42,14 @@ _NAMES: dict[Meant, str] = {
     Meant("data.images.captions", "columns of a table; .txt and .json files next to images are found without it"): (
         "caption_column text_column caption_ext caption_extension caption_strategy"
     ),
+    Meant("data.images.caption", "one caption for all images of a source"): (
+        "instance_prompt class_prompt default_caption"
+    ),
+    Meant("data.images.caption_prefix", "text before each caption of a source"): "trigger_word trigger prompt_prefix",
+    Meant("data.images.tags", "{variants: 4, keep: 1, dropout: 0.1}, of each source"): (
+        "shuffle_caption shuffle_tokens shuffle_tags keep_tokens keep_tags_count caption_tag_dropout_rate tag_dropout "
+        "caption_separator"
+    ),
     Meant("data", "its images, features and buckets"): "datasets dataset dataset_config data_backend_config",
     Meant("data.features", "the folder of latents and embeddings; `bigdit extract` fills it", ("--features",)): (
         "cache_dir cache_latents cache_latents_to_disk latent_cache latent_caching latents_dir cache_text_embeddings "

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bigdit import log
-from bigdit.config.data import WEIGHTS, is_weight
+from bigdit.config.data import WEIGHTS, SourceConfig, is_weight
 from bigdit.files import IS_LFS_POINTER, is_lfs_pointer, leads_out
 from bigdit.sources.disk import CAPTION_BYTES, read_file
 from bigdit.sources.protocol import Caption, Unusable
@@ -122,6 +122,11 @@ def label_of(value: Any, where: str) -> Label:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     raise Unusable(f"label {where} is {str(value)[:20]!r}; expected the name or the number of a class")
+
+
+def reads_captions(config: SourceConfig) -> bool:
+    """Whether images of a source have captions of their own: it has neither a label nor one caption for all."""
+    return config.label is None and config.caption is None
 
 
 Beside = tuple[str, str]

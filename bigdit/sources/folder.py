@@ -31,6 +31,7 @@ from bigdit.sources.captions import (
     folder_label,
     log_ignored,
     odd_names,
+    reads_captions,
     usual,
 )
 from bigdit.sources.captions import (
@@ -80,7 +81,8 @@ class FolderItem(Item):
 
     `beside`: the names of its captions, where they are not the usual ones. `row`: its captions in the metadata of a
     folder, if there are none beside it; or the problem of its row. `follow_links`: it and its captions may be links out
-    of `root`. `labelled`: its folder is its class, and captions are not read. `clip`: the part of a video to read.
+    of `root`. `labelled`: its folder is its class. `captioned`: its own captions are read. `clip`: the part of a video
+    to read.
     """
 
     index: int
@@ -90,6 +92,7 @@ class FolderItem(Item):
     row: tuple[Caption, ...] | str | None = None
     follow_links: bool = False
     labelled: bool = False
+    captioned: bool = True
     clip: Clip | None = None
 
     @property
@@ -100,7 +103,7 @@ class FolderItem(Item):
     def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
         """As Item.read."""
         label = folder_label(self.name) if self.labelled else None
-        captions = () if self.labelled else self._captions()
+        captions = self._captions() if self.captioned else ()
         check_link(self.root, self.path, self.follow_links)
         if self.clip is not None and is_video(self.path):
             frames = partial(self._frames, self.clip, max_pixels)
@@ -142,7 +145,7 @@ class ImageFolder:
         empty."""
         self.root = root = config.path
         self._links = config.follow_links
-        self._labelled = config.label is not None
+        self._labelled, self._captioned = config.label is not None, reads_captions(config)
         self._clip = clip
         suffixes = SUFFIXES if clip is None else (*SUFFIXES, *VIDEOS)
         self.class_names: set[str] = set()
@@ -175,7 +178,9 @@ class ImageFolder:
         """Images [start, end) of the order."""
         found = enumerate(map(_stored, self._names.range(start, end)), start)
         return [
-            FolderItem(index, self.root, entry.name, *captions, self._links, self._labelled, self._clip)
+            FolderItem(
+                index, self.root, entry.name, *captions, self._links, self._labelled, self._captioned, self._clip
+            )
             for index, (entry, captions) in found
         ]
 
@@ -241,6 +246,7 @@ class Listing:
         descriptor = os.open(root / folder, os.O_RDONLY)  # paths from here are short, so the kernel walks less
         try:
             entries = _entries(descriptor, self.ignored)
+            captioned = self._config.caption is None
             odd = odd_names(entries)
             own = self._metadata(folder, entries)
             for name in sorted(entries):
@@ -250,7 +256,8 @@ class Listing:
                 elif suffix.lower() in self._suffixes:
                     captions = beside(name, entries, odd)
                     # The listing shows what is missing. A stat would be a round trip on a network file system.
-                    files = [_seen(file, descriptor) if file in entries else _MISSING for file in (name, *captions)]
+                    known = entries if captioned else {name}
+                    files = [_seen(file, descriptor) if file in known else _MISSING for file in (name, *captions)]
                     row = None if (table := own or above) is None else table.row(folder + name, captions[1] in entries)
                     stem = os.path.splitext(name)[0]
                     yield folder + name, files, None if captions == usual(stem) else captions, row
@@ -262,7 +269,7 @@ class Listing:
             os.close(descriptor)
 
     def _metadata(self, folder: str, entries: Collection[str]) -> Metadata | None:
-        names = [name for name in METADATA if name in entries and self._config.label is None]
+        names = [name for name in METADATA if name in entries and reads_captions(self._config)]
         self.tables += len(names)
         return Metadata(folder, names[0], self._config, self._key) if names else None
 
@@ -309,11 +316,13 @@ class FrameFolder(Item):
     step: Fraction
     clip: Clip
     follow_links: bool
+    captioned: bool = True
 
     def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
         """As Item.read."""
         folder = self.root / self.name
-        captions = captions_of(self.root, folder.parent, usual(folder.name), self.follow_links)
+        files = usual(folder.name)
+        captions = captions_of(self.root, folder.parent, files, self.follow_links) if self.captioned else ()
         return Contents(lambda: (decode(each, max_pixels) for each in self._taken()), self._digest, captions)
 
     def _digest(self) -> int:
@@ -341,12 +350,12 @@ class FrameFolders:
 
     class_names: Collection[str] = ()
 
-    def __init__(self, root: Path, key: str, *, frame_rate: float, clip: Clip, follow_links: bool) -> None:
+    def __init__(self, config: SourceConfig, key: str, frame_rate: float, clip: Clip) -> None:
         """List the folders. Raises UserError, which names `key`, if there are none or they cannot be listed."""
-        self.root, self._clip = root, clip
+        self.root = root = config.path
         self._step = Clip(frame_rate, 1).step
-        self._follow_links = follow_links
-        digest = xxhash.xxh3_128(f"frames {self._step} apart, links {follow_links}\n".encode())
+        self._how = self._step, clip, config.follow_links, reads_captions(config)
+        digest = xxhash.xxh3_128(f"frames {self._step} apart, links {config.follow_links}\n".encode())
         ignored: Counter[str] = Counter()
         try:
             self._entries = list(_digested_frames(root, digest, ignored))
@@ -366,9 +375,8 @@ class FrameFolders:
 
     def items(self, start: int, end: int) -> list[FrameFolder]:
         """Videos [start, end) of the order."""
-        how = (self._step, self._clip, self._follow_links)
         entries = enumerate(self._entries[start:end], start)
-        return [FrameFolder(index, self.root, entry.name, *how) for index, entry in entries]
+        return [FrameFolder(index, self.root, entry.name, *self._how) for index, entry in entries]
 
 
 def frames_within(names: list[str]) -> list[str]:

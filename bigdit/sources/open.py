@@ -22,6 +22,7 @@ from bigdit.sources.file_rows import FileRows
 from bigdit.sources.folder import FrameFolders, ImageFolder
 from bigdit.sources.image import SUFFIXES
 from bigdit.sources.protocol import Contents, Entry, Item, Source
+from bigdit.sources.rules import Ruled, Rules
 from bigdit.sources.tables import TableSource
 from bigdit.sources.text_rows import text_rows
 from bigdit.sources.videos import Clip, Clips
@@ -134,7 +135,9 @@ def _key(data: DataConfig, number: int) -> str:
 def _clips(config: SourceConfig, data: DataConfig, key: str) -> Source:
     clip = None if data.fps is None else Clip(data.fps, max(map(frames_of, data.buckets)))
     source = _open(config, data, key, clip)
-    return source if clip is None or config.clips == 1 else Clips(source, config.clips, clip)
+    source = source if clip is None or config.clips == 1 else Clips(source, config.clips, clip)
+    rules = Rules.of(config)
+    return source if rules is None else Ruled(source, rules)
 
 
 def _checked_kind(config: SourceConfig, data: DataConfig, key: str) -> SourceKind:
@@ -150,11 +153,11 @@ def _checked_kind(config: SourceConfig, data: DataConfig, key: str) -> SourceKin
 def _open(config: SourceConfig, data: DataConfig, key: str, clip: Clip | None) -> Source:
     kind = _checked_kind(config, data, key)
     if kind == "folder":
-        links, rate = config.follow_links, config.frame_rate
+        rate = config.frame_rate
         if rate is None:
             return ImageFolder(config, key, clip)
         assert clip is not None  # without frames, frame_rate is rejected
-        return FrameFolders(config.path, key, frame_rate=rate, clip=clip, follow_links=links)
+        return FrameFolders(config, key, rate, clip)
     if kind in ("csv", "json"):
         return TableSource(kind, text_rows(config.path, key, kind), config, key, clip)
     if kind == "webdataset":
@@ -164,7 +167,7 @@ def _open(config: SourceConfig, data: DataConfig, key: str, clip: Clip | None) -
                 "set it to cached, and run `bigdit extract`"
             )
         tars = files_of(config, ".tar", key)
-        return WebDataset(tars, data.features / INDEX, data.workers, key, config.label, clip)
+        return WebDataset(tars, data.features / INDEX, data.workers, key, config, clip)
     if kind == "datasets" and any((config.path / name).exists() for name in (STATE, SPLITS)):
         return TableSource(kind, FileRows(saved_files(config, key), "arrow", str(config.path), key), config, key, clip)
     return TableSource(

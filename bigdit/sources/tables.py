@@ -16,7 +16,7 @@ from PIL import Image
 
 from bigdit.config.data import MAX_PIXELS, SourceConfig, SourceKind
 from bigdit.errors import UserError, nearest
-from bigdit.sources.captions import label_of, weighted
+from bigdit.sources.captions import label_of, reads_captions, weighted
 from bigdit.sources.disk import IMAGE_BYTES, check_size, read_file, sampled_digest, unreadable
 from bigdit.sources.protocol import Caption, Contents, Entry, Item, Unusable
 from bigdit.sources.videos import Clip, contents_of, is_video, video_frames
@@ -121,7 +121,7 @@ class TableItem(Item):
             raise Unusable(f"column {self.columns.image} names no image")
         column = self.columns.label
         label = None if column is None else label_of(self.row[column], f"column {column}")
-        captions = captions_of(self.row, self.columns) if column is None else ()
+        captions = captions_of(self.row, self.columns) if self.columns.captions else ()
         if self.clip is not None and isinstance(self.image, ImageFile) and is_video(self.image.path):
             frames = partial(self.image.frames, self.clip, max_pixels)
             return Contents(frames, partial(sampled_digest, self.image.path), captions, label)
@@ -202,7 +202,7 @@ def choose(config: SourceConfig, found: Mapping[str, Cells], where: str, key: st
     problems: list[str] = []
     image = config.image or _usual(found, IMAGE_COLUMNS, ("image", "text"), problems, where, f"{key}.image")
     captions = config.captions
-    if not captions and config.label is None:
+    if not captions and reads_captions(config):
         usual = _usual(found, CAPTION_COLUMNS, ("text", "texts"), problems, where, f"{key}.captions")
         captions = {usual: 1.0} if usual else {}
     wanted: list[tuple[str, str, tuple[Cells, ...]]] = [("image", image, ("image", "text"))] if image else []

@@ -78,7 +78,7 @@ def test_what_is_known_before_extraction_writes_nothing(tmp_path):
     ("images", "problem"),
     [
         ([], "data.images: the list is empty; name a source, such as a folder of images"),
-        ({"path": "x", "captoins": "y"}, "data.images.captoins: unknown key; did you mean captions?"),
+        ({"path": "x", "captoins": "y"}, "data.images.captoins: unknown key; did you mean captions, caption"),
         (
             {"kind": "csv"},
             "data.images.path: missing (a folder of images or videos with captions in .txt or .json files)",
