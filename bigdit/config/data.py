@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,7 +11,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from bigdit.errors import UserError
-from bigdit.numbers import Count, Natural, Positive, Processes, Share, Side, Switch
+from bigdit.numbers import Count, Natural, Number, Positive, Processes, Share, Side, Switch
 from bigdit.strategy import Section
 from bigdit.units import GIB, parse_bytes
 
@@ -55,7 +56,7 @@ def is_weight(number: float) -> bool:
     return LEAST_WEIGHT <= number <= MOST_WEIGHT
 
 
-SourceKind = Literal["folder", "csv", "parquet", "webdataset", "datasets"]
+SourceKind = Literal["folder", "csv", "json", "parquet", "webdataset", "datasets"]
 
 
 PART_SIZE = 256
@@ -64,18 +65,45 @@ LARGE_PART = 1e9
 """The most bytes of a part: several parts are in memory at once."""
 
 
+class TagsConfig(Section):
+    """Variants of captions that are lists of tags. Each is encoded, and steps draw one of them."""
+
+    variants: Annotated[Count, Field(le=1000)] = 4
+    """Variants of each caption, the first as it is written."""
+    keep: Natural = 0
+    """The first tags, which keep their places."""
+    shuffle: Switch = True
+    """Shuffle the other tags."""
+    dropout: Share = 0.0
+    """The share of the other tags that are left out."""
+    separator: Annotated[str, Field(min_length=1)] = ","
+    """What separates tags."""
+    seed: Natural = 0
+    """The seed of the variants."""
+
+
 class SourceConfig(Section):
     """Images or videos with captions or classes. A string stands for `path` alone."""
 
     path: Path
-    """A folder of images or videos with captions in .txt or .json files; a CSV or Parquet file of paths and captions;
-    Parquet files or WebDataset tars (a file, a folder or a pattern: {000..099}.tar); a folder of datasets."""
+    """A folder of images or videos with captions in .txt or .json files; a list of paths and captions in CSV, JSON,
+    JSONL or Parquet; Parquet files or WebDataset tars (a file, a folder or a pattern: {000..099}.tar); a folder of
+    datasets."""
     kind: SourceKind | None = None
     """What the path is, if bigdit cannot recognise it."""
     image: str | None = None
-    """For tables: the column of images, or of their paths."""
+    """For lists, tables and metadata of a folder: the column of images, or of their paths."""
     captions: dict[str, float | str] = {}
-    """For tables: the column of captions, a list, or a mapping of columns to weights (numbers or columns)."""
+    """For lists, tables and metadata of a folder: the column of captions, a list of columns, or a mapping of columns to
+    weights (numbers or columns)."""
+    caption: Annotated[str, Field(min_length=1)] | None = None
+    """One caption for all images or videos, in place of their own."""
+    caption_prefix: str = ""
+    """Text before each caption, such as a trigger word."""
+    caption_suffix: str = ""
+    """Text after each caption."""
+    tags: TagsConfig | None = None
+    """Variants of captions that are lists of tags."""
     label: str | None = None
     """For class-conditional models: a column, a key of the .json in tars, or folder (the first of the path). Then
     captions are not read."""
@@ -85,8 +113,17 @@ class SourceConfig(Section):
     """Read files outside the folder through links. Links to folders are never followed."""
     frame_rate: Positive | None = None
     """Frames per second, for a folder whose subfolders are videos of numbered images."""
+    repeats: Annotated[Count, Field(le=10_000)] = 1
+    """How often an epoch has each sample."""
+    weight: Annotated[Number, Field(ge=0.001, le=1000)] = 1.0
+    """A factor of repeats. With 0.5 an epoch has half of the samples, and the next one the other half."""
     clips: Annotated[Count, Field(le=10_000)] = 1
     """The most clips from a video, each as long as the longest of data.buckets."""
+
+    @property
+    def rate(self) -> Fraction:
+        """How often an epoch has each sample, exactly as written."""
+        return self.repeats * Fraction(str(self.weight)).limit_denominator(1000)
 
     @model_validator(mode="before")
     @classmethod
@@ -97,8 +134,13 @@ class SourceConfig(Section):
 
     @model_validator(mode="after")
     def _one_condition(self) -> SourceConfig:
-        if self.label is not None and self.captions:
-            raise ValueError("captions and label are both set, and a model takes one of them; leave out the other")
+        rules = [
+            name for name in ("captions", "caption", "caption_prefix", "caption_suffix", "tags") if getattr(self, name)
+        ]
+        if self.label is not None and rules:
+            raise ValueError(f"{rules[0]} and label are both set, and a model takes one of them; leave out the other")
+        if self.caption is not None and self.captions:
+            raise ValueError("caption replaces the captions of all images, and captions names columns; leave out one")
         return self
 
     @field_validator("captions", mode="before")

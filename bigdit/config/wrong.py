@@ -35,12 +35,20 @@ _NAMES: dict[Meant, str] = {
         "data.image instance_data_dir instance_data_root train_data_dir data_dir data_root data_path dataset_path "
         "dataset_name dataset_dir folder_path image_dir image_folder image_path image_file concepts"
     ),
-    Meant("data.images", "list a source as often as it is repeated"): (
+    Meant("data.images.repeats", "of each source: data.images is a list of {path, repeats}"): (
         "repeats num_repeats n_repeats dataset_repeats repeat"
     ),
     Meant("data.images.image", "the column of images"): "image_column",
     Meant("data.images.captions", "columns of a table; .txt and .json files next to images are found without it"): (
         "caption_column text_column caption_ext caption_extension caption_strategy"
+    ),
+    Meant("data.images.caption", "one caption for all images of a source"): (
+        "instance_prompt class_prompt default_caption"
+    ),
+    Meant("data.images.caption_prefix", "text before each caption of a source"): "trigger_word trigger prompt_prefix",
+    Meant("data.images.tags", "{variants: 4, keep: 1, dropout: 0.1}, of each source"): (
+        "shuffle_caption shuffle_tokens shuffle_tags keep_tokens keep_tags_count caption_tag_dropout_rate tag_dropout "
+        "caption_separator"
     ),
     Meant("data", "its images, features and buckets"): "datasets dataset dataset_config data_backend_config",
     Meant("data.features", "the folder of latents and embeddings; `bigdit extract` fills it", ("--features",)): (

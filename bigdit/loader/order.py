@@ -4,7 +4,7 @@ An epoch permutes the parts and cuts them into windows. The rows of a window are
 files. Each bucket is an endless stream of these rows, window after window and epoch after epoch, and is cut into global
 batches. The rest of a window or an epoch begins the bucket's next batch, so no sample is lost. The batches of all
 buckets that end in a window are shuffled. New data enters with an epoch: a stage has its first epoch and its number of
-parts.
+parts. Sources may have rates: a sample comes several times an epoch, or once in several epochs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
@@ -39,6 +40,44 @@ class EpochStage:
     parts: int
 
 
+class Rates:
+    """How often each sample comes in an epoch, `of_sources`: 1 for sources that it does not have.
+
+    The samples of a part in a bucket are a stream, over and over. Before epoch e, floor(e × rate × samples + phase) of
+    it were taken. So each sample comes equally often over the epochs, and an epoch takes some of each source.
+    """
+
+    def __init__(self, of_sources: Sequence[Fraction], source_of_part: Ints) -> None:
+        """`source_of_part`: int64 [parts]."""
+        self.of_sources = tuple(of_sources)
+        rates = [*of_sources, *[Fraction(1)] * int(source_of_part.max(initial=-1) + 1 - len(of_sources))]
+        self._times = np.array([rate.numerator for rate in rates], np.int64)[source_of_part][:, None]
+        self._of = np.array([rate.denominator for rate in rates], np.int64)[source_of_part][:, None]
+        # Multiples of the golden ratio: parts of few samples do not all come in the same epochs.
+        golden = np.arange(len(source_of_part), dtype=np.uint64) * np.uint64(0x9E3779B9) & np.uint64(0xFFFFFFFF)
+        self._phase = (golden[:, None] * self._of.astype(np.uint64) >> np.uint64(32)).astype(np.int64)
+        self.whole = bool((self._of == 1).all())
+        self.slowest = int(self._of.max(initial=1))
+
+    def taken(self, counts: Ints, epoch: int, parts: Ints | slice) -> Ints:
+        """Samples [parts, buckets] that were taken of `counts` [parts, buckets] before an epoch."""
+        due = epoch * counts[parts] * self._times[parts] + self._phase[parts]
+        return due // self._of[parts] if not self.whole else due
+
+    def in_epoch(self, counts: Ints, epoch: int, parts: Ints | slice) -> Ints:
+        """Samples [parts, buckets] that an epoch takes."""
+        return self.taken(counts, epoch + 1, parts) - self.taken(counts, epoch, parts)
+
+    def average(self, counts: Ints) -> list[Fraction]:
+        """Samples of each bucket that an epoch of `counts` takes on average."""
+        times, of = counts * self._times[: len(counts)], self._of[: len(counts), 0]
+        found = [Fraction(0)] * counts.shape[1]
+        for each in np.unique(of).tolist():
+            sums = times[of == each].sum(0).tolist()
+            found = [before + Fraction(more, each) for before, more in zip(found, sums, strict=True)]
+        return found
+
+
 @dataclass(frozen=True)
 class GlobalBatch:
     """Samples of the bucket numbered `bucket`: `parts` and their `rows`, both int64 [global_batch_size]."""
@@ -61,7 +100,8 @@ class _Epoch:
 class Order:
     """The order of training over `counts` int64 [parts, buckets], the samples of each shape in each part.
 
-    It has no validation sample of `held`. It begins with `first_step` of the run, and depends on it.
+    It has no validation sample of `held`. It begins with `first_step` of the run, and depends on it. `rates`: how often
+    an epoch has the samples of each part.
     """
 
     def __init__(
@@ -75,20 +115,23 @@ class Order:
         window_parts: int = WINDOW_PARTS,
         held: ValidationSplit | None = None,
         first_step: int = 0,
+        rates: Rates | None = None,
     ) -> None:
         counts = counts if held is None else counts - held.counts
         self.held = held
         self.global_batch_size = global_batch_size
         self.first_step = first_step
         self.stages = tuple(stages) or (EpochStage(0, len(counts)),)
-        self._counts = counts
+        self.counts = counts
         self._shapes = tuple(shapes)
         self._seed = seed
         self._window_parts = window_parts
-        self._totals = [counts[: stage.parts].sum(0) for stage in self.stages]
+        self.rates = rates or Rates((), np.zeros(len(counts), np.int64))
+        self._totals = [self.rates.in_epoch(counts, 0, slice(stage.parts)).sum(0) for stage in self.stages]
         self._before_stage = [np.zeros(counts.shape[1], np.int64)]
-        for stage, following, total in zip(self.stages, self.stages[1:], self._totals, strict=False):
-            self._before_stage.append(self._before_stage[-1] + (following.first_epoch - stage.first_epoch) * total)
+        self._samples_before = functools.lru_cache(256)(self._count_samples_before)
+        for number, following in enumerate(self.stages[1:]):
+            self._before_stage.append(self._in_stage(number, following.first_epoch))
         self.batches_before = functools.lru_cache(256)(self._count_batches_before)
         self._epoch = functools.lru_cache(2)(self._draw_epoch)
         self._turns = functools.lru_cache(2)(self._draw_turns)
@@ -96,7 +139,8 @@ class Order:
 
     def epoch_of(self, step: int) -> int:
         """The epoch in which the batch of this step ends."""
-        most = self.stages[-1].first_epoch + (step + len(self._shapes) + 1) * self.global_batch_size
+        samples = (step + len(self._shapes) + 1) * self.global_batch_size
+        most = self.stages[-1].first_epoch + self._epochs_of(samples)
         return bisect.bisect_right(range(most), step, key=self.batches_before) - 1
 
     def batch(self, step: int) -> GlobalBatch:
@@ -128,11 +172,23 @@ class Order:
     def _stage_of(self, epoch: int) -> int:
         return bisect.bisect_right(self.stages, epoch, key=lambda stage: stage.first_epoch) - 1
 
-    def _samples_before(self, epoch: int) -> Ints:
+    def _count_samples_before(self, epoch: int) -> Ints:
         """Samples of each bucket in the epochs before this one."""
-        number = self._stage_of(epoch)
-        whole: Ints = self._before_stage[number] + (epoch - self.stages[number].first_epoch) * self._totals[number]
-        return whole
+        return self._in_stage(self._stage_of(epoch), epoch)
+
+    def _in_stage(self, number: int, epoch: int) -> Ints:
+        """Samples of each bucket before an epoch, if stage `number` lasts until then."""
+        stage, before = self.stages[number], self._before_stage[number]
+        if self.rates.whole:  # without a look at each part
+            whole: Ints = before + (epoch - stage.first_epoch) * self._totals[number]
+            return whole
+        now, then = (self.rates.taken(self.counts, each, slice(stage.parts)) for each in (epoch, stage.first_epoch))
+        found: Ints = before + (now - then).sum(0)
+        return found
+
+    def _epochs_of(self, samples: int) -> int:
+        """Epochs in which at least so many samples of any bucket come."""
+        return samples if self.rates.whole else (samples + self.counts.size) * self.rates.slowest
 
     def _count_batches_before(self, epoch: int) -> int:
         """The step at which this epoch begins: `first_step` and the batches that end before it."""
@@ -141,14 +197,19 @@ class Order:
     def _epoch_of_sample(self, bucket: int, place: int) -> int:
         """The epoch of a place in a bucket's stream."""
         number = bisect.bisect_right(self._before_stage, place, key=lambda before: int(before[bucket])) - 1
-        beyond = place - int(self._before_stage[number][bucket])
-        return self.stages[number].first_epoch + beyond // int(self._totals[number][bucket])
+        beyond, first = place - int(self._before_stage[number][bucket]), self.stages[number].first_epoch
+        if self.rates.whole:
+            return first + beyond // int(self._totals[number][bucket])
+        epochs = range(first, first + self._epochs_of(beyond + 1) + 1)
+        later = bisect.bisect_right(epochs, place, key=lambda epoch: int(self._samples_before(epoch)[bucket]))
+        return epochs[later - 1]
 
     def _draw_epoch(self, epoch: int) -> _Epoch:
         parts = self._generator(_PARTS, epoch).permutation(self.stages[self._stage_of(epoch)].parts)
         starts = np.arange(0, len(parts), self._window_parts)
         before = np.zeros((len(starts) + 1, len(self._shapes)), np.int64)
-        np.cumsum(np.add.reduceat(self._counts[parts], starts, axis=0), axis=0, out=before[1:])
+        taken = self.rates.in_epoch(self.counts, epoch, parts)
+        np.cumsum(np.add.reduceat(taken, starts, axis=0), axis=0, out=before[1:])
         batches = ((self._samples_before(epoch) + before) // self.global_batch_size).sum(1)
         return _Epoch(parts, before, batches - batches[0])
 
@@ -164,11 +225,13 @@ class Order:
         """Parts and rows [2, n] of a window's samples of a bucket, shuffled."""
         start = window * self._window_parts
         parts = self._epoch(epoch).parts[start : start + self._window_parts]
-        ends = np.cumsum(self._counts[parts, bucket])
+        taken = self.rates.in_epoch(self.counts, epoch, parts)[:, bucket]
+        ends = np.cumsum(taken)
         # The key is the bucket's shape, not its number: new data may have other buckets.
         chosen = self._generator(_ROWS, epoch, window, *self._shapes[bucket]).permutation(int(ends[-1]))
         at = np.searchsorted(ends, chosen, "right")
-        rows = chosen - (ends - self._counts[parts, bucket])[at]
+        places = chosen - (ends - taken)[at] + self.rates.taken(self.counts, epoch, parts)[at, bucket]
+        rows = places % self.counts[parts[at], bucket]
         return np.stack([parts[at], rows if self.held is None else self.held.passed_over(bucket, parts[at], rows)])
 
     def _generator(self, *names: int) -> np.random.Generator:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 from pydantic import NonNegativeInt, PositiveInt, ValidationError
 
 from bigdit.errors import UserError
-from bigdit.loader.order import WINDOW_PARTS, EpochStage, Order, ValidationSplit
+from bigdit.loader.order import WINDOW_PARTS, EpochStage, Order, Rates, ValidationSplit
 from bigdit.loader.raw_store import RawStore
 from bigdit.store import FeatureStore
 from bigdit.store.part import shape_name
@@ -24,7 +27,8 @@ class DataState(Strict):
 
     `stages` of the data: (first epoch, parts). `parts_digest`: of the parts of the last one. `classes`: their names or
     their number, None for captions. `validated`: validation samples of the first stage. `first_step` of the order:
-    where its stage of the run begins. `sources`: the identities of online sources, None for a store.
+    where its stage of the run begins. `sources`: the identities of online sources, None for a store. `rates`: of the
+    sources, how often an epoch has their samples; none if all are 1.
     """
 
     seed: NonNegativeInt
@@ -36,6 +40,7 @@ class DataState(Strict):
     validated: NonNegativeInt = 0
     first_step: NonNegativeInt = 0
     sources: list[dict[str, Any]] | None = None
+    rates: list[tuple[PositiveInt, PositiveInt]] = []
 
 
 def data_state(store: FeatureStore | RawStore, order: Order, seed: int) -> DataState:
@@ -50,6 +55,7 @@ def data_state(store: FeatureStore | RawStore, order: Order, seed: int) -> DataS
         validated=0 if order.held is None else int(order.held.counts.sum()),
         first_step=order.first_step,
         sources=store.schema.sources if isinstance(store, RawStore) else None,
+        rates=[rate.as_integer_ratio() for rate in order.rates.of_sources],
     )
 
 
@@ -78,30 +84,59 @@ def plan_order(
     where: Path,
     validated: int = 0,
     first_step: int = 0,
+    rates: Sequence[Fraction] = (),
 ) -> tuple[Order, list[str]]:
     """The order of a run over the store at `step`, resumed from the state `saved` in the checkpoint `where`; and notes.
 
     New parts of the store enter with the next epoch. `validated` samples of the first parts are for validation. A stage
     of the run that begins at `first_step` has its own order, which is not in a checkpoint of an earlier stage;
-    `check_border` checks where it begins. Raises UserError if store, seed, global batch size or validation samples are
-    not those of the checkpoint.
+    `check_border` checks where it begins. `rates`: of the sources. Raises UserError if store, seed, global batch size,
+    rates or validation samples are not those of the checkpoint.
     """
+    rated = rates_of(store, rates)
     state = None if saved is None else _parse(saved, where)
     problems = [] if state is None else _other_classes(store, state, where)
     if state is not None and step != first_step:
         problems += _other_order(store, state, where, global_batch_size, seed, validated)
+        problems += _other_rates(store, state, where, rated)
     if problems:
         raise UserError(*problems)
     if state is not None and step != first_step:
-        return _resumed(store, state, where, step, first_step)
+        return _resumed(store, state, where, step, first_step, rated)
     index = store.index
     held = _validation_split(store, len(index.parts), validated)
-    order = Order(index.counts, index.shapes, global_batch_size, seed, held=held, first_step=first_step)
+    order = Order(index.counts, index.shapes, global_batch_size, seed, held=held, first_step=first_step, rates=rated)
     return order, _scarce(order, store)
 
 
+def rates_of(store: FeatureStore | RawStore, rates: Sequence[Fraction]) -> Rates:
+    """The rates of a store's parts. Raises UserError if they are of fewer sources than the store has."""
+    if all(rate == 1 for rate in rates):
+        return Rates((), np.zeros(len(store.index.parts), np.int64))
+    if len(rates) < len(store.schema.sources):
+        raise UserError(
+            f"data.images has {how_many(len(rates), 'source')} with repeats or weight, and {store.root} has "
+            f"{len(store.schema.sources)}; list the sources that it was extracted from"
+        )
+    return Rates(rates, np.searchsorted(store.schema.ends(), store.index.parts[:, 0], "right"))
+
+
+def _other_rates(store: FeatureStore | RawStore, state: DataState, where: Path, rates: Rates) -> list[str]:
+    """Sources of the checkpoint whose rate is another one now."""
+    last = store.index.parts[min(state.stages[-1][1], len(store.index.parts)) - 1, 0]
+    sources = int(np.searchsorted(store.schema.ends(), last, "right")) + 1
+    then, now = [Fraction(*each) for each in state.rates], rates.of_sources
+    pairs = list(itertools.zip_longest(then[:sources], now[:sources], fillvalue=Fraction(1)))
+    return [
+        f"data.images[{number}]: repeats × weight is {float(asked):g}, and {where} was trained with {float(found):g}: "
+        "samples would repeat or be skipped; set it as it was, or choose another output"
+        for number, (found, asked) in enumerate(pairs)
+        if found != asked
+    ]
+
+
 def _resumed(
-    store: FeatureStore | RawStore, state: DataState, where: Path, step: int, first_step: int
+    store: FeatureStore | RawStore, state: DataState, where: Path, step: int, first_step: int, rates: Rates
 ) -> tuple[Order, list[str]]:
     """The order of the checkpoint, with new parts of the store; and notes."""
     index, parts = store.index, state.stages[-1][1]
@@ -118,6 +153,7 @@ def _resumed(
             window_parts=state.window_parts,
             held=held,
             first_step=first_step,
+            rates=rates,
         )
 
     order, changed = ordered(stages), _changed(store, state, where)
@@ -220,7 +256,8 @@ def none_left(store: FeatureStore | RawStore, samples: int, parts: int | None = 
 def _scarce(order: Order, store: FeatureStore | RawStore) -> list[str]:
     """Notes on buckets that are empty, or smaller than a global batch."""
     counts, batch = store.index.counts, order.global_batch_size
-    totals = (counts if order.held is None else counts - order.held.counts).sum(0).tolist()
+    counts = counts if order.held is None else counts - order.held.counts
+    totals = [float(total) for total in order.rates.average(counts)]
     filled = {shape_name(shape): total for shape, total in zip(store.index.shapes, totals, strict=True) if total}
     asked, limit = len(set(store.schema.buckets)), f"fewer than a global batch of {batch} (strategy.global_batch_size)"
     empty = f"{asked - len(filled)} of {asked} data.buckets have no samples: all are in "
@@ -228,15 +265,19 @@ def _scarce(order: Order, store: FeatureStore | RawStore) -> list[str]:
     if sum(totals) < batch:
         return [
             *lines,
-            f"data.features has {how_many(sum(totals), 'sample')}, {limit}: each step takes more than an epoch, and "
+            f"data.features has {_samples(sum(totals))}, {limit}: each step takes more than an epoch, and "
             "repeats samples; lower strategy.global_batch_size, or add images",
         ]
     return lines + [
-        f"bucket {name} has {how_many(total, 'sample')}, {limit}: each of its batches takes {batch / total:.1f} "
+        f"bucket {name} has {_samples(total)}, {limit}: each of its batches takes {batch / total:.1f} "
         "epochs of them, and repeats samples"
         for name, total in filled.items()
         if total < batch
     ]
+
+
+def _samples(total: float) -> str:
+    return how_many(int(total), "sample") if total == int(total) else f"{total:.1f} samples an epoch"
 
 
 def _parse(saved: dict[str, Any], where: Path) -> DataState:

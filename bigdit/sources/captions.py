@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
+import os
+import unicodedata
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bigdit import log
-from bigdit.config.data import WEIGHTS, is_weight
+from bigdit.config.data import WEIGHTS, SourceConfig, is_weight
 from bigdit.files import IS_LFS_POINTER, is_lfs_pointer, leads_out
 from bigdit.sources.disk import CAPTION_BYTES, read_file
 from bigdit.sources.protocol import Caption, Unusable
 from bigdit.units import how_many
+
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+"""How files of UTF-16 begin, as Windows and Excel write them."""
 
 
 def text_captions(data: bytes, name: str) -> tuple[Caption, ...]:
@@ -69,7 +75,7 @@ def _decoded(data: bytes, name: str) -> str:
     if is_lfs_pointer(data):
         raise Unusable(f"caption {name} {IS_LFS_POINTER}")
     try:
-        return data.decode("utf-8-sig")
+        return data.decode("utf-16" if data.startswith(UTF_16) else "utf-8-sig")
     except UnicodeDecodeError:
         raise Unusable(f"caption {name} is not UTF-8") from None
 
@@ -118,30 +124,82 @@ def label_of(value: Any, where: str) -> Label:
     raise Unusable(f"label {where} is {str(value)[:20]!r}; expected the name or the number of a class")
 
 
-def read_captions(stem: str, read: Callable[[str], bytes | None]) -> tuple[Caption, ...]:
-    """The captions in STEM.json, or else in STEM.txt. Raises Unusable if there are none.
+def reads_captions(config: SourceConfig) -> bool:
+    """Whether images of a source have captions of their own: it has neither a label nor one caption for all."""
+    return config.label is None and config.caption is None
+
+
+Beside = tuple[str, str]
+"""The names of an image's JSON and text of captions, as they are in its folder."""
+
+TEXTS = (".txt", ".caption")
+SUFFIXES = (".json", *TEXTS)
+
+
+def usual(stem: str) -> Beside:
+    """`a.json` and `a.txt`."""
+    return f"{stem}.json", f"{stem}.txt"
+
+
+def odd_names(names: Collection[str]) -> dict[str, str]:
+    """Files of captions whose names differ from their usual form: suffixes in capitals, or letters that are decomposed
+    (NFD), as macOS writes them. By their usual form."""
+    found = (name for name in names if os.path.splitext(name)[1].lower() in SUFFIXES)
+    return {plain: name for name in found if (plain := _plain(name)) != name}
+
+
+def beside(image: str, names: Collection[str], odd: Mapping[str, str]) -> Beside:
+    """The names of the captions of an image among all `names` of its folder: `a.json`, and `a.txt` or `a.caption`, or
+    either after the image's whole name, such as `a.png.txt`."""
+    stem = os.path.splitext(image)[0]
+    found = []
+    for suffixes, without in zip(((".json",), TEXTS), usual(stem), strict=True):
+        asked = (base + suffix for base in (stem, image) for suffix in suffixes)
+        found.append(next(filter(None, (_there(name, names, odd) for name in asked)), without))
+    return found[0], found[1]
+
+
+def _there(name: str, names: Collection[str], odd: Mapping[str, str]) -> str | None:
+    if name in names:
+        return name
+    plain = _plain(name)
+    return plain if plain in names else odd.get(plain)
+
+
+def _plain(name: str) -> str:
+    stem, suffix = os.path.splitext(name)
+    return unicodedata.normalize("NFC", stem) + suffix.lower()
+
+
+def read_captions(files: Beside, read: Callable[[str], bytes | None]) -> tuple[Caption, ...]:
+    """The captions in an image's JSON, or else in its text. Raises Missing if there are none.
 
     `read` returns the bytes of a file by its name, None if it is missing.
     """
-    data = read(f"{stem}.json")
-    if data is not None and (captions := json_captions(data, f"{stem}.json")) is not None:
+    in_json, in_text = files
+    data = read(in_json)
+    if data is not None and (captions := json_captions(data, in_json)) is not None:
         return captions
-    if (data := read(f"{stem}.txt")) is None:
-        raise Unusable(f"caption {stem}.txt is missing")
-    return text_captions(data, f"{stem}.txt")
+    if (data := read(in_text)) is None:
+        raise Missing(f"caption {in_text} is missing")
+    return text_captions(data, in_text)
 
 
-def captions_of(root: Path, stem: Path, follow_links: bool) -> tuple[Caption, ...]:
-    """The captions of an image file without its suffix, `stem`. Raises as `read_captions`."""
+class Missing(Unusable):
+    """An image without a caption."""
+
+
+def captions_of(root: Path, folder: Path, files: Beside, follow_links: bool) -> tuple[Caption, ...]:
+    """The captions in `files` of a folder. Raises as `read_captions`."""
 
     def read(name: str) -> bytes | None:
-        path = stem.with_name(name)
+        path = folder / name
         with contextlib.suppress(FileNotFoundError):
             check_link(root, path, follow_links)
             return read_file(path, CAPTION_BYTES)
         return None
 
-    return read_captions(stem.name, read)
+    return read_captions(files, read)
 
 
 def check_link(root: Path, path: Path, follow_links: bool) -> None:
@@ -153,4 +211,10 @@ def check_link(root: Path, path: Path, follow_links: bool) -> None:
 def log_ignored(key: str, root: Path, ignored: Counter[str]) -> None:
     """Log the kinds of files in a folder that are neither images nor captions."""
     if kinds := ", ".join(how_many(count, kind) for kind, count in ignored.most_common(5) if count):
-        log.notice(f"{key}: other files in {root} are ignored: {kinds}")
+        lists = any(suffix in kind for kind in ignored for suffix in LISTS)
+        fix = "; to read a list or a table, name its path" if lists else ""
+        log.notice(f"{key}: other files in {root} are ignored: {kinds}{fix}")
+
+
+LISTS = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
+"""Suffixes of lists of images, which are sources of their own."""

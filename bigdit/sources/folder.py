@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import json
 import os
 import re
 import zlib
@@ -18,12 +19,29 @@ from pathlib import Path
 import xxhash
 from PIL import Image
 
-from bigdit.config.data import MAX_PIXELS
+from bigdit.config.data import MAX_PIXELS, SourceConfig
 from bigdit.errors import UserError
-from bigdit.sources.captions import captions_of, check_link, folder_label, log_ignored
+from bigdit.sources.captions import (
+    LISTS,
+    Beside,
+    Missing,
+    beside,
+    captions_of,
+    check_link,
+    folder_label,
+    log_ignored,
+    odd_names,
+    reads_captions,
+    usual,
+)
+from bigdit.sources.captions import (
+    SUFFIXES as CAPTIONS,
+)
 from bigdit.sources.disk import IMAGE_BYTES, IMPOSSIBLE, read_file, sampled_digest, unreadable
 from bigdit.sources.image import SUFFIXES, decode
-from bigdit.sources.protocol import Contents, Entry, Item, Unusable
+from bigdit.sources.metadata import NAMES as METADATA
+from bigdit.sources.metadata import Metadata
+from bigdit.sources.protocol import Caption, Contents, Entry, Item, Unusable
 from bigdit.sources.videos import SUFFIXES as VIDEOS
 from bigdit.sources.videos import Clip, contents_of, is_video, resampled, video_frames
 
@@ -61,15 +79,20 @@ _MISSING = -1, -1
 class FolderItem(Item):
     """The image or video `name` below `root`.
 
-    `follow_links`: it and its captions may be links out of `root`. `labelled`: its folder is its class, and captions
-    are not read. `clip`: the part of a video to read.
+    `beside`: the names of its captions, where they are not the usual ones. `row`: its captions in the metadata of a
+    folder, if there are none beside it; or the problem of its row. `follow_links`: it and its captions may be links out
+    of `root`. `labelled`: its folder is its class. `captioned`: its own captions are read. `clip`: the part of a video
+    to read.
     """
 
     index: int
     root: Path
     name: str
+    beside: Beside | None = None
+    row: tuple[Caption, ...] | str | None = None
     follow_links: bool = False
     labelled: bool = False
+    captioned: bool = True
     clip: Clip | None = None
 
     @property
@@ -80,7 +103,7 @@ class FolderItem(Item):
     def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
         """As Item.read."""
         label = folder_label(self.name) if self.labelled else None
-        captions = () if self.labelled else captions_of(self.root, self.path.with_suffix(""), self.follow_links)
+        captions = self._captions() if self.captioned else ()
         check_link(self.root, self.path, self.follow_links)
         if self.clip is not None and is_video(self.path):
             frames = partial(self._frames, self.clip, max_pixels)
@@ -88,6 +111,17 @@ class FolderItem(Item):
         with self._error_if_gone():
             data = read_file(self.path, IMAGE_BYTES)
         return contents_of(data, self.clip, max_pixels, captions, label)
+
+    def _captions(self) -> tuple[Caption, ...]:
+        files = self.beside or usual(self.path.stem)
+        try:
+            return captions_of(self.root, self.path.parent, files, self.follow_links)
+        except Missing:
+            if self.row is None:
+                raise
+        if isinstance(self.row, str):
+            raise Unusable(self.row)
+        return self.row
 
     def _frames(self, clip: Clip, max_pixels: int) -> Iterator[Image.Image]:
         with self._error_if_gone():
@@ -106,27 +140,19 @@ class FolderItem(Item):
 class ImageFolder:
     """All images below `root`, in the order of their relative paths. Linked folders are ignored."""
 
-    def __init__(
-        self,
-        root: Path,
-        key: str = "data.images",
-        *,
-        follow_links: bool = False,
-        labelled: bool = False,
-        clip: Clip | None = None,
-    ) -> None:
+    def __init__(self, config: SourceConfig, key: str = "data.images", clip: Clip | None = None) -> None:
         """List the folder; with a `clip`, videos too. Raises UserError, which names `key`, if it is missing or
         empty."""
-        self.root = root
-        self._follow_links = follow_links
-        self._labelled = labelled
+        self.root = root = config.path
+        self._links = config.follow_links
+        self._labelled, self._captioned = config.label is not None, reads_captions(config)
         self._clip = clip
         suffixes = SUFFIXES if clip is None else (*SUFFIXES, *VIDEOS)
         self.class_names: set[str] = set()
-        digest = xxhash.xxh3_128(b"follow_links\n" if follow_links else b"")
-        ignored: Counter[str] = Counter()
+        digest = xxhash.xxh3_128(b"follow_links\n" if self._links else b"")
+        found = Listing(suffixes, config, key)
         try:
-            self._names = Names(self._classified(_digested(root, digest, suffixes, ignored)))
+            self._names = Names(self._classified(_digested(found, digest)))
         except NotADirectoryError:
             raise UserError(f"{key}: {root} is not a folder") from None
         except FileNotFoundError as error:
@@ -135,8 +161,14 @@ class ImageFolder:
         except OSError as error:
             raise UserError(f"{key}: {error.filename} cannot be listed: {error.strerror}") from None
         if not len(self._names):
-            raise UserError(f"{key}: {root} holds no images{' or videos' if clip else ''} ({', '.join(suffixes)})")
-        log_ignored(key, root, ignored)
+            wanted = f"images{' or videos' if clip else ''} ({', '.join(suffixes)})"
+            raise UserError(f"{key}: {root} holds no {wanted}{_lists_within(root)}")
+        if (config.captions or config.image) and not found.tables:
+            raise UserError(
+                f"{key}: {root} is a folder without {' or '.join(METADATA)}, so it has no columns; leave out image and "
+                "captions"
+            )
+        log_ignored(key, root, found.ignored)
         self.identity = {"kind": "folder", "count": len(self._names), "digest": digest.hexdigest()}
 
     def __len__(self) -> int:
@@ -144,59 +176,102 @@ class ImageFolder:
 
     def items(self, start: int, end: int) -> list[FolderItem]:
         """Images [start, end) of the order."""
-        names = enumerate((_entry(text).name for text in self._names.range(start, end)), start)
-        how = (self._follow_links, self._labelled, self._clip)
-        return [FolderItem(index, self.root, name, *how) for index, name in names]
+        found = enumerate(map(_stored, self._names.range(start, end)), start)
+        return [
+            FolderItem(
+                index, self.root, entry.name, *captions, self._links, self._labelled, self._captioned, self._clip
+            )
+            for index, (entry, captions) in found
+        ]
 
     def entries(self) -> Iterator[Entry]:
         """As Source.entries."""
-        return map(_entry, self._names.range(0, len(self._names)))
+        return (_stored(text)[0] for text in self._names.range(0, len(self._names)))
 
     def _classified(self, entries: Iterator[str]) -> Iterator[str]:
         """The entries; on the way, the names of classes are collected."""
         for entry in entries:
             if self._labelled:
                 with contextlib.suppress(Unusable):  # the image raises it when it is loaded
-                    self.class_names.add(folder_label(_entry(entry).name))
+                    self.class_names.add(folder_label(entry.partition(_BETWEEN)[0]))
             yield entry
 
 
-def _digested(root: Path, digest: xxhash.xxh3_128, suffixes: Collection[str], ignored: Counter[str]) -> Iterator[str]:
-    """Sorted entries of images. Names and sizes of images and captions are digested: both change the features."""
-    for name, found in _images(root, "", suffixes, ignored):
-        sizes, times = zip(*found, strict=True)
-        digest.update(os.fsencode(f"{name}\0{sizes}\n"))
-        yield _BETWEEN.join([name, str(sizes[0]), " ".join(map(str, sizes[1:])), " ".join(map(str, times))])
+def _lists_within(root: Path) -> str:
+    lists = sorted(name for name in os.listdir(root) if os.path.splitext(name)[1].lower() in LISTS)
+    return f"; it holds the list {lists[0]}: give its path instead" if lists else ""
 
 
-def _entry(text: str) -> Entry:
-    name, image, captions, times = text.split(_BETWEEN)
-    return Entry(name, 1, image, captions, times)
+def _digested(found: Listing, digest: xxhash.xxh3_128) -> Iterator[str]:
+    """Sorted entries of images. Names and sizes of images and captions, and rows of metadata, are digested: all change
+    the features."""
+    for name, files, captioned, row in found.images():
+        sizes, times = zip(*files, strict=True)
+        told = "" if row is None else f" {xxhash.xxh3_64_hexdigest(row.encode())}"
+        digest.update(os.fsencode(f"{name}\0{sizes}{told}\n"))
+        captions = " ".join(map(str, sizes[1:])) + told
+        kept = "" if captioned is None and row is None else json.dumps([captioned, row])
+        yield _BETWEEN.join([name, str(sizes[0]), captions, " ".join(map(str, times)), kept])
 
 
-def _images(
-    root: Path, folder: str, suffixes: Collection[str], ignored: Counter[str]
-) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """Sorted relative paths of images below `folder`, with bytes and times of image, `.json` and `.txt`.
+def _stored(text: str) -> tuple[Entry, tuple[Beside | None, tuple[Caption, ...] | str | None]]:
+    """An entry, and the `beside` and `row` of its item."""
+    name, image, captions, times, kept = text.split(_BETWEEN, 4)
+    captioned, row = json.loads(kept) if kept else (None, None)
+    told = None if row is None else json.loads(row)
+    found = tuple(Caption(*each) for each in told) if isinstance(told, list) else told
+    return Entry(name, 1, image, captions, times), (captioned and tuple(captioned), found)
 
-    Both are -1 for a missing file. Other files are counted in `ignored`. A folder is sorted as if its name ended in a
-    slash, which is the order of whole paths. So memory holds one folder of each level, never the whole tree.
+
+_Found = tuple[str, list[tuple[int, int]], Beside | None, str | None]
+"""The relative path of an image; bytes and times of image, JSON and text, -1 for a missing one; the names of these two,
+where they are not the usual ones; its row of metadata in JSON."""
+
+
+class Listing:
+    """The images with `suffixes` below a folder. Other files are counted in `ignored`, files of metadata in `tables`.
+
+    A folder is sorted as if its name ended in a slash, which is the order of whole paths. So memory holds one folder of
+    each level, never the whole tree.
     """
-    descriptor = os.open(root / folder, os.O_RDONLY)  # paths from here are short, so the kernel walks less
-    try:
-        entries = _entries(descriptor, ignored)
-        for name in sorted(entries):
-            stem, suffix = os.path.splitext(name)
-            if name.endswith("/"):
-                yield from _images(root, folder + name, suffixes, ignored)
-            elif suffix.lower() in suffixes:
-                # The listing shows what is missing. A stat would be a round trip on a network file system.
-                files = (name, f"{stem}.json", f"{stem}.txt")
-                yield folder + name, [_seen(file, descriptor) if file in entries else _MISSING for file in files]
-            elif suffix not in (".json", ".txt"):
-                ignored[f"{suffix or 'other'} file"[:20]] += 1
-    finally:
-        os.close(descriptor)
+
+    def __init__(self, suffixes: Collection[str], config: SourceConfig, key: str) -> None:
+        self._suffixes, self._config, self._key = suffixes, config, key
+        self.ignored: Counter[str] = Counter()
+        self.tables = 0
+
+    def images(self, folder: str = "", above: Metadata | None = None) -> Iterator[_Found]:
+        """The images below a relative folder. `above`: the metadata of the nearest folder above that has some."""
+        root = self._config.path
+        descriptor = os.open(root / folder, os.O_RDONLY)  # paths from here are short, so the kernel walks less
+        try:
+            entries = _entries(descriptor, self.ignored)
+            captioned = self._config.caption is None
+            odd = odd_names(entries)
+            own = self._metadata(folder, entries)
+            for name in sorted(entries):
+                suffix = os.path.splitext(name)[1]
+                if name.endswith("/"):
+                    yield from self.images(folder + name, own or above)
+                elif suffix.lower() in self._suffixes:
+                    captions = beside(name, entries, odd)
+                    # The listing shows what is missing. A stat would be a round trip on a network file system.
+                    known = entries if captioned else {name}
+                    files = [_seen(file, descriptor) if file in known else _MISSING for file in (name, *captions)]
+                    row = None if (table := own or above) is None else table.row(folder + name, captions[1] in entries)
+                    stem = os.path.splitext(name)[0]
+                    yield folder + name, files, None if captions == usual(stem) else captions, row
+                elif suffix.lower() not in CAPTIONS and name not in METADATA:
+                    self.ignored[f"{suffix or 'other'} file"[:20]] += 1
+            if own is not None:
+                own.log_unused()
+        finally:
+            os.close(descriptor)
+
+    def _metadata(self, folder: str, entries: Collection[str]) -> Metadata | None:
+        names = [name for name in METADATA if name in entries and reads_captions(self._config)]
+        self.tables += len(names)
+        return Metadata(folder, names[0], self._config, self._key) if names else None
 
 
 def _entries(descriptor: int, ignored: Counter[str]) -> set[str]:
@@ -241,10 +316,13 @@ class FrameFolder(Item):
     step: Fraction
     clip: Clip
     follow_links: bool
+    captioned: bool = True
 
     def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
         """As Item.read."""
-        captions = captions_of(self.root, self.root / self.name, self.follow_links)
+        folder = self.root / self.name
+        files = usual(folder.name)
+        captions = captions_of(self.root, folder.parent, files, self.follow_links) if self.captioned else ()
         return Contents(lambda: (decode(each, max_pixels) for each in self._taken()), self._digest, captions)
 
     def _digest(self) -> int:
@@ -272,12 +350,12 @@ class FrameFolders:
 
     class_names: Collection[str] = ()
 
-    def __init__(self, root: Path, key: str, *, frame_rate: float, clip: Clip, follow_links: bool) -> None:
+    def __init__(self, config: SourceConfig, key: str, frame_rate: float, clip: Clip) -> None:
         """List the folders. Raises UserError, which names `key`, if there are none or they cannot be listed."""
-        self.root, self._clip = root, clip
+        self.root = root = config.path
         self._step = Clip(frame_rate, 1).step
-        self._follow_links = follow_links
-        digest = xxhash.xxh3_128(f"frames {self._step} apart, links {follow_links}\n".encode())
+        self._how = self._step, clip, config.follow_links, reads_captions(config)
+        digest = xxhash.xxh3_128(f"frames {self._step} apart, links {config.follow_links}\n".encode())
         ignored: Counter[str] = Counter()
         try:
             self._entries = list(_digested_frames(root, digest, ignored))
@@ -297,9 +375,8 @@ class FrameFolders:
 
     def items(self, start: int, end: int) -> list[FrameFolder]:
         """Videos [start, end) of the order."""
-        how = (self._step, self._clip, self._follow_links)
         entries = enumerate(self._entries[start:end], start)
-        return [FrameFolder(index, self.root, entry.name, *how) for index, entry in entries]
+        return [FrameFolder(index, self.root, entry.name, *self._how) for index, entry in entries]
 
 
 def frames_within(names: list[str]) -> list[str]:

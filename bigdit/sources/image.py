@@ -17,7 +17,7 @@ from bigdit.sources.protocol import Unusable
 
 # The formats of data sets. Pillow's other decoders are never tried: some start programs.
 FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "BMP", "TIFF", "GIF")
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".bmp", ".tif", ".tiff", ".gif")
+SUFFIXES = (".png", ".jpg", ".jpeg", ".jfif", ".webp", ".avif", ".bmp", ".tif", ".tiff", ".gif")
 
 # The first bytes of formats that are not read. pillow-heif registers itself, but is not tried either.
 _UNREAD = {

@@ -22,7 +22,9 @@ from bigdit.sources.file_rows import FileRows
 from bigdit.sources.folder import FrameFolders, ImageFolder
 from bigdit.sources.image import SUFFIXES
 from bigdit.sources.protocol import Contents, Entry, Item, Source
-from bigdit.sources.tables import CsvRows, TableSource
+from bigdit.sources.rules import Ruled, Rules
+from bigdit.sources.tables import TableSource
+from bigdit.sources.text_rows import text_rows
 from bigdit.sources.videos import Clip, Clips
 from bigdit.sources.webdataset import WebDataset
 
@@ -133,7 +135,9 @@ def _key(data: DataConfig, number: int) -> str:
 def _clips(config: SourceConfig, data: DataConfig, key: str) -> Source:
     clip = None if data.fps is None else Clip(data.fps, max(map(frames_of, data.buckets)))
     source = _open(config, data, key, clip)
-    return source if clip is None or config.clips == 1 else Clips(source, config.clips, clip)
+    source = source if clip is None or config.clips == 1 else Clips(source, config.clips, clip)
+    rules = Rules.of(config)
+    return source if rules is None else Ruled(source, rules)
 
 
 def _checked_kind(config: SourceConfig, data: DataConfig, key: str) -> SourceKind:
@@ -149,13 +153,13 @@ def _checked_kind(config: SourceConfig, data: DataConfig, key: str) -> SourceKin
 def _open(config: SourceConfig, data: DataConfig, key: str, clip: Clip | None) -> Source:
     kind = _checked_kind(config, data, key)
     if kind == "folder":
-        links, rate = config.follow_links, config.frame_rate
+        rate = config.frame_rate
         if rate is None:
-            return ImageFolder(config.path, key, follow_links=links, labelled=config.label is not None, clip=clip)
+            return ImageFolder(config, key, clip)
         assert clip is not None  # without frames, frame_rate is rejected
-        return FrameFolders(config.path, key, frame_rate=rate, clip=clip, follow_links=links)
-    if kind == "csv":
-        return TableSource(kind, CsvRows(config.path, key), config, key, clip)
+        return FrameFolders(config, key, rate, clip)
+    if kind in ("csv", "json"):
+        return TableSource(kind, text_rows(config.path, key, kind), config, key, clip)
     if kind == "webdataset":
         if data.features is None:
             raise UserError(
@@ -163,7 +167,7 @@ def _open(config: SourceConfig, data: DataConfig, key: str, clip: Clip | None) -
                 "set it to cached, and run `bigdit extract`"
             )
         tars = files_of(config, ".tar", key)
-        return WebDataset(tars, data.features / INDEX, data.workers, key, config.label, clip)
+        return WebDataset(tars, data.features / INDEX, data.workers, key, config, clip)
     if kind == "datasets" and any((config.path / name).exists() for name in (STATE, SPLITS)):
         return TableSource(kind, FileRows(saved_files(config, key), "arrow", str(config.path), key), config, key, clip)
     return TableSource(
@@ -173,14 +177,14 @@ def _open(config: SourceConfig, data: DataConfig, key: str, clip: Clip | None) -
 
 def _refuse_columns(config: SourceConfig, kind: SourceKind, key: str) -> None:
     """Raise UserError for columns and splits that the kind of the path does not have."""
-    if kind in ("folder", "webdataset") and (config.image or config.captions):
+    if kind == "webdataset" and (config.image or config.captions):
         raise UserError(f"{key}: {config.path} is of kind {kind}, which has no columns; leave out image and captions")
     if kind == "folder" and config.label not in (None, FOLDER):
         raise UserError(
             f"{key}.label: {config.path} is of kind folder, which has no columns; set it to {FOLDER}, and the first "
             f"folder of an image's path is its class"
         )
-    if kind in ("folder", "webdataset", "csv") and config.split:
+    if kind in ("folder", "webdataset", "csv", "json") and config.split:
         raise UserError(f"{key}.split: {config.path} is of kind {kind}, which has no splits; leave it out")
     for name in ("follow_links", "frame_rate"):
         if kind != "folder" and getattr(config, name):
@@ -192,10 +196,21 @@ FILES_MOST = 1_000_000  # of a pattern
 KINDS: dict[str, SourceKind] = {
     ".csv": "csv",
     ".tsv": "csv",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".json": "json",
     ".parquet": "parquet",
     ".tar": "webdataset",
     ".gz": "webdataset",  # which rejects it, and says why
     ".tgz": "webdataset",
+}
+_OTHERS = {
+    ".zip": "a ZIP archive; unpack it and name its folder, or pack it as a .tar",
+    ".7z": "a 7z archive; unpack it and name its folder",
+    ".rar": "a RAR archive; unpack it and name its folder",
+    ".xlsx": "an Excel table; save it as CSV",
+    ".arrow": "a part of what `datasets` saved; name its folder",
+    ".txt": "a text; name the folder of its image, or write a list with image and caption as .csv or .jsonl",
 }
 STATE, SPLITS = "state.json", "dataset_dict.json"  # of a folder that `datasets` saved
 # Names as `push_to_hub` writes them: train-00000-of-00002.parquet. Older ones have a hash after the count.
@@ -212,10 +227,12 @@ def kind_of(config: SourceConfig, key: str) -> SourceKind:
     if suffix in KINDS and not config.path.is_dir():
         return KINDS[suffix]
     if config.path.is_file():
+        if suffix in _OTHERS:
+            raise UserError(f"{key}: {config.path} is {_OTHERS[suffix]}")
         what = f"a {suffix} file" if suffix else "a file without a suffix"
         raise UserError(
-            f"{key}: {config.path} is {what}; give a folder of images or videos, a .csv, .tsv or .parquet table, "
-            ".tar files (WebDataset), or a folder that `datasets` saved"
+            f"{key}: {config.path} is {what}; give a folder of images or videos, a .csv, .tsv, .json, .jsonl or "
+            ".parquet table, .tar files (WebDataset), or a folder that `datasets` saved"
         )
     found = _kinds_within(config.path)
     if len(found) > 1:

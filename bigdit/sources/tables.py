@@ -1,30 +1,23 @@
-"""Tables of any format: their rows, the columns of images, captions or labels, and the source of both. CSV files.
-
-A CSV (RFC 4180) or TSV file is scanned once. The offset of one row in 1024 is kept, and rows are read at offsets.
-"""
+"""Tables of any format: their rows, the columns of images, captions or labels, and the source of both."""
 
 from __future__ import annotations
 
 import contextlib
-import csv
-import io
 import os
-from array import array
+import unicodedata
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
-import numpy as np
 import xxhash
 from PIL import Image
 
 from bigdit.config.data import MAX_PIXELS, SourceConfig, SourceKind
 from bigdit.errors import UserError, nearest
-from bigdit.files import lfs_pointer, open_file
-from bigdit.sources.captions import label_of, weighted
-from bigdit.sources.disk import IMAGE_BYTES, check_size, read_file, read_range, sampled_digest, unreadable
+from bigdit.sources.captions import label_of, reads_captions, weighted
+from bigdit.sources.disk import IMAGE_BYTES, check_size, read_file, sampled_digest, unreadable
 from bigdit.sources.protocol import Caption, Contents, Entry, Item, Unusable
 from bigdit.sources.videos import Clip, contents_of, is_video, video_frames
 from bigdit.units import how_many
@@ -75,12 +68,18 @@ class ImageFile:
     def read(self) -> bytes:
         """Raises Unusable if this file is missing, and UserError if its whole folder is: a disk may come back."""
         with self._error_if_missing():
-            return read_file(self.path, IMAGE_BYTES)
+            return read_file(self._on_disk(), IMAGE_BYTES)
 
     def frames(self, clip: Clip, max_pixels: int) -> Iterator[Image.Image]:
         """Frames of a video. Raises as `read` and `video_frames`."""
         with self._error_if_missing():
-            yield from video_frames(self.path, clip, max_pixels)
+            yield from video_frames(self._on_disk(), clip, max_pixels)
+
+    def _on_disk(self) -> Path:
+        """The path, or the same letters composed or decomposed in another way (NFC, NFD), if only that exists."""
+        text = str(self.path)
+        others = [] if text.isascii() else [unicodedata.normalize(form, text) for form in ("NFC", "NFD")]
+        return next((Path(each) for each in (text, *others) if os.path.lexists(each)), self.path)
 
     @contextlib.contextmanager
     def _error_if_missing(self) -> Iterator[None]:
@@ -122,7 +121,7 @@ class TableItem(Item):
             raise Unusable(f"column {self.columns.image} names no image")
         column = self.columns.label
         label = None if column is None else label_of(self.row[column], f"column {column}")
-        captions = captions_of(self.row, self.columns) if column is None else ()
+        captions = captions_of(self.row, self.columns) if self.columns.captions else ()
         if self.clip is not None and isinstance(self.image, ImageFile) and is_video(self.image.path):
             frames = partial(self.image.frames, self.clip, max_pixels)
             return Contents(frames, partial(sampled_digest, self.image.path), captions, label)
@@ -164,7 +163,7 @@ class TableSource:
             cell = row[self._columns.image]
             if isinstance(cell, ImageBytes):
                 image = cell
-            elif cell:
+            elif isinstance(cell, str) and cell:
                 name, image = cell, ImageFile(self._rows.base(index) / cell)
         return TableItem(index, name, row, self._columns, image, self._clip)
 
@@ -203,7 +202,7 @@ def choose(config: SourceConfig, found: Mapping[str, Cells], where: str, key: st
     problems: list[str] = []
     image = config.image or _usual(found, IMAGE_COLUMNS, ("image", "text"), problems, where, f"{key}.image")
     captions = config.captions
-    if not captions and config.label is None:
+    if not captions and reads_captions(config):
         usual = _usual(found, CAPTION_COLUMNS, ("text", "texts"), problems, where, f"{key}.captions")
         captions = {usual: 1.0} if usual else {}
     wanted: list[tuple[str, str, tuple[Cells, ...]]] = [("image", image, ("image", "text"))] if image else []
@@ -268,109 +267,3 @@ def _numbers(cell: Any, column: str) -> Any:
         return float(cell)
     except ValueError:
         raise Unusable(f"weight column {column} holds {cell!r}, not a number") from None
-
-
-BLOCK = 1024  # rows that are read at a time
-BLOCK_BYTES = 2**28  # 256 KiB a row: more means that a quote is never closed
-CHUNK_BYTES = 2**22
-
-
-class CsvRows:
-    """Rows of a file with a header line. All cells are text. `digest` is of the file's bytes."""
-
-    def __init__(self, path: Path, key: str) -> None:
-        """Scan the file. Raises UserError if it is missing or empty, or a quote is never closed."""
-        self.where = str(path)
-        self._path = path
-        self._delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-        digest = xxhash.xxh3_128()
-        # The start of each block of records, and the end of the file. The header is the first record.
-        self._offsets = array("Q", [0])
-        records = size = quotes = 0
-        last = b"\n"
-        try:
-            with open_file(path) as file:
-                while chunk := file.read(CHUNK_BYTES):
-                    digest.update(chunk)
-                    ends, quotes = _record_ends(chunk, quotes)
-                    # A block begins after the last record of the one before.
-                    self._offsets.extend((size + 1 + ends[BLOCK - 1 - records % BLOCK :: BLOCK]).tolist())
-                    records, size, last = records + len(ends), size + len(chunk), chunk[-1:]
-        except FileNotFoundError:
-            raise UserError(f"{key}: the file {path} does not exist") from None
-        except OSError as error:
-            raise UserError(f"{key}: {path} cannot be read: {error.strerror}") from None
-        if quotes:
-            raise UserError(f'{key}: a quote in {path} is never closed; a " within quotes is written ""')
-        self._records = records + (last != b"\n")
-        if self._offsets[-1] != size:
-            self._offsets.append(size)
-        self.digest = digest.hexdigest()
-        if pointer := lfs_pointer(path):
-            raise UserError(f"{key}: {pointer}")
-        if not self._records:
-            raise UserError(f"{key}: {path} is empty; its first line should name its columns")
-        self._names = [name.strip() for name in self._block(0)[0]]
-        if len(set(self._names)) < len(self._names):
-            raise UserError(f"{key}: {path} has columns of the same name: {', '.join(self._names)}")
-        self.columns: Mapping[str, Cells] = dict.fromkeys(self._names, "text")
-
-    def __len__(self) -> int:
-        return self._records - 1
-
-    def read(self, start: int, end: int, columns: Sequence[str]) -> list[Row]:
-        """Rows [start, end)."""
-        first, last = start + 1, min(end + 1, self._records)  # after the header
-        wanted = [(column, self._names.index(column)) for column in columns]
-        found: list[Row] = []
-        for block in range(first // BLOCK, -(-last // BLOCK)):
-            begin = block * BLOCK
-            for cells in self._block(block)[max(first - begin, 0) : last - begin]:
-                if len(cells) == len(self._names):
-                    found.append({column: cells[at] for column, at in wanted})
-                else:
-                    columns_there = how_many(len(self._names), "column")
-                    found.append(Unusable(f"row of {how_many(len(cells), 'cell')} under {columns_there}"))
-        return found
-
-    def entries(self) -> Iterator[Entry]:
-        """One entry: the file, with its digest."""
-        yield Entry(self._path.name, len(self), self.digest, "", "")
-
-    def name(self, row: int) -> str:
-        """`file.csv row 17`. Row 1 follows the header."""
-        return f"{self._path.name} row {row + 1}"
-
-    def base(self, row: int) -> Path:
-        """The folder of the file."""
-        return self._path.parent
-
-    def _block(self, number: int) -> list[list[str]]:
-        begin, end = self._offsets[number], self._offsets[number + 1]
-        expected = min(BLOCK, self._records - number * BLOCK)
-        data = read_range(self._path, begin, end - begin) if end - begin <= BLOCK_BYTES else b""
-        # Paths keep bytes that are not UTF-8. A caption with such bytes is rejected later.
-        text = data.decode("utf-8", "surrogateescape")
-        csv.field_size_limit(BLOCK_BYTES)
-        records = list(csv.reader(io.StringIO(text.removeprefix("\ufeff"), newline=""), delimiter=self._delimiter))
-        if len(records) != expected:
-            rows = f"rows {max(number * BLOCK, 1)} to {number * BLOCK + expected - 1}"
-            raise UserError(
-                f"data.images: {self._path} has a stray quote or carriage return within {rows}; "
-                f'a cell that holds either is written in quotes: "a ""b"" c"'
-            )
-        return records
-
-
-def _record_ends(chunk: bytes, quotes: int) -> tuple[np.ndarray, int]:
-    """Offsets of the newlines outside quotes, which end records; and 1 if the chunk ends inside quotes.
-
-    `quotes`: the same number of the chunk before.
-    """
-    data = np.frombuffer(chunk, np.uint8)
-    ends = data == ord("\n")
-    if quotes or b'"' in chunk:
-        inside = (np.cumsum(data == ord('"'), dtype=np.uint8) + np.uint8(quotes)) & 1
-        ends &= inside == 0
-        quotes = int(inside[-1])
-    return np.flatnonzero(ends), quotes

@@ -25,11 +25,11 @@ import xxhash
 from PIL import Image
 
 from bigdit import log
-from bigdit.config.data import MAX_PIXELS
+from bigdit.config.data import MAX_PIXELS, SourceConfig
 from bigdit.die_with_parent import end_with_parent
 from bigdit.errors import UserError
 from bigdit.files import IS_LFS_POINTER, is_lfs_pointer, open_file, replacing, write_text
-from bigdit.sources.captions import Label, json_label, read_captions
+from bigdit.sources.captions import Label, json_label, read_captions, reads_captions, usual
 from bigdit.sources.disk import CAPTION_BYTES, IMAGE_BYTES, check_size, opened_range, read_range, sampled_digest
 from bigdit.sources.file_rows import read_parquet
 from bigdit.sources.image import SUFFIXES
@@ -47,7 +47,8 @@ MemberSpan = tuple[int, int] | None  # offset and size of a member
 class TarItem(Item):
     """A sample of a tar: the places of its image, video and captions.
 
-    `label`: the key of its class in `.json`; captions are then not read. `clip`: the part of a video to read.
+    `label`: the key of its class in `.json`. `captioned`: its own captions are read. `clip`: the part of a video to
+    read.
     """
 
     index: int
@@ -58,6 +59,7 @@ class TarItem(Item):
     json: MemberSpan
     txt: MemberSpan
     label: str | None = None
+    captioned: bool = True
     video: MemberSpan = None
     clip: Clip | None = None
 
@@ -66,7 +68,7 @@ class TarItem(Item):
         if self.problem is not None or (self.image is None and (self.video is None or self.clip is None)):
             raise Unusable(self.problem or ("sample of a video, without an image" if self.video else "empty sample"))
         label = None if self.label is None else self._label(self.label)
-        captions = self._captions() if self.label is None else ()
+        captions = self._captions() if self.captioned else ()
         if self.clip is not None and self.video is not None:
             digest = partial(sampled_digest, self.tar, *self.video)
             return Contents(partial(self._frames, self.video, self.clip, max_pixels), digest, captions, label)
@@ -89,7 +91,7 @@ class TarItem(Item):
             span = self.json if name.endswith(".json") else self.txt
             return None if span is None else self._read(span, name, CAPTION_BYTES)
 
-        return read_captions(self.name.rpartition("/")[2], read)
+        return read_captions(usual(self.name.rpartition("/")[2]), read)
 
     def _read(self, span: tuple[int, int], name: str, limit: int) -> bytes:
         check_size(name, span[1], limit)
@@ -107,14 +109,15 @@ class WebDataset:
         cache: Path,
         workers: int,
         key: str,
-        label: str | None = None,
+        config: SourceConfig,
         clip: Clip | None = None,
     ) -> None:
         """Index new tars in `workers` processes. `clip`: the part of videos to read.
 
         Raises UserError, which names `key`, with all tars that are rejected, and if there are no samples.
         """
-        self._tars, self._label, self._clip = list(tars), label, clip
+        label = config.label
+        self._tars, self._condition, self._clip = list(tars), (label, reads_captions(config)), clip
         try:
             self._indices = [index_path(tar, cache) for tar in self._tars]
         except OSError as error:
@@ -155,19 +158,19 @@ class WebDataset:
             rows = read_parquet(self._indices[number], start - first, last - first, SCHEMA.names, ROWS)
             tar = self._tars[number]
             found += [
-                _item(index, tar, row, self._label, self._clip) for index, row in enumerate(rows.to_pylist(), start)
+                _item(index, tar, row, self._condition, self._clip) for index, row in enumerate(rows.to_pylist(), start)
             ]
             start = last
         return found
 
 
-def _item(index: int, tar: Path, row: dict, label: str | None, clip: Clip | None) -> TarItem:
+def _item(index: int, tar: Path, row: dict, condition: tuple[str | None, bool], clip: Clip | None) -> TarItem:
     def span(role: str) -> MemberSpan:
         return None if row[f"{role}_offset"] is None else (row[f"{role}_offset"], row[f"{role}_size"])
 
     name = f"{tar.name}/{row['name']}"
     image, json, txt, video = map(span, ("image", "json", "txt", "video"))
-    return TarItem(index, name, tar, row["problem"], image, json, txt, label, video, clip)
+    return TarItem(index, name, tar, row["problem"], image, json, txt, *condition, video, clip)
 
 
 def _index(missing: Sequence[tuple[Path, Path]], workers: int) -> Iterator[str | None]:

@@ -57,12 +57,12 @@ def _with_steps(prepared: Prepared, needed: bool) -> tuple[Prepared, list[str]]:
         if needed:
             raise
         return prepared, [f"{asked}: the number of steps is known once {run.data.features} holds features"]
-    samples, batch = samples_of(run), prepared.strategy.global_batch_size
+    samples, batch = epoch_of(run), prepared.strategy.global_batch_size
     steps = steps_of(epochs, samples, batch)
     train = run.train.model_copy(update={"steps": steps, "epochs": None})
     run = run.model_copy(update={"train": train})
     check(run, prepared.spec)
-    line = f"{asked} of {how_many(samples, 'sample')} in steps of {batch:,}: {how_many(steps, 'step')}"
+    line = f"{asked} of {how_many(round(samples), 'sample')} in steps of {batch:,}: {how_many(steps, 'step')}"
     return replace(prepared, stage=replace(stage, run=run, length="train.epochs")), [line]
 
 
@@ -75,7 +75,22 @@ def samples_of(run: RunConfig) -> int:
     return max(int(store.index.counts.sum()) - validated, 1)  # the loader rejects a validation split of all samples
 
 
-def steps_of(epochs: float, samples: int, global_batch_size: int) -> int:
+def epoch_of(run: RunConfig) -> Fraction:
+    """The training samples of an epoch, on average, with the repeats and weights of sources. Raises as samples_of."""
+    rates = [source.rate for source in run.data.images]
+    if len(set(rates)) == 1:
+        return rates[0] * samples_of(run)
+    if run.data.features is None:
+        sources = zip(rates, open_source(run.data).sources, strict=True)
+        return sum((rate * len(source) for rate, source in sources), Fraction(0))
+    store = FeatureStore.open(run.data.store, run.data.reader, run.data.remote_cache)
+    order, _ = plan_order(
+        store, 1, 0, None, 0, run.output, run.validation.samples if run.validation else 0, rates=rates
+    )
+    return sum(order.rates.average(order.counts), Fraction(0))
+
+
+def steps_of(epochs: float, samples: Fraction | int, global_batch_size: int) -> int:
     """Steps in which so many samples come `epochs` times. The last step is full too."""
     return math.ceil(Fraction(str(epochs)) * samples / global_batch_size)  # exactly as written, which a float is not
 
@@ -116,7 +131,8 @@ class Start:
         saved, where = (None, run.output) if self.found is None else (self.found.state["data"], self.found.folder)
         validated = run.validation.samples if run.validation else 0
         batch = self.reached.strategy.global_batch_size
-        return plan_order(store, batch, run.train.seed, saved, self.step, where, validated, first_step)
+        rates = [source.rate for source in run.data.images]
+        return plan_order(store, batch, run.train.seed, saved, self.step, where, validated, first_step, rates)
 
 
 def start_notices(stages: Sequence[Prepared]) -> list[str]:

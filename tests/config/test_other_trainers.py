@@ -43,8 +43,8 @@ def test_each_option_is_one_of_a_command():
         ("train.batch_size=4", "train.batch_size: unknown key; did you mean strategy.micro_batch_size? (samples"),
         ("train.Learning-Rate=1", "train.Learning-Rate: unknown key; did you mean strategy.optimizer.lr?"),
         ("data.image=x", "data.image: unknown key; did you mean data.images? (a folder"),
-        ("data.images=[{path: a, repeats: 10}]", "data.images.0.repeats: unknown key; did you mean data.images? (list "
-         "a source as often as it is repeated)"),
+        ("data.images=[{path: a, num_repeats: 10}]", "data.images.0.num_repeats: unknown key; did you mean "
+         "data.images.repeats? (of each source"),
         ("network={linear: 16}", "network: unknown key; did you mean strategy.lora? ({rank: 16, alpha: 16})"),
         ("strategy.engine=DDP", "strategy.engine is 'DDP', which is unknown; did you mean deepspeed? "
          "(zero_optimization"),

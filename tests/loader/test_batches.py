@@ -4,6 +4,7 @@ import ctypes
 import gc
 from collections import Counter
 from contextlib import closing
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -206,6 +207,29 @@ def test_added_data_enters_with_the_next_epoch_and_is_reported(tmp_path):
         plan_order(store, 4, 0, saved, 13, tmp_path)
     with pytest.raises(UserError, match=r"has a damaged state of its data"):
         plan_order(store, 4, 0, {"seed": 0}, 13, tmp_path)
+
+
+def test_rates_of_sources_are_those_of_the_checkpoint(tmp_path):
+    root = tmp_path / "store"
+    make_store(root, 40)
+    store = FeatureStore.open(root)
+    twice = [Fraction(2)]
+    order, _ = plan_order(store, 4, 0, None, 0, tmp_path, rates=twice)
+    saved = data_state(store, order, 0).model_dump(mode="json")
+    again, notices = plan_order(store, 4, 0, saved, 5, tmp_path, rates=twice)
+    assert notices == []
+    for step in range(5, 40):
+        one, other = order.batch(step), again.batch(step)
+        assert (one.parts.tolist(), one.rows.tolist()) == (other.parts.tolist(), other.rows.tolist())
+    with pytest.raises(UserError, match=r"images\[0\]: repeats × weight is 1, and .* was trained with 2: samples"):
+        plan_order(store, 4, 0, saved, 5, tmp_path, rates=[Fraction(1)])
+    before = saved | {"rates": []}  # of an earlier version
+    with pytest.raises(UserError, match=r"repeats × weight is 2, and .* was trained with 1"):
+        plan_order(store, 4, 0, before, 5, tmp_path, rates=twice)
+    two = store.schema.model_copy(update={"sources": [*store.schema.sources, {"count": 8}]})
+    store.schema = two
+    with pytest.raises(UserError, match=r"data\.images has 1 source with repeats or weight, and .* has 2; list"):
+        plan_order(store, 4, 0, None, 0, tmp_path, rates=twice)
 
 
 def test_small_buckets_are_reported_of(tmp_path):

@@ -1,13 +1,14 @@
 """The order of samples: nothing lost, nothing twice, the same for every split of the global batch."""
 
 from collections import Counter
+from fractions import Fraction
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from bigdit.loader.order import EpochStage, Order, sample_seed
+from bigdit.loader.order import EpochStage, Order, Rates, sample_seed
 
 SHAPES = ((4, 4, 4), (4, 4, 6), (4, 6, 4), (4, 8, 8))
 
@@ -48,6 +49,50 @@ def test_every_sample_comes_once_an_epoch(table, global_batch_size, seed):
         times = [seen.pop(sample, 0) for sample in here]
         assert not times or max(times) - min(times) <= 1
     assert not seen  # no sample that does not exist
+
+
+RATES = st.sampled_from([Fraction(1), Fraction(2), Fraction(1, 2), Fraction(7, 3), Fraction(3, 10)])
+
+
+@given(counts, st.integers(1, 9), RATES, RATES, st.data())
+@settings(max_examples=60, deadline=None)
+def test_each_sample_comes_as_often_as_the_rate_of_its_source(table, global_batch_size, one, other, data):
+    sources = np.array(sorted(data.draw(st.lists(st.integers(0, 1), min_size=len(table), max_size=len(table)))))
+    assume(np.sum(table))
+    rates = Rates([one, other], sources)
+    order = order_of(table, global_batch_size, rates=rates)
+    epochs = 20
+    stop = order.batches_before(epochs)
+    seen = Counter(sample for batch in walked(order, 0, stop) for sample in batch)
+    for bucket in range(len(table[0])):
+        missing = 0
+        for part, each in enumerate(table):
+            due = epochs * (one, other)[sources[part]]
+            times = [seen.pop((bucket, part, row), 0) for row in range(each[bucket])]
+            assert all(each < due + 1 for each in times)
+            missing += sum(max(due - 1 - each, 0) for each in times)
+        assert missing < global_batch_size  # the rest of the last epoch begins the next batch
+    assert not seen
+    assume(stop)
+    step = data.draw(st.integers(0, stop - 1))
+    fresh = order_of(table, global_batch_size, rates=rates)
+    assert samples(fresh.batch(step)) == walked(order, step, step + 1)[0]
+    assert order.batches_before(fresh.epoch_of(step)) <= step < order.batches_before(fresh.epoch_of(step) + 1)
+
+
+def test_a_whole_rate_repeats_within_each_epoch_and_half_of_it_takes_turns():
+    table = [[30, 12]] * 8
+    sources = np.repeat([0, 1], 4)
+    order = order_of(table, 6, rates=Rates([Fraction(3), Fraction(1, 2)], sources))
+    steps = [(order.batches_before(at), order.batches_before(at + 1)) for at in range(4)]
+    epochs = [Counter(sample for batch in walked(order, *span) for sample in batch) for span in steps]
+    assert [sum(epoch.values()) for epoch in epochs] == [4 * 42 * 3 + 4 * 21] * 4
+    for epoch in epochs:
+        assert {times for (_, part, _), times in epoch.items() if part < 4} == {3}
+        assert {times for (_, part, _), times in epoch.items() if part >= 4} == {1}
+    first, second, third, _ = ({sample for sample in epoch if sample[1] >= 4} for epoch in epochs)
+    assert not first & second
+    assert first == third
 
 
 @given(counts, st.integers(1, 16), st.integers(0, 200))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tiny_sources import opened, reason, texts, value
 
 from bigdit.errors import UserError
-from bigdit.sources.tables import CsvRows
+from bigdit.sources.text_rows import CsvRows
 
 
 def test_a_csv_names_images_relative_to_itself(folder):
@@ -110,7 +110,7 @@ def test_csv_across_the_chunks_it_is_scanned_in(tmp_path, monkeypatch):
     with (tmp_path / "list.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("path", "caption"), *rows])
     whole = CsvRows(tmp_path / "list.csv", "data.images")
-    monkeypatch.setattr("bigdit.sources.tables.CHUNK_BYTES", 97)
+    monkeypatch.setattr("bigdit.sources.text_rows.CHUNK_BYTES", 97)
     for read in (whole, CsvRows(tmp_path / "list.csv", "data.images")):
         assert read.digest == whole.digest
         assert [tuple(row.values()) for row in read.read(1000, 3000, ["path", "caption"])] == rows[1000:]

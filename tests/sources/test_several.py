@@ -78,7 +78,7 @@ def test_what_is_known_before_extraction_writes_nothing(tmp_path):
     ("images", "problem"),
     [
         ([], "data.images: the list is empty; name a source, such as a folder of images"),
-        ({"path": "x", "captoins": "y"}, "data.images.captoins: unknown key; did you mean captions?"),
+        ({"path": "x", "captoins": "y"}, "data.images.captoins: unknown key; did you mean captions, caption"),
         (
             {"kind": "csv"},
             "data.images.path: missing (a folder of images or videos with captions in .txt or .json files)",
@@ -105,7 +105,8 @@ def test_what_does_not_go_with_a_kind_is_reported_for_all_sources_at_once(tmp_pa
     with pytest.raises(UserError) as error:
         opened(sources)
     assert error.value.problems == (
-        f"data.images[0]: {tmp_path}/one is of kind folder, which has no columns; leave out image and captions",
+        f"data.images[0]: {tmp_path}/one is a folder without metadata.jsonl or metadata.csv, so it has no columns; "
+        "leave out image and captions",
         f"data.images[1].kind: {tmp_path}/two holds files of folder and webdataset; say which is meant",
         f"data.images[2]: the folder {tmp_path}/three does not exist",
     )
@@ -147,7 +148,7 @@ def test_pixels_beyond_the_limit_are_refused_in_every_kind(tmp_path):
             frames(item)
 
 
-@pytest.mark.parametrize("name", ["meta.jsonl", "a.png", "LICENSE"])
+@pytest.mark.parametrize("name", ["meta.xml", "a.png", "LICENSE"])
 def test_a_file_of_no_kind_is_named_with_what_is_read(tmp_path, name):
     (tmp_path / name).touch()
     with pytest.raises(UserError) as error:

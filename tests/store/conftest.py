@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from bigdit.config.data import IdentityCodec, TextEncoderConfig
+from bigdit.config.data import IdentityCodec, SourceConfig, TextEncoderConfig
 from bigdit.encoders.load import Encoders, load_image_codec
 from bigdit.encoders.t5 import T5TextEncoder
 from bigdit.extract.worker import UnitEncoder
@@ -50,7 +50,7 @@ def schema(images, codec, text_encoder):
         codec=codec.identity,
         text_encoder=text_encoder.identity,
         buckets=BUCKETS,
-        sources=[ImageFolder(images).identity],
+        sources=[ImageFolder(SourceConfig(path=images)).identity],
         part_size=PART_SIZE,
     )
 
@@ -63,7 +63,7 @@ def fill(images, codec, text_encoder):
         claim(root, schema)
         write_null_text(root, text_encoder.null, store_identity(schema))
         for start, end in schema.ranges():
-            items = ImageFolder(images).items(start, end)
+            items = ImageFolder(SourceConfig(path=images)).items(start, end)
             encoded = UnitEncoder(Encoders(codec, text_encoder, torch.device("cpu")), BUCKETS).encode(items)
             write_part(part_path(root, start, end), encoded, identity=part_identity(schema, start))
 

@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from stores import damages
 
-from bigdit.config.data import VaeCodec
+from bigdit.config.data import SourceConfig, VaeCodec
 from bigdit.encoders.load import Encoders, load_image_codec
 from bigdit.encoders.protocol import to_bytes, to_unit_range
 from bigdit.errors import UserError
@@ -60,7 +60,7 @@ def test_a_vaes_latents_are_kept_in_bfloat16(tmp_path, images, schema, text_enco
     vae = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, latent_channels=4)
     vae.save_pretrained(tmp_path / "vae")
     codec = load_image_codec(VaeCodec(class_name="AutoencoderKL", path=tmp_path / "vae"))
-    root, items = tmp_path / "store", ImageFolder(images).items(0, 4)
+    root, items = tmp_path / "store", ImageFolder(SourceConfig(path=images)).items(0, 4)
     one_part = schema.model_copy(update={"codec": codec.identity, "sources": [{"count": 4}]})
     claim(root, one_part)
     write_null_text(root, text_encoder.null, store_identity(one_part))
@@ -239,7 +239,7 @@ def test_a_part_of_other_images_is_refused_by_name(root, schema, images, fill, t
     """The same encoders, buckets and range."""
     (images / "12.png").write_bytes((images / "00.png").read_bytes())
     (images / "12.txt").write_text("one more")
-    sources = [ImageFolder(images).identity]
+    sources = [ImageFolder(SourceConfig(path=images)).identity]
     fill(tmp_path / "other", schema.model_copy(update={"sources": sources}))
     file = part_path(root, 4, 8)
     indexed = FeatureStore.open(root)  # writes the index, which knows the parts by their names and bytes

@@ -43,6 +43,18 @@ def test_what_is_held_out_does_not_count(features):
     assert length(features)[1] == []
 
 
+def test_repeats_and_weights_of_sources_count(features):
+    by_epochs = (features, "train.steps=null", "train.epochs=2")
+    _, lines = length(*by_epochs, "data.images=[{path: x, repeats: 3, weight: 0.5}]")
+    assert lines == ["train.epochs 2 of 360 samples in steps of 16: 45 steps"]
+    sources = "data.images=[{path: x, weight: 0.5}, {path: appended, repeats: 2}]"
+    _, lines = length(*by_epochs, sources, "validation={samples: 40}")
+    assert lines == ["train.epochs 2 of 100 samples in steps of 16: 13 steps"]
+    for key, wrong in (("repeats", "0"), ("weight", "0"), ("repeats", "1.5")):
+        with pytest.raises(UserError, match=rf"data\.images\.{key} is {wrong}, and .* was expected$"):
+            length(features, f"data.images={{path: x, {key}: {wrong}}}")
+
+
 def test_the_schedule_is_held_against_what_they_come_to(features):
     with pytest.raises(UserError, match=r"^train\.warmup_steps is 9, beyond train\.steps 8$"):
         length(features, *EPOCHS, "train.warmup_steps=9")

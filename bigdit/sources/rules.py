@@ -1,0 +1,95 @@
+"""Rules of a source for its captions: one for all, a trigger word, shuffled tags."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from bigdit.config.data import MAX_PIXELS, SourceConfig, TagsConfig
+from bigdit.sources.protocol import Caption, Contents, Entry, Item, Source
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rules for captions of a source, as SourceConfig has them."""
+
+    caption: str | None
+    before: str
+    after: str
+    tags: TagsConfig | None
+
+    @classmethod
+    def of(cls, config: SourceConfig) -> Rules | None:
+        """The rules of a source; None without any."""
+        found = cls(config.caption, config.caption_prefix, config.caption_suffix, config.tags)
+        return None if found == cls(None, "", "", None) else found
+
+    def apply(self, captions: tuple[Caption, ...]) -> tuple[Caption, ...]:
+        """The captions to encode, each once."""
+        found: dict[str, float] = {}
+        for caption in captions if self.caption is None else (Caption(self.caption),):
+            variants = [caption.text] if self.tags is None else shuffled(caption.text, self.tags)
+            for text in variants:
+                whole = f"{self.before}{text}{self.after}"
+                found[whole] = found.get(whole, 0) + caption.weight / len(variants)
+        return tuple(Caption(*each) for each in found.items())
+
+
+def shuffled(text: str, tags: TagsConfig) -> list[str]:
+    """The variants of a caption of tags, the first as it is written. The others depend on the seed and the text."""
+    parts = [part.strip() for part in text.split(tags.separator) if part.strip()]
+    first, rest = parts[: tags.keep], parts[tags.keep :]
+    joint = f"{tags.separator.strip()} "
+
+    def variant(number: int) -> str:
+        def draw(what: str, place: int) -> int:
+            return int(xxhash.xxh3_64_intdigest(f"{what}{number}/{place}/{text}".encode(), tags.seed))
+
+        kept = [place for place in range(len(rest)) if draw("drop", place) >= tags.dropout * 2**64]
+        if not kept and not first and rest:  # of one tag something is left
+            kept = [min(range(len(rest)), key=lambda place: draw("keep", place))]
+        order = sorted(kept, key=lambda place: draw("order", place)) if tags.shuffle else kept
+        return joint.join([*first, *(rest[place] for place in order)])
+
+    return [text, *map(variant, range(1, tags.variants))]
+
+
+@dataclass(frozen=True)
+class RuledItem(Item):
+    """An item whose captions follow `rules`."""
+
+    index: int
+    name: str
+    item: Item
+    rules: Rules
+
+    def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
+        """As Item.read."""
+        contents = self.item.read(max_pixels)
+        return dataclasses.replace(contents, captions=self.rules.apply(contents.captions))
+
+
+class Ruled:
+    """A source whose captions follow `rules`."""
+
+    def __init__(self, source: Source, rules: Rules) -> None:
+        self._source, self._rules = source, rules
+        self.class_names = source.class_names
+        inner = source.identity
+        digest = xxhash.xxh3_128_hexdigest(f"{inner['digest']} with {rules}".encode())
+        self.identity: dict[str, Any] = {**inner, "digest": digest}
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def entries(self) -> Iterator[Entry]:
+        """As Source.entries."""
+        return self._source.entries()
+
+    def items(self, start: int, end: int) -> list[RuledItem]:
+        """Items [start, end)."""
+        return [RuledItem(item.index, item.name, item, self._rules) for item in self._source.items(start, end)]

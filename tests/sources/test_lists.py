@@ -1,0 +1,189 @@
+"""Captions as other trainers keep them: names beside images, metadata of folders, and lists in JSON and UTF-16."""
+
+import json
+import unicodedata
+
+import pytest
+from tiny_sources import opened, png, reason, save, texts, value
+
+from bigdit.errors import UserError
+
+
+def lines(*rows):
+    return "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("image", "caption"),
+    [
+        ("a.png", "a.caption"),
+        ("a.PNG", "a.TXT"),
+        ("a.png", "a.png.txt"),
+        ("a.png", "a.png.Json"),
+        ("a.jfif", "a.txt"),
+        (unicodedata.normalize("NFD", "é.png"), unicodedata.normalize("NFC", "é.txt")),
+        (unicodedata.normalize("NFC", "é.png"), unicodedata.normalize("NFD", "é.txt")),
+    ],
+)
+def test_the_names_of_captions_beside_an_image(tmp_path, image, caption):
+    (tmp_path / image).write_bytes(png())
+    before = opened(str(tmp_path))
+    assert reason(before.items(0, 1)[0]).endswith(".txt is missing")
+    (tmp_path / caption).write_text('"one"')
+    source = opened(str(tmp_path))
+    (item,) = source.items(0, 1)
+    assert texts(item)[0][0].strip('"') == "one"
+    assert source.identity["digest"] != before.identity["digest"]
+
+
+def test_text_wins_over_caption_and_both_may_be_utf_16(tmp_path):
+    save(tmp_path / "a.png", None)
+    (tmp_path / "a.caption").write_text("größer", "utf-16")
+    assert texts(opened(str(tmp_path)).items(0, 1)[0]) == [("größer", 1)]
+    (tmp_path / "a.txt").write_text("a text")
+    assert texts(opened(str(tmp_path)).items(0, 1)[0]) == [("a text", 1)]
+
+
+METADATA = {
+    "metadata.jsonl": lines(
+        {"file_name": "a.png", "text": "of a"},
+        {"file_name": "./below/b.png", "text": ["one", "two"]},
+        {"file_name": "c.png", "text": "beside it is another"},
+        {"file_name": "d.png", "text": []},
+        "{no JSON",
+        {"file_name": "gone.png", "text": "x"},
+    ),
+    "metadata.csv": 'file_name,text\na.png,of a\nbelow/b.png,"one, two"\nc.png,x\nd.png,\n,no name\ngone.png,x\n',
+}
+
+
+@pytest.mark.parametrize("name", METADATA)
+def test_metadata_of_a_folder_is_found(tmp_path, name, capsys):
+    for image in ("a.png", "below/b.png", "d.png", "e.png"):
+        save(tmp_path / image, None)
+    save(tmp_path / "c.png", "beside")
+    (tmp_path / name).write_text(METADATA[name])
+    source = opened(str(tmp_path))
+    a, b, c, d, e = source.items(0, 9)
+    assert texts(a) == [("of a", 1)]
+    assert texts(b) == ([("one", 1), ("two", 1)] if name.endswith("jsonl") else [("one, two", 1)])
+    assert texts(c) == [("beside", 1)]
+    assert reason(d) == f"{name} row 4: caption column text is empty"
+    assert reason(e) == f"caption is missing: no file beside it, and no row of {name}"
+    row = "line is not JSON" if name.endswith("jsonl") else "column file_name names no image"
+    assert [line.removeprefix("data.images: ") for line in capsys.readouterr().err.splitlines()] == [
+        f"{name} row 5: {row}",
+        f"1 row of {tmp_path / name} name no image: gone.png",
+    ]
+    (tmp_path / name).write_text(METADATA[name].replace("of a", "of b"))
+    assert opened(str(tmp_path)).identity["digest"] != source.identity["digest"]
+    edited = zip(source.entries(), opened(str(tmp_path)).entries(), strict=True)
+    assert [now.name for then, now in edited if then.captions != now.captions] == ["a.png"]
+
+
+def test_columns_of_metadata_are_chosen_as_of_a_table(tmp_path, capsys):
+    save(tmp_path / "a.png", None)
+    (tmp_path / "metadata.jsonl").write_text(lines({"file_name": "a.png", "text": "short", "caption": "long"}))
+    assert reason(opened(str(tmp_path)).items(0, 1)[0]).startswith("caption is missing")
+    problem = f"data.images.captions: {tmp_path}/metadata.jsonl has caption, text: say which is meant; its columns: "
+    assert capsys.readouterr().err.startswith(problem)
+    chosen = opened({"path": str(tmp_path), "captions": {"text": 1, "caption": 3}})
+    assert texts(chosen.items(0, 1)[0]) == [("short", 1), ("long", 3)]
+    with pytest.raises(UserError, match="has no column txt"):
+        opened({"path": str(tmp_path), "captions": "txt"})
+
+
+ONE, TWO = "pictures/1.png", "pictures/2.png"
+LISTS = {
+    "list.jsonl": lines({"file_name": ONE, "text": "one"}, {"file_name": TWO, "text": ["a", "b"]}),
+    "lines.json": lines({"path": ONE, "caption": "one"}, {"path": TWO, "caption": ["a", "b"]}),
+    "list.json": json.dumps([{"image": ONE, "captions": "one"}, {"image": TWO, "captions": ["a", "b"]}]),
+    "texts.json": json.dumps({ONE: "one", TWO: ["a", "b"]}),
+    "objects.json": json.dumps({ONE: {"caption": "one"}, TWO: {"caption": ["a", "b"]}}),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_lists_in_json(folder, name, encoding):
+    (folder / name).write_text(LISTS[name], encoding)
+    one, two = opened(str(folder / name)).items(0, 9)
+    assert (value(one.load()), texts(one)) == (1, [("one", 1)])
+    assert (value(two.load()), texts(two)) == (2, [("a", 1), ("b", 1)])
+
+
+def test_a_bad_line_of_jsonl_is_one_row(folder):
+    good = [{"image": f"pictures/{number % 10}.png", "caption": f"number {number}"} for number in range(3000)]
+    bad = ["{", "", "[1]", {"image": 3, "caption": "x"}, {"image": "pictures/1.png", "caption": []}, {"caption": "x"}]
+    bad += [{"image": "pictures/1.png", "caption": 3}, {"image": "pictures/77.png", "caption": "x"}]
+    (folder / "list.jsonl").write_text(lines(*good[:2000], *bad, *good[2000:]))
+    source = opened(str(folder / "list.jsonl"))
+    assert len(source) == 3008
+    assert [(item.name, reason(item)) for item in source.items(2000, 2008)] == [
+        ("list.jsonl row 2001", "line is not JSON"),
+        ("list.jsonl row 2002", "line is empty"),
+        ("list.jsonl row 2003", "line holds list, not an object"),
+        ("list.jsonl row 2004", "column image names no image"),
+        ("pictures/1.png", "caption column caption is empty"),
+        ("list.jsonl row 2006", "column image names no image"),
+        ("pictures/1.png", "caption column caption holds int, not text"),
+        ("pictures/77.png", "image 77.png is missing"),
+    ]
+    assert [texts(item) for item in source.items(2008, 3008)] == [[(each["caption"], 1)] for each in good[2000:]]
+
+
+@pytest.mark.parametrize("name", ["list.tsv", "list.csv"])
+@pytest.mark.parametrize("delimiter", ["\t", ";"])
+def test_tables_as_excel_writes_them(folder, name, delimiter):
+    delimiter = "\t" if name.endswith("tsv") else delimiter
+    rows = [("image", "caption"), ("pictures/1.png", "größer, schöner"), ("pictures/2.png", "two")]
+    (folder / name).write_text("\r\n".join(map(delimiter.join, rows)) + "\r\n", "utf-16")
+    one, two = opened(str(folder / name)).items(0, 9)
+    assert (value(one.load()), texts(one), texts(two)) == (1, [("größer, schöner", 1)], [("two", 1)])
+
+
+def test_a_table_may_name_an_image_in_another_normal_form(folder):
+    (folder / "pictures/1.png").rename(folder / "pictures" / unicodedata.normalize("NFD", "é.png"))
+    (folder / "list.csv").write_text(unicodedata.normalize("NFC", "path,caption\npictures/é.png,one\n"))
+    assert value(opened(str(folder / "list.csv")).items(0, 1)[0].load()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("list.json", "{", "list.json is not JSON; expected a list of objects"),
+        ("list.json", "3", 'list.json holds no list; expected a list such as [{"image": "1.png", "caption": "a cat"}]'),
+        ("list.json", '{"images": [{}], "annotations": [{}]}', "list.json holds annotations of COCO; expected a list"),
+        ("list.json", "[]", "list.json has no rows"),
+        ("list.jsonl", "", "list.jsonl has no rows"),
+        (
+            "list.jsonl",
+            "a cat\na dog\n",
+            "list.jsonl holds no objects in its first 2 lines; a line of JSONL is such as",
+        ),
+        (
+            "list.jsonl",
+            '{"image": "a", "width": 3}\n',
+            "has none of caption, captions, text; its columns: image, width",
+        ),
+        ("list.csv", "\ufeffpath,caption\n".encode("utf-16")[:-1], "begins as UTF-16, and is damaged"),
+        ("list.xlsx", "PK", "list.xlsx is an Excel table; save it as CSV"),
+        ("", "", "holds no images (.png, "),
+    ],
+)
+def test_lists_that_cannot_be_used_are_one_line(tmp_path, name, text, problem):
+    if name:
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UserError) as error:
+        opened(str(tmp_path / name))
+    assert problem in str(error.value)
+    assert all("\n" not in line for line in error.value.problems)
+
+
+def test_a_list_in_a_folder_is_named(tmp_path, capsys):
+    (tmp_path / "list.jsonl").write_text(lines({"image": "below/a.png", "caption": "x"}))
+    with pytest.raises(UserError, match=r"; it holds the list list\.jsonl: give its path instead"):
+        opened(str(tmp_path))
+    save(tmp_path / "below/a.png")
+    opened(str(tmp_path))
+    assert capsys.readouterr().err.endswith("are ignored: 1 .jsonl file; to read a list or a table, name its path\n")

@@ -1,0 +1,93 @@
+"""Rules of sources for captions: one for all, text before and after, variants of tags."""
+
+import json
+import pickle
+
+import pytest
+from commands import DIGITS
+from tiny_sources import opened, save, snapshot, texts, write_tar
+
+from bigdit.config import load_run
+from bigdit.errors import UserError
+
+TAGS = ["one", "two", "three", "four", "five"]
+
+
+def items(images, **more):
+    source = opened(images, **more)
+    return source.identity["digest"], pickle.loads(pickle.dumps(source.items(0, 99)))
+
+
+def test_one_caption_for_all_needs_none_beside_the_images(tmp_path):
+    save(tmp_path / "folder/a.png", None)
+    save(tmp_path / "folder/b.png", "its own")
+    (tmp_path / "list.csv").write_text("path\nfolder/a.png\n")
+    snapshot(tmp_path / "parquet", "0.parquet", [1])
+    write_tar(tmp_path / "0.tar", [("a.png", (tmp_path / "folder/a.png").read_bytes())])
+    for name in ("folder", "list.csv", "parquet", "0.tar"):
+        source = {"path": str(tmp_path / name), "caption": "a dog"}
+        digest, found = items(source, features=tmp_path / "features")
+        assert {tuple(texts(item)) for item in found} == {(("a dog", 1),)}
+        assert items(source | {"caption": "a cat"}, features=tmp_path / "features")[0] != digest
+    digest, _ = items({"path": str(tmp_path / "folder"), "caption": "a dog"})
+    (tmp_path / "folder/b.txt").write_text("another that is not read")
+    assert items({"path": str(tmp_path / "folder"), "caption": "a dog"})[0] == digest
+
+
+def test_text_before_and_after_each_caption_of_one_source(tmp_path):
+    for name in ("one", "two"):
+        save(tmp_path / name / "a.png", None)
+        (tmp_path / name / "a.json").write_text('["short", "long"]')
+    ruled = {"path": str(tmp_path / "one"), "caption_prefix": "sks, ", "caption_suffix": "."}
+    digest, (one, two) = items([ruled, str(tmp_path / "two")])
+    assert texts(one) == [("sks, short.", 1), ("sks, long.", 1)]
+    assert texts(two) == [("short", 1), ("long", 1)]
+    assert items([str(tmp_path / "one"), str(tmp_path / "two")])[0] != digest
+
+
+def variants(tmp_path, text="one, two, three, four, five", prefix="", **tags):
+    save(tmp_path / "a.png", text)
+    _, (item,) = items({"path": str(tmp_path), "tags": tags, "caption_prefix": prefix})
+    assert sum(weight for _, weight in texts(item)) == pytest.approx(1)
+    return [text for text, _ in texts(item)]
+
+
+def test_tags_are_shuffled_and_dropped_by_seed(tmp_path):
+    found = variants(tmp_path, variants=6, keep=2)
+    assert found[0] == ", ".join(TAGS)
+    assert len(set(found)) == len(found) > 3  # each once
+    for text in found:
+        assert text.split(", ")[:2] == TAGS[:2]
+        assert sorted(text.split(", ")) == sorted(TAGS)
+    assert found == variants(tmp_path, variants=6, keep=2)
+    assert found != variants(tmp_path, variants=6, keep=2, seed=1)
+    assert variants(tmp_path, variants=6, shuffle=False) == [", ".join(TAGS)]
+    many = variants(tmp_path, variants=1000, keep=1, dropout=0.5)
+    assert all(text.split(", ")[0] == "one" for text in many)
+    _, (item,) = items({"path": str(tmp_path), "tags": {"variants": 1000, "keep": 1, "dropout": 0.5}})
+    left = sum((len(text.split(", ")) - 1) * weight for text, weight in texts(item))
+    assert left == pytest.approx(4 / 2, abs=0.15)
+    assert "" not in variants(tmp_path, variants=50, dropout=0.95)
+
+
+def test_separators_prefixes_and_texts_without_tags(tmp_path):
+    assert set(variants(tmp_path, "a; b", variants=20, separator=";", prefix="sks ")) == {"sks a; b", "sks b; a"}
+    assert variants(tmp_path, "a sentence", variants=20, dropout=0.5) == ["a sentence"]
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ({"tags": {"variants": 0}}, "data.images.tags.variants is 0, and 1 or more was expected"),
+        ({"tags": {"dropout": 1}}, "data.images.tags.dropout is 1, and a number below 1 was expected"),
+        ({"caption": ""}, "data.images.caption is ''"),
+        ({"caption": "a", "captions": "b"}, "caption replaces the captions of all images, and captions names columns"),
+        ({"caption_prefix": "a", "label": "folder"}, "caption_prefix and label are both set, and a model takes one"),
+        ({"instance_prompt": "a"}, "data.images.instance_prompt: unknown key; did you mean data.images.caption?"),
+    ],
+)
+def test_rules_that_do_not_go_together_are_one_line(source, problem):
+    with pytest.raises(UserError) as error:
+        load_run(DIGITS, [f"data.images={json.dumps({'path': 'x'} | source)}"])
+    assert problem in str(error.value)
+    assert len(error.value.problems) == 1
