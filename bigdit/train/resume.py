@@ -72,7 +72,7 @@ def samples_of(run: RunConfig) -> int:
         return len(open_source(run.data))
     store = FeatureStore.open(run.data.store, run.data.reader, run.data.remote_cache)
     validated = run.validation.samples if run.validation else 0
-    return max(int(store.index.counts.sum()) - validated, 1)  # the loader rejects a validation split of all samples
+    return max(int(store.counts.sum()) - validated, 1)  # the loader rejects a validation split of all samples
 
 
 def steps_of(epochs: float, samples: int, global_batch_size: int) -> int:
