@@ -198,7 +198,7 @@ def _changes(
         unlisted = (replace(entry, times="", name=entry.name) for entry in inner.entries())
         before = list(_with_indices(unlisted, live)) if same and len(live) == len(inner) and not found.changes else []
         lost = np.setdiff1d(live, _indices(before))
-        before.append((Entry(f"data.images[{number}]", len(lost), "", "", ""), lost))
+        before.append((Entry("an image that is not listed", len(lost), "", "", ""), lost))
     return _compared(root, found, inner, before, by_content)
 
 
@@ -242,9 +242,8 @@ def _keep_same(changes: _Changes, paired: dict[int, int], known: dict[int, Diges
     for index in sorted(known.keys() & changes.gone.keys()):
         waiting[known[index]].append(index)
     for image in changes.new:
-        content = changes.digests.get(image, _UNREADABLE)
-        if content != _UNREADABLE and waiting[content]:
-            changes.places[image] = index = waiting[content].popleft()
+        if image in changes.digests and waiting[changes.digests[image]]:
+            changes.places[image] = index = waiting[changes.digests[image]].popleft()
             del changes.gone[index]
 
 

@@ -25,10 +25,10 @@ from bigdit.extract.report import ExtractReport, StoreReport, extract_report, st
 from bigdit.files import write_text
 from bigdit.sources.open import SourceList, open_source
 from bigdit.store.files import url_of
-from bigdit.store.growth import begin_growth, commit_growth
+from bigdit.store.growth import begin_growth, commit_growth, latest_schema
 from bigdit.store.lease import missing, own_folder, remove_left
 from bigdit.store.part import Shape
-from bigdit.store.schema import Range, StoreSchema, claim, read_schema, store_identity
+from bigdit.store.schema import Range, StoreSchema, claim, store_identity
 from bigdit.store.store import write_null_text
 from bigdit.strategy import ModelSpec
 
@@ -75,13 +75,12 @@ def extract(
     job = Job(run.data, run.encoders, schema, (first, last), chosen, workers or run.data.workers, Path.cwd())
     wanted = job.left()
     if wanted:
-        with own_folder(root):  # until it ends, no other changes are encoded
-            engine(job, numbered(root, schema, source))
+        engine(job, numbered(root, schema, source))
     if (text := run.encoders.text) is not None:
         with own_folder(root) as folder:  # a worker wrote it, unless no part was missing
             write_null_text(root, lambda: load_text_encoder(text).null(), store_identity(schema), folder)
     whole = not missing(root, schema.ranges())
-    if whole:
+    if whole and schema == latest_schema(root):
         commit_growth(root, schema)
         remove_old_listings(root, schema)
     store = _whole(root, schema, changed=bool(wanted)) if whole else None
@@ -119,7 +118,7 @@ def _prepare(run: RunConfig, model: ModelSpec, source: SourceList, by_content: b
     )
     root = run.data.store
     remove_left(root)
-    if (found := read_schema(root)) is None:
+    if (found := latest_schema(root)) is None:
         claim(root, schema)
         write_listings(root, schema, source)
         return schema

@@ -49,9 +49,6 @@ def _whole(label: str | int) -> int | None:
 
 
 FILE = "schema.json"
-GROWTH = "growth.json"
-"""The schema that a store gets when the parts of its changes are encoded. Until then it is read as it was."""
-
 EXTRACT = "`bigdit extract --config RUN.yaml`"  # for errors: the command that makes and completes stores
 
 VERSION: Final = 5

@@ -21,10 +21,11 @@ import torch
 
 from bigdit.errors import UserError
 from bigdit.store.files import LocalParts, ReaderName, RemoteParts, open_remote, read_column
+from bigdit.store.growth import is_growth
 from bigdit.store.header import Header, check_part, damaged, read_header
 from bigdit.store.part import FIRST_FRAME, FRAME_COLUMNS, Shape, parse_shape, part_name, part_range, shape_name
 from bigdit.store.reader import Part
-from bigdit.store.schema import EXTRACT, GROWTH, Classes, Run, StoreSchema, part_identity, read_schema, store_identity
+from bigdit.store.schema import EXTRACT, Classes, Run, StoreSchema, part_identity, read_schema, store_identity
 from bigdit.store.schema import FILE as SCHEMA
 from bigdit.store.tensors import bytes_of, chained_digest, commit_tensors
 from bigdit.store.text import TEXT, Text, column_name
@@ -232,7 +233,7 @@ class FeatureStore:
         Raises UserError if parts are missing or damaged, or all are empty.
         """
         files = open_remote(root, cache_bytes) or LocalParts(root, reader)
-        files.fetch((SCHEMA, INDEX, NULL_TEXT, GROWTH))
+        files.fetch((SCHEMA, INDEX, NULL_TEXT))
         schema = read_schema(files.root)
         if schema is None:
             raise UserError(f"data.features: {files} holds no features; {EXTRACT} makes them")
@@ -246,13 +247,14 @@ class FeatureStore:
         missing += [name for name in unnumbered if name not in sizes]
         known = len(ranges) - int((parts[:, 2] < 0).sum())
         others = sum(part_range(name) is not None for name in sizes) - known
+        growing = any(map(is_growth, sizes))  # further parts are being added
         del sizes, ranges
         if missing:
             raise UserError(
                 f"data.features: {files} lacks {len(missing)} of {how_many(len(parts) + len(unnumbered), 'file')}, the "
                 f"first {missing[0]}; {EXTRACT} finishes it"
             )
-        if others and not (files.root / GROWTH).exists() and read_schema(files.root) == schema:
+        if others and not growing:
             raise UserError(
                 f"data.features: {files} has {others} parts that are not among the {len(parts)} of its {SCHEMA}, which "
                 "is damaged or outdated; restore the one that belongs to the parts"
