@@ -39,9 +39,13 @@ def run(
             help="What each task requests: parameters of submitit (slurm_partition) or of Ray (num_gpus).",
         ),
     ] = [],  # noqa: B006
+    by_content: Annotated[
+        bool,
+        typer.Option("--by-content", help="Compare all files with the cache, also where names, sizes and times agree."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Encode images and captions once, in parallel; the same command resumes.
+    """Encode images and captions once, in parallel; the same command resumes, and encodes what was added or edited.
 
     For a run with stages, it fills the stores of all stages in turn. You may run it several times at once, on any
     machines that share the folder: each takes work that no other has taken.
@@ -68,6 +72,7 @@ def run(
             end=end_index,
             shard=shard,
             engine=asked,
+            by_content=by_content,
         )
         reports.append(report)
         if not as_json:

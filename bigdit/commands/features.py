@@ -181,7 +181,8 @@ def _print_info(report: StoreReport) -> None:
 
     parts = how_many(report.parts, "part")
     done = "whole" if report.parts_done == report.parts else f"{report.parts_done} of {parts} done"
-    log.say(f"{report.features}: {done}; {encoded(report)}, {gib(report.bytes)}")
+    gone = f", {report.gone} removed or edited since" if report.gone else ""
+    log.say(f"{report.features}: {done}; {encoded(report)}{gone}, {gib(report.bytes)}")
     log.out.print(lines("", _identity(report)), highlight=False)
     buckets = table("", ["bucket", "images", "share"], numeric=["images", "share"])
     for shape, count in report.buckets.items():

@@ -1,26 +1,14 @@
-"""Encode a run's images and captions into its store: the missing parts, in parallel, each once.
-
-The store has a listing of each source, with names, sizes and times of its files, which shows changes. It can be deleted
-at any time. If only a time differs, as after a copy, the files are read, and their digests compared with the parts'.
-"""
+"""Encode a run's images and captions into its store: the missing parts, in parallel, each once."""
 
 from __future__ import annotations
 
-import contextlib
-import gzip
-import itertools
 import json
 import time
-import zlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass, field, replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 
 from bigdit import log
 from bigdit.catalog.conditions import class_count, class_misfits, condition_problems, first_frame_misfits, takes_classes
@@ -29,22 +17,22 @@ from bigdit.encoders.first_frame import load_first_frames
 from bigdit.encoders.fit import latent_misfits, size_misfits, text_misfits
 from bigdit.encoders.load import load_image_codec, load_text_encoder
 from bigdit.encoders.protocol import ImageCodec, TextEncoder, shapes_of
-from bigdit.errors import UserError, shown
+from bigdit.errors import UserError
+from bigdit.extract.changes import Items, grow, numbered, remove_old_listings, write_listings
 from bigdit.extract.job import Job, encode_here, parse_split
 from bigdit.extract.report import FILE as REPORT
 from bigdit.extract.report import ExtractReport, StoreReport, extract_report, store_report
-from bigdit.files import replacing, write_text
-from bigdit.sources.open import INDEX, SourceList, open_source
-from bigdit.sources.protocol import Entry, Item, Source, Unusable
+from bigdit.files import write_text
+from bigdit.sources.open import SourceList, open_source
 from bigdit.store.files import url_of
+from bigdit.store.growth import begin_growth, commit_growth, latest_schema
 from bigdit.store.lease import missing, own_folder, remove_left
-from bigdit.store.part import Shape, part_path
-from bigdit.store.reader import Part
-from bigdit.store.schema import EXTRACT, Range, StoreSchema, claim, part_identity, read_schema, store_identity
+from bigdit.store.part import Shape
+from bigdit.store.schema import Range, StoreSchema, claim, store_identity
 from bigdit.store.store import write_null_text
 from bigdit.strategy import ModelSpec
 
-RunJob = Callable[[Job, Source], None]
+RunJob = Callable[[Job, Items], None]
 """Completes a job by processes of this machine or of others. Raises UserError on failure."""
 
 
@@ -58,11 +46,13 @@ def extract(
     shard: str | None = None,
     engine: RunJob = encode_here,
     only: Sequence[Range] | None = None,
+    by_content: bool = False,
 ) -> ExtractReport:
-    """Complete the store of `run`. Calling it again resumes it.
+    """Complete the store of `run`. Calling it again resumes it, and encodes what changed in the sources.
 
     Only parts that start in source indices [start, end) or in shard k/n, or those of `only`, are encoded. `workers`:
-    the processes, of each task of an engine; data.workers by default.
+    the processes, of each task of an engine; data.workers by default. `by_content`: all files are compared with the
+    store, also where names, sizes and times agree.
 
     Raises UserError if images, encoders, buckets, model and store do not fit together, the disk cannot be written, a
     worker dies, or every image was skipped.
@@ -78,23 +68,30 @@ def extract(
     if problems := condition_problems(run, model):
         raise UserError(*problems)
     source = open_source(run.data)
-    first, last = parse_split(len(source), start, end, shard)
-    schema = _prepare(run, model, source)
+    parse_split(len(source), start, end, shard)  # before the encoders are loaded
+    schema = _prepare(run, model, source, by_content)
+    first, last = parse_split(schema.count, start, end, shard)
     chosen = None if only is None else tuple(only)
     job = Job(run.data, run.encoders, schema, (first, last), chosen, workers or run.data.workers, Path.cwd())
     wanted = job.left()
     if wanted:
-        engine(job, source)
+        engine(job, numbered(root, schema, source))
     if (text := run.encoders.text) is not None:
         with own_folder(root) as folder:  # a worker wrote it, unless no part was missing
             write_null_text(root, lambda: load_text_encoder(text).null(), store_identity(schema), folder)
     whole = not missing(root, schema.ranges())
+    if whole and schema == latest_schema(root):
+        commit_growth(root, schema)
+        remove_old_listings(root, schema)
     store = _whole(root, schema, changed=bool(wanted)) if whole else None
     return extract_report(root, wanted, time.perf_counter() - began, store)
 
 
-def _prepare(run: RunConfig, model: ModelSpec, source: SourceList) -> StoreSchema:
-    """Load the encoders for their identities, check that everything fits together, and claim the store."""
+def _prepare(run: RunConfig, model: ModelSpec, source: SourceList, by_content: bool) -> StoreSchema:
+    """Load the encoders for their identities, check that everything fits together, and claim the store.
+
+    Returns its schema, with the changes of the sources.
+    """
     codec, text = load_image_codec(run.encoders.image), run.encoders.text
     text_encoder = None if text is None else load_text_encoder(text)
     frames = load_first_frames(run.encoders.first_frame, codec, torch.device("cpu"))
@@ -120,11 +117,16 @@ def _prepare(run: RunConfig, model: ModelSpec, source: SourceList) -> StoreSchem
         first_frame=first_frame,
     )
     root = run.data.store
-    check_unchanged(root, schema, source)
-    claim(root, schema)
-    write_listings(root, source)
     remove_left(root)
-    return schema
+    if (found := latest_schema(root)) is None:
+        claim(root, schema)
+        write_listings(root, schema, source)
+        return schema
+    grown, lines = grow(root, found, schema, source, by_content=by_content)
+    begin_growth(root, found, grown)
+    for line in lines:
+        log.notice(line)
+    return grown
 
 
 def _latent_shapes(run: RunConfig, codec: ImageCodec) -> tuple[list[Shape], list[str]]:
@@ -175,163 +177,3 @@ def _whole(root: Path, schema: StoreSchema, *, changed: bool) -> StoreReport:
             f"{first.reason}; fix them{names}, delete {root}, and run again"
         )
     return report
-
-
-_NAMED = 3  # names of each kind of change
-_ENTRY = TypeAdapter(tuple[str, int, str, str, str], config={"strict": True})
-_DAMAGED = OSError, EOFError, ValueError, zlib.error
-_READERS = 8  # parts whose files are read in parallel
-
-
-@dataclass
-class _Changes:
-    """Names of items that were added, removed and edited. `touched`: ranges of items that may have been edited."""
-
-    added: list[str] = field(default_factory=list)
-    removed: list[str] = field(default_factory=list)
-    edited: list[str] = field(default_factory=list)
-    touched: list[Range] = field(default_factory=list)
-
-
-def check_unchanged(root: Path, schema: StoreSchema, source: SourceList) -> None:
-    """Raise UserError, with the changes, if files of the sources changed since the store at `root` was encoded.
-
-    Files of missing parts may change.
-    """
-    found = read_schema(root)
-    if found is None or _without_sources(found) != _without_sources(schema):
-        return  # claim() reports the differences
-    pairs = list(zip(found.sources, schema.sources, strict=False))
-    same, first, problems = all(before == now for before, now in pairs), 0, list[str]()
-    for number, (before, now) in enumerate(pairs):
-        inner = source.sources[number]
-        changes = _compared(_listing(root, number), inner)
-        if same:
-            touched = [(first + start, first + end) for start, end in changes.touched]
-            changes = _Changes(edited=_edited(root, found, source, touched))
-        if (same or before != now) and (changes.added or changes.removed or changes.edited):
-            problems.append(_message(root, number, changes))
-        first += len(inner)
-    if problems:
-        raise UserError(*problems)
-
-
-def _without_sources(schema: StoreSchema) -> StoreSchema:
-    """A schema without its sources, as it would be read from a file."""
-    return StoreSchema.model_validate_json(schema.model_copy(update={"sources": []}).model_dump_json())
-
-
-def write_listings(root: Path, source: SourceList) -> None:
-    """Write the listings of sources that changed."""
-    for number, inner in enumerate(source.sources):
-        path = _listing(root, number)
-        if not _is_listed(path, inner):
-            with replacing(path) as temporary, gzip.open(temporary, "wt", compresslevel=1) as file:
-                file.writelines(map(_line, inner.entries()))
-
-
-def _listing(root: Path, number: int) -> Path:
-    return root / INDEX / f"source-{number}.jsonl.gz"
-
-
-def _line(entry: Entry) -> str:
-    return json.dumps(astuple(entry)) + "\n"
-
-
-def _is_listed(path: Path, source: Source) -> bool:
-    with contextlib.suppress(*_DAMAGED), gzip.open(path, "rt") as file:
-        return all(before == now for before, now in itertools.zip_longest(file, map(_line, source.entries())))
-    return False
-
-
-def _listed(path: Path) -> list[Entry]:
-    """The entries of a listing; none if it is missing or damaged."""
-    with contextlib.suppress(*_DAMAGED), gzip.open(path, "rt") as file:
-        return [Entry(*_ENTRY.validate_json(line)) for line in file]
-    return []
-
-
-def _compared(path: Path, source: Source) -> _Changes:
-    """The changes of a source since its listing. Without a listing, all items are touched."""
-    if _is_listed(path, source):
-        return _Changes()
-    before = dict(_numbered(_listed(path)))
-    if not before:
-        return _Changes(touched=[(0, len(source))])
-    changes, end = _Changes(), 0
-    for key, now in _numbered(source.entries()):
-        start, end = end, end + now.count
-        then = before.pop(key, None)
-        if then is None:
-            changes.added.append(now.name)
-        elif replace(then, times=now.times) != now:
-            captions_alone = (then.count, then.image) == (now.count, now.image)
-            changes.edited.append(f"the caption of {now.name}" if captions_alone else now.name)
-        elif then != now:
-            changes.touched.append((start, end))
-    changes.removed = [name for name, _ in before]
-    return changes
-
-
-def _numbered(entries: Iterable[Entry]) -> Iterator[tuple[tuple[str, int], Entry]]:
-    """Entries with unique keys: files of several folders may have the same name."""
-    seen: Counter[str] = Counter()
-    for entry in entries:
-        yield (entry.name, seen[entry.name]), entry
-        seen[entry.name] += 1
-
-
-def _edited(root: Path, schema: StoreSchema, source: SourceList, touched: Sequence[Range]) -> list[str]:
-    """The items in the `touched` ranges that are not those of their parts. Raises UserError if one cannot be read, or a
-    part is damaged."""
-    ranges = schema.ranges()
-    absent = set(missing(root, ranges))
-    asked: dict[Range, list[int]] = {}
-    parts = iter([each for each in ranges if each not in absent])
-    part = next(parts, None)
-    for index in itertools.chain.from_iterable(itertools.starmap(range, touched)):
-        while part is not None and part[1] <= index:
-            part = next(parts, None)
-        if part is not None and part[0] <= index:
-            asked.setdefault(part, []).append(index)
-    if not asked:
-        return []
-
-    def edited(each: Range) -> list[str]:
-        content = Part.open(part_path(root, *each), identity=part_identity(schema, each[0])).content
-        items = source.items(*each)
-        names = (_edit(items[index - each[0]], content[index - each[0]].tolist()) for index in asked[each])
-        return [name for name in names if name is not None]
-
-    found: list[str] = []
-    with ThreadPoolExecutor(_READERS, "compare") as threads, log.progress("compare", len(asked), "parts") as advance:
-        for names in threads.map(edited, asked):
-            found += names
-            advance(1)
-    return found
-
-
-def _edit(item: Item, known: list[int]) -> str | None:
-    """The name of an item, or of its caption, if it is not as its digests say."""
-    try:
-        image, captions = item.read().digests()
-    except Unusable:
-        image, captions = 0, 0
-    if [image, captions] == known:
-        return None
-    return item.name if image != known[0] else f"the caption of {item.name}"
-
-
-def _message(root: Path, number: int, changes: _Changes) -> str:
-    """One line with the changes and the fix."""
-    kinds = (("added", changes.added), ("removed", changes.removed), ("edited", changes.edited))
-    listed = "; ".join(f"{len(names)} {what}: {_first(names)}" for what, names in kinds if names)
-    again = f"to encode all again, set another data.features, or delete {root}; then {EXTRACT}"
-    line = f"data.features: {root} was encoded before data.images[{number}] changed: {listed}; "
-    if changes.removed or changes.edited:
-        return line + again
-    return f"{line}to encode only these, move them to a folder of their own, and append it to data.images; {again}"
-
-
-def _first(names: Sequence[str]) -> str:
-    return shown(", ".join(names[:_NAMED])).replace("\n", "\\n") + (", …" if len(names) > _NAMED else "")

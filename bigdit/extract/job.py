@@ -15,10 +15,10 @@ from pathlib import Path
 from bigdit import log
 from bigdit.config.data import DataConfig, EncodersConfig
 from bigdit.errors import UserError
+from bigdit.extract.changes import Items, numbered
 from bigdit.extract.report import UnitSpeed, shares_of
 from bigdit.extract.worker import Done, Failed, Finished, Note, Progress, Ready, Unit, server, work
 from bigdit.sources.open import open_source
-from bigdit.sources.protocol import Source
 from bigdit.store.lease import missing, pull, remove_left
 from bigdit.store.schema import EXTRACT, Range, StoreSchema, check_same
 
@@ -47,7 +47,7 @@ class Job:
         return missing(self.data.store, self.ranges())
 
 
-def encode_here(job: Job, source: Source) -> None:
+def encode_here(job: Job, source: Items) -> None:
     """Encode the missing parts of a job by processes of this machine, with a progress bar on stderr.
 
     Other machines may run the same job. Parts that they commit are not encoded again. Raises as encode_in_workers.
@@ -72,9 +72,8 @@ def do(job: Job) -> None:
     except OSError as error:
         raise UserError(f"{job.folder} is not there on this machine: {error.strerror}") from None
     source = open_source(job.data)
-    found = job.schema.model_copy(update={"sources": source.identity["sources"]})
-    check_same(job.data.store, job.schema, found)
-    encode_here(job, source)
+    check_same(job.data.store, job.schema.asked(), job.schema.asked(source.identity["sources"]))
+    encode_here(job, numbered(job.data.store, job.schema, source))
 
 
 def split(ranges: Sequence[Range], start: int, end: int) -> list[Range]:

@@ -13,13 +13,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import ValidationError
 
 from bigdit.files import read_bytes
 from bigdit.store.header import check_part, read_header
 from bigdit.store.lease import Fate, WorkerName, all_leases, missing
 from bigdit.store.part import Skipped, part_path, shape_name
+from bigdit.store.reader import Part
 from bigdit.store.schema import Known, Range, StoreSchema, part_identity
+from bigdit.store.store import indices_of
 from bigdit.store.text import Cut, summed
 from bigdit.strategy import Strict
 
@@ -212,13 +215,15 @@ class StoreReport(Strict):
     """The contents of a store: finished parts and all parts, images of the sources, encoders and classes of the schema,
     and every worker.
 
-    Of finished parts: encoded images by latents' shape, skipped images, captions, cut captions, bytes by column.
+    Of finished parts: encoded images by latents' shape, skipped images, captions, cut captions, bytes. `gone`:
+    images in parts that were removed from the sources, or edited. They count as bytes and cut captions alone.
     """
 
     features: Path
     parts_done: int
     parts: int
     images: int
+    gone: int
     encoded: int
     buckets: dict[str, int]
     skipped: list[Skipped]
@@ -256,19 +261,27 @@ def store_report(root: Path, schema: StoreSchema) -> StoreReport:
         check_part(header, part_identity(schema, start))
     buckets: Counter[str] = Counter()
     columns: Counter[str] = Counter()
-    for header in headers:
+    gone, captions = indices_of(schema.gone()), sum(header.columns["caption"].shape[0] for header in headers)
+    for header, (start, end) in zip(headers, there, strict=True):
         buckets.update({shape_name(shape): count for shape, count in header.shapes().items()})
+        if len(here := gone[slice(*np.searchsorted(gone, (start, end)))]):
+            for shape, rows in Part.open(header.path).rows.items():
+                rows = rows[np.isin(rows[:, 0], here)]
+                buckets[shape_name(shape)] -= len(rows)
+                captions -= int(rows[:, 2].sum())
         for name, column in header.columns.items():
             columns[name.partition("/")[0]] += column.nbytes
+    known = set(gone.tolist())
     return StoreReport(
         features=root,
         parts_done=len(headers),
         parts=len(ranges),
-        images=schema.count,
+        images=schema.count - len(gone),
+        gone=len(gone),
         encoded=sum(buckets.values()),
-        buckets=dict(sorted(buckets.items())),
-        skipped=[item for header in headers for item in header.skipped()],
-        captions=sum(header.columns["caption"].shape[0] for header in headers),
+        buckets={name: count for name, count in sorted(buckets.items()) if count},
+        skipped=[item for header in headers for item in header.skipped() if item.index not in known],
+        captions=captions,
         cut=summed(cut for header in headers for cut in header.cuts()),
         bytes=sum(part_path(root, *each).stat().st_size for each in there),
         bytes_by_column=dict(sorted(columns.items())),

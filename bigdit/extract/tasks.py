@@ -14,8 +14,8 @@ from typing import Any
 
 from bigdit import log
 from bigdit.errors import UserError, nearest
+from bigdit.extract.changes import Items
 from bigdit.extract.job import Job, do
-from bigdit.sources.protocol import Source
 from bigdit.store.schema import EXTRACT
 from bigdit.units import how_many
 
@@ -52,7 +52,7 @@ class Slurm:
     tasks: int
     resources: Mapping[str, Any]
 
-    def __call__(self, job: Job, source: Source) -> None:
+    def __call__(self, job: Job, source: Items) -> None:
         try:
             import submitit
         except ImportError:
@@ -88,7 +88,7 @@ class Ray:
     tasks: int
     resources: Mapping[str, Any]
 
-    def __call__(self, job: Job, source: Source) -> None:
+    def __call__(self, job: Job, source: Items) -> None:
         try:
             import ray
         except ImportError:

@@ -13,7 +13,7 @@ import bisect
 import functools
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ import numpy.typing as npt
 import xxhash
 
 from bigdit.store.part import shape_name
-from bigdit.store.store import Index
+from bigdit.store.store import NO_ROWS, Index, Rows
 
 Ints = npt.NDArray[np.int64]
 
@@ -34,10 +34,15 @@ _PARTS, _TURNS, _ROWS = 1, 2, 3  # keys of random generators
 
 @dataclass(frozen=True)
 class EpochStage:
-    """From epoch `first_epoch` on, the first `parts` parts of the store are read."""
+    """From epoch `first_epoch` on, the first `parts` parts of the store are read, after its first `changes`.
+
+    Rows that are `left_out` are not read; None: those of the validation split.
+    """
 
     first_epoch: int
     parts: int
+    changes: int = 0
+    left_out: LeftOut | None = field(default=None, compare=False)
 
 
 class Rates:
@@ -98,7 +103,7 @@ class _Epoch:
 
 
 class Order:
-    """The order of training over `counts` int64 [parts, buckets], the samples of each shape in each part.
+    """The order of training over `counts` int64 [parts, buckets], the rows of each shape in each part.
 
     It has no validation sample of `held`. It begins with `first_step` of the run, and depends on it. `rates`: how often
     an epoch has the samples of each part.
@@ -117,17 +122,20 @@ class Order:
         first_step: int = 0,
         rates: Rates | None = None,
     ) -> None:
-        counts = counts if held is None else counts - held.counts
         self.held = held
         self.global_batch_size = global_batch_size
         self.first_step = first_step
         self.stages = tuple(stages) or (EpochStage(0, len(counts)),)
-        self.counts = counts
+        self._left_out = [held if stage.left_out is None else stage.left_out for stage in self.stages]
+        self._counts = [counts if out is None else counts - out.counts for out in self._left_out]
         self._shapes = tuple(shapes)
         self._seed = seed
         self._window_parts = window_parts
         self.rates = rates or Rates((), np.zeros(len(counts), np.int64))
-        self._totals = [self.rates.in_epoch(counts, 0, slice(stage.parts)).sum(0) for stage in self.stages]
+        self._totals = [
+            self.rates.in_epoch(own, 0, slice(stage.parts)).sum(0)
+            for own, stage in zip(self._counts, self.stages, strict=True)
+        ]
         self._before_stage = [np.zeros(counts.shape[1], np.int64)]
         self._samples_before = functools.lru_cache(256)(self._count_samples_before)
         for number, following in enumerate(self.stages[1:]):
@@ -136,6 +144,11 @@ class Order:
         self._epoch = functools.lru_cache(2)(self._draw_epoch)
         self._turns = functools.lru_cache(2)(self._draw_turns)
         self._rows = functools.lru_cache(4 * len(self._shapes))(self._draw_rows)
+
+    @property
+    def samples_of_epoch(self) -> list[Fraction]:
+        """Samples of each bucket that an epoch of the last stage has on average."""
+        return self.rates.average(self._counts[-1])
 
     def epoch_of(self, step: int) -> int:
         """The epoch in which the batch of this step ends."""
@@ -182,13 +195,15 @@ class Order:
         if self.rates.whole:  # without a look at each part
             whole: Ints = before + (epoch - stage.first_epoch) * self._totals[number]
             return whole
-        now, then = (self.rates.taken(self.counts, each, slice(stage.parts)) for each in (epoch, stage.first_epoch))
+        now, then = (
+            self.rates.taken(self._counts[number], each, slice(stage.parts)) for each in (epoch, stage.first_epoch)
+        )
         found: Ints = before + (now - then).sum(0)
         return found
 
     def _epochs_of(self, samples: int) -> int:
         """Epochs in which at least so many samples of any bucket come."""
-        return samples if self.rates.whole else (samples + self.counts.size) * self.rates.slowest
+        return samples if self.rates.whole else (samples + self._counts[0].size) * self.rates.slowest
 
     def _count_batches_before(self, epoch: int) -> int:
         """The step at which this epoch begins: `first_step` and the batches that end before it."""
@@ -205,10 +220,11 @@ class Order:
         return epochs[later - 1]
 
     def _draw_epoch(self, epoch: int) -> _Epoch:
-        parts = self._generator(_PARTS, epoch).permutation(self.stages[self._stage_of(epoch)].parts)
+        stage = self._stage_of(epoch)
+        parts = self._generator(_PARTS, epoch).permutation(self.stages[stage].parts)
         starts = np.arange(0, len(parts), self._window_parts)
         before = np.zeros((len(starts) + 1, len(self._shapes)), np.int64)
-        taken = self.rates.in_epoch(self.counts, epoch, parts)
+        taken = self.rates.in_epoch(self._counts[stage], epoch, parts)
         np.cumsum(np.add.reduceat(taken, starts, axis=0), axis=0, out=before[1:])
         batches = ((self._samples_before(epoch) + before) // self.global_batch_size).sum(1)
         return _Epoch(parts, before, batches - batches[0])
@@ -225,14 +241,16 @@ class Order:
         """Parts and rows [2, n] of a window's samples of a bucket, shuffled."""
         start = window * self._window_parts
         parts = self._epoch(epoch).parts[start : start + self._window_parts]
-        taken = self.rates.in_epoch(self.counts, epoch, parts)[:, bucket]
+        stage = self._stage_of(epoch)
+        counts, left_out = self._counts[stage], self._left_out[stage]
+        taken = self.rates.in_epoch(counts, epoch, parts)[:, bucket]
         ends = np.cumsum(taken)
         # The key is the bucket's shape, not its number: new data may have other buckets.
         chosen = self._generator(_ROWS, epoch, window, *self._shapes[bucket]).permutation(int(ends[-1]))
         at = np.searchsorted(ends, chosen, "right")
-        places = chosen - (ends - taken)[at] + self.rates.taken(self.counts, epoch, parts)[at, bucket]
-        rows = places % self.counts[parts[at], bucket]
-        return np.stack([parts[at], rows if self.held is None else self.held.passed_over(bucket, parts[at], rows)])
+        places = chosen - (ends - taken)[at] + self.rates.taken(counts, epoch, parts)[at, bucket]
+        rows = places % counts[parts[at], bucket]
+        return np.stack([parts[at], rows if left_out is None else left_out.passed_over(bucket, parts[at], rows)])
 
     def _generator(self, *names: int) -> np.random.Generator:
         stage = (self.first_step,) if self.first_step else ()
@@ -268,42 +286,59 @@ class Held(NamedTuple):
     seeds: tuple[int, ...]
 
 
-class ValidationSplit:
+class LeftOut:
+    """Rows that are not trained on. `counts`: int64 [parts, buckets]."""
+
+    def __init__(self, index: Index, rows: Rows) -> None:
+        self.counts = np.zeros_like(index.counts)
+        found = np.unique(np.stack([rows.buckets, rows.parts, rows.rows]), axis=1)  # sorted
+        np.add.at(self.counts, (found[1], found[0]), 1)
+        self.rows = Rows(*found)
+        self._of_bucket = {
+            bucket: (found[1, here], found[2, here])
+            for bucket in np.unique(found[0]).tolist()
+            for here in (found[0] == bucket,)
+        }
+
+    def passed_over(self, bucket: int, parts: Ints, rows: Ints) -> Ints:
+        """Convert rows of parts that are numbered without these to numbers among all rows."""
+        if bucket not in self._of_bucket:
+            return rows
+        (places, others), found = self._of_bucket[bucket], rows.copy()
+        for part in np.intersect1d(parts, places):
+            out, here = others[places == part], parts == part
+            found[here] += np.searchsorted(out - np.arange(len(out)), rows[here], "right")
+        return found
+
+
+class ValidationSplit(LeftOut):
     """Validation samples, which are never trained on: the `samples` with the least digests in the first `parts` parts.
 
     A digest is of the part's place in the source, the bucket's shape and the row. It depends on neither seed, later
-    parts, other buckets, nor the number of processes.
+    parts, other buckets, nor the number of processes. Rows that are `gone` are not chosen.
     """
 
-    def __init__(self, index: Index, parts: int, samples: int) -> None:
-        chosen = _least(index, parts, samples)
-        self.counts = np.zeros_like(index.counts)
-        np.add.at(self.counts, (chosen["part"], chosen["bucket"]), 1)
+    def __init__(self, index: Index, parts: int, samples: int, gone: Rows = NO_ROWS) -> None:
+        chosen = _least(index, parts, samples, gone)
+        super().__init__(index, Rows(chosen["bucket"], chosen["part"], chosen["row"]))
         self.chosen = [
             Held(bucket, here["part"], here["row"], tuple((here["digest"] >> 1).tolist()))
             for bucket in range(len(index.shapes))
             if len(here := chosen[chosen["bucket"] == bucket])
         ]
-        self._of_bucket = {each.bucket: each for each in self.chosen}
-
-    def passed_over(self, bucket: int, parts: Ints, rows: Ints) -> Ints:
-        """Convert rows of parts that are numbered without validation samples to numbers among all rows."""
-        if bucket not in self._of_bucket:
-            return rows
-        held, found = self._of_bucket[bucket], rows.copy()
-        for part in np.intersect1d(parts, held.parts):
-            out, here = held.rows[held.parts == part], parts == part
-            found[here] += np.searchsorted(out - np.arange(len(out)), rows[here], "right")
-        return found
 
 
 _SAMPLE = np.dtype([("bucket", "i8"), ("part", "i8"), ("row", "i8"), ("digest", "u8")])
 
 
-def _least(index: Index, parts: int, samples: int) -> npt.NDArray[np.void]:
-    """The samples with the least digests, sorted by bucket, part and row."""
+def _least(index: Index, parts: int, samples: int, gone: Rows) -> npt.NDArray[np.void]:
+    """The samples with the least digests that are not `gone`, sorted by bucket, part and row."""
     least = np.empty(0, _SAMPLE)
+    out = set(zip(*(column.tolist() for column in gone), strict=True))
     for found in _digested(index, parts):
+        if out:
+            places = zip(found["bucket"].tolist(), found["part"].tolist(), found["row"].tolist(), strict=True)
+            found = found[[place not in out for place in places]]
         least = np.concatenate([least, found])
         if len(least) > samples:
             least = least[np.argpartition(least["digest"], samples - 1)[:samples]]

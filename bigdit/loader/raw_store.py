@@ -45,7 +45,8 @@ class RawStore:
         (self._bucket,) = schema.buckets
         parts = np.array([(start, end, 0) for start, end in schema.ranges()], np.int64)
         self.index = Index((shape,), parts, parts[:, 1:2] - parts[:, :1])
-        self.buckets = {shape: BucketRows(self.index.counts[:, 0])}
+        self.counts = self.index.counts
+        self.buckets = {shape: BucketRows(self.counts[:, 0])}
 
     def item(self, number: int, row: int) -> Item:
         """The image of a part's row."""

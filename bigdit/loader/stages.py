@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ import xxhash
 from pydantic import NonNegativeInt, PositiveInt, ValidationError
 
 from bigdit.errors import UserError
-from bigdit.loader.order import WINDOW_PARTS, EpochStage, Order, Rates, ValidationSplit
+from bigdit.loader.order import WINDOW_PARTS, EpochStage, LeftOut, Order, Rates, ValidationSplit
 from bigdit.loader.raw_store import RawStore
 from bigdit.store import FeatureStore
 from bigdit.store.part import shape_name
 from bigdit.store.schema import Known
+from bigdit.store.store import NO_ROWS, Rows
 from bigdit.strategy import Strict
 from bigdit.units import how_many
 
@@ -25,22 +27,30 @@ from bigdit.units import how_many
 class DataState(Strict):
     """Everything that the order depends on.
 
-    `stages` of the data: (first epoch, parts). `parts_digest`: of the parts of the last one. `classes`: their names or
-    their number, None for captions. `validated`: validation samples of the first stage. `first_step` of the order:
-    where its stage of the run begins. `sources`: the identities of online sources, None for a store. `rates`: of the
-    sources, how often an epoch has their samples; none if all are 1.
+    `stages` of the data: (first epoch, parts). `changes` of the store that each stage follows; none: 0.
+    `parts_digest`: of the parts of the last one. `classes`: their names or their number, None for captions.
+    `validated`: validation samples of the first stage. `first_step` of the order: where its stage of the run begins.
+    `sources`: the identities of online sources, None for a store. `rates`: of the sources, how often an epoch has their
+    samples; none if all are 1.
     """
 
     seed: NonNegativeInt
     global_batch_size: PositiveInt
     window_parts: PositiveInt
     stages: list[tuple[NonNegativeInt, PositiveInt]]
+    changes: list[NonNegativeInt] = []
     parts_digest: str
     classes: Known | None = None
     validated: NonNegativeInt = 0
     first_step: NonNegativeInt = 0
     sources: list[dict[str, Any]] | None = None
     rates: list[tuple[PositiveInt, PositiveInt]] = []
+
+    @property
+    def epoch_stages(self) -> list[EpochStage]:
+        """The stages, without the rows that they leave out."""
+        changes = self.changes or [0] * len(self.stages)
+        return [EpochStage(*stage, after) for stage, after in zip(self.stages, changes, strict=False)]
 
 
 def data_state(store: FeatureStore | RawStore, order: Order, seed: int) -> DataState:
@@ -50,7 +60,8 @@ def data_state(store: FeatureStore | RawStore, order: Order, seed: int) -> DataS
         global_batch_size=order.global_batch_size,
         window_parts=WINDOW_PARTS,
         stages=[(stage.first_epoch, stage.parts) for stage in order.stages],
-        parts_digest=_digest(store, order.stages[-1].parts),
+        changes=[stage.changes for stage in order.stages],
+        parts_digest=_digest(store, order.stages[-1]),
         classes=store.schema.classes,
         validated=0 if order.held is None else int(order.held.counts.sum()),
         first_step=order.first_step,
@@ -103,9 +114,18 @@ def plan_order(
         raise UserError(*problems)
     if state is not None and step != first_step:
         return _resumed(store, state, where, step, first_step, rated)
-    index = store.index
-    held = _validation_split(store, len(index.parts), validated)
-    order = Order(index.counts, index.shapes, global_batch_size, seed, held=held, first_step=first_step, rates=rated)
+    index, now = store.index, EpochStage(0, len(store.index.parts), len(store.schema.changes))
+    held = _validation_split(store, now, validated)
+    order = Order(
+        index.counts,
+        index.shapes,
+        global_batch_size,
+        seed,
+        stages=[_with_left_out(store, held, now)],
+        held=held,
+        first_step=first_step,
+        rates=rated,
+    )
     return order, _scarce(order, store)
 
 
@@ -113,18 +133,20 @@ def rates_of(store: FeatureStore | RawStore, rates: Sequence[Fraction]) -> Rates
     """The rates of a store's parts. Raises UserError if they are of fewer sources than the store has."""
     if all(rate == 1 for rate in rates):
         return Rates((), np.zeros(len(store.index.parts), np.int64))
-    if len(rates) < len(store.schema.sources):
+    owners = store.schema.owners
+    if len(rates) <= max(owners):
         raise UserError(
             f"data.images has {how_many(len(rates), 'source')} with repeats or weight, and {store.root} has "
-            f"{len(store.schema.sources)}; list the sources that it was extracted from"
+            f"{max(owners) + 1}; list the sources that it was extracted from"
         )
-    return Rates(rates, np.searchsorted(store.schema.ends(), store.index.parts[:, 0], "right"))
+    entries = np.searchsorted(store.schema.ends(), store.index.parts[:, 0], "right")
+    return Rates(rates, np.array(owners, np.int64)[entries])
 
 
 def _other_rates(store: FeatureStore | RawStore, state: DataState, where: Path, rates: Rates) -> list[str]:
     """Sources of the checkpoint whose rate is another one now."""
     last = store.index.parts[min(state.stages[-1][1], len(store.index.parts)) - 1, 0]
-    sources = int(np.searchsorted(store.schema.ends(), last, "right")) + 1
+    sources = max(store.schema.owners[: int(np.searchsorted(store.schema.ends(), last, "right")) + 1]) + 1
     then, now = [Fraction(*each) for each in state.rates], rates.of_sources
     pairs = list(itertools.zip_longest(then[:sources], now[:sources], fillvalue=Fraction(1)))
     return [
@@ -139,9 +161,8 @@ def _resumed(
     store: FeatureStore | RawStore, state: DataState, where: Path, step: int, first_step: int, rates: Rates
 ) -> tuple[Order, list[str]]:
     """The order of the checkpoint, with new parts of the store; and notes."""
-    index, parts = store.index, state.stages[-1][1]
-    stages = [EpochStage(*each) for each in state.stages]
-    held = _validation_split(store, stages[0].parts, state.validated)
+    index, stages = store.index, state.epoch_stages
+    held, last = _validation_split(store, stages[0], state.validated), stages[-1]
 
     def ordered(stages: Sequence[EpochStage]) -> Order:
         return Order(
@@ -149,7 +170,7 @@ def _resumed(
             index.shapes,
             state.global_batch_size,
             state.seed,
-            stages=stages,
+            stages=[_with_left_out(store, held, stage) for stage in stages],
             window_parts=state.window_parts,
             held=held,
             first_step=first_step,
@@ -157,19 +178,23 @@ def _resumed(
         )
 
     order, changed = ordered(stages), _changed(store, state, where)
-    if parts == len(index.parts):
-        return order, changed
     epoch = order.epoch_of(step)
     first = epoch if step == order.batches_before(epoch) else epoch + 1
-    order = ordered([*(stage for stage in stages if stage.first_epoch < first), EpochStage(first, len(index.parts))])
-    added = len(index.parts) - parts
-    samples = int(index.counts[parts:].sum())
-    return order, [
-        *changed,
-        f"{store.root} has {how_many(added, 'part')} more ({how_many(samples, 'sample')}) than before: new samples "
-        f"enter with epoch {first}; the order until then does not change",
-        *_scarce(order, store),
-    ]
+    now = EpochStage(first, len(index.parts), len(store.schema.changes))
+    if (last.parts, last.changes) == (now.parts, now.changes):
+        return order, changed
+    order = ordered([*(stage for stage in stages if stage.first_epoch < first), now])
+    return order, [*changed, _grown(store, last, now), *_scarce(order, store)]
+
+
+def _grown(store: FeatureStore | RawStore, last: EpochStage, now: EpochStage) -> str:
+    """A line on what is new in a store since the stage `last`."""
+    parts, samples = now.parts - last.parts, int(store.counts[last.parts :].sum())
+    found = f"{store.root} has {how_many(parts, 'part')} more ({how_many(samples, 'sample')}) than before: new samples"
+    if isinstance(store, FeatureStore) and now.changes != last.changes:
+        gone = len(store.gone(now.changes).rows) - len(store.gone(last.changes).rows)
+        found = f"{store.root} has {how_many(samples, 'new sample')}, and {gone:,} are gone: changes"
+    return f"{found} enter with epoch {now.first_epoch}; the order until then does not change"
 
 
 def _other_order(
@@ -184,7 +209,7 @@ def _other_order(
         )
         if found != asked
     ]
-    problems += _other_parts(store, state.stages[-1][1], state, where)
+    problems += _other_parts(store, state.epoch_stages[-1], state, where)
     if validated != state.validated:
         problems.append(
             f"validation.samples is {validated}, and {where} was trained with {state.validated}: its weights would be "
@@ -200,10 +225,11 @@ def _other_classes(store: FeatureStore | RawStore, state: DataState, where: Path
     return [f"{key} has other classes than {where}, or in another order; restore them, or choose another output"]
 
 
-def _other_parts(store: FeatureStore | RawStore, parts: int, state: DataState, where: Path) -> list[str]:
-    same = parts <= len(store.index.parts) and _digest(store, parts) == state.parts_digest
+def _other_parts(store: FeatureStore | RawStore, stage: EpochStage, state: DataState, where: Path) -> list[str]:
+    there = stage.parts <= len(store.index.parts) and stage.changes <= len(store.schema.changes)
+    same = there and _digest(store, stage) == state.parts_digest
     if not isinstance(store, RawStore):
-        known = how_many(parts, "part")
+        known = how_many(stage.parts, "part")
         problem = f"data.features: {store.root} does not begin with the {known} that {where} was trained on"
         return [] if same else [f"{problem}; restore them, or choose another output"]
     before = [source["count"] for source in state.sources or ()]
@@ -235,16 +261,34 @@ def _changed(store: FeatureStore | RawStore, state: DataState, where: Path) -> l
     ]
 
 
-def _validation_split(store: FeatureStore | RawStore, parts: int, samples: int) -> ValidationSplit | None:
-    """The validation samples, from the first parts, if any. Raises UserError if no sample is left to train on."""
-    if problems := none_left(store, samples, parts):
+def _validation_split(store: FeatureStore | RawStore, first: EpochStage, samples: int) -> ValidationSplit | None:
+    """The validation samples of a run's first stage, if any. Raises UserError if no sample is left to train on."""
+    if not samples:
+        return None
+    if problems := none_left(store, samples, first):
         raise UserError(*problems)
-    return ValidationSplit(store.index, parts, samples) if samples else None
+    return ValidationSplit(store.index, first.parts, samples, _gone(store, first))
 
 
-def none_left(store: FeatureStore | RawStore, samples: int, parts: int | None = None) -> list[str]:
-    """A message if `samples` for validation, of the first parts or of all, leave none to train on."""
-    there = int(store.index.counts[:parts].sum())
+def _gone(store: FeatureStore | RawStore, stage: EpochStage) -> Rows:
+    return store.gone(stage.changes) if isinstance(store, FeatureStore) and stage.changes else NO_ROWS
+
+
+def _with_left_out(store: FeatureStore | RawStore, held: ValidationSplit | None, stage: EpochStage) -> EpochStage:
+    """The stage without rows that are gone, validation samples, and what took their places."""
+    if not isinstance(store, FeatureStore) or not stage.changes:
+        return stage
+    rows = [_gone(store, stage)]
+    if held is not None:
+        rows += [held.rows, store.successors(held.rows, stage.changes)]
+    return replace(stage, left_out=LeftOut(store.index, Rows.joined(*rows)))
+
+
+def none_left(store: FeatureStore | RawStore, samples: int, first: EpochStage | None = None) -> list[str]:
+    """A message if `samples` for validation, of the stage `first` or of all, leave none to train on."""
+    there = int(store.counts.sum())
+    if first is not None:
+        there = int(store.index.counts[: first.parts].sum()) - len(_gone(store, first).rows)
     if samples < there:
         return []
     return [
@@ -255,9 +299,7 @@ def none_left(store: FeatureStore | RawStore, samples: int, parts: int | None = 
 
 def _scarce(order: Order, store: FeatureStore | RawStore) -> list[str]:
     """Notes on buckets that are empty, or smaller than a global batch."""
-    counts, batch = store.index.counts, order.global_batch_size
-    counts = counts if order.held is None else counts - order.held.counts
-    totals = [float(total) for total in order.rates.average(counts)]
+    batch, totals = order.global_batch_size, [float(total) for total in order.samples_of_epoch]
     filled = {shape_name(shape): total for shape, total in zip(store.index.shapes, totals, strict=True) if total}
     asked, limit = len(set(store.schema.buckets)), f"fewer than a global batch of {batch} (strategy.global_batch_size)"
     empty = f"{asked - len(filled)} of {asked} data.buckets have no samples: all are in "
@@ -287,10 +329,13 @@ def _parse(saved: dict[str, Any], where: Path) -> DataState:
         raise UserError(f"{where} has a damaged state of its data; resume from an earlier checkpoint") from None
 
 
-def _digest(store: FeatureStore | RawStore, parts: int) -> str:
-    """A digest of the ranges and samples of the first `parts` parts. Later buckets do not change it."""
+def _digest(store: FeatureStore | RawStore, stage: EpochStage) -> str:
+    """A digest of the ranges and samples of a stage's parts. Later buckets do not change it."""
+    parts = stage.parts
     digest = xxhash.xxh3_64(store.index.parts[:parts, :2].tobytes())
     for shape, column in zip(store.index.shapes, store.index.counts.T, strict=True):
         if column[:parts].any():
             digest.update(shape_name(shape).encode() + column[:parts].tobytes())
+    if stage.changes:
+        digest.update(str(store.schema.gone(stage.changes)).encode())
     return digest.hexdigest()

@@ -12,7 +12,7 @@ from pydantic import PositiveInt, ValidationError, model_validator
 
 from bigdit.documents import read_json
 from bigdit.errors import UserError, nearest
-from bigdit.files import create_text, write_text
+from bigdit.files import create_text
 from bigdit.store.lease import own_folder
 from bigdit.store.tensors import lines_digest
 from bigdit.strategy import Strict
@@ -61,12 +61,26 @@ MOST_PARTS = 10_000_000
 Range = tuple[int, int]
 """Indices [start, end) in the list of sources."""
 
+Run = tuple[int, int, int]
+"""Of `Change.gone`."""
+
+
+class Change(Strict):
+    """One growth of a store. `sources`: the identities of all sources after it. `gone`: what it took away.
+
+    A run [start, end, by] of `gone` are indices of images. Those from `by` on replaced them; −1: they were removed.
+    """
+
+    sources: list[dict[str, Any]]
+    gone: list[tuple[int, int, int]]
+
 
 class StoreSchema(Strict):
     """The contents of a store: encoders, buckets in pixels, sources of `source["count"]` images each, parts.
 
     `classes`: their names or their number; None if images have captions. `fps`: the frame rate of videos.
-    `first_frame`: the columns of first frames and their image encoder.
+    `first_frame`: the columns of first frames and their image encoder. Parts never change. What is added to source n
+    later has its own entry in `sources`, with `of` n, and `changes` say which images are no longer used.
     """
 
     version: Literal[5] = VERSION
@@ -78,6 +92,7 @@ class StoreSchema(Strict):
     classes: Known | None = None
     fps: float | None = None
     first_frame: dict[str, Any] | None = None
+    changes: list[Change] = []
 
     @model_validator(mode="after")
     def _sound(self) -> StoreSchema:
@@ -105,6 +120,25 @@ class StoreSchema(Strict):
         found: dict[str, dict[str, int]] = self.text_encoder.get("streams", {})
         return found
 
+    @property
+    def current(self) -> list[dict[str, Any]]:
+        """The identities of the sources of a run, as they were encoded last."""
+        return self.changes[-1].sources if self.changes else self.sources
+
+    @property
+    def owners(self) -> list[int]:
+        """The number of the run's source for each of `sources`."""
+        first = itertools.count()
+        return [source["of"] if "of" in source else next(first) for source in self.sources]
+
+    def asked(self, sources: list[dict[str, Any]] | None = None) -> StoreSchema:
+        """What a run asks for whose store this is, with these `sources` (None: its own)."""
+        return self.model_copy(update={"sources": self.current if sources is None else sources, "changes": []})
+
+    def gone(self, changes: int | None = None) -> list[Run]:
+        """The runs that the first `changes` took away; None: all."""
+        return [run for change in self.changes[:changes] for run in change.gone]
+
     def ranges(self) -> list[Range]:
         """The ranges of the parts, in order. None spans two sources, so an appended source changes no earlier part."""
         ends = self.ends()
@@ -121,7 +155,7 @@ class StoreSchema(Strict):
 
 def store_identity(schema: StoreSchema) -> str:
     """A digest that all parts of a store share, however it is extended: of version, encoders, buckets and classes."""
-    return _digest(schema.model_dump(mode="json", exclude={"sources", "part_size"}))
+    return _digest(schema.model_dump(mode="json", exclude={"sources", "part_size", "changes"}))
 
 
 def part_identity(schema: StoreSchema, start: int) -> str:
@@ -140,9 +174,9 @@ def schema_text(schema: StoreSchema) -> str:
     return json.dumps(plain | {_CHECKSUM: _digest(plain)}, indent=2) + "\n"
 
 
-def read_schema(root: Path) -> StoreSchema | None:
+def read_schema(root: Path, name: str = FILE) -> StoreSchema | None:
     """The schema of the store at `root`, None if there is none. Raises UserError if it is damaged."""
-    file = root / FILE
+    file = root / name
     try:
         plain = read_json(file)
         version = plain.get("version")
@@ -164,6 +198,8 @@ def read_schema(root: Path) -> StoreSchema | None:
         raise _damaged(file, "it has neither captions nor classes")
     if known != _digest(plain) or not all(type(source.get("count")) is int for source in schema.sources):
         raise _damaged(file, "its checksum is wrong")
+    if not _sound_changes(schema):
+        raise _damaged(file, "its changes are not of its images")
     if schema.count > MOST_PARTS * schema.part_size:
         raise UserError(
             f"data.features: {root / FILE} has {schema.count} images in parts of {schema.part_size}: more than "
@@ -172,20 +208,35 @@ def read_schema(root: Path) -> StoreSchema | None:
     return schema
 
 
+def _sound_changes(schema: StoreSchema) -> bool:
+    """Whether all that sources and changes refer to exists."""
+    count, first = schema.count, sum("of" not in source for source in schema.sources)
+    owned = (source["of"] for source in schema.sources if "of" in source)
+    counts = (source.get("count") for change in schema.changes for source in change.sources)
+    return (
+        (bool(schema.changes) or first == len(schema.sources))
+        and all(type(number) is int and 0 <= number < first for number in owned)
+        and all(type(each) is int for each in counts)
+        and all(len(change.sources) <= first for change in schema.changes)
+        and all(0 <= start < end <= count and -1 <= by <= count - (end - start) for start, end, by in schema.gone())
+    )
+
+
 def claim(root: Path, schema: StoreSchema) -> None:
-    """Make `root` the store of `schema`, resume it, or extend it by appended sources.
+    """Make `root` the store of `schema`, or resume it.
 
     Raises UserError, with the keys that differ, if it is another store, and if it cannot be written.
     """
-    text = schema_text(schema)
-    schema = StoreSchema.model_validate_json(schema.model_dump_json())  # tuples become lists, as in a file
-    found = read_schema(root)
+    schema = as_read(schema)
     with own_folder(root) as workspace:
-        if found is None:
-            create_text(root / FILE, text, workspace)  # unless an extraction at the same time was faster
-        elif _extends(schema, found):
-            write_text(root / FILE, text, workspace)
+        if read_schema(root) is None:
+            create_text(root / FILE, schema_text(schema), workspace)  # unless another extraction was faster
     check_same(root, read_schema(root), schema)
+
+
+def as_read(schema: StoreSchema) -> StoreSchema:
+    """The schema as it is read from its file: tuples become lists."""
+    return StoreSchema.model_validate_json(schema.model_dump_json())
 
 
 def check_same(root: Path, found: StoreSchema | None, asked: StoreSchema) -> None:
@@ -204,12 +255,6 @@ def _damaged(file: Path, why: str) -> UserError:
 
 def _digest(value: Any) -> str:
     return lines_digest([json.dumps(value, sort_keys=True).encode()])
-
-
-def _extends(longer: StoreSchema, shorter: StoreSchema) -> bool:
-    """Whether `longer` is `shorter` with further sources at the end."""
-    count = len(shorter.sources)
-    return len(longer.sources) > count and longer.model_copy(update={"sources": longer.sources[:count]}) == shorter
 
 
 def _differences(found: Any, asked: Any, name: str = "") -> list[str]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +21,11 @@ import torch
 
 from bigdit.errors import UserError
 from bigdit.store.files import LocalParts, ReaderName, RemoteParts, open_remote, read_column
+from bigdit.store.growth import is_growth
 from bigdit.store.header import Header, check_part, damaged, read_header
 from bigdit.store.part import FIRST_FRAME, FRAME_COLUMNS, Shape, parse_shape, part_name, part_range, shape_name
 from bigdit.store.reader import Part
-from bigdit.store.schema import EXTRACT, Classes, StoreSchema, part_identity, read_schema, store_identity
+from bigdit.store.schema import EXTRACT, Classes, Run, StoreSchema, part_identity, read_schema, store_identity
 from bigdit.store.schema import FILE as SCHEMA
 from bigdit.store.tensors import bytes_of, chained_digest, commit_tensors
 from bigdit.store.text import TEXT, Text, column_name
@@ -175,6 +177,27 @@ OPEN_PARTS = 256
 """Parts that are open at once: a window of the order, and some of the one before it; about 20 kB of tables each."""
 
 
+class Rows(NamedTuple):
+    """Rows of a store, int64 each: the numbers of their buckets and parts, and their places there."""
+
+    buckets: npt.NDArray[np.int64]
+    parts: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.int64]
+
+    @classmethod
+    def joined(cls, *some: Rows) -> Rows:
+        """All of some rows."""
+        return cls(*(np.concatenate(columns) for columns in zip(*some, strict=True)))
+
+
+NO_ROWS = Rows(*(np.empty(0, np.int64) for _ in range(3)))
+
+
+def indices_of(runs: Sequence[Run]) -> npt.NDArray[np.int64]:
+    """The indices in runs of `Change.gone`, sorted."""
+    return np.unique(np.concatenate([NO_ROWS.rows, *(np.arange(start, end) for start, end, _ in runs)]))
+
+
 class BucketRows:
     """The samples of one bucket in source order: position i is (part, row). Memory grows with parts only."""
 
@@ -201,6 +224,7 @@ class FeatureStore:
         self._files = files
         self.buckets = {shape: BucketRows(index.counts[:, column]) for column, shape in enumerate(index.shapes)}
         self.part = functools.lru_cache(OPEN_PARTS)(self._open)
+        self.gone = functools.cache(self._gone)
 
     @classmethod
     def open(cls, root: Path, reader: ReaderName = "pread", cache_bytes: int = 16 * GIB) -> FeatureStore:
@@ -223,13 +247,14 @@ class FeatureStore:
         missing += [name for name in unnumbered if name not in sizes]
         known = len(ranges) - int((parts[:, 2] < 0).sum())
         others = sum(part_range(name) is not None for name in sizes) - known
+        growing = any(map(is_growth, sizes))  # further parts are being added
         del sizes, ranges
         if missing:
             raise UserError(
                 f"data.features: {files} lacks {len(missing)} of {how_many(len(parts) + len(unnumbered), 'file')}, the "
                 f"first {missing[0]}; {EXTRACT} finishes it"
             )
-        if others:
+        if others and not growing:
             raise UserError(
                 f"data.features: {files} has {others} parts that are not among the {len(parts)} of its {SCHEMA}, which "
                 "is damaged or outdated; restore the one that belongs to the parts"
@@ -237,7 +262,45 @@ class FeatureStore:
         index = load_index(files.root, parts, files.header, schema)
         if not index.counts.sum():
             raise UserError(f"data.features: all images of {files} were skipped; report.json there says why")
-        return cls(files, schema, index)
+        store = cls(files, schema, index)
+        if not store.counts.sum():
+            raise UserError(f"data.features: all images of {files} were removed from their sources; add images")
+        return store
+
+    def _gone(self, changes: int) -> Rows:
+        """The rows that the first `changes` of the store took away."""
+        return self._rows(indices_of(self.schema.gone(changes)))
+
+    @functools.cached_property
+    def counts(self) -> npt.NDArray[np.int64]:
+        """The samples of each shape in every part, int64 [parts, shapes], without those that are gone."""
+        counts, gone = self.index.counts.copy(), self.gone(len(self.schema.changes))
+        np.subtract.at(counts, (gone.parts, gone.buckets), 1)
+        return counts
+
+    def successors(self, rows: Rows, changes: int) -> Rows:
+        """The rows that took the place of `rows` in the first `changes` of the store."""
+        places = zip(*(column.tolist() for column in rows), strict=True)
+        shapes = self.index.shapes
+        before = np.array([self.part(part).rows[shapes[bucket]][row, 0] for bucket, part, row in places], np.int64)
+        found = [NO_ROWS.rows]
+        for start, end, by in self.schema.gone(changes):
+            here = np.concatenate([before, *found])
+            if by >= 0:
+                found.append(here[(here >= start) & (here < end)] - start + by)
+        return self._rows(np.unique(np.concatenate(found)))
+
+    def _rows(self, indices: npt.NDArray[np.int64]) -> Rows:
+        """The rows of sorted indices. Skipped images have none."""
+        found = [NO_ROWS]
+        bounds = np.searchsorted(indices, self.index.parts[:, :2])
+        for number in np.flatnonzero(bounds[:, 0] < bounds[:, 1]).tolist():
+            here = indices[slice(*bounds[number])]
+            for bucket, shape in enumerate(self.index.shapes):
+                if self.index.counts[number, bucket]:
+                    rows = np.flatnonzero(np.isin(self.part(number).rows[shape][:, 0], here))
+                    found.append(Rows(np.full_like(rows, bucket), np.full_like(rows, number), rows))
+        return Rows.joined(*found)
 
     @functools.cached_property
     def classes(self) -> Classes | None:

@@ -72,7 +72,7 @@ def samples_of(run: RunConfig) -> int:
         return len(open_source(run.data))
     store = FeatureStore.open(run.data.store, run.data.reader, run.data.remote_cache)
     validated = run.validation.samples if run.validation else 0
-    return max(int(store.index.counts.sum()) - validated, 1)  # the loader rejects a validation split of all samples
+    return max(int(store.counts.sum()) - validated, 1)  # the loader rejects a validation split of all samples
 
 
 def epoch_of(run: RunConfig) -> Fraction:
@@ -87,7 +87,7 @@ def epoch_of(run: RunConfig) -> Fraction:
     order, _ = plan_order(
         store, 1, 0, None, 0, run.output, run.validation.samples if run.validation else 0, rates=rates
     )
-    return sum(order.rates.average(order.counts), Fraction(0))
+    return sum(order.samples_of_epoch, Fraction(0))
 
 
 def steps_of(epochs: float, samples: Fraction | int, global_batch_size: int) -> int:

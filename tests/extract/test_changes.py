@@ -1,4 +1,4 @@
-"""Sources that change after their store was encoded: what changed is named, and what was merely copied goes on."""
+"""Sources that change after their store was encoded: only what changed is encoded, and what was copied is not."""
 
 import gzip
 import json
@@ -7,7 +7,12 @@ import shutil
 
 import pytest
 from commands import DIGITS, bigdit, with_set
+from safetensors.torch import load_file
 from tiny_sources import gradient, png, save, write_tar
+
+from bigdit.loader.stages import plan_order
+from bigdit.store import FeatureStore
+from bigdit.store.schema import read_schema
 
 
 def encode(images, features, options=()):
@@ -15,13 +20,31 @@ def encode(images, features, options=()):
     return bigdit("extract", "--config", DIGITS, *with_set([*settings, "data.buckets=[[8,8]]"]), *options)
 
 
-def refused(images, features):
-    """The one line that names what changed; it has no digests."""
-    done = encode(images, features)
-    assert done.returncode == 1, done.stderr
-    line = done.stderr.splitlines()[-1]  # after the progress of reading them
-    assert "digest" not in line
-    return line
+def changed(images, features, options=()):
+    """What an extraction says of changes, without the way it says so; it is done."""
+    done = encode(images, features, options)
+    assert done.returncode == 0, done.stderr
+    found = [line for line in done.stderr.splitlines() if " changed: " in line]
+    assert all(line.endswith("; only changes are encoded") for line in found)
+    return [line.removesuffix("; only changes are encoded") for line in found]
+
+
+def trained_on(features):
+    """The captions of an epoch over the store, each sample once."""
+    store = FeatureStore.open(features)
+    order, _ = plan_order(store, 1, 0, None, 0, features)
+    found = []
+    for step in range(order.batches_before(1)):
+        batch = order.batch(step)
+        part, row = store.part(int(batch.parts[0])), int(batch.rows[0])
+        index = int(part.rows[order._shapes[batch.bucket]][row, 0])
+        captions = json.loads(load_file(part.header.path)["captions"].numpy().tobytes())
+        found.append(captions[str(index)][0][0])
+    return sorted(found)
+
+
+def parts(features):
+    return {file.name: file.stat().st_mtime_ns for file in features.glob("part-*")}
 
 
 @pytest.fixture
@@ -39,33 +62,75 @@ def again(folder):
         os.utime(file, ns=(10**18 + number, 10**18 + number))
 
 
-def test_what_was_added_removed_or_edited_in_a_folder_is_named_with_a_way_out(folder, tmp_path):
-    features = tmp_path / "f"
-    assert encode(str(folder), features).returncode == 0
-    before = {file.name: file.stat().st_mtime_ns for file in features.glob("part-*")}
-    anew = (
-        f"to encode all again, set another data.features, or delete {features}; then `bigdit extract --config RUN.yaml`"
-    )
-    begin = f"error: data.features: {features} was encoded before data.images[0] changed: "
+def test_only_what_was_added_or_edited_is_encoded_and_what_was_removed_is_no_longer_trained_on(folder, tmp_path):
+    features, images = tmp_path / "f", str(folder)
+    assert encode(images, features).returncode == 0
+    before = parts(features)
 
     for name in "wxyz":
-        save(folder / f"{name}.png")
-    alone = "to encode only these, move them to a folder of their own, and append it to data.images; "
-    assert refused(str(folder), features) == f"{begin}4 added: w.png, x.png, y.png, …; {alone}{anew}"
-    (tmp_path / "more").mkdir()
-    for file in [file for name in "wxyz" for file in folder.glob(f"{name}.*")]:
-        file.rename(tmp_path / "more" / file.name)
-    assert encode([str(folder), str(tmp_path / "more")], features).returncode == 0  # the way out
-    assert before.items() <= {file.name: file.stat().st_mtime_ns for file in features.glob("part-*")}.items()
-
-    images = [str(folder), str(tmp_path / "more")]
-    (folder / "a.txt").write_text("caption, longer")
-    (tmp_path / "more/x.png").unlink()
-    done = encode(images, features)
-    assert done.stderr.splitlines() == [
-        f"{begin}1 edited: the caption of a.bmp; {anew}",
-        f"{begin.replace('[0]', '[1]')}1 removed: x.png; {anew}",
+        save(folder / f"{name}.png", f"caption {name}")
+    save(folder / "d.bmp", "caption d", gradient(8, 8))
+    (folder / "a.txt").write_text("caption A")
+    (folder / "b.bmp").unlink()
+    (folder / "e.bmp").rename(folder / "0.bmp")  # the same image and caption by another name are not encoded again
+    (folder / "e.txt").rename(folder / "0.txt")
+    assert changed(images, features) == [
+        "data.images[0] changed: 4 added: w.png, x.png, y.png, …; 1 removed: b.bmp; "
+        "2 edited: the caption of a.bmp, d.bmp"
     ]
+    assert before.items() < parts(features).items()
+    assert read_schema(features).count == 5 + 6
+    now = ["caption A", *(f"caption {name}" for name in "cdewxyz")]
+    assert trained_on(features) == now
+
+    info = json.loads(bigdit("features", "info", features, "--json").stdout)
+    assert [info[key] for key in ("images", "encoded", "gone", "captions", "skipped")] == [8, 8, 3, 8, []]
+    done = encode(images, features)
+    assert ("nothing was left to do" in done.stdout, "compare" in done.stderr) == (True, False)
+
+    (tmp_path / "more").mkdir()
+    save(tmp_path / "more/m.png", "caption m")
+    (folder / "a.txt").write_text("caption a")  # as it once was
+    assert changed([images, str(tmp_path / "more")], features) == [
+        "data.images[0] changed: 1 edited: the caption of a.bmp"
+    ]
+    assert trained_on(features) == sorted([*now[1:], "caption a", "caption m"])
+    done = encode(images, features)
+    assert (done.returncode, "it has 2 sources, and data.images of this run has 1" in done.stderr) == (1, True)
+
+
+def test_a_store_is_as_it_was_until_its_growth_is_complete(folder, tmp_path):
+    features, images = tmp_path / "f", str(folder)
+    assert encode(images, features).returncode == 0
+    before = trained_on(features)
+    for name in "xyz":
+        save(folder / f"{name}.png", f"caption {name}")
+    (folder / "a.txt").write_text("caption A")
+    assert changed(images, features, ["--end-index", "7"])  # as one that is killed after its first part
+    assert len(parts(features)) == 4
+    assert trained_on(features) == before
+    assert changed(images, features) == []  # it resumes
+    assert trained_on(features) == sorted([*before[1:], "caption A", "caption x", "caption y", "caption z"])
+
+    # A growth that was not completed meets more changes, also in what it has encoded and in what it has not.
+    (folder / "y.txt").write_text("caption Y")
+    (folder / "z.txt").write_text("caption Z")
+    for name in "uv":
+        save(folder / f"{name}.png", f"caption {name}")
+    assert changed(images, features, ["--end-index", "11"])
+    assert len(parts(features)) == 6
+    for name in "vyz":
+        (folder / f"{name}.txt").write_text(f"caption-{name}")
+    (folder / "u.png").unlink()
+    before = trained_on(features)
+    assert "caption y" in before
+    assert changed(images, features)
+    now = sorted([*before[:4], "caption x", "caption-v", "caption-y", "caption-z"])
+    assert trained_on(features) == now
+
+    (features / "schema.json").unlink()
+    assert changed(images, features) == []
+    assert trained_on(features) == now
 
 
 def test_edits_that_keep_the_size_are_noticed_and_copies_are_not_taken_for_edits(folder, tmp_path):
@@ -79,33 +144,50 @@ def test_edits_that_keep_the_size_are_noticed_and_copies_are_not_taken_for_edits
     assert "compare" in done.stderr
     assert "compare" not in encode(str(copy), features).stderr  # its times are known now
 
-    listing = features / "index/source-0.jsonl.gz"  # a copy of what can be found out
+    times = (copy / "b.txt").stat()
     (copy / "b.txt").write_text("caption B")
-    listing.write_bytes(b"damaged")
-    assert "1 edited: the caption of b.bmp; to encode all again" in refused(str(copy), features)
+    os.utime(copy / "b.txt", ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert changed(str(copy), features) == []
+    assert changed(str(copy), features, ["--by-content"]) == ["data.images[0] changed: 1 edited: the caption of b.bmp"]
+
     gradient(8, 8).rotate(90).save(copy / "c.bmp")
+    (listing,) = (features / "index").glob("source-0*")
+    listing.write_bytes(b"damaged")  # a copy of what can be found out
+    assert changed(str(copy), features) == [
+        "data.images[0] changed: 1 added: c.bmp; 1 removed: an image that is not listed"
+    ]
+    (listing,) = (features / "index").glob("source-0*")
     listing.write_bytes(gzip.compress(b'["b.bmp", "1", 2, [], null]\n' + b"[" * 10**5))
-    assert "2 edited: the caption of b.bmp, c.bmp; " in refused(str(copy), features)
+    assert changed(str(copy), features) == []
+    assert "caption B" in trained_on(features)
 
 
 def test_parts_that_are_not_encoded_yet_take_what_there_is(folder, tmp_path):
     assert encode(str(folder), tmp_path / "f", options=["--end-index", "2"]).returncode == 0
-    (folder / "e.txt").write_text("caption E")
-    done = encode(str(folder), tmp_path / "f")
-    assert (done.returncode, "4 of 5 images encoded" in done.stdout) == (0, True), done.stderr
+    (folder / "c.bmp").unlink()
+    (folder / "e.txt").write_text("caption E, longer")
+    save(folder / "f.png", "caption f")
+    assert changed(str(folder), tmp_path / "f") == ["data.images[0] changed: 1 added: f.png; 1 removed: c.bmp"]
+    assert trained_on(tmp_path / "f") == ["caption E, longer", "caption a", "caption b", "caption f"]
 
 
-def test_an_edit_within_a_tar_that_keeps_all_sizes_is_noticed(tmp_path):
+def test_an_edit_within_a_tar_or_a_table_is_found_by_its_content(tmp_path):
     """A tar whose members are as large as before, and which another time alone does not change."""
-    tar, members = (
-        tmp_path / "tars/0.tar",
-        [("a.png", png(3)), ("a.txt", b"three"), ("b.png", png(4)), ("b.txt", b"four")],
-    )
+    members = [("a.png", png(3)), ("a.txt", b"three"), ("b.png", png(4)), ("b.txt", b"four")]
+    tar, features = tmp_path / "tars/0.tar", tmp_path / "f"
     write_tar(tar, members)
-    features = tmp_path / "f"
-    assert encode(str(tar), features).returncode == 0
+    save(tmp_path / "x.png")
+    save(tmp_path / "y.png", None, gradient(8, 8).rotate(90))
+    table = tmp_path / "list.csv"
+    table.write_text("image,caption\nx.png,one\ny.png,two\n")
+    assert encode([str(tar), str(table)], features).returncode == 0
     write_tar(tar, members)
     os.utime(tar, ns=(10**18, 10**18))
-    assert encode(str(tar), features).returncode == 0
+    assert changed([str(tar), str(table)], features) == []
     write_tar(tar, [*members[:3], ("b.txt", b"FOUR")])
-    assert "1 edited: the caption of 0.tar/b; " in refused(str(tar), features)
+    table.write_text("image,caption\ny.png,two\nx.png,ONE\nx.png,again\n")
+    assert changed([str(tar), str(table)], features) == [
+        "data.images[0] changed: 1 edited: the caption of 0.tar/b",
+        "data.images[1] changed: 1 added: x.png; 1 edited: the caption of x.png",
+    ]
+    assert trained_on(features) == ["FOUR", "ONE", "again", "three", "two"]

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from bigdit.errors import UserError
 from bigdit.extract.job import parse_split, split
 from bigdit.store import schema as schema_module
+from bigdit.store.growth import begin_growth, commit_growth, latest_schema
 from bigdit.store.lease import FOLDER, WorkerName, all_leases, all_marks, missing, own_folder, pull, remove_left
 from bigdit.store.part import part_path
 from bigdit.store.schema import StoreSchema, claim, read_schema
@@ -192,19 +193,22 @@ def test_what_the_dead_left_is_removed_whatever_the_clock_says(tmp_path):
     assert all_leases(tmp_path / "nowhere") == []
 
 
-def test_a_store_is_extended_by_sources_at_its_end_alone(tmp_path):
+def test_of_two_that_grow_a_store_at_once_the_second_is_refused(tmp_path):
     claim(tmp_path, schema_of(10))
-    claim(tmp_path, schema_of(10))
-    claim(tmp_path, schema_of(10, 5))
-    assert read_schema(tmp_path).ranges() == [(0, 4), (4, 8), (8, 10), (10, 14), (14, 15)]
-    with pytest.raises(UserError) as error:
-        claim(tmp_path, schema_of(10))
-    assert "was encoded with other settings: it has 2 sources, and data.images of this run has 1; " in str(error.value)
-    with pytest.raises(UserError, match=r"data\.images\[0\] was a folder of 10, and is a folder of 11 in this run; "):
-        claim(tmp_path, schema_of(11, 5, 5))
+    found = read_schema(tmp_path)
+    begin_growth(tmp_path, found, found)
+    assert latest_schema(tmp_path) == found
+    grown, other = (schema_of(10, count).model_copy(update={"buckets": found.buckets}) for count in (5, 6))
+    begin_growth(tmp_path, found, grown)
+    begin_growth(tmp_path, found, grown)  # it found the same
+    with pytest.raises(UserError, match=r"another extraction found other changes for .* just now; run this again"):
+        begin_growth(tmp_path, found, other)
+    assert (latest_schema(tmp_path), read_schema(tmp_path)) == (grown, found)
+    assert grown.ranges() == [(0, 4), (4, 8), (8, 10), (10, 14), (14, 15)]
+    commit_growth(tmp_path, grown)
+    assert read_schema(tmp_path) == grown
     with pytest.raises(UserError, match=r"part_size is 4 there and 5 in this run"):
-        claim(tmp_path, schema_of(10, 5, 5, part_size=5))
-    assert read_schema(tmp_path).count == 15
+        claim(tmp_path, schema_of(10, 5, part_size=5))
     assert all_leases(tmp_path) == []
 
 

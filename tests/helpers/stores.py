@@ -11,7 +11,7 @@ from bigdit.loader.order import Order
 from bigdit.loader.stream import FeatureStream
 from bigdit.store.part import EncodedRange, part_path, write_part
 from bigdit.store.reader import Part
-from bigdit.store.schema import FILE, StoreSchema, part_identity, schema_text, store_identity
+from bigdit.store.schema import FILE, Change, StoreSchema, part_identity, schema_text, store_identity
 from bigdit.store.store import write_null_text
 from bigdit.store.text import Text
 
@@ -39,10 +39,11 @@ def make_store(
     buckets=((8, 8),),
     classes=None,
     streams=False,
+    gone=(),
 ):
     """Random features; sample i's second caption weighs three times its first. With `classes` there are no captions,
     and sample i is of class i modulo their number. With `streams` a text has two more beside it, one of which may be
-    empty, and its mask shows the first half of its states."""
+    empty, and its mask shows the first half of its states. With runs `gone`, samples from 40 on were added."""
     schema = StoreSchema(
         codec={},
         text_encoder={} if classes else {"max_tokens": TOKENS} | ({"streams": STREAMS} if streams else {}),
@@ -51,6 +52,11 @@ def make_store(
         part_size=PART,
         classes=classes,
     )
+    if gone:
+        base, added = {"kind": "random", "count": 40}, {"kind": "added", "count": count - 40, "of": 0}
+        sources = [base, added] if count > 40 else [base]
+        change = Change(sources=[base], gone=list(gone))
+        schema = schema.model_copy(update={"sources": sources, "changes": [change]})
     root.mkdir(exist_ok=True)
     (root / FILE).write_text(schema_text(schema))
     if not classes:

@@ -1,0 +1,437 @@
+"""Changes of the sources of a store: what was added, removed and edited, so that only these are encoded.
+
+The store has a listing of each source: names, sizes and times of its files, and the indices of their images in the
+store. Where a listing agrees, nothing is read. Files that differ, if only in their times, are read, and compared with
+the digests in the parts. An image with the same content keeps its index, whatever its name is now. The others get new
+indices, behind all others. A listing can be deleted at any time; then all files are read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import itertools
+import json
+import zlib
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from pydantic import TypeAdapter
+
+from bigdit import log
+from bigdit.config.data import MAX_PIXELS
+from bigdit.errors import UserError, shown
+from bigdit.files import replacing
+from bigdit.sources.open import INDEX, SourceList
+from bigdit.sources.protocol import Contents, Entry, Item, Source, Unusable
+from bigdit.store.lease import missing
+from bigdit.store.part import part_path
+from bigdit.store.reader import Part
+from bigdit.store.schema import EXTRACT, Change, Range, Run, StoreSchema, as_read, check_same, part_identity
+
+Ints = npt.NDArray[np.int64]
+Digests = tuple[int, int]
+"""Of an image and of its captions or label; (0, 0) if they cannot be read."""
+
+_NAMED = 3  # names of each kind of change
+_DAMAGED = OSError, EOFError, ValueError, zlib.error
+_READERS = 8  # threads that read files
+_AT_ONCE = 64  # items that a thread reads
+_LINE = TypeAdapter(
+    tuple[str, int, str, str, str] | tuple[str, int, str, str, str, list[tuple[int, int]]], config={"strict": True}
+)
+
+
+@dataclass
+class _Changes:
+    """A source beside the store. `places`: the index in the store of each of its images, −1 for new ones.
+
+    `listed`: its listing agrees. By indices that are gone: `gone`, the image that took the place or None; `names`.
+    `edited`: names of images that took a place. `digests`: of images that were read.
+    """
+
+    places: Ints
+    listed: bool = False
+    gone: dict[int, int | None] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
+    edited: list[str] = field(default_factory=list)
+    digests: dict[int, Digests] = field(default_factory=dict)
+
+    @property
+    def new(self) -> list[int]:
+        """The images without an index in the store."""
+        return np.flatnonzero(self.places < 0).tolist()
+
+
+def grow(
+    root: Path, found: StoreSchema, asked: StoreSchema, source: SourceList, *, by_content: bool
+) -> tuple[StoreSchema, list[str]]:
+    """The schema of the store `found` after the changes of its sources, and a line for each source that changed.
+
+    Writes the listings of the sources. `asked`: the schema of the run. With `by_content`, all files are read. Raises
+    UserError if the run has other settings or sources, or if a file or part cannot be read.
+    """
+    _check_sources(root, found, asked)
+    count, known, all_changes = found.count, len(found.current), list[_Changes]()
+    added, gone, lines = list[dict[str, Any]](), list[Run](), list[str]()
+    for number, inner in enumerate(source.sources[:known]):
+        changes = _changes(root, found, asked, number, inner, by_content)
+        new = changes.new
+        if new or changes.gone:
+            lines.append(f"data.images[{number}] changed: {_line(inner, changes)}; only changes are encoded")
+        if new:
+            added.append({"kind": "added", "count": len(new), "digest": _digest(inner, changes), "of": number})
+        at = {image: count + place for place, image in enumerate(new)}
+        gone += _runs({index: -1 if by is None else at[by] for index, by in changes.gone.items()})
+        changes.places[new] = np.arange(count, count := count + len(new))
+        all_changes.append(changes)
+    for inner in source.sources[known:]:
+        all_changes.append(_Changes(np.arange(count, count := count + len(inner))))
+    schema = found.model_copy(update={"sources": [*found.sources, *added, *asked.sources[known:]]})
+    if added or gone or asked.sources != schema.current:
+        schema = schema.model_copy(update={"changes": [*found.changes, Change(sources=asked.sources, gone=gone)]})
+    for number, (inner, changes) in enumerate(zip(source.sources, all_changes, strict=True)):
+        if not changes.listed or schema.changes != found.changes:
+            _write_listing(_listing(root, schema, number), inner, changes.places, len(schema.changes) > 0)
+    return as_read(schema), lines
+
+
+def write_listings(root: Path, schema: StoreSchema, source: SourceList) -> None:
+    """Write the listings of a new store."""
+    ends = schema.ends()
+    for number, inner in enumerate(source.sources):
+        _write_listing(_listing(root, schema, number), inner, np.arange(ends[number] - len(inner), ends[number]), False)
+
+
+def remove_old_listings(root: Path, schema: StoreSchema) -> None:
+    """Remove the listings of the store before its last change."""
+    kept = {_listing(root, schema, number).name for number in range(len(schema.current))}
+    for path in (root / INDEX).glob("source-*.jsonl.gz"):
+        if path.name not in kept:
+            path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class _Gone(Item):
+    """An image that was encoded once, and is no longer in its source."""
+
+    index: int
+    name: str = "an image"
+
+    def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
+        """As Item.read."""
+        raise Unusable("it is no longer in its source")
+
+
+class Numbered:
+    """The images of sources by their indices in the store."""
+
+    def __init__(self, source: SourceList, places: Ints) -> None:
+        """`places`: by index, the number of the image in `source`; −1 where it is gone."""
+        self._source, self._places = source, places
+
+    def items(self, start: int, end: int) -> list[Item]:
+        """The items of the indices [start, end)."""
+        found: list[Item] = []
+        for index, place in enumerate(self._places[start:end].tolist(), start):
+            items = self._source.items(place, place + 1) if place >= 0 else [_Gone(index)]
+            found += [replace(item, index=index) for item in items]  # type: ignore[type-var]
+        return found
+
+
+Items = SourceList | Numbered
+"""The images of a store by their indices in it."""
+
+
+def numbered(root: Path, schema: StoreSchema, source: SourceList) -> Items:
+    """The items of `source` by their indices in the store. Raises UserError if they are not known any more."""
+    if not schema.changes:
+        return source
+    places, first = np.full(schema.count, -1), 0
+    for number, inner in enumerate(source.sources):
+        before = _read_listing(root, schema, number)
+        if before is None or sum(len(indices) for _, indices in before) != len(inner):
+            raise UserError(
+                f"data.features: {_listing(root, schema, number)} names the images of missing parts, and is missing or "
+                f"damaged; choose another data.features, or delete {root}, then {EXTRACT}"
+            )
+        places[_indices(before)] = np.arange(first, first + len(inner))
+        first += len(inner)
+    return Numbered(source, places)
+
+
+def _check_sources(root: Path, found: StoreSchema, asked: StoreSchema) -> None:
+    """Raise UserError if the run has other settings than the store, fewer sources, or others."""
+    check_same(root, found.asked(asked.sources), as_read(asked))
+    for there, here in zip(found.current, asked.sources, strict=False):
+        if there.keys() != here.keys() or any(there[key] != here[key] for key in there if key not in _FILES):
+            check_same(root, found.asked(), as_read(asked))
+    if len(found.current) > len(asked.sources):
+        check_same(root, found.asked(), as_read(asked))
+
+
+_FILES = "count", "digest"  # what changes with the files of a source
+
+
+def _changes(
+    root: Path, found: StoreSchema, asked: StoreSchema, number: int, inner: Source, by_content: bool
+) -> _Changes:
+    """What changed in one source since its listing. Raises UserError if only its settings did."""
+    same, agrees = asked.sources[number] == found.current[number], _agrees(_listing(root, found, number), inner)
+    if agrees and not same:
+        check_same(root, found.asked(), as_read(asked))
+    live = _live(found, number)
+    if agrees and not by_content and not found.changes:
+        return _Changes(live, listed=True)
+    before = _read_listing(root, found, number)
+    if agrees and not by_content and before is not None:
+        return _Changes(_indices(before), listed=True)
+    if before is None:
+        # The same names and sizes as when nothing had changed yet are in the same order.
+        unlisted = (replace(entry, times="", name=entry.name) for entry in inner.entries())
+        before = list(_with_indices(unlisted, live)) if same and len(live) == len(inner) and not found.changes else []
+        lost = np.setdiff1d(live, _indices(before))
+        before.append((Entry("an image that is not listed", len(lost), "", "", ""), lost))
+    return _compared(root, found, inner, before, by_content)
+
+
+def _compared(
+    root: Path, found: StoreSchema, inner: Source, before: list[tuple[Entry, Ints]], by_content: bool
+) -> _Changes:
+    """As `_changes`, by names, sizes and times, and by content where they differ."""
+    absent = np.zeros(found.count, bool)
+    for start, end in missing(root, found.ranges()):
+        absent[start:end] = True
+    changes, paired = _Changes(np.full(len(inner), -1)), dict[int, int]()
+    left = dict(_keyed(before))
+    for key, (now, here) in _keyed(_with_indices(inner.entries(), np.arange(len(inner)))):
+        then, indices = left.get(key, (None, here))
+        if then is None or len(indices) != len(here):
+            continue
+        del left[key]
+        kept = np.full(len(here), then == now and not by_content)
+        kept |= absent[indices]  # what is not encoded yet is encoded as it is now
+        changes.places[here[kept]] = indices[kept]
+        paired |= zip(here[~kept].tolist(), indices[~kept].tolist(), strict=True)
+        changes.names |= dict.fromkeys(indices[~kept].tolist(), now.name)
+    for entry, indices in left.values():
+        changes.names |= dict.fromkeys(indices.tolist(), entry.name)
+    changes.gone = dict.fromkeys(changes.names)
+    known = _contents(root, found, [index for index in changes.gone if not absent[index]])
+    if known:
+        changes.digests = _digests(inner, changes.new)
+    _keep_same(changes, paired, known)
+    _pair(inner, changes, paired, known)
+    return changes
+
+
+def _keep_same(changes: _Changes, paired: dict[int, int], known: dict[int, Digests]) -> None:
+    """Give images whose content is in the store their index, first that of the same name."""
+    for image, index in paired.items():
+        if known[index] == changes.digests[image]:
+            changes.places[image] = index
+            del changes.gone[index]
+    waiting: dict[Digests, deque[int]] = defaultdict(deque)
+    for index in sorted(known.keys() & changes.gone.keys()):
+        waiting[known[index]].append(index)
+    for image in changes.new:
+        if image in changes.digests and waiting[changes.digests[image]]:
+            changes.places[image] = index = waiting[changes.digests[image]].popleft()
+            del changes.gone[index]
+
+
+_UNREADABLE: Digests = (0, 0)
+
+
+def _pair(inner: Source, changes: _Changes, paired: dict[int, int], known: dict[int, Digests]) -> None:
+    """Find what took the place of indices that are gone: the image of the same name, or the same image."""
+    images: dict[int, deque[int]] = defaultdict(deque)
+    by_name = {index: image for image, index in paired.items() if changes.places[image] < 0}
+    for gone in sorted(changes.gone):
+        if gone in by_name:
+            changes.gone[gone] = by_name[gone]
+        elif gone in known and known[gone] != _UNREADABLE:
+            images[known[gone][0]].append(gone)
+    for image in changes.new:
+        found, index = changes.digests.get(image, _UNREADABLE), paired.get(image)
+        if index is None and images[found[0]]:
+            index = images[found[0]].popleft()
+            changes.gone[index] = image
+        if index is not None:
+            alone = known[index][0] == found[0]
+            changes.edited.append(f"the caption of {_name(inner, image)}" if alone else _name(inner, image))
+
+
+def _contents(root: Path, found: StoreSchema, indices: Sequence[int]) -> dict[int, Digests]:
+    """The digests of images in the store, from their parts. Raises UserError if one is damaged."""
+    wanted = np.array(sorted(indices), np.int64)
+    cuts = [(each, wanted[slice(*np.searchsorted(wanted, each))]) for each in found.ranges()]
+
+    def read(part: tuple[Range, Ints]) -> Iterator[tuple[int, Digests]]:
+        each, here = part
+        content = Part.open(part_path(root, *each), identity=part_identity(found, each[0])).content
+        return zip(here.tolist(), map(tuple, content[here - each[0]].tolist()), strict=True)
+
+    with ThreadPoolExecutor(_READERS, "parts") as threads:
+        return dict(itertools.chain.from_iterable(threads.map(read, [cut for cut in cuts if len(cut[1])])))
+
+
+def _digests(inner: Source, images: Sequence[int]) -> dict[int, Digests]:
+    """The digests of some images of a source. Raises UserError if one cannot be read."""
+    asked = [images[at : at + _AT_ONCE] for at in range(0, len(images), _AT_ONCE)]
+    found: dict[int, Digests] = {}
+    with ThreadPoolExecutor(_READERS, "compare") as threads, log.progress("compare", len(images), "files") as advance:
+        for some in threads.map(lambda numbers: {item.index: _content(item) for item in _items(inner, numbers)}, asked):
+            found |= some
+            advance(len(some))
+    return found
+
+
+def _content(item: Item) -> Digests:
+    try:
+        return item.read().digests()
+    except Unusable:
+        return _UNREADABLE
+
+
+def _items(inner: Source, images: Sequence[int]) -> Iterator[Item]:
+    """Some items of a source, in as few reads as it takes."""
+    for _, group in itertools.groupby(enumerate(images), lambda pair: pair[1] - pair[0]):
+        numbers = [image for _, image in group]
+        yield from inner.items(numbers[0], numbers[-1] + 1)
+
+
+def _digest(inner: Source, changes: _Changes) -> str:
+    """A digest of the new images: of their names, of what lists them, and of the content of edited ones."""
+    listed = [(entry, len(indices)) for entry, indices in _with_indices(inner.entries(), np.arange(len(inner)))]
+    ends = np.cumsum([count for _, count in listed])
+    taken = set(changes.gone.values())
+    digest = xxhash.xxh3_128()
+    for item in _items(inner, changes.new):
+        entry = listed[int(np.searchsorted(ends, item.index, "right"))][0]
+        content = changes.digests[item.index] if item.index in taken else None
+        digest.update(json.dumps([item.name, entry.image, entry.captions, content]).encode())
+    return digest.hexdigest()
+
+
+def _runs(gone: dict[int, int]) -> list[Run]:
+    """Runs [start, end, by] of indices that are gone, by what took their places, −1 for nothing."""
+    runs: list[Run] = []
+    for index, by in sorted(gone.items()):
+        start, end, first = runs[-1] if runs else (-1, -1, -1)
+        if index == end and by == (first if first < 0 else first + end - start):
+            runs[-1] = start, end + 1, first
+        else:
+            runs.append((index, index + 1, by))
+    return runs
+
+
+def _line(inner: Source, changes: _Changes) -> str:
+    """`2 added: x.png, y.png; 1 removed: b.png; 1 edited: the caption of a.png`."""
+    taken = {by for by in changes.gone.values() if by is not None}
+    new = [image for image in changes.new if image not in taken]
+    added = [_name(inner, image) for image in new[:_NAMED]]
+    removed = sorted(changes.names[index] for index, by in changes.gone.items() if by is None)
+    kinds = (
+        ("added", len(new), added),
+        ("removed", len(removed), removed),
+        ("edited", len(changes.edited), changes.edited),
+    )
+    return "; ".join(f"{count} {what}: {_first(names, count)}" for what, count, names in kinds if count)
+
+
+def _first(names: Sequence[str], count: int) -> str:
+    return shown(", ".join(names[:_NAMED])).replace("\n", "\\n") + (", …" if count > _NAMED else "")
+
+
+def _name(inner: Source, image: int) -> str:
+    return inner.items(image, image + 1)[0].name
+
+
+def _live(schema: StoreSchema, number: int) -> Ints:
+    """The indices of a source's images in the store that are not gone, sorted."""
+    ends, owners = schema.ends(), schema.owners
+    segments = zip([0, *ends], ends, owners, strict=False)
+    live = np.zeros(schema.count, bool)
+    for start, end, owner in segments:
+        live[start:end] = owner == number
+    for start, end, _ in schema.gone():
+        live[start:end] = False
+    return np.flatnonzero(live)
+
+
+Listed = tuple[Entry, Ints]
+"""A file of a source, and the indices of its images in the store."""
+
+
+def _listing(root: Path, schema: StoreSchema, number: int) -> Path:
+    """The listing of a source as of the last change."""
+    changes = f".{len(schema.changes)}" if schema.changes else ""
+    return root / INDEX / f"source-{number}{changes}.jsonl.gz"
+
+
+def _with_indices(entries: Iterable[Entry], indices: Ints) -> Iterator[Listed]:
+    at = 0
+    for entry in entries:
+        yield entry, indices[at : at + entry.count]
+        at += entry.count
+
+
+def _keyed(listed: Iterable[Listed]) -> Iterator[tuple[tuple[str, int], Listed]]:
+    """Files with unique keys: files of several folders may have the same name."""
+    seen: Counter[str] = Counter()
+    for entry, indices in listed:
+        yield (entry.name, seen[entry.name]), (entry, indices)
+        seen[entry.name] += 1
+
+
+def _indices(listed: Iterable[Listed]) -> Ints:
+    return np.concatenate([np.empty(0, np.int64), *(indices for _, indices in listed)])
+
+
+def _agrees(path: Path, inner: Source) -> bool:
+    """Whether a listing has the files of a source, with the same sizes and times."""
+    now = (json.dumps(astuple(entry)).removesuffix("]") for entry in inner.entries())
+    with contextlib.suppress(*_DAMAGED), gzip.open(path, "rt") as file:
+        return all(
+            line.startswith((f"{entry}]", f"{entry}, "))
+            for line, entry in itertools.zip_longest(file, now, fillvalue="\0")
+        )
+    return False
+
+
+def _write_listing(path: Path, inner: Source, indices: Ints, numbered: bool) -> None:
+    """Write a listing; `numbered`: with runs [first index, indices], which are those in order otherwise."""
+    with replacing(path) as temporary, gzip.open(temporary, "wt", compresslevel=1) as file:
+        for entry, here in _with_indices(inner.entries(), indices):
+            cuts = np.flatnonzero(np.diff(here) != 1) + 1
+            runs = [[int(run[0]), len(run)] for run in np.split(here, cuts) if len(run)]
+            file.write(json.dumps([*astuple(entry), runs] if numbered else astuple(entry)) + "\n")
+
+
+def _read_listing(root: Path, schema: StoreSchema, number: int) -> list[Listed] | None:
+    """The files of a listing; None if it is missing, damaged, or of other images."""
+    live, listed, runs = _live(schema, number), list[Entry](), list[tuple[int, int]]()
+    with contextlib.suppress(*_DAMAGED), gzip.open(_listing(root, schema, number), "rt") as file:
+        for line in file:
+            fields = _LINE.validate_json(line)
+            listed.append(Entry(*fields[:5]))
+            runs += fields[5] if len(fields) == 6 else []
+        counts = [entry.count for entry in listed]
+        if sum(counts) != len(live) or min(counts) < 0 or any(count < 0 for _, count in runs):
+            return None
+        if not runs:
+            return list(_with_indices(listed, live))
+        if sum(count for _, count in runs) != len(live):
+            return None
+        indices = np.concatenate([np.arange(start, start + count) for start, count in runs])
+        if np.array_equal(np.sort(indices), live):
+            return list(_with_indices(listed, indices))
+    return None
