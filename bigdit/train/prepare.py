@@ -10,6 +10,7 @@ from pathlib import Path
 
 from bigdit import log
 from bigdit.catalog.conditions import condition_problems
+from bigdit.catalog.context import context_problems
 from bigdit.catalog.families import block_count, objective_of, training_obstacle
 from bigdit.catalog.resolve import model_spec
 from bigdit.config import RunConfig, Stage, check
@@ -81,6 +82,7 @@ def prepare(run: RunConfig, plan: PlanFile | None = None) -> ModelSpec:
         check_plan(run, spec, plan)
     check(run, spec)
     problems = [*condition_problems(run, spec), *_missing_trackers(run), *_too_few_blocks(run, spec)]
+    problems += context_problems(spec, run.strategy.cp)
     if (missing := run.strategy.optimizer.missing_package) is not None:
         problems.append(f"strategy.optimizer.name: {missing}")
     if problems:
