@@ -72,9 +72,9 @@ class _Ulysses(TorchFunctionMode):
         **options: Any,
     ) -> torch.Tensor:
         """As scaled_dot_product_attention, on [B, heads, tokens, D]; the mask [B, 1, 1, tokens] is of keys alone."""
-        whole = [_Exchange.apply(each, self._group, _HEADS, _TOKENS) for each in (query, key, value)]
+        query, key, value = (_Exchange.apply(each, self._group, _HEADS, _TOKENS) for each in (query, key, value))
         mask = None if attn_mask is None else _gathered(attn_mask, self._group)
-        attended = F.scaled_dot_product_attention(*whole, mask, **options)
+        attended = F.scaled_dot_product_attention(query, key, value, mask, **options)
         shared: torch.Tensor = _Exchange.apply(attended, self._group, _TOKENS, _HEADS)
         return shared
 
