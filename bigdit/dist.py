@@ -45,6 +45,10 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    def of_samples(self, cp: int) -> World:
+        """The place among groups of `cp` neighbouring processes, each of which shares its samples."""
+        return World(self.rank // cp, self.local_rank, self.world_size // cp)
+
 
 def world_from_env() -> World:
     """The world by RANK, LOCAL_RANK and WORLD_SIZE of torchrun, deepspeed and accelerate; else one process."""

@@ -62,7 +62,8 @@ def _decided(strategy: Strategy) -> dict[str, tuple[object, str]]:
         "gradient_accumulation_steps": (accum, f"strategy.grad_accum_steps is {accum}"),
         "gradient_clipping": (clipping or 0, f"strategy.gradient_clipping is {written(clipping)}"),
         "parallelism_config_dp_replicate_size": (replicas, f"strategy.dp_replicate is {replicas}"),
-        **{f"parallelism_config_{way}_size": (1, "no two processes share a sample") for way in ("tp", "cp", "sp")},
+        "parallelism_config_cp_size": (strategy.cp, f"strategy.cp is {strategy.cp}"),
+        **{f"parallelism_config_{way}_size": (1, "strategy.cp splits samples") for way in ("tp", "sp")},
     }
     if strategy.ds_config is not None:
         zero, of = strategy.ds_config.get("zero_optimization", {}), "strategy.ds_config: zero_optimization"

@@ -24,7 +24,10 @@ _SHARED = (
     *("encoders.image.name", "encoders.image.class_name", "encoders.image.path"),
     *("encoders.text.pipeline", "encoders.text.class_name", "encoders.text.path", "encoders.text.config"),
     *("encoders.text.seed", "encoders.first_frame", "train.seed"),
-    *(f"strategy.{key}" for key in ("engine", "world_size", "dp_replicate", "precision", "ema", "lora", "features")),
+    *(
+        f"strategy.{key}"
+        for key in ("engine", "world_size", "cp", "dp_replicate", "precision", "ema", "lora", "features")
+    ),
     *("strategy.optimizer.name", "strategy.optimizer.decayed"),
 )
 

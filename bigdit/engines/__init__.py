@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from bigdit.dist import World
 from bigdit.engines.ema import Ema, ema_of
 from bigdit.engines.protocol import Engine, compute_dtype, use_matmul_precision
-from bigdit.models import Family
+from bigdit.models import Family, split_context
 from bigdit.models.float8 import check_gpu
 from bigdit.strategy import Strategy
 
@@ -33,6 +34,8 @@ def create(strategy: Strategy, model: nn.Module, family: Family, *, device: torc
     """
     use_matmul_precision(strategy)
     check_gpu(strategy, device)
+    if strategy.cp > 1:
+        split_context(model, family, _neighbours(strategy, device))
     if strategy.engine == "deepspeed":
         from bigdit.engines.deepspeed import DeepSpeedEngine
 
@@ -44,3 +47,10 @@ def create(strategy: Strategy, model: nn.Module, family: Family, *, device: torc
     from bigdit.engines.single import SingleEngine
 
     return SingleEngine(strategy, model, family, device=device)
+
+
+def _neighbours(strategy: Strategy, device: torch.device) -> DeviceMesh:
+    """The processes that share this process's samples."""
+    if strategy.dp == 1:
+        return init_device_mesh(device.type, (strategy.cp,))
+    return init_device_mesh(device.type, (strategy.dp, strategy.cp), mesh_dim_names=("dp", "cp"))["cp"]

@@ -89,7 +89,8 @@ class Backward:
         """Add a micro-batch's share of the mean gradient, scaled as the loss is."""
         if self._strategy.optimizer_in_backward:
             self.taken = are_finite([loss], together=self._together)
-        loss = loss / self._strategy.grad_accum_steps
+        # Gradients are averaged over all processes. Those of a sample's tokens are to be summed.
+        loss = loss / (self._strategy.grad_accum_steps / self._strategy.cp)
         (loss if self.scaler is None else loss * self.scaler.scale).backward()
 
     def judge(

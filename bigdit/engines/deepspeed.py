@@ -72,7 +72,8 @@ class DeepSpeedEngine(Engine):
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         # DeepSpeed divides by gradient_accumulation_steps itself, and counts micro-batches by calls of step.
-        self.model.backward(loss)
+        # It also averages gradients over all processes. Those of a sample's tokens are to be summed.
+        self.model.backward(loss if self.strategy.cp == 1 else loss * self.strategy.cp)
         if not last:
             self.model.step()
 

@@ -6,6 +6,7 @@ torch.
 
 from bigdit.models.adapters import loaded_by, save_adapters, save_for_comfyui
 from bigdit.models.build import build, check_folder, load, outline, skeleton
+from bigdit.models.context import split_context
 from bigdit.models.equip import adapt, arrange, equip
 from bigdit.models.families import families, family
 from bigdit.models.family import Conditions, Extra, Family, take_through
@@ -27,5 +28,6 @@ __all__ = [
     "save_adapters",
     "save_for_comfyui",
     "skeleton",
+    "split_context",
     "take_through",
 ]

@@ -109,6 +109,9 @@ class Strategy(Section):
     """Steps that the loader reads ahead into CPU memory."""
     ds_config: dict[str, Any] | None = None
     """DeepSpeed's JSON document: a mapping, or a file. Values that other keys set are "auto" there, or left out."""
+    cp: Literal[1, 2, 4, 8] = 1
+    """Context parallelism: so many neighbouring processes share each sample, and each has a part of its tokens
+    (Ulysses)."""
     dp_replicate: Count = 1
     """FSDP2: copies of the model, each sharded over world_size / dp_replicate processes (HSDP)."""
     reshard_after_forward: Switch = True
@@ -136,18 +139,21 @@ class Strategy(Section):
             return found if accum is None else found | {"grad_accum_steps": accum}
         if accum is not None:
             raise Contradictory([f"{_GLOBAL} and grad_accum_steps are both set; one follows from the other"])
-        size, processes = found.get("micro_batch_size", 1), found.get("world_size", 1)
-        if not all(isinstance(each, int) and each > 0 for each in (size, processes)) or processes > MOST_GPUS:
+        size, processes, cp = (found.get(key, 1) for key in ("micro_batch_size", "world_size", "cp"))
+        if not all(isinstance(each, int) and each > 0 for each in (size, processes, cp)) or processes > MOST_GPUS:
             return found  # the fields' own checks report it
         if not isinstance(whole, int) or isinstance(whole, bool) or whole < 1:
             raise Contradictory([f"{_GLOBAL} is {whole!r}, and a whole number of 1 or more was expected"])
-        one_pass = size * processes
+        if processes % cp:
+            return found  # _engine_problems reports it
+        one_pass = size * processes // cp
         if whole % one_pass:
             below = max(whole // one_pass, 1) * one_pass
             raise Contradictory(
                 [
                     f"{_GLOBAL} is {whole}, and {how_many(processes, 'process')} (world_size) × micro_batch_size "
-                    f"{size} come to multiples of {one_pass}; nearest: {below} or {below + one_pass}"
+                    f"{size}{f' / cp {cp}' if cp > 1 else ''} come to multiples of {one_pass}; nearest: {below} or "
+                    f"{below + one_pass}"
                 ]
             )
         return found | {"grad_accum_steps": whole // one_pass}
@@ -155,6 +161,7 @@ class Strategy(Section):
     @model_validator(mode="after")
     def _coherent(self) -> Strategy:
         problems = [*_engine_problems(self), *_optimizer_problems(self), *_memory_problems(self)]
+        problems += _context_problems(self) if self.cp > 1 else []
         problems += _compile_problems(self) if self.compile_blocks else []
         problems += _float8_problems(self) if self.float8 != "none" else []
         if self.ds_config is not None and self.engine == "deepspeed":
@@ -168,12 +175,17 @@ class Strategy(Section):
     @property
     def global_batch_size(self) -> int:
         """Samples of an optimizer step over all processes."""
-        return self.micro_batch_size * self.grad_accum_steps * self.world_size
+        return self.micro_batch_size * self.grad_accum_steps * self.dp
 
     @property
     def step_size(self) -> StepSize:
         """The keys that may change after an out-of-memory error."""
         return StepSize(**{key: getattr(self, key) for key in StepSize.model_fields})
+
+    @property
+    def dp(self) -> int:
+        """How many micro-batches run at once: `cp` processes share each."""
+        return self.world_size // self.cp
 
     @property
     def dp_shard(self) -> int:
@@ -333,6 +345,17 @@ def _optimizer_problems(strategy: Strategy) -> list[str]:
                 "optimizer_in_backward steps before an overflow is known, and precision fp16 skips such steps; "
                 "use precision bf16"
             )
+    return problems
+
+
+def _context_problems(strategy: Strategy) -> list[str]:
+    cp, problems = strategy.cp, []
+    if strategy.world_size % cp:
+        problems.append(f"cp is {cp}, which does not divide world_size {strategy.world_size}")
+    if strategy.compile_blocks:
+        problems.append("compile_blocks was not tried with cp; leave one of them out")
+    if strategy.float8 != "none":
+        problems.append("float8 was not tried with cp; leave one of them out")
     return problems
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from bigdit.catalog.conditions import class_misfits, first_frame_misfits, no_class
+from bigdit.catalog.context import context_misfits
 from bigdit.checkpoint import Peers
 from bigdit.config import RunConfig
 from bigdit.config.plan_file import PlanFile
@@ -91,8 +92,9 @@ def open_store(run: RunConfig, spec: ModelSpec, plan: PlanFile | None) -> Featur
     ]
     if problems:
         raise UserError(*(f"data.features: {store.root} does not fit: {problem}" for problem in problems))
+    split = context_misfits(spec, run.strategy.cp, store.buckets, None if tokens == 0 else tokens)
     too_few = none_left(store, run.validation.samples) if run.validation is not None else []
-    if problems := [*too_few, *_unknown_classes(run, store), *_unreadable_images(run)]:
+    if problems := [*split, *too_few, *_unknown_classes(run, store), *_unreadable_images(run)]:
         raise UserError(*problems)
     return store
 
@@ -163,11 +165,11 @@ class TrainData:
         """The captions that tokenizers truncated in this process, a line each."""
         return [] if self.encoders is None else [cut_line(cut, self.encoders.captions) for cut in self.encoders.cuts]
 
-    def cut(self, peers: Peers) -> list[str]:
-        """Those of all processes, which all call this."""
+    def cut(self, peers: Peers, cp: int) -> list[str]:
+        """Those of all processes, which all call this; `cp` of them share a sample."""
         if self.encoders is None:
             return []
-        found = peers.gather((self.encoders.captions, self.encoders.cuts))
+        found = peers.gather((self.encoders.captions, self.encoders.cuts))[::cp]
         captions = sum(count for count, _ in found)
         return [cut_line(cut, captions) for cut in summed(cut for _, cuts in found for cut in cuts)]
 
@@ -180,7 +182,7 @@ class TrainData:
         run = reached.stage.run
         return FeatureStream(
             self.store,
-            world,
+            world.of_samples(strategy.cp),
             self.order,
             micro_batch_size=strategy.micro_batch_size,
             grad_accum_steps=strategy.grad_accum_steps,
@@ -207,6 +209,9 @@ def open_data(start: Start, device: torch.device) -> tuple[TrainData, list[str]]
         store, encoders = open_online(
             stage.run, reached.spec, stage.plan, device, strategy.encode_chunk or strategy.micro_batch_size
         )
+        tokens = None if store.text_shape is None else store.text_shape[0]
+        if problems := context_misfits(reached.spec, strategy.cp, store.buckets, tokens):
+            raise UserError(*problems)
     order, notices = start.order(store)
     if stage.plan is not None:
         notices += smaller_than_planned(stage.plan, store.buckets)

@@ -158,7 +158,7 @@ def _steps(start: Start, data: TrainData, state: TrainState, stop: Stop, began: 
             if signum and done < start.ends[-1]:
                 raise Stopped(signum, done, _saved(saves, done))
         last = _saved(saves, stage.end)
-        log_lines(world, data.cut(state.peers), notes=True)
+        log_lines(world, data.cut(state.peers, state.strategy.cp), notes=True)
         if world.is_main:
             monitor.skipped.sum_up(stage.end - start.step, monitor.metrics.path)
             write_receipt(start, data, state, monitor, began)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from bigdit import log
 from bigdit.catalog.conditions import condition_problems
+from bigdit.catalog.context import context_problems
 from bigdit.catalog.families import block_count, objective_of, training_obstacle
 from bigdit.catalog.resolve import model_spec
 from bigdit.config import RunConfig, Stage, check
@@ -83,6 +84,7 @@ def prepare(run: RunConfig, plan: PlanFile | None = None) -> ModelSpec:
     problems = [*condition_problems(run, spec), *_missing_trackers(run), *_too_few_blocks(run, spec)]
     if run.samples is not None and (why := partial(objective_of(spec, run.objective))) is not None:
         problems.append(f"samples: {why}; leave samples out")
+    problems += context_problems(spec, run.strategy.cp)
     if (missing := run.strategy.optimizer.missing_package) is not None:
         problems.append(f"strategy.optimizer.name: {missing}")
     if problems:

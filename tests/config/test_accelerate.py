@@ -119,7 +119,7 @@ CONTRADICTIONS = [
         [
             ("dynamo_backend", "INDUCTOR", "strategy.compile_blocks is false", "no"),
             ("parallelism_config_dp_replicate_size", "2", "strategy.dp_replicate is 1", "1"),
-            ("parallelism_config_tp_size", "2", "no two processes share a sample", "1"),
+            ("parallelism_config_tp_size", "2", "strategy.cp splits samples", "1"),
         ],
     ),
 ]

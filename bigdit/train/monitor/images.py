@@ -84,7 +84,8 @@ class ValidationImages:
         with self._ema.in_place() if self._ema is not None else nullcontext(), self._engine.evaluating():
             found = self._peers.gather(self._share())
         if self._peers.world.is_main:
-            latents = [latent for each in zip(*found, strict=True) for latent in each]
+            every = zip(*found[:: self._engine.strategy.cp], strict=True)
+            latents = [latent for each in every for latent in each]
             self._decoder.submit(self._decode, step, latents[: len(self._config.captions)])
 
     def _prepared(self, spec: ModelSpec, known: Known | None) -> tuple[Given, Mapping[str, torch.Tensor], Shape] | str:
@@ -102,7 +103,8 @@ class ValidationImages:
     def _share(self) -> list[torch.Tensor]:
         """This process's latents: images rank, rank + processes, …. Each process makes as many: some make the last one
         again."""
-        world, count, micro = self._peers.world, len(self._config.captions), self._engine.strategy.micro_batch_size
+        strategy, count = self._engine.strategy, len(self._config.captions)
+        world, micro = self._peers.world.of_samples(strategy.cp), strategy.micro_batch_size
         mine = range(world.rank, world.rank + -(-count // world.world_size) * world.world_size, world.world_size)
         own = [min(number, count - 1) for number in mine]
         batches = (self._latents(own[start : start + micro]) for start in range(0, len(own), micro))

@@ -44,7 +44,8 @@ _META = torch.device("meta")
 
 
 class Mfu:
-    """`peak`: the GPU's FLOPs a second. Each shape of a micro-batch is counted once, on tensors without data."""
+    """`peak`: FLOPs a second of the GPUs that share a sample. Each shape of a micro-batch is counted once, on tensors
+    without data."""
 
     def __init__(self, spec: ModelSpec, family: Family, peak: float, *, frozen: bool) -> None:
         """`frozen`: the model's own weights are (LoRA). Adapters are not counted."""
@@ -83,7 +84,7 @@ def mfu_of(spec: ModelSpec, family: Family, strategy: Strategy, device: torch.de
         return None
     gpu = torch.cuda.get_device_properties(device)
     peak = peak_flops(gpu.name, gpu.total_memory, strategy.precision)
-    return None if peak is None else Mfu(spec, family, peak, frozen=strategy.lora is not None)
+    return None if peak is None else Mfu(spec, family, peak * strategy.cp, frozen=strategy.lora is not None)
 
 
 def peak_flops(name: str, nbytes: int, precision: Precision) -> float | None:

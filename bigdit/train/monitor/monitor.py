@@ -124,6 +124,7 @@ class SkippedSteps:
             return
         self.count += 1
         found = self._peers.gather((float(result.loss), self._samples.not_finite(step, micro_batches)))
+        found = found[:: self._engine.strategy.cp]  # processes that share a sample name the same
         loss = statistics.fmean(each for each, _ in found)
         if math.isfinite(loss) and self._engine.loss_scale > 1:
             return
@@ -190,7 +191,8 @@ class Validation:
         times = [low + (high - low) * time for time in self._config.times]
         with self._engine.evaluating():
             own = [[self._loss(batch, t) * count for t in times] for batch, count in self._batches()]
-        rows = itertools.chain.from_iterable(self._peers.gather(own))
+        cp = self._engine.strategy.cp  # each of a sample's processes has its loss
+        rows = itertools.chain.from_iterable(self._peers.gather(own)[::cp])
         means = [math.fsum(losses) / self._samples for losses in zip(*rows, strict=True)]
         by_t = {f"{t:g}": _known(mean) for t, mean in zip(times, means, strict=True)}
         return {name: _known(math.fsum(means) / len(means)), f"{name}_by_t": by_t}
@@ -207,7 +209,8 @@ class Validation:
         All processes get as many, because those of a sharded model run forward together. A process without samples of
         its own gets one that does not count.
         """
-        engine, world = self._engine, self._peers.world
+        engine = self._engine
+        world = self._peers.world.of_samples(engine.strategy.cp)
         buckets, micro = list(self._store.buckets), engine.strategy.micro_batch_size
         reader = BatchReader(self._store, micro, 0.0, pinned=False)
         for held in self._held.chosen:

@@ -1,0 +1,96 @@
+"""Context parallelism: how the tokens of a sample are split over processes, for each class that can be, without torch.
+
+A class is here once its loss, gradients and steps were equal to those of one process (`tests/engines/test_context.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from bigdit.catalog.families import FAMILIES
+from bigdit.strategy import ModelSpec, Strict
+
+
+class Context(Strict):
+    """`splits`: by module, its inputs (by name) or outputs (by number) that are split, and the dimension of their
+    tokens. `gathers`: the module whose output, [B, tokens, D], is whole again.
+
+    Attention to the text alone (`attn2`) has the whole text on each process. Where text is split too, one attention
+    sees both.
+    """
+
+    splits: dict[str, dict[str | int, int]]
+    gathers: str = "proj_out"
+
+    @property
+    def splits_text(self) -> bool:
+        return any("encoder_hidden_states" in inputs for inputs in self.splits.values())
+
+
+_FLUX = Context(splits={"": {"hidden_states": 1, "encoder_hidden_states": 1, "img_ids": 0, "txt_ids": 0}})
+
+CONTEXTS: dict[str, Context] = {
+    "FluxTransformer2DModel": _FLUX,
+    "Flux2Transformer2DModel": _FLUX,
+    "QwenImageTransformer2DModel": Context(
+        splits={
+            "pos_embed": {0: 0, 1: 0},
+            "transformer_blocks.0": {"hidden_states": 1, "encoder_hidden_states": 1},
+            "transformer_blocks.*": {"encoder_hidden_states_mask": 1},
+        }
+    ),
+    "WanTransformer3DModel": Context(splits={"rope": {0: 1, 1: 1}, "blocks.0": {"hidden_states": 1}}),
+    "LTXVideoTransformer3DModel": Context(splits={"": {"hidden_states": 1}, "rope": {0: 1, 1: 1}}),
+}
+"""Source: `_cp_plan` of these classes in diffusers 0.42.1, of which LTX-Video's splits the text, too."""
+
+_PACKED = 2
+"""Source: models/packing.py."""
+
+
+def context_problems(model: ModelSpec, cp: int) -> list[str]:
+    """Why the model's tokens cannot be split over so many processes, whatever the sample."""
+    if cp == 1:
+        return []
+    if model.class_name not in CONTEXTS:
+        return [
+            f"strategy.cp is {cp}, and bigdit does not know how to split the tokens of {model.class_name}; set it to "
+            f"1, or use one of {', '.join(sorted(CONTEXTS))}"
+        ]
+    heads = model.kwargs.get("num_attention_heads")
+    if not isinstance(heads, int) or heads % cp == 0:
+        return []
+    return [f"strategy.cp is {cp}, and {model.name} has {heads} heads of attention; set it to {_nearest(cp, heads)}"]
+
+
+def context_misfits(model: ModelSpec, cp: int, shapes: Iterable[tuple[int, ...]], text_tokens: int | None) -> list[str]:
+    """Why samples with latents of these shapes, and texts of so many tokens, cannot be split over `cp` processes."""
+    if cp == 1 or model.class_name not in CONTEXTS:
+        return []
+    counts = {shape: token_count(model, shape) for shape in shapes}
+    found = [
+        f"strategy.cp is {cp}, and latents of {' × '.join(map(str, shape))} are {count:,} tokens; set it to "
+        f"{_nearest(cp, count)}, or choose another size"
+        for shape, count in counts.items()
+        if count % cp
+    ]
+    if text_tokens is not None and text_tokens % cp and CONTEXTS[model.class_name].splits_text:
+        found.append(
+            f"strategy.cp is {cp}, and texts have {text_tokens} tokens; set encoders.text.max_tokens to "
+            f"{-(-text_tokens // cp) * cp}, or cp to {_nearest(cp, text_tokens)}"
+        )
+    return found
+
+
+def token_count(model: ModelSpec, latents: tuple[int, ...]) -> int:
+    """The tokens of a sample of latents (C, (F,) H, W)."""
+    side: Any = _PACKED if FAMILIES[model.class_name].packs else model.kwargs.get("patch_size") or 1
+    patch: Iterable[int] = side if isinstance(side, list | tuple) else (side, side)
+    return math.prod(latents[1:]) // math.prod(patch)
+
+
+def _nearest(cp: int, count: int) -> int:
+    """The largest degree below `cp` that divides the count."""
+    return next(each for each in (4, 2, 1) if each < cp and count % each == 0)

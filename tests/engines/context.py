@@ -1,0 +1,232 @@
+"""Context parallelism on four processes beside one process, by name: a line of JSON.
+
+The largest differences of the loss, of each gradient, and of the losses and the weights of ten steps: of each family,
+or of one family by each engine and setting.
+
+torchrun --nproc-per-node 4 tests/engines/context.py
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from bigdit import engines, models
+from bigdit.catalog.context import CONTEXTS
+from bigdit.dist import World, world_from_env
+from bigdit.engines.state import places
+from bigdit.loader.batch import Batch
+from bigdit.objective_spec import FlowMatchingSpec
+from bigdit.strategy import LoraSpec, ModelSpec, OptimizerSpec, Strategy
+from bigdit.train.step import train_step
+
+STEPS, SAMPLES, TEXT = 10, 4, (8, 8)
+HEADS = {"num_attention_heads": 4, "attention_head_dim": 12}
+PACKED = HEADS | {"in_channels": 16, "num_layers": 2, "joint_attention_dim": 8}
+WAN = HEADS | {"in_channels": 4, "out_channels": 4, "text_dim": 8, "freq_dim": 16, "ffn_dim": 32, "num_layers": 2}
+IMAGE, VIDEO = (4, 4, 8), (4, 2, 4, 8)
+TINY = {
+    "flux": (
+        "FluxTransformer2DModel",
+        PACKED | {"num_single_layers": 1, "pooled_projection_dim": 6, "axes_dims_rope": [4, 4, 4]},
+        IMAGE,
+    ),
+    "flux2": (
+        "Flux2Transformer2DModel",
+        PACKED | {"num_single_layers": 1, "timestep_guidance_channels": 16, "axes_dims_rope": [2, 2, 4, 4]},
+        IMAGE,
+    ),
+    "qwen-image": ("QwenImageTransformer2DModel", PACKED | {"out_channels": 4, "axes_dims_rope": [4, 4, 4]}, IMAGE),
+    "wan": ("WanTransformer3DModel", WAN, VIDEO),
+    "wan-i2v": ("WanTransformer3DModel", WAN | {"in_channels": 12, "image_dim": 8, "added_kv_proj_dim": 48}, VIDEO),
+    "ltx": (
+        "LTXVideoTransformer3DModel",
+        HEADS
+        | {"in_channels": 4, "out_channels": 4, "cross_attention_dim": 48, "num_layers": 2, "caption_channels": 8},
+        VIDEO,
+    ),
+}
+WAYS = {
+    "recomputed": {"checkpointed_blocks": "all"},
+    "selective": {"checkpointed_blocks": "all", "checkpointing": "selective"},
+    "segments": {"checkpointed_segments": {"blocks": 2}},
+    "offload": {"offload_activations": True},
+    "accumulated": {"micro_batch_size": 1, "grad_accum_steps": 2},
+    "clipped": {"gradient_clipping": 0.05},
+    "hsdp": {"dp_replicate": 2},
+    "replicas": {"dp_replicate": 4},
+    "in_backward": {"optimizer_in_backward": True},
+    "lora": {"lora": LoraSpec(rank=2, base="int8")},
+    "zero2": {"engine": "deepspeed", "ds_config": {"zero_optimization": {"stage": 2}}},
+    "zero3": {"engine": "deepspeed", "ds_config": {"zero_optimization": {"stage": 3}}},
+}
+
+
+def spec_of(name: str) -> ModelSpec:
+    class_name, kwargs, _ = TINY[name]
+    return ModelSpec(name=name, class_name=class_name, kwargs=kwargs)
+
+
+def strategy(cp: int, **given: object) -> Strategy:
+    """Of one process, or of four."""
+    world = {"engine": "fsdp2", "world_size": 4, "cp": cp} if cp > 1 else {}
+    usual = {"precision": "fp32", "micro_batch_size": SAMPLES * cp // 4 if cp > 1 else SAMPLES}
+    usual |= {"optimizer": OptimizerSpec(lr=1e-3), "gradient_clipping": None}
+    return Strategy(**usual | world | given)
+
+
+def batches(name: str, step: int, chosen: Strategy, world: World, extras: dict[str, models.Extra]) -> list[Batch]:
+    """This process's micro-batches of the global batch of that step. Captions have other lengths."""
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(step))
+    text = (512, TEXT[1]) if name == "wan-i2v" else TEXT
+    lengths = torch.tensor([text[0], 3, 5, 6])
+    latents, embeds = draw(SAMPLES, *TINY[name][2]), draw(SAMPLES, *text)
+    mask = (torch.arange(text[0]) < lengths[:, None]).float()
+    more = {key: draw(SAMPLES, *each.sample_shape(TINY[name][2])) for key, each in extras.items()}
+    world = world.of_samples(chosen.cp)
+    size, found = chosen.micro_batch_size, []
+    for i in range(chosen.grad_accum_steps):
+        first = (i * world.world_size + world.rank) * size
+        mine = slice(first, first + size)
+        seeds = tuple(range(100 * step, 100 * step + SAMPLES))[mine]
+        of_mine = {key: value[mine] for key, value in more.items()}
+        found.append(Batch(latents[mine], embeds[mine], mask[mine], seeds, of_mine))
+    return found
+
+
+class Run:
+    """A model with drawn weights, trained by a strategy."""
+
+    def __init__(self, name: str, chosen: Strategy, world: World) -> None:
+        self.name, self.strategy, self.world = name, chosen, world
+        self.family = models.family(TINY[name][0])
+        model = models.build(spec_of(name), device="cpu", dtype=torch.float32, seed=0)
+        generator = torch.Generator().manual_seed(1)
+        for param in model.parameters():  # zeros of the initialisation would hide what reaches what
+            param.data.normal_(std=0.1, generator=generator)
+        self.extras = self.family.extras(model)
+        models.equip(model, self.family, chosen)
+        self.engine = engines.create(chosen, model, self.family, device=torch.device("cpu"), world=world)
+
+    def gradients(self) -> tuple[float, dict[str, torch.Tensor]]:
+        """Of the first step: the loss and each gradient, by torch alone."""
+        given, loss = batches(self.name, 0, self.strategy, self.world, self.extras), torch.zeros(())
+        for batch in given:
+            t = torch.linspace(0.1, 0.9, SAMPLES)[[seed % 100 for seed in batch.seeds]]
+            predicted = self.family.predict(self.engine.model, batch.latents, t, batch)
+            one = (predicted - batch.latents).square().mean()
+            self.engine.backward(one, last=batch is given[-1])
+            loss += one.detach() / len(given)
+        found = {
+            name: whole(param.grad).clone()
+            for name, param in self.engine.model.named_parameters()
+            if param.grad is not None
+        }
+        self.engine.model.zero_grad()
+        return mean(loss, self.world), found
+
+    def trained(self) -> tuple[list[float], dict[str, torch.Tensor]]:
+        """The loss of each of ten steps, and the weights after them."""
+        losses = []
+        for step in range(STEPS):
+            given = batches(self.name, step, self.strategy, self.world, self.extras)
+            loss = train_step(self.engine, self.family, FlowMatchingSpec(), given, lr=1e-3).loss
+            losses.append(mean(loss, self.world))
+        return losses, self._weights()
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """All of them, on each process: each has pieces."""
+        mine = {
+            name: (piece.offset, piece.numel, piece.tensor)
+            for name, piece in places(self.engine, None, self.world.rank).items()
+            if name.startswith("master.")
+        }
+        every = [mine] * self.world.world_size
+        if self.world.world_size > 1:
+            dist.all_gather_object(every, mine)
+        found: dict[str, torch.Tensor] = {}
+        for pieces in every:
+            for name, (offset, numel, tensor) in pieces.items():
+                found.setdefault(name, torch.full((numel,), torch.nan))[offset : offset + len(tensor)] = tensor
+        return found
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def mean(loss: torch.Tensor, world: World) -> float:
+    loss = loss.clone()
+    if world.world_size > 1:
+        dist.all_reduce(loss, op=dist.ReduceOp.AVG)
+    return float(loss)
+
+
+Answer = tuple[float, dict[str, torch.Tensor], list[float], dict[str, torch.Tensor]]
+
+
+def answer(name: str, chosen: Strategy, world: World) -> Answer:
+    """Loss and gradients of a step, then the curve and the weights of ten."""
+    run = Run(name, chosen, world)
+    kept = chosen.engine != "deepspeed" and not chosen.optimizer_in_backward
+    return *(run.gradients() if kept else (0.0, {})), *run.trained()
+
+
+def compared(alone: Answer, shared: Answer) -> dict[str, float]:
+    """The largest differences: of losses and gradients as shares, a gradient's of its own largest value. One that is
+    zero but for rounding, such as that of a key's bias, is compared with the largest of all."""
+    (loss, gradients, curve, weights), (other, others, curves, others_weights) = alone, shared
+    assert gradients.keys() == others.keys() or not others
+    assert weights.keys() == others_weights.keys()
+    least = max(float(each.abs().max()) for each in gradients.values()) * 1e-3
+    return {
+        "loss": abs(loss - other) / loss if others else 0.0,
+        "gradients": max((_off(gradients[key], each, least) for key, each in others.items()), default=0.0),
+        "curve": max(abs(a - b) / a for a, b in zip(curve, curves, strict=True)),
+        "weights": max(float((each - others_weights[key]).abs().max()) for key, each in weights.items()),
+    }
+
+
+def _off(one: torch.Tensor, other: torch.Tensor, least: float) -> float:
+    return float((one - other).abs().max() / one.abs().max().clamp(min=least))
+
+
+def families(world: World) -> dict[str, dict[str, float]]:
+    found = {}
+    for name in TINY:
+        shared = {cp: answer(name, strategy(cp), world) for cp in (2, 4)}
+        if world.is_main:
+            alone = answer(name, strategy(1), World())
+            found |= {f"{name} {cp}": compared(alone, each) for cp, each in shared.items()}
+    return found
+
+
+def ways(world: World) -> dict[str, dict[str, float]]:
+    found, alone = {}, {}
+    for name, way in WAYS.items():
+        shared = answer("qwen-image", strategy(2, **way), world)
+        same = {key: way[key] for key in ("lora", "gradient_clipping") if key in way}
+        if world.is_main:
+            key = str(same)
+            alone[key] = alone.get(key) or answer("qwen-image", strategy(1, **same), World())
+            found[name] = compared(alone[key], shared)
+    return found
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    world = world_from_env()
+    assert {TINY[name][0] for name in TINY} == set(CONTEXTS)
+    found = families(world) | ways(world)
+    if world.is_main:
+        print(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

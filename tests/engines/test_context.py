@@ -1,0 +1,84 @@
+"""Context parallelism: processes that share samples train as one process does, and what cannot be split is refused."""
+
+import json
+
+import pytest
+from commands import HELPERS, ROOT, run_ranks
+
+from bigdit.catalog.context import CONTEXTS, context_misfits, context_problems
+from bigdit.catalog.models import model
+from bigdit.config.load import parse_strategy
+from bigdit.errors import UserError
+
+# fp32. Attention of a part of the heads has other kernels, and sums come in another order. Adam divides by the size of
+# a gradient, so rounding of one near zero moves a weight by up to a step of 1e-3.
+MOST = {"loss": 1e-6, "gradients": 1e-5, "curve": 1e-5, "weights": 2e-4}
+PER_FAMILY = ("flux", "flux2", "qwen-image", "wan", "wan-i2v", "ltx")
+WAYS = (
+    *("recomputed", "selective", "segments", "offload", "accumulated", "clipped", "hsdp", "replicas", "in_backward"),
+    *("lora", "zero2", "zero3"),
+)
+
+
+@pytest.fixture(scope="module")
+def differences():
+    """What context.py finds, in one launch."""
+    done = run_ranks(4, ROOT / "tests/engines/context.py", PYTHONPATH=HELPERS, DS_ACCELERATOR="cpu")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_it_trains_as_one_process_does(differences):
+    assert {*differences} == {*(f"{name} {cp}" for name in PER_FAMILY for cp in (2, 4)), *WAYS}
+    wrong = {
+        (name, what): value for name, each in differences.items() for what, value in each.items() if value > MOST[what]
+    }
+    assert not wrong
+
+
+WAN = model("wan2.1-t2v-1.3b").spec  # 12 heads
+FLUX = model("flux.1-dev").spec
+
+
+def test_what_cannot_be_split_is_refused_by_a_line():
+    assert context_problems(WAN, 4) == context_problems(model("sana-1600m").spec, 1) == []
+    assert context_problems(WAN, 8) == ["strategy.cp is 8, and wan2.1-t2v-1.3b has 12 heads of attention; set it to 4"]
+    (problem,) = context_problems(model("sana-1600m").spec, 2)
+    assert problem == (
+        "strategy.cp is 2, and bigdit does not know how to split the tokens of SanaTransformer2DModel; set it to 1, or "
+        f"use one of {', '.join(sorted(CONTEXTS))}"
+    )
+    assert context_misfits(WAN, 4, [(16, 21, 90, 160)], 511) == []  # each process has the whole text
+    assert context_misfits(WAN, 4, [(16, 21, 90, 158), (16, 1, 6, 6)], 512) == [
+        "strategy.cp is 4, and latents of 16 × 21 × 90 × 158 are 74,655 tokens; set it to 1, or choose another size",
+        "strategy.cp is 4, and latents of 16 × 1 × 6 × 6 are 9 tokens; set it to 1, or choose another size",
+    ]
+    assert context_misfits(FLUX, 4, [(16, 128, 128)], 510) == [
+        "strategy.cp is 4, and texts have 510 tokens; set encoders.text.max_tokens to 512, or cp to 2"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("fsdp2,world_size=6,cp=4", "cp is 4, which does not divide world_size 6"),
+        ("cp=2", "cp is 2, which does not divide world_size 1"),
+        ("fsdp2,world_size=4,cp=2,compile_blocks=true", "compile_blocks was not tried with cp"),
+        ("fsdp2,world_size=4,cp=2,float8=rowwise", "float8 was not tried with cp"),
+        ("fsdp2,world_size=4,cp=3", "cp is 3"),
+        (
+            "fsdp2,world_size=8,cp=4,micro_batch_size=2,global_batch_size=6",
+            "8 processes (world_size) × micro_batch_size 2 / cp 4 come to multiples of 4; nearest: 4 or 8",
+        ),
+    ],
+)
+def test_a_strategy_that_contradicts_itself(text, problem):
+    with pytest.raises(UserError) as found:
+        parse_strategy(text.split(","))
+    assert problem in str(found.value)
+
+
+def test_a_global_batch_is_of_groups_of_processes():
+    strategy = parse_strategy(["fsdp2", "world_size=8", "cp=4", "global_batch_size=6"])
+    assert (strategy.dp, strategy.grad_accum_steps, strategy.global_batch_size) == (2, 3, 6)
