@@ -108,9 +108,10 @@ def none_left(within=30.0, *, kill=False):
 
 def set_times(folder, draw):
     moment = draw.choice([315532800, 4102444800])  # 1980 or 2100
-    for file in folder.rglob("*"):
-        with suppress(OSError):
-            os.utime(file, (moment, moment), follow_symlinks=False)
+    for root, folders, files in os.walk(folder):  # which passes over folders that a command has just renamed
+        for name in (*folders, *files):
+            with suppress(OSError):
+                os.utime(Path(root, name), (moment, moment), follow_symlinks=False)
 
 
 def folder_of(output, step):
