@@ -24,7 +24,7 @@ from bigdit.search.option import (
     sample_bytes,
     state_bytes,
 )
-from bigdit.search.plan import Rejected, node_bytes
+from bigdit.search.plan import Rejected, base_of, node_bytes
 from bigdit.search.planner import Failure, Planner
 from bigdit.speed.work import work_of
 from bigdit.strategy import LEAST_SWAPPED, Strategy
@@ -48,12 +48,12 @@ class FailedOption:
 
 def probe(planner: Planner, strategies: Sequence[Strategy], *, variant: bool = False) -> list[Attempt | Failure]:
     """Attempts for predictions. Work is counted at FIRST, and at all sizes where nothing is recomputed: what
-    recomputing adds grows with the samples alone. Packed weights have the optimizer's work of plain ones, and each
-    swapped block adds as much. Of a `variant` the update alone is counted."""
+    recomputing adds grows with the samples alone. Each swapped block adds as much. Of a `variant` the update alone is
+    counted; packed weights have that of the plain ones that they vary."""
 
     def counted(request: StepRequest) -> Counted:
         strategy = request.strategy
-        packed = strategy.lora is not None and strategy.lora.base != "bf16"
+        packed = variant and base_of(strategy) not in (None, "bf16")
         few = strategy.blocks_to_swap == LEAST_SWAPPED < planner.question.model.block_count
         first = strategy.micro_batch_size == FIRST or strategy.checkpointed_blocks == 0
         if packed or few or not first:

@@ -78,6 +78,15 @@ def test_where_nothing_else_fits_weights_wait_on_the_host(short: Plan) -> None:
 
 
 @pytest.mark.slow
+def test_a_base_that_is_fixed_is_planned_alone() -> None:
+    pins = ADAPTERS.model_copy(update={"lora_base": "fp8"})
+    plan = make_plan(question(SHORT, 3400, pins, buckets=()))
+    bases = {row.strategy.lora.base for row in plan.front if row.strategy.lora is not None}
+    assert (plan.verdict, bases, plan.chosen.step.seconds.low > 0) == ("FITS", {"fp8"}, True)
+    assert "lossy: quantised base (fp8)" in plans.shown(plan, width=200)
+
+
+@pytest.mark.slow
 def test_every_base_that_fits_has_a_row(free: Plan) -> None:
     assert {row.strategy.lora.base for row in free.front if row.strategy.lora is not None} == {"bf16", "int8", "nf4"}
 
