@@ -30,6 +30,7 @@ class Context(Strict):
 
 
 _FLUX = Context(splits={"": {"hidden_states": 1, "encoder_hidden_states": 1, "img_ids": 0, "txt_ids": 0}})
+_BEFORE_BLOCKS = Context(splits={"transformer_blocks.0": {"hidden_states": 1}})
 
 CONTEXTS: dict[str, Context] = {
     "FluxTransformer2DModel": _FLUX,
@@ -43,8 +44,10 @@ CONTEXTS: dict[str, Context] = {
     ),
     "WanTransformer3DModel": Context(splits={"rope": {0: 1, 1: 1}, "blocks.0": {"hidden_states": 1}}),
     "LTXVideoTransformer3DModel": Context(splits={"": {"hidden_states": 1}, "rope": {0: 1, 1: 1}}),
+    "PixArtTransformer2DModel": _BEFORE_BLOCKS,
+    "DiTTransformer2DModel": _BEFORE_BLOCKS.model_copy(update={"gathers": "proj_out_2"}),
 }
-"""Source: `_cp_plan` of these classes in diffusers 0.42.1, of which LTX-Video's splits the text, too."""
+"""Source: `_cp_plan` of the first five in diffusers 0.42.1, of which LTX-Video's splits the text, too."""
 
 _PACKED = 2
 """Source: models/packing.py."""

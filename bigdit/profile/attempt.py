@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from bigdit.catalog import FAMILIES, CatalogModel, Gpu, batch_shape
+from bigdit.catalog.context import context_misfits, context_problems
 from bigdit.catalog.encoders import OnlineEncoders, online_encoders
 from bigdit.catalog.families import family_objective
 from bigdit.errors import UserError
@@ -188,13 +189,18 @@ def request_for(
     """One strategy of `model` on `gpu`, at `resolution` (a side, or height and width) and `frames` of a video.
 
     What is left out is the model's own. Raises UserError for a model that has no step yet, pixels that do not fit it,
-    and a precision, or FP8, that the GPU does not compute.
+    tokens that cannot be split, and a precision, or FP8, that the GPU does not compute.
     """
     problems = [*model_problems(model), *precision_problems(gpu, strategy.precision)]
     problems += float8_problems(gpu, strategy.float8)
     if problems:
         raise UserError(*problems)
     batch = batch_shape(model, resolution, frames)
+    text = None if batch.text is None else batch.text[0]
+    problems += context_problems(model.spec, strategy.cp)
+    problems += context_misfits(model.spec, strategy.cp, [batch.latents], text)
+    if problems:
+        raise UserError(*problems)
     encoders = online_encoders(model, batch) if strategy.features == "online" else None
     return StepRequest(model=model.spec, batch=batch, strategy=strategy, encoders=encoders)
 

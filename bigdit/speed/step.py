@@ -63,7 +63,7 @@ def _stage(load: Load, launches: Interval, strategy: Strategy, gpu: Gpu, cluster
         # One thread computes on the CPU and launches, so both together hide behind the GPU's work.
         "CPU": host,
         "launches": launches,
-        "collectives": exchange_seconds(load, strategy, gpu, cluster),
+        "collectives": exchange_seconds(load, strategy, gpu, cluster, waiting=False),
         "copies to and from CPU memory": copy_seconds(load, gpu),
     }
     low = sum(seconds.low for seconds in kernels.values())
@@ -75,6 +75,7 @@ def _stage(load: Load, launches: Interval, strategy: Strategy, gpu: Gpu, cluster
         # Kernels that last longer always hide launches.
         whole = max(waits, seconds.high - high) if name == "launches" else seconds.high
         parts[name] = Interval(low=waits, high=whole)
+    parts["collectives"] += exchange_seconds(load, strategy, gpu, cluster, waiting=True)
     return parts
 
 
@@ -128,10 +129,19 @@ HOST_CALL = Interval(low=1e-6, high=10e-6)
 """Of each operator on the CPU. Assumed: as LAUNCH_SECONDS of roofline.py, without the launch of a kernel."""
 
 
-def exchange_seconds(load: Load, strategy: Strategy, gpu: Gpu, cluster: Cluster) -> Interval:
-    """Seconds of all collectives, one after the other."""
-    each = (_collective(*of, _stride(of[0], strategy), gpu, cluster) for of in load.exchanges.items())
+def exchange_seconds(load: Load, strategy: Strategy, gpu: Gpu, cluster: Cluster, *, waiting: bool) -> Interval:
+    """Seconds of collectives, one after the other: of those that kernels wait for, or of those that may hide behind
+    kernels. Attention waits for the tokens of all processes that share a sample."""
+    each = (
+        _collective(*of, _stride(of[0], strategy), gpu, cluster)
+        for of in load.exchanges.items()
+        if (of[0].name == _ULYSSES) == waiting
+    )
     return sum(each, NO_TIME)
+
+
+_ULYSSES = "all_to_all"
+"""What context parallelism alone sends."""
 
 
 def copy_seconds(load: Load, gpu: Gpu) -> Interval:
@@ -147,7 +157,10 @@ def host_seconds(load: Load, cluster: Cluster) -> Interval:
 
 
 def _stride(exchange: Exchange, strategy: Strategy) -> int:
-    """The distance of a group's ranks: HSDP's shards are neighbours, its replicas a shard group apart."""
+    """The distance of a group's ranks: HSDP's shards are neighbours, its replicas a shard group apart. Processes that
+    share a sample are neighbours."""
+    if exchange.name == _ULYSSES:
+        return 1
     replicas = strategy.dp_replicate > 1 and exchange.group_size == strategy.dp_replicate
     between_replicas = replicas and (exchange.name == "all_reduce" or strategy.dp_shard != strategy.dp_replicate)
     return strategy.dp_shard if between_replicas else 1
@@ -164,6 +177,8 @@ def _collective(exchange: Exchange, amount: Amount, stride: int, gpu: Gpu, clust
     within = max(1, min(size, cluster.gpus_per_node // stride))
     nodes = math.ceil(size / within)
     rings = min(stride, cluster.gpus_per_node)  # groups that cross a machine's border at the same time
+    if exchange.name == _ULYSSES:
+        rings = within  # each GPU sends to all others
     seconds, link = NO_TIME, "network"
     if within > 1:
         link, bandwidth = _within(exchange.name, within, gpu)

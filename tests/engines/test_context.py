@@ -10,10 +10,9 @@ from bigdit.catalog.models import model
 from bigdit.config.load import parse_strategy
 from bigdit.errors import UserError
 
-# fp32. Attention of a part of the heads has other kernels, and sums come in another order. Adam divides by the size of
-# a gradient, so rounding of one near zero moves a weight by up to a step of 1e-3.
-MOST = {"loss": 1e-6, "gradients": 1e-5, "curve": 1e-5, "weights": 2e-4}
-PER_FAMILY = ("flux", "flux2", "qwen-image", "wan", "wan-i2v", "ltx")
+# fp32: attention of a part of the heads has other kernels, and sums come in another order.
+MOST = {"loss": 1e-6, "gradients": 1e-5, "curve": 1e-6, "weights": 1e-5}
+PER_FAMILY = ("flux", "flux2", "qwen-image", "wan", "wan-i2v", "ltx", "pixart", "dit")
 WAYS = (
     *("recomputed", "selective", "segments", "offload", "accumulated", "clipped", "hsdp", "replicas", "in_backward"),
     *("lora", "zero2", "zero3"),

@@ -53,4 +53,21 @@ DIT = ModelSpec(
         "patch_size": 2,
     },
 )
+# Four heads and 24 tokens of a video, which two or four processes may share.
+WAN = ModelSpec(
+    name="tiny-wan",
+    class_name="WanTransformer3DModel",
+    kwargs={
+        "num_attention_heads": 4,
+        "attention_head_dim": 16,
+        "in_channels": 4,
+        "out_channels": 4,
+        "text_dim": 12,
+        "freq_dim": 16,
+        "ffn_dim": 64,
+        "num_layers": 3,
+        "patch_size": [1, 2, 2],
+    },
+)
+WAN_SHAPE = BatchShape(latents=(4, 3, 4, 8), text=(6, 12))
 SHAPE = BatchShape(latents=(4, 8, 8), text=(6, 12))

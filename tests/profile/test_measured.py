@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from gpus import A40
-from tiny_models import SHAPE, THREE_BLOCKS
+from tiny_models import SHAPE, THREE_BLOCKS, WAN, WAN_SHAPE
 
 from bigdit.config.load import parse_strategy
 from bigdit.emulator import emulated_environment, shared_state
@@ -34,10 +34,14 @@ def run_all(asked: StepRequest, folder: Path) -> GpuRun:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["zero2", "fsdp2"])
-def test_the_first_rank_alone_takes_what_it_takes_among_all(gpus: EmulatedGpus, engine: str, tmp_path: Path) -> None:
-    strategy = parse_strategy([f"{engine},world_size=2,micro_batch_size=2,grad_accum_steps=2"])
-    asked = StepRequest(model=THREE_BLOCKS, batch=SHAPE, strategy=strategy)
+@pytest.mark.parametrize(
+    "given",
+    ["zero2", "fsdp2", "fsdp2,cp=2,checkpointed_blocks=2", "fsdp2,world_size=4,cp=4,checkpointed_blocks=all"],
+)
+def test_the_first_rank_alone_takes_what_it_takes_among_all(gpus: EmulatedGpus, given: str, tmp_path: Path) -> None:
+    strategy = parse_strategy(["world_size=2,micro_batch_size=2,grad_accum_steps=2", given])
+    model, batch = (WAN, WAN_SHAPE) if strategy.cp > 1 else (THREE_BLOCKS, SHAPE)
+    asked = StepRequest(model=model, batch=batch, strategy=strategy)
     among_all, alone = run_all(asked, tmp_path), gpus.attempt(asked)
     assert {phase.phase: phase.peak_allocated_bytes for phase in among_all.phases} == {
         name: found.peak_bytes for name, found in alone.phases.items()

@@ -239,6 +239,20 @@ def test_a_ring_between_machines_takes_the_network_s_time():
     )
 
 
+def test_processes_that_share_a_sample_wait_for_its_tokens():
+    """Neighbours exchange them, whatever copies HSDP has; between machines all GPUs of one send at once."""
+    product, exchanged = {MM: Amount(1, 312e12, 0)}, {Exchange("forward", "all_to_all", 4): Amount(1, 0, 30e9)}
+    strategy, cluster = Strategy(world_size=16, engine="fsdp2", cp=4, dp_replicate=4), Cluster(gpus=16)
+    alone, apart, both = (
+        step_time(one(load), strategy, A100, cluster).seconds
+        for load in (Load(product, {}), Load({}, exchanged), Load(product, exchanged))
+    )
+    assert apart.low == pytest.approx(30e9 * 3 / 4 / (NVLINK.high * A100.nvlink_one_way_gbs * 1e9), rel=1e-2)
+    assert both.low == pytest.approx(alone.low + apart.low)
+    across = step_time(one(Load({}, exchanged)), strategy, A100, Cluster(gpus=16, gpus_per_node=2)).seconds
+    assert across.low == pytest.approx(2 * 30e9 / 2 / 12.5e9 / 0.95, rel=1e-2)
+
+
 def test_collectives_hide_behind_the_products_at_best():
     product, gathered = {MM: Amount(1, 312e12, 0)}, {Exchange("forward", "all_gather", 8): Amount(1, 0, 30e9)}
     strategy, cluster = Strategy(world_size=8, engine="fsdp2"), Cluster(gpus=8)
