@@ -7,7 +7,7 @@ comfy/utils.py and comfy/weight_adapter of ComfyUI 0.33.0, and its models for th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -124,6 +124,10 @@ _RENAMED: dict[str, dict[str, tuple[str, dict[str, str]]]] = {
 the rows of one layer there. `~`: the two halves of the rows are swapped there. `|`: each half is a layer of its own."""
 
 
+KNOWN = AS_DIFFUSERS | _RENAMED.keys()
+"""Classes whose adapters ComfyUI reads."""
+
+
 class Adapter(NamedTuple):
     """For one linear layer: `down` [rank, in], `up` [out, rank] with the scale in it, and DoRA's `magnitudes` [out]."""
 
@@ -137,7 +141,7 @@ def needed(class_name: str, *, dora: bool) -> bool:
 
     Raises UserError where it reads no adapters of the class in any layout.
     """
-    if class_name not in AS_DIFFUSERS and class_name not in _RENAMED:
+    if class_name not in KNOWN:
         raise UserError(f"ComfyUI reads no adapters of {class_name}; use diffusers or `bigdit sample`")
     return class_name in _RENAMED or (dora and class_name in AS_DIFFUSERS)
 
@@ -153,16 +157,9 @@ def tensors(
     Raises UserError where a layer has no place in ComfyUI.
     """
     dora = any(each.magnitudes is not None for each in adapters.values())
-    layers: dict[str, dict[int, str]] = {}
-    for name in rows:
-        place = _place(class_name, name, dora=dora)
-        if place is not None:
-            layer, _, part = place.partition("#")
-            layers.setdefault(layer, {})[int(part or 0)] = name
     found: dict[str, torch.Tensor] = {}
     left = set(adapters)
-    for layer, parts in layers.items():
-        names = [parts[i] for i in sorted(parts)]
+    for layer, names in layers(class_name, rows, dora=dora).items():
         if left.isdisjoint(names):
             continue
         left.difference_update(names)
@@ -182,13 +179,24 @@ def tensors(
     return found
 
 
+def layers(class_name: str, names: Iterable[str], *, dora: bool = False) -> dict[str, list[str]]:
+    """ComfyUI's layers, and for each the layers of the model whose rows it has, one after another."""
+    found: dict[str, dict[int, str]] = {}
+    for name in names:
+        place = _place(class_name, name, dora=dora)
+        if place is not None:
+            layer, _, part = place.partition("#")
+            found.setdefault(layer, {})[int(part or 0)] = name
+    return {layer: [parts[i] for i in sorted(parts)] for layer, parts in found.items()}
+
+
 def _place(class_name: str, name: str, *, dora: bool) -> str | None:
     """The layer of ComfyUI that holds a layer."""
     if class_name in AS_DIFFUSERS:
         return None if dora and _TURNED.fullmatch(f"{class_name} {name}") else f"transformer.{name}"
     match = re.fullmatch(r"(.+?)\.(\d+)\.(.+)", name)
-    blocks, layers = _RENAMED[class_name].get(match[1], ("", {})) if match else ("", {})
-    return f"diffusion_model.{blocks}.{match[2]}.{layers[match[3]]}" if match and match[3] in layers else None
+    blocks, there = _RENAMED.get(class_name, {}).get(match[1], ("", {})) if match else ("", {})
+    return f"diffusion_model.{blocks}.{match[2]}.{there[match[3]]}" if match and match[3] in there else None
 
 
 def _up(names: list[str], adapters: Mapping[str, Adapter], rows: Mapping[str, int]) -> torch.Tensor:
