@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from pydantic import TypeAdapter, ValidationError
+from safetensors import safe_open
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
@@ -27,7 +30,7 @@ from bigdit.engines.state import EMA, SavedSlice, adopt, make_state, places
 from bigdit.errors import UserError
 from bigdit.models.adapters import FILE as ADAPTERS
 from bigdit.objective_spec import ObjectiveSpec, learned
-from bigdit.strategy import ModelSpec, OptimizerSpec, Strategy
+from bigdit.strategy import LoraSpec, ModelSpec, OptimizerSpec, Strategy
 from bigdit.units import MIB, how_many
 
 
@@ -61,13 +64,66 @@ def written_here(source: Path) -> bool:
 
 def check_whole(source: Path) -> None:
     """Raise UserError where a checkpoint or an export holds only LoRA adapters, and no weights to start from."""
+    base = ""
     if (source / STATE).is_file():
         state = open_checkpoint(source).state
-        if state["strategy"].get("lora") is not None:
-            base = state["run"]["model"]["init_from"]
-            raise UserError(f"{source} holds LoRA adapters alone; name the weights they are for: {base}")
-    elif (source / ADAPTERS).is_file():
-        raise UserError(f"{source} holds LoRA adapters alone; name the weights they are for")
+        if state["strategy"].get("lora") is None:
+            return
+        base = f", {state['run']['model']['init_from']},"
+    elif not (source / ADAPTERS).is_file():
+        return
+    raise UserError(
+        f"{source} holds LoRA adapters alone; set model.init_from to the weights they are for{base} and "
+        f"model.lora_from to {source}"
+    )
+
+
+_OF_TEXT = re.compile(r"(text_encoder|text_model|lora_te)")
+"""Names of adapters that bigdit does not train."""
+
+
+def load_adapters(model: nn.Module, spec: ModelSpec, lora: LoraSpec, source: Path) -> list[str]:
+    """Fill new adapters from `source`, model.lora_from: a checkpoint, an export, or a safetensors file of others.
+
+    Returns what to log. Raises UserError where it holds no adapters of this model, or those of other layers.
+    """
+    try:
+        tensors, config = _adapter_tensors(source)
+        of_text = {name for name in tensors if _OF_TEXT.match(name)}
+        mine = {name: tensor for name, tensor in tensors.items() if name not in of_text}
+        notices = models.start_adapters(model, lora, models.read_adapters(spec, mine, config))
+        left = f"model.lora_from: {how_many(len(of_text), 'tensor')} of text encoders are left out"
+        return [*notices, *([left] if of_text else [])]
+    except UserError as error:
+        raise UserError(*(f"model.lora_from: {source}: {problem}" for problem in error.problems)) from None
+
+
+def _adapter_tensors(source: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors of adapters, and peft's configuration of them."""
+    if (source / STATE).is_file():
+        found = open_checkpoint(source)
+        lora = found.state["strategy"].get("lora")
+        if lora is None:
+            raise UserError("it holds no LoRA, but a whole model; name it in model.init_from")
+        verify(found)
+        tensors = {name: torch.empty(tuple(shape)) for name, shape in found.state["parameters"].items()}
+        load_used(found, tensors)
+        return tensors, {"lora_alpha": lora["alpha"]}
+    if source.is_dir():
+        folders = (source, source / "transformer")
+        folder = next((each for each in folders if (each / ADAPTERS).is_file()), source)
+        check_exported(folder)
+        source = folder / ADAPTERS
+    problem = models.not_safetensors(source)
+    if problem is not None:
+        raise UserError(problem)
+    with safe_open(source, "pt") as file:
+        try:
+            described = dict(json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}")))
+        except (ValueError, TypeError, RecursionError):
+            raise UserError("its lora_adapter_metadata is no JSON of peft") from None
+        config = {key.removeprefix("transformer."): value for key, value in described.items()}
+        return {name: file.get_tensor(name) for name in file.keys()}, config  # noqa: SIM118
 
 
 def load_model(spec: ModelSpec, source: Path, *, dtype: torch.dtype) -> nn.Module:
@@ -290,9 +346,13 @@ def check_objective(checkpoint: Checkpoint, objective: ObjectiveSpec) -> None:
 
 
 def _elsewhere(checkpoint: Checkpoint) -> str:
-    """What a run can do that cannot resume here. Adapters alone are no weights to start from."""
+    """What a run can do that cannot resume here."""
     if checkpoint.state["strategy"].get("lora") is not None:
-        return "choose another output, where new adapters start"
+        base = checkpoint.state["run"]["model"]["init_from"]
+        return (
+            f"choose another output; there model.init_from={base} model.lora_from={checkpoint.folder} starts from "
+            "these adapters"
+        )
     return f"choose another output; there model.init_from={checkpoint.folder} starts from these weights"
 
 

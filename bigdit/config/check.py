@@ -21,6 +21,8 @@ def check(run: RunConfig, model: ModelSpec) -> None:
             "strategy.lora adapts trained weights, and model.init_from is missing; set it to a folder of diffusers "
             "weights"
         )
+    if run.strategy.lora is None and run.model.lora_from is not None:
+        problems.append("model.lora_from is set, and strategy.lora is not; set it, or leave model.lora_from out")
     problems += _check_images(run)
     ema = run.strategy.ema
     if run.train.snapshot_every is not None and (ema is None or ema.widths is None):

@@ -5,11 +5,12 @@ torch.
 """
 
 from bigdit.models.adapters import loaded_by, save_adapters, save_for_comfyui
-from bigdit.models.build import build, check_folder, load, outline, skeleton
+from bigdit.models.build import build, check_folder, load, not_safetensors, outline, skeleton
 from bigdit.models.context import split_context
 from bigdit.models.equip import adapt, arrange, equip
 from bigdit.models.families import families, family
 from bigdit.models.family import Conditions, Extra, Family, take_through
+from bigdit.models.lora_files import read_adapters, start_adapters
 
 __all__ = [
     "Conditions",
@@ -24,10 +25,13 @@ __all__ = [
     "family",
     "load",
     "loaded_by",
+    "not_safetensors",
     "outline",
+    "read_adapters",
     "save_adapters",
     "save_for_comfyui",
     "skeleton",
     "split_context",
+    "start_adapters",
     "take_through",
 ]

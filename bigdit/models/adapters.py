@@ -39,8 +39,8 @@ def save_for_comfyui(
 ) -> None:
     """Write adapters in ComfyUI's layout, where ComfyUI has the model and cannot read diffusers' file.
 
-    `base`: the frozen model, which only DoRA needs. Raises UserError where ComfyUI has no place for a layer; what
-    `base` raises; OSError, SafetensorError.
+    `base`: the frozen model, which only DoRA needs. Raises UserError where ComfyUI has no place for the model or a
+    layer; what `base` raises; OSError, SafetensorError.
     """
     if not comfyui.needed(model.class_name, dora=spec.dora):
         return

@@ -14,7 +14,7 @@ from typing import Any
 import diffusers
 import torch
 from accelerate import init_empty_weights
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 
@@ -172,6 +172,28 @@ def lacking(folder: Path) -> str | None:
     if not (folder / _FILE).exists() and not _index(folder).exists():
         return f"it has no {_FILE}"
     return lfs_pointer(folder)
+
+
+_NOT_WEIGHTS = {
+    ".gguf": "is a GGUF file, whose quantised weights bigdit does not read",
+    **dict.fromkeys((".bin", ".ckpt", ".pt", ".pth"), "is a pickle, which may run any code"),
+}
+
+
+def not_safetensors(file: Path) -> str | None:
+    """What a file is that is no safetensors file, by its name and first bytes; None where it is one."""
+    if not file.is_file():
+        return "it is missing" if not file.exists() else "it is no file"
+    if what := _NOT_WEIGHTS.get(file.suffix.lower()):
+        return f"{file.name} {what}; take the .safetensors of it"
+    if problem := lfs_pointer(file):
+        return problem
+    try:
+        check_regular(file)
+        with safe_open(file, "pt"):
+            return None
+    except (SafetensorError, OSError) as error:
+        return f"{file.name} is no safetensors file, or is cut off ({error})"
 
 
 def fill(model: nn.Module, folder: Path, *, dtype: torch.dtype) -> tuple[int, int]:

@@ -1,13 +1,13 @@
 """Adapters in ComfyUI's names and shapes, for models that ComfyUI has.
 
 ComfyUI reads no metadata: without a tensor `.alpha` the product B·A counts as it is. Source: comfy/lora.py,
-comfy/utils.py and comfy/weight_adapter of ComfyUI 0.19.3, and its models for the names of their layers.
+comfy/utils.py and comfy/weight_adapter of ComfyUI 0.33.0, and its models for the names of their layers.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -25,8 +25,8 @@ AS_DIFFUSERS = frozenset(
             "FluxTransformer2DModel",
         ),
         *("HiDreamImageTransformer2DModel", "Kandinsky5Transformer3DModel", "Krea2Transformer2DModel"),
-        *("LongCatImageTransformer2DModel", "OvisImageTransformer2DModel", "PixArtTransformer2DModel"),
-        *("QwenImageTransformer2DModel", "SD3Transformer2DModel", "ZImageTransformer2DModel"),
+        *("LongCatImageTransformer2DModel", "PixArtTransformer2DModel", "QwenImageTransformer2DModel"),
+        *("SD3Transformer2DModel", "ZImageTransformer2DModel"),
     }
 )
 """Classes whose layers ComfyUI also knows by diffusers' names."""
@@ -95,6 +95,11 @@ _SINGLE |= {"proj_mlp": "linear1#3", "proj_out": "linear2", "norm.linear": "modu
 _REFINER = _qkv("attn.to_{}", "self_attn.qkv")
 _REFINER |= {"attn.to_out.0": "self_attn.proj", "ff.net.0.proj": "mlp.0", "ff.net.2": "mlp.2"}
 _REFINER |= {"norm_out.linear": "adaLN_modulation.1"}
+_YAK = _DOUBLE | {
+    f"{ff}.net.{layer}": f"{mlp}.{there}"
+    for ff, mlp in (("ff", "img_mlp"), ("ff_context", "txt_mlp"))
+    for layer, there in (("0.proj", "up_proj|gate_proj"), ("2", "down_proj"))
+}
 _HUNYUAN = {
     "transformer_blocks": ("double_blocks", _DOUBLE),
     "single_transformer_blocks": ("single_blocks", _SINGLE),
@@ -103,6 +108,10 @@ _HUNYUAN = {
 
 _RENAMED: dict[str, dict[str, tuple[str, dict[str, str]]]] = {
     "WanTransformer3DModel": {"blocks": ("blocks", _WAN)},
+    "OvisImageTransformer2DModel": {
+        "transformer_blocks": ("double_blocks", _YAK),
+        "single_transformer_blocks": ("single_blocks", _SINGLE),
+    },
     "LTXVideoTransformer3DModel": {"transformer_blocks": ("transformer_blocks", _LTX)},
     "CogVideoXTransformer3DModel": {"transformer_blocks": ("blocks", _COGVIDEOX)},
     "MochiTransformer3DModel": {"transformer_blocks": ("blocks", _MOCHI)},
@@ -112,7 +121,11 @@ _RENAMED: dict[str, dict[str, tuple[str, dict[str, str]]]] = {
     "HunyuanImageTransformer2DModel": _HUNYUAN,
 }
 """For each class its lists of blocks, with ComfyUI's names of the list and of the layers in a block. `#i`: part i of
-the rows of one layer there. `~`: the two halves of the rows are swapped there."""
+the rows of one layer there. `~`: the two halves of the rows are swapped there. `|`: each half is a layer of its own."""
+
+
+KNOWN = AS_DIFFUSERS | _RENAMED.keys()
+"""Classes whose adapters ComfyUI reads."""
 
 
 class Adapter(NamedTuple):
@@ -124,7 +137,12 @@ class Adapter(NamedTuple):
 
 
 def needed(class_name: str, *, dora: bool) -> bool:
-    """Whether ComfyUI has the model, but cannot read its adapters in diffusers' layout."""
+    """Whether ComfyUI has the model, but cannot read its adapters in diffusers' layout.
+
+    Raises UserError where it reads no adapters of the class in any layout.
+    """
+    if class_name not in KNOWN:
+        raise UserError(f"ComfyUI reads no adapters of {class_name}; use diffusers or `bigdit sample`")
     return class_name in _RENAMED or (dora and class_name in AS_DIFFUSERS)
 
 
@@ -139,16 +157,9 @@ def tensors(
     Raises UserError where a layer has no place in ComfyUI.
     """
     dora = any(each.magnitudes is not None for each in adapters.values())
-    layers: dict[str, dict[int, str]] = {}
-    for name in rows:
-        place = _place(class_name, name, dora=dora)
-        if place is not None:
-            layer, _, part = place.partition("#")
-            layers.setdefault(layer, {})[int(part or 0)] = name
     found: dict[str, torch.Tensor] = {}
     left = set(adapters)
-    for layer, parts in layers.items():
-        names = [parts[i] for i in sorted(parts)]
+    for layer, names in layers(class_name, rows, dora=dora).items():
         if left.isdisjoint(names):
             continue
         left.difference_update(names)
@@ -156,13 +167,27 @@ def tensors(
         joined = {"lora_A.weight": down, "lora_B.weight": _up(names, adapters, rows)}
         if dora:
             joined["dora_scale"] = torch.cat([_dora_scale(weight(name), adapters.get(name)) for name in names])
+        parent, _, there = layer.removesuffix("~").rpartition(".")
+        owns = there.split("|")
         for kind, tensor in joined.items():
-            turned = layer.endswith("~") and kind != "lora_A.weight"
-            halves = torch.cat(tensor.chunk(2)[::-1]) if turned else tensor
-            found[f"{layer.removesuffix('~')}.{kind}"] = halves.contiguous()
+            rows_of = kind != "lora_A.weight"
+            turned = torch.cat(tensor.chunk(2)[::-1]) if rows_of and layer.endswith("~") else tensor
+            shares = turned.chunk(len(owns)) if rows_of else [turned] * len(owns)
+            found |= {f"{parent}.{own}.{kind}": share.clone() for own, share in zip(owns, shares, strict=True)}
     if left:
         raise UserError(f"ComfyUI has no place for adapters of {min(left)} (strategy.lora.targets)")
     return found
+
+
+def layers(class_name: str, names: Iterable[str], *, dora: bool = False) -> dict[str, list[str]]:
+    """ComfyUI's layers, and for each the layers of the model whose rows it has, one after another."""
+    found: dict[str, dict[int, str]] = {}
+    for name in names:
+        place = _place(class_name, name, dora=dora)
+        if place is not None:
+            layer, _, part = place.partition("#")
+            found.setdefault(layer, {})[int(part or 0)] = name
+    return {layer: [parts[i] for i in sorted(parts)] for layer, parts in found.items()}
 
 
 def _place(class_name: str, name: str, *, dora: bool) -> str | None:
@@ -170,8 +195,8 @@ def _place(class_name: str, name: str, *, dora: bool) -> str | None:
     if class_name in AS_DIFFUSERS:
         return None if dora and _TURNED.fullmatch(f"{class_name} {name}") else f"transformer.{name}"
     match = re.fullmatch(r"(.+?)\.(\d+)\.(.+)", name)
-    blocks, layers = _RENAMED[class_name].get(match[1], ("", {})) if match else ("", {})
-    return f"diffusion_model.{blocks}.{match[2]}.{layers[match[3]]}" if match and match[3] in layers else None
+    blocks, there = _RENAMED.get(class_name, {}).get(match[1], ("", {})) if match else ("", {})
+    return f"diffusion_model.{blocks}.{match[2]}.{there[match[3]]}" if match and match[3] in there else None
 
 
 def _up(names: list[str], adapters: Mapping[str, Adapter], rows: Mapping[str, int]) -> torch.Tensor:

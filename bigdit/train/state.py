@@ -80,6 +80,8 @@ def build_state(start: Start, data: TrainData, world: World, device: torch.devic
     log_lines(world, snapshot_notices(run, model), notes=True)
     if found is not None:
         checkpoint.load_weights(found, model)
+    elif run.model.lora_from is not None and strategy.lora is not None:
+        log_lines(world, checkpoint.load_adapters(model, spec, strategy.lora, run.model.lora_from), notes=True)
     meter = MemoryMeter(device)
     log_lines(world, [*float8_notices(model, family, strategy), *compile_notices(strategy)], notes=True)
     engine = engines.create(strategy, model, family, device=device, world=world)
@@ -109,7 +111,14 @@ def check_models(stages: Sequence[Prepared]) -> list[nn.Module]:
         return check_model(stages[number].stage.run, stages[number].spec, stages[number].strategy)
 
     found = of_each(range(len(stages)), one)
-    _check_start(stages[0].stage.run, stages[0].spec)
+    first = stages[0]
+    _check_start(first.stage.run, first.spec)
+    if (
+        first.stage.run.model.lora_from is not None
+        and first.strategy.lora is not None
+        and not _goes_on(first.stage.run)
+    ):
+        checkpoint.load_adapters(found[0], first.spec, first.strategy.lora, first.stage.run.model.lora_from)
     return found
 
 

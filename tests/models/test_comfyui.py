@@ -5,33 +5,14 @@ ComfyUI adds B·A to a weight as it is, and with `dora_scale` makes it (W + B·A
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from tiny_loras import SPEC, spec_of, trained
 
 from bigdit import models
 from bigdit.errors import UserError
 from bigdit.models import comfyui
-from bigdit.strategy import LoraSpec, ModelSpec
-
-TINY = json.loads((Path(__file__).parent / "tiny_video.json").read_text())
-TINY |= {
-    "lumina-2": {
-        "class_name": "Lumina2Transformer2DModel",
-        "kwargs": {"sample_size": 8, "patch_size": 2, "in_channels": 4, "hidden_size": 24, "num_layers": 1}
-        | {"num_refiner_layers": 1, "num_attention_heads": 2, "num_kv_heads": 1, "multiple_of": 8, "cap_feat_dim": 12}
-        | {"axes_dim_rope": [4, 4, 4], "axes_lens": [20, 20, 20]},
-    },
-    "flux": {
-        "class_name": "FluxTransformer2DModel",
-        "kwargs": {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 16, "num_layers": 1}
-        | {"num_single_layers": 1, "joint_attention_dim": 12, "pooled_projection_dim": 10, "axes_dims_rope": [2, 2, 4]},
-    },
-}
 
 
 def of(parent, layers):
@@ -79,30 +60,12 @@ KNOWN = {
     "hunyuan-video": _DOUBLE | _SINGLE,
     "hunyuan-video-1.5": _DOUBLE,
     "hunyuan-image": _DOUBLE | _SINGLE,
+    "ovis-image": _SINGLE | {name: parts for name, parts in _DOUBLE.items() if "mlp" not in name},
     "flux": {
         "transformer.transformer_blocks.0.attn.to_q": ["transformer_blocks.0.attn.to_q"],
         "transformer.single_transformer_blocks.0.proj_mlp": ["single_transformer_blocks.0.proj_mlp"],
     },
 }
-SPEC = LoraSpec(rank=2, alpha=6.0)  # B·A counts three times
-
-
-def spec_of(name):
-    return ModelSpec(name=name, **{key: TINY[name][key] for key in ("class_name", "kwargs")})
-
-
-def trained(model, class_name, *, dora, ends=""):
-    """Adapters of the linear layers of all blocks by peft's names, as a checkpoint has them."""
-    blocks = set(models.family(class_name).blocks(model))
-    within = tuple(f"{name}." for name, module in model.named_modules() if module in blocks)
-    found = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name.startswith(within) and name.endswith(ends):
-            found[f"{name}.lora_A.default.weight"] = torch.randn(SPEC.rank, module.in_features)
-            found[f"{name}.lora_B.default.weight"] = torch.randn(module.out_features, SPEC.rank)
-            if dora:
-                found[f"{name}.lora_magnitude_vector.default.weight"] = 1 + torch.rand(module.out_features)
-    return found
 
 
 def by_peft(weights, name, weight):
@@ -145,7 +108,7 @@ def test_comfyui_gets_the_weights_that_were_trained(tmp_path, name, dora, ends):
         wanted = torch.cat([by_peft(weights, part, weight) for part, weight in frozen])
         found = by_comfyui(tensors, layer, torch.cat([weight for _, weight in frozen]))
         torch.testing.assert_close(found, wanted)
-    # No layer is left out: as much is written as was trained.
+    # No layer is left out, and each is one of ComfyUI's: as much is written as was trained.
     ups = [key for key in tensors if key.endswith(".lora_B.weight")]
     written = sum((tensors[up] @ tensors[up.replace("lora_B", "lora_A")]).square().sum() for up in ups)
     pairs = [(up, up.replace("lora_B", "lora_A")) for up in weights if ".lora_B." in up]
@@ -163,6 +126,21 @@ def test_halves_that_comfyui_has_in_the_other_order_are_exchanged(tmp_path):
     torch.testing.assert_close(torch.cat([value, gate]), 3 * up)
 
 
+def test_halves_that_are_layers_of_their_own_in_comfyui_are_parted(tmp_path):
+    """Ovis-Image's: silu(gate) · up."""
+    spec, layer = spec_of("ovis-image"), "transformer_blocks.0.ff_context.net.0.proj"
+    weights = trained(models.outline(spec), spec.class_name, dora=False, ends="ff_context.net.0.proj")
+    models.save_for_comfyui(tmp_path, spec, SPEC, weights, lambda: None)
+    found = load_file(tmp_path / comfyui.FILE)
+    up, gate = (f"diffusion_model.double_blocks.0.txt_mlp.{each}" for each in ("up_proj", "gate_proj"))
+    assert found.keys() == {f"{each}.lora_{kind}.weight" for each in (up, gate) for kind in "AB"}
+    wanted = 3 * weights[f"{layer}.lora_B.default.weight"]
+    torch.testing.assert_close(torch.cat([found[f"{each}.lora_B.weight"] for each in (up, gate)]), wanted)
+    assert all(
+        torch.equal(found[f"{each}.lora_A.weight"], weights[f"{layer}.lora_A.default.weight"]) for each in (up, gate)
+    )
+
+
 def test_a_layer_that_comfyui_cannot_be_given_is_named(tmp_path):
     spec = spec_of("wan-i2v")
     weights = {
@@ -172,3 +150,9 @@ def test_a_layer_that_comfyui_cannot_be_given_is_named(tmp_path):
     with pytest.raises(UserError, match=r"ComfyUI has no place for adapters of proj_out \(strategy\.lora\.targets\)"):
         models.save_for_comfyui(tmp_path, spec, SPEC, weights, lambda: None)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_comfyui_cannot_be_given_is_named(tmp_path):
+    spec = spec_of("sana-video")
+    with pytest.raises(UserError, match="ComfyUI reads no adapters of SanaVideoTransformer3DModel; use diffusers or"):
+        models.save_for_comfyui(tmp_path, spec, SPEC, {}, lambda: None)

@@ -169,7 +169,7 @@ def test_adapters_are_trained_kept_resumed_and_read_by_diffusers(tmp_path, featu
 
 
 @pytest.mark.slow
-def test_other_adapters_start_again_elsewhere(tmp_path, features, trained):
+def test_other_adapters_start_from_these_elsewhere(tmp_path, features, trained, capsys):
     """Whatever changes, the error says what works; adapters alone are no weights to start from."""
     base = trained / "exports/step-00000008/transformer"
     settings = ("strategy.lora={rank: 4, alpha: 8}", f"model.init_from={base}", "train.checkpoint_every=2")
@@ -185,13 +185,35 @@ def test_other_adapters_start_again_elsewhere(tmp_path, features, trained):
             run_to(4, tmp_path / "run", features, *settings, f"strategy.{key}={asked}")
         assert str(refused.value) == (
             f"{found.folder} was trained with strategy.{key} {before}, and the run asks for {asked}; "
-            "choose another output, where new adapters start"
+            f"choose another output; there model.init_from={base} model.lora_from={found.folder} starts from these "
+            "adapters"
         )
-    run_to(2, tmp_path / "elsewhere", features, *settings, "strategy.lora={rank: 8, alpha: 2, targets: [to_q]}")
-    export = tmp_path / "run/exports/step-00000002/transformer"
-    for source, what in ((found.folder, f"; name the weights they are for: {base}"), (export, "")):
-        with pytest.raises(UserError, match=f"^model.init_from: {source} holds LoRA adapters alone.*{what}$"):
+    export, other = tmp_path / "run/exports/step-00000002/transformer", "strategy.lora={rank: 8, alpha: 2}"
+    still = ("strategy.optimizer.lr=1e-12", f"model.lora_from={export}")
+    ended = exported(run_to(2, tmp_path / "elsewhere", features, *settings, other, *still), "transformer")
+    before = exported(found, "transformer")
+    for up in (name for name in before if ".lora_B." in name):
+        change, was = (each[up] @ each[up.replace("lora_B", "lora_A")] for each in (ended, before))
+        torch.testing.assert_close(change, was, atol=2e-2 * was.abs().max().item(), rtol=0)  # bf16
+    assert "note: model.lora_from: 16 layers start from it" in capsys.readouterr().err
+    for source in (found.folder, export):
+        named = f"set model.init_from to the weights they are for.* and model.lora_from to {source}$"
+        with pytest.raises(UserError, match=f"^model.init_from: {source} holds LoRA adapters alone; {named}"):
             run_to(2, tmp_path / "other", features, *settings, f"model.init_from={source}")
+    lacks = f"model.lora_from: {found.folder}: it adapts .*, and strategy.lora.targets leaves that out"
+    with pytest.raises(UserError, match=lacks):
+        run_to(
+            2,
+            tmp_path / "other",
+            features,
+            *settings,
+            f"model.lora_from={found.folder}",
+            "strategy.lora.targets=[to_k]",
+        )
+    (tmp_path / "model.gguf").touch()
+    what = r"model.lora_from: .*: model.gguf is a GGUF file, .* take the .safetensors of it"
+    with pytest.raises(UserError, match=what):
+        run_to(2, tmp_path / "other", features, *settings, f"model.lora_from={tmp_path / 'model.gguf'}")
 
 
 def as_kept(folder, kind):

@@ -1,0 +1,205 @@
+"""LoRA weights to start from: in the names of diffusers, ComfyUI and kohya's scripts, at a run's rank.
+
+Names that neither the model nor ComfyUI has are converted by the pipelines of diffusers, as their own loaders do.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import diffusers
+import torch
+from torch import nn
+
+from bigdit.catalog.families import PIPELINES
+from bigdit.errors import UserError
+from bigdit.models import comfyui
+from bigdit.models.adapters import ADAPTER
+from bigdit.models.build import outline
+from bigdit.models.comfyui import Adapter
+from bigdit.strategy import LoraSpec, ModelSpec
+from bigdit.units import how_many
+
+_PREFIXES = re.compile(
+    r"^(base_model\.model\.)?(transformer\.|(model\.)?diffusion_model\.|lora_unet_|lora_transformer_|lycoris_)?"
+)
+_PART = re.compile(
+    r"(?P<layer>.+?)[._](?P<kind>lora[._](A|B|down|up)|lora_magnitude_vector)(\.default)?(\.weight)?$"
+    r"|(?P<other>.+)\.(?P<rest>alpha|dora_scale)$"
+)
+_KINDS = {"A": "down", "down": "down", "B": "up", "up": "up", "vector": "magnitudes"}
+_OTHER_KINDS = {"lokr": "LoKr", "hada": "LoHa", "oft": "OFT", "diff": "whole differences"}
+
+
+def read_adapters(
+    spec: ModelSpec, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
+) -> dict[str, Adapter]:
+    """Adapters by the model's layers, with their scale in `up`.
+
+    `config`: peft's, where the file has it; tensors of alpha come before it. Raises UserError where a tensor is of no
+    LoRA, or of no layer of the model.
+    """
+    linears = {name: each for name, each in outline(spec).named_modules() if isinstance(each, nn.Linear)}
+    parts = _parts(tensors, config)
+    places = _places(spec.class_name, linears)
+    for prefix in (None, "lora_unet_"):
+        if any(_plain(layer) not in places for layer in parts):
+            with suppress(Exception):  # of any class, where a converter expects other names
+                parts = _parts(_converted(spec.class_name, parts, prefix), {})
+    found: dict[str, Adapter] = {}
+    for layer, part in parts.items():
+        if _plain(layer) not in places:
+            raise UserError(f"its layer {layer} is none of {spec.class_name}: it is of another model")
+        for name, rows in places[_plain(layer)]:
+            found[name] = _adapter(name, layer, part, rows, linears[name])
+    if not found:
+        raise UserError("it holds no LoRA")
+    return found
+
+
+def start_adapters(model: nn.Module, lora: LoraSpec, adapters: Mapping[str, Adapter]) -> list[str]:
+    """Fill the model's new adapters; what to log about it. A higher rank is brought down by SVD, a lower one is exact.
+
+    Raises UserError where the run does not adapt one of the layers, or only one of both has magnitudes.
+    """
+    trained = dict(model.named_parameters())
+    left_out = [name for name in adapters if f"{name}.lora_A.{ADAPTER}.weight" not in trained]
+    if left_out:
+        ends = sorted({_end(name) for name in adapters})
+        raise UserError(
+            f"it adapts {left_out[0]}, and strategy.lora.targets leaves that out; set strategy.lora.targets to "
+            f"[{', '.join(ends)}]"
+        )
+    if lora.dora != any(each.magnitudes is not None for each in adapters.values()):
+        has, fix = ("no magnitudes", "false") if lora.dora else ("magnitudes (DoRA)", "true")
+        raise UserError(f"it has {has}; set strategy.lora.dora to {fix}")
+    lost = [0.0, 0.0]
+    with torch.no_grad():
+        for name, each in adapters.items():
+            down, up = (trained[f"{name}.lora_{kind}.{ADAPTER}.weight"] for kind in "AB")
+            kept, (missing, whole) = _reduced(each, lora.rank)
+            lost = [lost[0] + missing, lost[1] + whole]
+            rank = len(kept.down)
+            down[:rank].copy_(kept.down)  # rows beyond it stay as they were drawn, and their columns of B are zeros
+            up.zero_()[:, :rank].copy_(kept.up * (lora.rank / lora.alpha))
+            if each.magnitudes is not None:
+                trained[f"{name}.lora_magnitude_vector.{ADAPTER}.weight"].copy_(each.magnitudes)
+    return list(_notices(trained, adapters, lora, math.sqrt(lost[0] / max(lost[1], 1e-30))))
+
+
+def _notices(trained: Mapping[str, Any], adapters: Mapping[str, Adapter], lora: LoraSpec, lost: float) -> list[str]:
+    ranks = sorted({len(each.down) for each in adapters.values()})
+    found = [f"model.lora_from: {how_many(len(adapters), 'layer')} start from it"]
+    if ranks[-1] > lora.rank:
+        found.append(f"model.lora_from: rank {ranks[-1]} became {lora.rank} by SVD; {lost:.1%} of its length is lost")
+    new = sum(f".lora_A.{ADAPTER}." in name for name in trained) - len(adapters)
+    if new:
+        found.append(f"model.lora_from: {how_many(new, 'layer')} of this run are not in it, and start as new ones")
+    return found
+
+
+def _end(name: str) -> str:
+    """The last part of a layer's name that is no number, and what follows it."""
+    return re.sub(r"^.*?([^.]*[^.\d][^.]*(\.\d+)*)$", r"\1", name)
+
+
+def _plain(layer: str) -> str:
+    return _PREFIXES.sub("", layer).replace(".", "_")
+
+
+def _parts(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+    """{the file's layer: down, up with its scale, magnitudes}, in fp32."""
+    parts: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        match = _PART.fullmatch(name)
+        if match is None:
+            kind = next((words for key, words in _OTHER_KINDS.items() if re.search(rf"[._]{key}", name)), "no LoRA")
+            raise UserError(f"its tensor {name} is of {kind}, and LoRA was expected")
+        kind = match["rest"] or _KINDS[re.split(r"[._]", match["kind"])[-1]]
+        parts.setdefault(match["layer"] or match["other"], {})[kind] = (
+            tensor.float().flatten(1) if tensor.ndim > 2 else tensor.float()
+        )
+    for layer, part in parts.items():
+        if "dora_scale" in part:
+            raise UserError(f"{layer} has a dora_scale, which depends on the weights below; take diffusers' file of it")
+        if not {"down", "up"} <= part.keys() or not len(part["down"]):
+            raise UserError(f"{layer} lacks one of its two matrices")
+        rank = len(part["down"])
+        given = config.get("alpha_pattern", {}).get(layer, config.get("lora_alpha"))
+        alpha = part.pop("alpha", torch.tensor(float(rank if given is None else given))).item()
+        if not 0 < alpha < math.inf:
+            raise UserError(f"{layer} has an alpha of {alpha:g}, and a number above 0 was expected")
+        part["up"] = part["up"] * (alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+    return parts
+
+
+Rows = tuple[int, int, int, bool]
+"""Where the rows of a layer lie in the file's: (first, how many, of how many), and whether halves are swapped."""
+
+
+def _places(class_name: str, linears: Mapping[str, nn.Linear]) -> dict[str, list[tuple[str, Rows]]]:
+    """For each plain name of a layer in files: the layers of the model, and their rows in it."""
+    places = {
+        _plain(name): [(name, (0, each.out_features, each.out_features, False))] for name, each in linears.items()
+    }
+    for layer, names in comfyui.layers(class_name, linears).items():
+        parent, _, there = layer.removesuffix("~").rpartition(".")
+        if "|" in there:
+            continue  # a layer in two parts: two adapters of which one cannot be made exactly
+        counts = [linears[name].out_features for name in names]
+        starts = [sum(counts[:i]) for i in range(len(counts))]
+        own = [
+            (name, (start, count, sum(counts), layer.endswith("~")))
+            for name, start, count in zip(names, starts, counts, strict=True)
+        ]
+        places.setdefault(_plain(f"{parent}.{there}"), own)
+    return places
+
+
+def _adapter(name: str, layer: str, part: Mapping[str, torch.Tensor], rows: Rows, linear: nn.Linear) -> Adapter:
+    first, count, whole, turned = rows
+    down, up, magnitudes = part["down"], part["up"], part.get("magnitudes")
+    if len(up) != whole or down.shape[1] != linear.in_features:
+        raise UserError(
+            f"its layer {layer} is {len(up)} × {down.shape[1]}, and {name} of the model {whole} × "
+            f"{linear.in_features}: it is of another model"
+        )
+    up = torch.cat(up.chunk(2)[::-1]) if turned else up
+    return Adapter(down, up[first : first + count], magnitudes)
+
+
+def _converted(
+    class_name: str, parts: Mapping[str, Mapping[str, torch.Tensor]], prefix: str | None
+) -> dict[str, torch.Tensor]:
+    """The tensors in diffusers' names, by the pipeline of the class; with `prefix`, from kohya's names."""
+    known = PIPELINES.get(class_name) or re.sub("Transformer[23]DModel$", "Pipeline", class_name)
+    kinds = ("lora_up", "lora_down") if prefix else ("lora_B", "lora_A")
+    tensors: dict[str, torch.Tensor] = {}
+    for layer, part in parts.items():
+        name = f"{prefix}{_plain(layer)}" if prefix else layer
+        tensors |= {f"{name}.{kind}.weight": part[own] for kind, own in zip(kinds, ("up", "down"), strict=True)}
+        if prefix:
+            tensors[f"{name}.alpha"] = torch.tensor(float(len(part["down"])))  # the scale is in `up`
+    found: dict[str, torch.Tensor] = getattr(diffusers, known).lora_state_dict(tensors)
+    return found
+
+
+def _reduced(adapter: Adapter, rank: int) -> tuple[Adapter, tuple[float, float]]:
+    """The nearest adapter of the rank (Eckart and Young, 1936), and the squared lengths of what is lost and of all."""
+    if len(adapter.down) <= rank:
+        return adapter, (0.0, 0.0)
+    of_up, up = torch.linalg.qr(adapter.up)
+    of_down, down = torch.linalg.qr(adapter.down.T)
+    left, lengths, right = torch.linalg.svd(up @ down.T)
+    signs = left.gather(0, left.abs().argmax(0, keepdim=True)).sign()  # alike on all machines
+    roots = lengths[:rank].sqrt()
+    reduced = Adapter(
+        (right[:rank] * signs.T[:rank] * roots[:, None]) @ of_down.T,
+        of_up @ (left[:, :rank] * signs[:, :rank] * roots),
+        adapter.magnitudes,
+    )
+    return reduced, (lengths[rank:].square().sum().item(), lengths.square().sum().item())

@@ -1,0 +1,148 @@
+"""LoRA weights to start from, in every layout: what the model computes with them is what their file says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_loras import SPEC, TINY, spec_of, trained
+from torch import nn
+
+from bigdit import models
+from bigdit.errors import UserError
+from bigdit.models import comfyui
+from bigdit.models.adapters import FILE
+from bigdit.models.lora import apply_lora
+from bigdit.strategy import LoraSpec, ModelSpec
+
+FLUX = spec_of("flux")
+NAMES = [name for name in TINY if spec_of(name).class_name in comfyui.KNOWN and name != "ovis-image"]
+
+
+def started(spec: ModelSpec, lora: LoraSpec, tensors, config=None):
+    """A model whose adapters start from a file, and what was logged."""
+    model = models.build(spec, device="cpu", dtype=torch.float32, seed=0)
+    apply_lora(model, models.family(spec.class_name), lora, seed=1)
+    notices = models.start_adapters(model, lora, models.read_adapters(spec, tensors, config or {}))
+    return model, notices
+
+
+def change(model: nn.Module, lora: LoraSpec, layer: str) -> torch.Tensor:
+    """B·A as it is added to the weight."""
+    up, down = (model.get_parameter(f"{layer}.lora_{kind}.default.weight") for kind in "BA")
+    return (up @ down).detach() * lora.alpha / lora.rank
+
+
+def wanted(weights, layer):
+    """The same, of adapters by peft's names."""
+    return (
+        weights[f"{layer}.lora_B.default.weight"] @ weights[f"{layer}.lora_A.default.weight"] * SPEC.alpha / SPEC.rank
+    )
+
+
+def layers_of(weights):
+    return [name.removesuffix(".lora_A.default.weight") for name in weights if ".lora_A." in name]
+
+
+def lora_of(weights, **more):
+    return LoraSpec(targets=tuple(layers_of(weights)), **{"rank": 2, "alpha": 6.0} | more)
+
+
+@pytest.mark.parametrize("kind", ["diffusers", "comfyui"])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_export_starts_a_run_as_it_ended(tmp_path, name, kind):
+    """With another alpha; layers that ComfyUI joins have a higher rank there."""
+    torch.manual_seed(0)
+    spec = spec_of(name)
+    weights = trained(models.outline(spec), spec.class_name, dora=False)
+    models.save_adapters(tmp_path, SPEC, weights)
+    models.save_for_comfyui(tmp_path, spec, SPEC, weights, lambda: None)
+    file = tmp_path / (comfyui.FILE if kind == "comfyui" and (tmp_path / comfyui.FILE).exists() else FILE)
+    lora = lora_of(weights, alpha=1.0)
+    model, _ = started(spec, lora, load_file(file))
+    for layer in layers_of(weights):
+        torch.testing.assert_close(change(model, lora, layer), wanted(weights, layer), atol=1e-4, rtol=1e-4)
+
+
+def of_kohya(layer, up, down, alpha):
+    return {f"{layer}.lora_up.weight": up, f"{layer}.lora_down.weight": down, f"{layer}.alpha": torch.tensor(alpha)}
+
+
+def test_kohyas_names_and_alpha_are_read():
+    """Of FLUX.1 they are ComfyUI's layers; diffusers knows which of its own these are."""
+    torch.manual_seed(0)
+    up, down = torch.randn(48, 4), torch.randn(4, 16)
+    lora = LoraSpec(rank=4, alpha=4.0)
+    model, _ = started(FLUX, lora, of_kohya("lora_unet_double_blocks_0_img_attn_qkv", up, down, 2.0))
+    for part, layer in zip(up.chunk(3), ("to_q", "to_k", "to_v"), strict=True):
+        torch.testing.assert_close(change(model, lora, f"transformer_blocks.0.attn.{layer}"), part @ down / 2)
+    own = of_kohya("lora_unet_transformer_blocks_0_attn_to_q", up[:16], down, 2.0)
+    model, notices = started(FLUX, lora, own)
+    torch.testing.assert_close(change(model, lora, "transformer_blocks.0.attn.to_q"), up[:16] @ down / 2)
+    assert notices[-1] == "model.lora_from: 10 layers of this run are not in it, and start as new ones"
+    assert change(model, lora, "transformer_blocks.0.attn.to_k").abs().max() == 0
+
+
+@pytest.mark.parametrize(("rank", "exact"), [(6, True), (3, True), (2, False)])
+def test_another_rank_is_exact_or_the_nearest(rank, exact):
+    """By the largest singular values of B·A, here of rank 3."""
+    torch.manual_seed(0)
+    layer = "transformer_blocks.0.attn.to_q"
+    up, down = torch.randn(16, 3), torch.randn(3, 16)
+    tensors = {f"transformer.{layer}.lora_B.weight": up, f"transformer.{layer}.lora_A.weight": down}
+    lora = LoraSpec(rank=rank, alpha=8.0, targets=("transformer_blocks.0.attn.to_q",))
+    model, notices = started(FLUX, lora, tensors)
+    found, lengths = change(model, lora, layer), torch.linalg.svdvals(up @ down)
+    torch.testing.assert_close((found - up @ down).norm(), lengths[rank:].norm(), atol=1e-5, rtol=1e-5)
+    lost = lengths[rank:].norm() / lengths.norm()
+    said = f"model.lora_from: rank 3 became {rank} by SVD; {lost:.1%} of its length is lost"
+    assert (said in notices) != exact
+    assert all(model.get_parameter(f"{layer}.lora_A.default.weight").norm(dim=1) > 0)  # each of them can learn
+
+
+def test_pefts_configuration_scales():
+    layer = "transformer_blocks.0.attn.to_q"
+    tensors = {
+        f"transformer.{layer}.lora_B.weight": torch.ones(16, 4),
+        f"transformer.{layer}.lora_A.weight": torch.ones(4, 16),
+    }
+    for config, scale in (
+        ({"lora_alpha": 8}, 2),
+        ({"lora_alpha": 8, "use_rslora": True}, 4),
+        ({"lora_alpha": 1, "alpha_pattern": {f"transformer.{layer}": 2}}, 0.5),
+    ):
+        lora = LoraSpec(rank=4, alpha=4.0, targets=("to_q",))
+        model, _ = started(FLUX, lora, tensors, config)
+        torch.testing.assert_close(change(model, lora, layer), torch.full((16, 16), 4.0 * scale))
+
+
+ONE = "transformer.transformer_blocks.0.attn.to_q"
+PAIR = {f"{ONE}.lora_A.weight": torch.ones(2, 16), f"{ONE}.lora_B.weight": torch.ones(16, 2)}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "lora", "problem"),
+    [
+        ({}, {}, "it holds no LoRA"),
+        ({f"{ONE}.lora_A.weight": torch.ones(2, 16)}, {}, f"{ONE} lacks one of its two matrices"),
+        (PAIR | {f"{ONE}.alpha": torch.tensor(0.0)}, {}, f"{ONE} has an alpha of 0, and a number above 0 was expected"),
+        (PAIR | {f"{ONE}.lokr_w1": torch.ones(2)}, {}, f"its tensor {ONE}.lokr_w1 is of LoKr, and LoRA was expected"),
+        (PAIR | {f"{ONE}.dora_scale": torch.ones(16, 1)}, {}, f"{ONE} has a dora_scale, which depends on the weights"),
+        (PAIR, {"dora": True}, "it has no magnitudes; set strategy.lora.dora to false"),
+        (PAIR | {f"{ONE}.lora_magnitude_vector": torch.ones(16)}, {}, r"it has magnitudes \(DoRA\); set strategy"),
+        (PAIR, {"targets": ("to_k",)}, r"leaves that out; set strategy.lora.targets to \[to_q\]"),
+        (
+            {key.replace("transformer_blocks", "layers"): value for key, value in PAIR.items()},
+            {},
+            "its layer transformer.layers.0.attn.to_q is none of FluxTransformer2DModel: it is of another model",
+        ),
+        (
+            PAIR | {f"{ONE}.lora_A.weight": torch.ones(2, 8)},
+            {},
+            r"is 16 × 8, and transformer_blocks.0.attn.to_q of the model 16 × 16: it is of another model",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_no_start_is_named(tensors, lora, problem):
+    with pytest.raises(UserError, match=problem):
+        started(FLUX, LoraSpec(**{"rank": 2} | lora), tensors)
