@@ -113,6 +113,11 @@ class SourceConfig(Section):
     """Read files outside the folder through links. Links to folders are never followed."""
     frame_rate: Positive | None = None
     """Frames per second, for a folder whose subfolders are videos of numbered images."""
+    flip: Switch = False
+    """Encode each image or video mirrored too, as a sample of its own."""
+    crops: Annotated[Count, Field(le=100)] = 1
+    """Crops of each image or video, each a sample of its own. They are spread over the side that its bucket crops; one
+    crop is centred."""
     repeats: Annotated[Count, Field(le=10_000)] = 1
     """How often an epoch has each sample."""
     weight: Annotated[Number, Field(ge=0.001, le=1000)] = 1.0
@@ -178,6 +183,11 @@ class DataConfig(Section):
     """Frames per second that are read from videos."""
     max_pixels: Count = MAX_PIXELS
     """The most pixels of an image or frame; larger ones are skipped. Each worker needs four bytes per pixel."""
+    min_side: Count = 1
+    """The fewest pixels of an image's or frame's shorter side; smaller ones are skipped."""
+    max_upscale: Annotated[Number, Field(ge=1)] | None = None
+    """The most that an image or frame is enlarged to fill a bucket. Without a bucket within this limit it is
+    skipped."""
     part_size: Count = PART_SIZE
     """Samples in one part of the store."""
     workers: Processes = 1

@@ -42,6 +42,12 @@ _NAMES: dict[Meant, str] = {
     Meant("data.images.captions", "columns of a table; .txt and .json files next to images are found without it"): (
         "caption_column text_column caption_ext caption_extension caption_strategy"
     ),
+    Meant("data.images.flip", "true, of each source; mirrored images are encoded too"): (
+        "random_flip flip_aug flip hflip horizontal_flip flip_prob flip_augmentation"
+    ),
+    Meant("data.images.crops", "a number, of each source; 1 is centred"): "random_crop center_crop crop_aspect",
+    Meant("data.min_side", "pixels"): "minimum_image_size min_image_size min_size",
+    Meant("data.max_upscale", "1 enlarges no image"): "bucket_no_upscale no_upscale",
     Meant("data.images.caption", "one caption for all images of a source"): (
         "instance_prompt class_prompt default_caption"
     ),
@@ -57,7 +63,7 @@ _NAMES: dict[Meant, str] = {
     ),
     Meant("data.buckets", "[[height, width]] in pixels", ("--resolution", "--size")): (
         "resolution resolutions image_size img_size base_resolution target_size width height enable_bucket "
-        "min_bucket_reso max_bucket_reso bucket_reso_steps bucket_no_upscale aspect_ratio_bucketing aspect_bucketing"
+        "min_bucket_reso max_bucket_reso bucket_reso_steps aspect_ratio_bucketing aspect_bucketing"
     ),
     Meant("data.buckets", "[[frames, height, width]]", ("--frames",)): "num_frames n_frames video_length",
     Meant("data.fps", "frames a second"): "video_fps target_fps sample_fps",

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from bigdit.config.data import fitting_bucket, frames_of, written_bucket
 from bigdit.errors import UserError
-from bigdit.sources.protocol import Unusable
+from bigdit.sources.protocol import CENTRED, Fit, Unusable
 
 Color = Literal["rgb", "gray"]
 
@@ -51,19 +51,20 @@ def check_divides(bucket: tuple[int, ...], side: int, frames: int) -> None:
 
 
 def bucket_pixels(
-    image: Image.Image | Iterable[Image.Image], buckets: Sequence[tuple[int, ...]], color: Color
+    image: Image.Image | Iterable[Image.Image], buckets: Sequence[tuple[int, ...]], color: Color, fit: Fit = CENTRED
 ) -> tuple[tuple[int, ...], npt.NDArray[np.uint8]]:
     """The bucket [height, width] of a decoded image (RGB or L, upright), or [frames, height, width] of a video, and its
     pixels: uint8 [C, H, W], or [C, F, H, W].
 
-    The longer side is cropped about the centre. Pixels of an image of the bucket's size do not change. A video gets the
+    The longer side is cropped as `fit` says. Pixels of an image of the bucket's size do not change. A video gets the
     longest bucket that it fills, an image one of one frame; of several, the nearest aspect ratio decides. Frames are
-    resized one by one. Raises Unusable if all buckets have more frames.
+    resized one by one. Raises Unusable if all buckets have more frames, or the image is too small for `fit`.
     """
     frames = iter([image] if isinstance(image, Image.Image) else image)
     first = next(frames, None)
     if first is None:
         raise Unusable("video without frames")
+    buckets = _within(first.size, buckets, fit)
     nearest = {  # by frames
         count: nearest_bucket(first.height, first.width, [each for each in buckets if frames_of(each) == count])
         for count in sorted({frames_of(each) for each in buckets})
@@ -73,7 +74,7 @@ def bucket_pixels(
     for frame in itertools.islice(itertools.chain([first], frames), max(nearest)):
         found += 1
         for size, pixels in fitted.items():
-            pixels.append(_fitted(frame, size, color))
+            pixels.append(_fitted(frame, size, color, fit.crop_at))
     count = max((count for count in nearest if count <= found), default=None)
     if count is None:
         raise Unusable(f"video of {found} frames at data.fps; the shortest bucket has {min(nearest)}")
@@ -82,10 +83,27 @@ def bucket_pixels(
     return bucket, pixels[0] if len(bucket) == 2 else np.stack(pixels, axis=1)
 
 
-def _fitted(image: Image.Image, size: tuple[int, ...], color: Color) -> npt.NDArray[np.uint8]:
+def _within(size: tuple[int, int], buckets: Sequence[tuple[int, ...]], fit: Fit) -> Sequence[tuple[int, ...]]:
+    """The buckets that an image of `size` fills without more enlargement than `fit` allows."""
+    width, height = size
+    if min(size) < fit.min_side:
+        raise Unusable(f"image of {width} × {height} pixels; data.min_side is {fit.min_side}")
+    if fit.max_upscale is None:
+        return buckets
+    enlarged = {bucket: max(bucket[-2] / height, bucket[-1] / width) for bucket in buckets}
+    if found := [bucket for bucket, factor in enlarged.items() if factor <= fit.max_upscale]:
+        return found
+    least = min(enlarged.values())
+    raise Unusable(
+        f"image of {width} × {height} pixels; every bucket enlarges it {least:.2f} times or more, and data.max_upscale "
+        f"is {fit.max_upscale:g}"
+    )
+
+
+def _fitted(image: Image.Image, size: tuple[int, ...], color: Color, at: float) -> npt.NDArray[np.uint8]:
     """[C, H, W]."""
     mode = "L" if color == "gray" else "RGB"
-    fitted = ImageOps.fit(image.convert(mode), (size[1], size[0]), Image.Resampling.LANCZOS)
+    fitted = ImageOps.fit(image.convert(mode), (size[1], size[0]), Image.Resampling.LANCZOS, centering=(at, at))
     pixels = np.asarray(fitted)
     return np.ascontiguousarray(pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1))
 

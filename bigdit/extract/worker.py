@@ -240,7 +240,7 @@ class UnitEncoder:
                 contents = item.read()
                 self._contents[item.index] = contents.digests()
                 sample = contents.sample()
-                bucket, pixels = bucket_pixels(sample.image, self._buckets, codec.color)
+                bucket, pixels = bucket_pixels(sample.image, self._buckets, codec.color, sample.fit)
                 if self._classes:
                     self._labels[item.index] = _number(sample, self._classes)
         except Unusable as error:

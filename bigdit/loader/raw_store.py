@@ -57,7 +57,7 @@ class RawStore:
         """An item's sample, and its pixels in the bucket, uint8. Raises UserError for an unusable item."""
         try:
             sample = item.load()
-            _, pixels = bucket_pixels(sample.image, [self._bucket], self._color)
+            _, pixels = bucket_pixels(sample.image, [self._bucket], self._color, sample.fit)
         except Unusable as error:
             raise self._unusable(item, error) from None
         return sample, pixels

@@ -8,9 +8,9 @@ import itertools
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -22,13 +22,26 @@ from bigdit.sources.file_rows import FileRows
 from bigdit.sources.folder import FrameFolders, ImageFolder
 from bigdit.sources.image import SUFFIXES
 from bigdit.sources.protocol import Contents, Entry, Item, Source
-from bigdit.sources.rules import Ruled, Rules
+from bigdit.sources.rules import Ruled, Rules, Varied
 from bigdit.sources.tables import TableSource
 from bigdit.sources.text_rows import text_rows
 from bigdit.sources.videos import Clip, Clips
 from bigdit.sources.webdataset import WebDataset
 
 INDEX = "index"  # the folder within data.features for listings and indices of sources
+
+
+class Limits(NamedTuple):
+    """The sizes of images that are used: see DataConfig."""
+
+    max_pixels: int = MAX_PIXELS
+    min_side: int = 1
+    max_upscale: float | None = None
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """Those that are not the defaults."""
+        return {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
 
 
 @dataclass(frozen=True)
@@ -38,11 +51,13 @@ class ListedItem(Item):
     index: int
     name: str
     item: Item
-    max_pixels: int = MAX_PIXELS
+    limits: Limits
 
     def read(self, max_pixels: int | None = None) -> Contents:
         """As Item.read. The default of `max_pixels` is the run's."""
-        return self.item.read(max_pixels or self.max_pixels)
+        contents = self.item.read(max_pixels or self.limits.max_pixels)
+        fit = replace(contents.fit, min_side=self.limits.min_side, max_upscale=self.limits.max_upscale)
+        return replace(contents, fit=fit)
 
 
 class SourceList:
@@ -52,15 +67,14 @@ class SourceList:
     """
 
     def __init__(
-        self, sources: Sequence[Source], titles: Sequence[str], class_names: Sequence[str] | None, max_pixels: int
+        self, sources: Sequence[Source], titles: Sequence[str], class_names: Sequence[str] | None, limits: Limits
     ) -> None:
         self.sources = sources
-        self._titles, self._max_pixels = titles, max_pixels
+        self._titles, self._limits = titles, limits
         known = {name for source in sources for name in source.class_names}
         self.class_names = sorted(known) if class_names is None else list(class_names)
         self._ends = list(itertools.accumulate(len(source) for source in sources))
-        limit = {} if max_pixels == MAX_PIXELS else {"max_pixels": max_pixels}  # other images are skipped
-        identities = [source.identity | limit for source in sources]
+        identities = [source.identity | limits.changed for source in sources]  # other images are skipped
         digest = xxhash.xxh3_128_hexdigest("\n".join(identity["digest"] for identity in identities).encode())
         self.identity: dict[str, Any] = {
             "kind": "list",
@@ -85,7 +99,7 @@ class SourceList:
                 break
             prefix = f"{self._titles[number]}: " if len(self.sources) > 1 else ""
             inner = self.sources[number].items(max(start - first, 0), min(end, self._ends[number]) - first)
-            found += [ListedItem(first + item.index, prefix + item.name, item, self._max_pixels) for item in inner]
+            found += [ListedItem(first + item.index, prefix + item.name, item, self._limits) for item in inner]
         return found
 
 
@@ -103,7 +117,8 @@ def open_source(data: DataConfig) -> SourceList:
             problems += error.problems
     if problems:
         raise UserError(*problems)
-    return SourceList(sources, [str(config.path) for config in data.images], data.classes, data.max_pixels)
+    limits = Limits(data.max_pixels, data.min_side, data.max_upscale)
+    return SourceList(sources, [str(config.path) for config in data.images], data.classes, limits)
 
 
 def check_sources(data: DataConfig, *, listed: bool) -> list[str]:
@@ -137,7 +152,8 @@ def _clips(config: SourceConfig, data: DataConfig, key: str) -> Source:
     source = _open(config, data, key, clip)
     source = source if clip is None or config.clips == 1 else Clips(source, config.clips, clip)
     rules = Rules.of(config)
-    return source if rules is None else Ruled(source, rules)
+    source = source if rules is None else Ruled(source, rules)
+    return Varied(source, config.crops, config.flip) if config.crops > 1 or config.flip else source
 
 
 def _checked_kind(config: SourceConfig, data: DataConfig, key: str) -> SourceKind:

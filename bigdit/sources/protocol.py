@@ -27,15 +27,31 @@ class Caption:
 
 
 @dataclass(frozen=True)
+class Fit:
+    """How an image is fitted to a bucket. `crop_at`: 0 keeps its left or top, 1 its right or bottom, 0.5 its centre.
+
+    `min_side` and `max_upscale`: see DataConfig.
+    """
+
+    crop_at: float = 0.5
+    min_side: int = 1
+    max_upscale: float | None = None
+
+
+CENTRED = Fit()
+
+
+@dataclass(frozen=True)
 class Sample:
     """A decoded image (upright, opaque, mode RGB or L) or the frames of a video, which are decoded lazily.
 
-    It has at least one caption, or a label: the name or the number of its class.
+    It has at least one caption, or a label: the name or the number of its class. `fit`: how it is fitted to its bucket.
     """
 
     image: Image.Image | Iterator[Image.Image]
     captions: tuple[Caption, ...] = ()
     label: str | int | None = None
+    fit: Fit = CENTRED
 
 
 @dataclass(frozen=True)
@@ -46,10 +62,11 @@ class Contents:
     digest: Callable[[], int]
     captions: tuple[Caption, ...] = ()
     label: str | int | None = None
+    fit: Fit = CENTRED
 
     def sample(self) -> Sample:
         """Decode the image. Raises Unusable for a damaged one."""
-        return Sample(self.decode(), self.captions, self.label)
+        return Sample(self.decode(), self.captions, self.label, self.fit)
 
     def digests(self) -> tuple[int, int]:
         """xxh3-64 of the image's file, and of its captions or label."""

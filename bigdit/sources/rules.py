@@ -1,16 +1,17 @@
-"""Rules of a source for its captions: one for all, a trigger word, shuffled tags."""
+"""Rules of a source for its captions: one for all, a trigger word, shuffled tags. Mirrored and cropped variants."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import xxhash
+from PIL import Image
 
 from bigdit.config.data import MAX_PIXELS, SourceConfig, TagsConfig
-from bigdit.sources.protocol import Caption, Contents, Entry, Item, Source
+from bigdit.sources.protocol import Caption, Contents, Entry, Fit, Item, Source
 
 
 @dataclass(frozen=True)
@@ -93,3 +94,58 @@ class Ruled:
     def items(self, start: int, end: int) -> list[RuledItem]:
         """Items [start, end)."""
         return [RuledItem(item.index, item.name, item, self._rules) for item in self._source.items(start, end)]
+
+
+@dataclass(frozen=True)
+class VariedItem(Item):
+    """An item cropped at `crop_at`, and mirrored if `flipped`."""
+
+    index: int
+    name: str
+    item: Item
+    crop_at: float
+    flipped: bool
+
+    def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
+        """As Item.read."""
+        contents = self.item.read(max_pixels)
+        found = dataclasses.replace(contents, fit=Fit(self.crop_at))
+        return dataclasses.replace(found, decode=lambda: _mirrored(contents.decode())) if self.flipped else found
+
+
+def _mirrored(found: Image.Image | Iterator[Image.Image]) -> Image.Image | Iterator[Image.Image]:
+    if isinstance(found, Image.Image):
+        return found.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    return (cast(Image.Image, _mirrored(frame)) for frame in found)
+
+
+class Varied:
+    """The crops of each item of a source, one after another, and their mirror images."""
+
+    def __init__(self, source: Source, crops: int, flip: bool) -> None:
+        places = [0.5] if crops == 1 else [number / (crops - 1) for number in range(crops)]
+        self._variants = [(place, flipped) for flipped in (False, True)[: 1 + flip] for place in places]
+        self._source, self._crops, self.class_names = source, crops, source.class_names
+        inner = source.identity
+        digest = xxhash.xxh3_128_hexdigest(f"{inner['digest']} as {self._variants}".encode())
+        self.identity: dict[str, Any] = {**inner, "count": len(self), "digest": digest}
+
+    def __len__(self) -> int:
+        return len(self._source) * len(self._variants)
+
+    def entries(self) -> Iterator[Entry]:
+        """As Source.entries."""
+        count = len(self._variants)
+        return (dataclasses.replace(each, count=each.count * count) for each in self._source.entries())
+
+    def items(self, start: int, end: int) -> list[VariedItem]:
+        """Variants [start, end)."""
+        count = len(self._variants)
+        first, end = start // count, min(end, len(self))
+        inner = self._source.items(first, -(-end // count))
+        return [self._item(index, inner[index // count - first]) for index in range(start, end)]
+
+    def _item(self, index: int, item: Item) -> VariedItem:
+        place, flipped = self._variants[index % len(self._variants)]
+        named = item.name if self._crops == 1 else f"{item.name} cropped at {place:g}"
+        return VariedItem(index, f"{named} mirrored" if flipped else named, item, place, flipped)

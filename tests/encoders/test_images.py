@@ -13,6 +13,7 @@ from bigdit.config.data import IdentityCodec
 from bigdit.encoders.latents import bucket_pixels, nearest_bucket
 from bigdit.encoders.load import load_image_codec
 from bigdit.encoders.protocol import to_bytes, to_unit_range
+from bigdit.sources.protocol import Fit, Unusable
 
 SQUARE_WIDE_TALL = ((8, 8), (8, 12), (12, 8))
 
@@ -52,6 +53,28 @@ def test_larger_images_are_resized_and_cropped_about_the_centre():
     centres = 50 + (np.arange(8) + 0.5) * 100 / 8 - 0.5  # columns 50 to 150, in eight
     assert pixels.shape == (1, 8, 8)
     assert np.abs(pixels[0] - centres).max() <= 1  # a ramp stays one, but for rounding
+
+
+@pytest.mark.parametrize(("at", "first"), [(0, 0), (0.5, 50), (1, 100)])
+def test_a_crop_is_where_it_is_asked_for(at, first):
+    ramp = Image.fromarray(np.tile(np.arange(200, dtype=np.uint8), (100, 1)))
+    for image, axis in ((ramp, 1), (ramp.transpose(Image.Transpose.TRANSPOSE), 0)):
+        _, pixels = bucket_pixels(image, [(8, 8)], "gray", Fit(crop_at=at))
+        centres = first + (np.arange(8) + 0.5) * 100 / 8 - 0.5
+        assert np.abs(np.moveaxis(pixels[0], axis, -1) - centres).max() <= 1
+
+
+def test_images_that_a_bucket_would_enlarge_too_much_take_another_or_none():
+    buckets = [(64, 64), (128, 128), (64, 128)]
+    wide = gradient(100, 50)
+    assert bucket_pixels(wide, buckets, "rgb", Fit(max_upscale=1.3))[0] == (64, 128)
+    assert bucket_pixels(wide, buckets, "rgb", Fit(max_upscale=1.28))[0] == (64, 128)  # exactly
+    assert bucket_pixels(gradient(90, 70), buckets, "rgb", Fit(max_upscale=1))[0] == (64, 64)
+    with pytest.raises(Unusable, match=r"^image of 100 × 50 pixels; every bucket enlarges it 1\.28 times"):
+        bucket_pixels(wide, buckets, "rgb", Fit(max_upscale=1.27))
+    with pytest.raises(Unusable, match=r"^image of 100 × 50 pixels; data\.min_side is 51$"):
+        bucket_pixels(wide, buckets, "rgb", Fit(min_side=51))
+    assert bucket_pixels(wide, buckets, "rgb", Fit(min_side=50))[0] == (64, 128)
 
 
 @pytest.mark.parametrize("mode", ["L", "RGB"])

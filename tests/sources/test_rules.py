@@ -1,13 +1,17 @@
-"""Rules of sources for captions: one for all, text before and after, variants of tags."""
+"""Rules of sources for captions: one for all, text before and after, variants of tags. Crops and mirror
+images."""
 
 import json
 import pickle
 
+import numpy as np
 import pytest
-from commands import DIGITS
-from tiny_sources import opened, save, snapshot, texts, write_tar
+from commands import DIGITS, in_process, with_set
+from PIL import Image
+from tiny_sources import gradient, opened, save, snapshot, texts, write_tar
 
 from bigdit.config import load_run
+from bigdit.encoders.latents import bucket_pixels
 from bigdit.errors import UserError
 
 TAGS = ["one", "two", "three", "four", "five"]
@@ -91,3 +95,61 @@ def test_rules_that_do_not_go_together_are_one_line(source, problem):
         load_run(DIGITS, [f"data.images={json.dumps({'path': 'x'} | source)}"])
     assert problem in str(error.value)
     assert len(error.value.problems) == 1
+
+
+def test_crops_and_mirror_images_are_samples_of_their_own(tmp_path):
+    """Of one source: the other one stays as it is. They are encoded as they are shown."""
+    for name in ("one", "two"):
+        for at in range(3):
+            save(tmp_path / f"{name}/{at}.png", f"caption {at}", gradient(24, 8).point(lambda value, at=at: value + at))
+    plain = [str(tmp_path / "one"), str(tmp_path / "two")]
+    varied = [{"path": plain[0], "flip": True, "crops": 3, "caption_prefix": "sks "}, plain[1]]
+    source = opened(varied)
+    assert len(source) == 3 * 6 + 3
+    assert [len(source.items(*span)) for span in ((0, 1), (5, 13), (17, 19), (20, 99))] == [1, 8, 2, 1]
+    found = pickle.loads(pickle.dumps(source.items(0, 99)))
+    assert [item.index for item in found] == list(range(21))
+    assert [item.name.removeprefix(f"{plain[0]}: ") for item in found[6:12]] == [
+        "1.png cropped at 0",
+        "1.png cropped at 0.5",
+        "1.png cropped at 1",
+        "1.png cropped at 0 mirrored",
+        "1.png cropped at 0.5 mirrored",
+        "1.png cropped at 1 mirrored",
+    ]
+    whole = np.asarray(Image.open(tmp_path / "one/1.png")).transpose(2, 0, 1)
+    samples = [item.load() for item in found[6:12]]
+    pixels = [bucket_pixels(each.image, [(8, 8)], "rgb", each.fit)[1] for each in samples]
+    for number, start in enumerate((0, 8, 16)):
+        assert np.array_equal(pixels[number], whole[:, :, start : start + 8])
+        assert np.array_equal(pixels[3 + number], whole[:, :, ::-1][:, :, start : start + 8])
+    assert {each.captions[0].text for each in samples} == {"sks caption 1"}
+    assert sum(entry.count for entry in source.entries()) == 21
+    identities = source.identity["sources"]
+    assert identities[0] != opened(plain).identity["sources"][0]
+    assert identities[1] == opened(plain).identity["sources"][1]
+    assert opened(plain, min_side=9).identity["digest"] == opened(plain).identity["digest"]  # of their files
+    assert opened(plain, min_side=9).identity["sources"] != opened(plain).identity["sources"]
+
+
+def test_frames_of_a_video_are_mirrored_alike(tmp_path):
+    frames = [gradient(16, 8), gradient(16, 8).transpose(Image.Transpose.FLIP_TOP_BOTTOM)]
+    save(tmp_path / "a.gif", "a", frames[0], save_all=True, append_images=frames[1:], duration=100)
+    source = opened({"path": str(tmp_path), "flip": True}, buckets=[(2, 8, 16)], fps=10)
+    one, other = (list(item.load().image) for item in source.items(0, 2))
+    assert len(one) == len(other) == 2
+    for frame, mirrored in zip(one, other, strict=True):
+        assert np.array_equal(np.asarray(frame)[:, ::-1], np.asarray(mirrored))
+
+
+def test_small_images_are_skipped_by_extraction_and_variants_are_encoded(tmp_path):
+    save(tmp_path / "in/a.png", "a", gradient(24, 8))
+    save(tmp_path / "in/b.png", "b", gradient(7, 7))
+    source = json.dumps({"path": str(tmp_path / "in"), "flip": True})
+    settings = [f"data.images={source}", f"data.features={tmp_path / 'f'}", "data.workers=1", "data.min_side=8"]
+    done = in_process("extract", "--config", DIGITS, *with_set(settings))
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "f/report.json").read_text())
+    assert (report["images"], report["encoded"]) == (4, 2)
+    assert [each["name"] for each in report["skipped"]] == ["b.png", "b.png mirrored"]
+    assert report["skipped"][0]["reason"] == "image of 7 × 7 pixels; data.min_side is 8"
