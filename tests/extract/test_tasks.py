@@ -1,6 +1,7 @@
 """The same extraction as SLURM arrays and on a Ray cluster: the same parts, and what goes wrong in one line."""
 
 import os
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -38,8 +39,9 @@ def parts(folder):
 @pytest.mark.timeout(240)
 def test_an_array_makes_the_same_parts(images, here, tmp_path):
     """submitit's local executor starts the tasks that SLURM would, as processes of this machine."""
-    folder = tmp_path / "f"
-    settings = with_set([f"data.images={images}", f"data.features={folder}", "data.part_size=20"])
+    folder, copy = tmp_path / "f", tmp_path / "copy"
+    shutil.copytree(images, copy)
+    settings = with_set([f"data.images={copy}", f"data.features={folder}", "data.part_size=20"])
     options = ["--engine", "slurm", "--tasks", "2", "--workers", "1", "--resource", "cluster=local"]
     done = bigdit("extract", "--config", DIGITS, *settings, *options)
     assert done.returncode == 0, done.stderr
@@ -49,8 +51,12 @@ def test_an_array_makes_the_same_parts(images, here, tmp_path):
     assert len(list((folder / "speed").iterdir())) <= 2
     assert list((folder / "workers").iterdir()) == []
     assert len(FeatureStore.open(folder).schema.ranges()) == PARTS
-    again = extract(*configured(images, folder), engine=Slurm(2, {"cluster": "local"}))
+    again = extract(*configured(copy, folder), engine=Slurm(2, {"cluster": "local"}))
     assert (again.parts, again.workers) == (0, [])
+    next(copy.rglob("*.txt")).write_text("another caption")
+    grown = extract(*configured(copy, folder), engine=Slurm(2, {"cluster": "local"}))
+    assert (grown.parts, grown.images, grown.store.gone, grown.store.encoded) == (1, 1, 1, 240)
+    assert here.items() < parts(folder).items()
 
 
 @pytest.mark.slow
