@@ -146,8 +146,8 @@ class Strategy(Section):
             below = max(whole // one_pass, 1) * one_pass
             raise Contradictory(
                 [
-                    f"{_GLOBAL} is {whole}, and {how_many(processes, 'process')} (world_size) × micro_batch_size "
-                    f"{size} come to multiples of {one_pass}; nearest: {below} or {below + one_pass}"
+                    f"{_GLOBAL} is {whole}, but must be a multiple of {one_pass} ({how_many(processes, 'process')} "
+                    f"× micro_batch_size {size}); nearest: {below} or {below + one_pass}"
                 ]
             )
         return found | {"grad_accum_steps": whole // one_pass}
