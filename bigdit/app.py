@@ -82,7 +82,9 @@ def _show_version(given: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True)] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
 ) -> None:
     """Plan and train large diffusion transformers: what fits, how fast, with which settings."""
 
@@ -103,8 +105,12 @@ def run(arguments: Sequence[str]) -> int:
     except UsageError as error:  # an unknown option or a missing one: click would exit 2, which means DOES NOT FIT
         _raise_by_option(error)
         _add_hint(error)
-        error.show()
-        return EXIT_USER
+        message = error.format_message()
+        if message.startswith("Usage: "):  # a group without a command shows its help
+            error.show()
+            return EXIT_USER
+        path = error.ctx.command_path
+        raise UserError(f"{message[0].lower()}{message[1:].rstrip('.')} (`{path} --help` lists all)") from None
     except typer.Exit as ended:
         return ended.exit_code
     except (typer.Abort, EOFError):
@@ -151,7 +157,7 @@ def _add_hint(error: Any) -> None:
     here = {each: param for param in error.ctx.command.params for each in param.opts}
     own = next((each for each in meant.options if each in here), None)
     if own is not None:
-        hint = f"did you mean {own}? {here[own].help}"
+        hint = f"did you mean {own}? ({here[own].help.rstrip('.')})"
     else:
         hint = suggested(meant, f"--set {meant.key}=…" if "--set" in here else f"{meant.key} in a run's YAML")
     error.message, error.possibilities = f"{error.message}; {hint}", None

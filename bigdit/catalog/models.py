@@ -254,8 +254,8 @@ def _misfit(model: CatalogModel, side: str, pixels: int) -> list[str]:
     below = pixels // multiple * multiple
     fitting = f"{below} or {below + multiple}" if below > 0 else f"{multiple}"
     return [
-        f"{model.name} takes pixels in multiples of {multiple} (VAE {model.vae.downsample} × patch "
-        f"{model.patch_size}), and {side} is {pixels}; the nearest that fit: {fitting}"
+        f"{side} is {pixels}, but {model.name} takes multiples of {multiple} (VAE {model.vae.downsample} × patch "
+        f"{model.patch_size}); nearest: {fitting}"
     ]
 
 

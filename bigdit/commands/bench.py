@@ -32,11 +32,14 @@ def memory(
     gpu: GpuOption,
     micro_batch: Annotated[
         str,
-        typer.Option(metavar="N,N,…", help="Micro-batch sizes. They run from the smallest on until memory runs out."),
+        typer.Option(metavar="N,N,…", help="Micro-batch sizes, run from the smallest on until memory runs out."),
     ] = "1,2,4,8,16",
     strategy: Annotated[
         list[str],
-        typer.Option(help="Presets, key=value and YAML files: zero2,world_size=8; repeatable, with a curve for each."),
+        typer.Option(
+            metavar="SETTINGS",
+            help="Presets, key=value and YAML files: zero2,world_size=8; repeatable, with a curve for each.",
+        ),
     ] = ["single"],  # noqa: B006  # typer reads the default; it is not changed
     resolution: Resolution = None,
     frames: Frames = None,
@@ -181,7 +184,7 @@ def step(
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the receipt to this JSON file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure a run's step in one process on this machine: memory and time. On a GPU memory is also predicted.
+    """Measure a run's step in one process on this machine: time, and on a GPU also memory, beside its prediction.
 
     Steps are interleaved with those of a plain PyTorch loop: the same model, values, batches, precision, loss and
     optimizer, and no engine.

@@ -16,22 +16,28 @@ if TYPE_CHECKING:
 
 def run(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND…", help="The command that starts the script.")],
-    gpu: Annotated[str, typer.Option(help="A GPU of `bigdit gpus`, or a MIG slice: a100-80g-sxm:3g.40gb.")],
+    gpu: Annotated[
+        str, typer.Option(metavar="NAME", help="A GPU of `bigdit gpus`, or a MIG slice: a100-80g-sxm:3g.40gb.")
+    ],
     gpu_memory: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Usable memory, such as 46068MiB or 24GB. Default: that of `bigdit gpus`."),
     ] = None,
     processes: Annotated[
-        int, typer.Option("--processes", "--gpus", min=1, help="Number of GPUs, and of processes.")
+        int, typer.Option("--processes", "--gpus", min=1, metavar="N", help="Number of GPUs, and of processes.")
     ] = 1,
-    steps: Annotated[int | None, typer.Option(min=1, help="Stop each process after this many optimizer steps.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Stop each process after this many optimizer steps.")
+    ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Write report.html, report.json and snapshots for memory_viz to this folder.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Write report.html, report.json and snapshots for memory_viz to DIR."),
     ] = None,
     fake_weights: Annotated[
         list[str],
         typer.Option(
-            metavar="NAME[=CONFIG]", help="Use empty weights for this model of the hub, without a download; repeatable."
+            metavar="NAME[=DIR]",
+            help="Imitate this repository of the hub, with empty weights; with DIR, by its configs. Repeatable.",
         ),
     ] = [],  # noqa: B006
     as_json: Json = False,
@@ -41,7 +47,7 @@ def run(
     The CUDA build of PyTorch runs without a GPU. Kernels are not executed; all memory is counted. With --json
     the command's output goes to stderr.
 
-    Exit status: 2 if a process runs out of memory and stops; else the command's own, with its 2 as 1.
+    Exit status: 2 if a process runs out of memory and stops. Otherwise the command's own, with 1 in place of 2.
     """
     from bigdit.emulator.interpreter import check_machine
 

@@ -15,13 +15,15 @@ if TYPE_CHECKING:
 
 
 def run(
-    checkpoint: Annotated[Path, typer.Option(help="A checkpoint, or the output of a run: its latest checkpoint.")],
-    out: Annotated[Path, typer.Option(help="A new folder.")],
+    checkpoint: Annotated[
+        Path, typer.Option(metavar="DIR", help="A checkpoint, or the output of a run: its latest checkpoint.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="A new folder.")],
     ema_width: EmaWidth = None,
 ) -> int:
     """Write a checkpoint's weights and their EMA in diffusers' format.
 
-    LoRA adapters are written by themselves. The run's pipeline is written too, where it has one.
+    Of a LoRA run it writes the adapters. If the run names a pipeline's folder, it writes a whole pipeline.
     """
     from bigdit import libraries, log
     from bigdit.errors import UserError

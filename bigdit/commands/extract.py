@@ -21,15 +21,20 @@ def run(
     config: Config,
     overrides: Set = [],  # noqa: B006  # typer reads the default; it is not changed
     stage: StageOption = None,
-    start_index: Annotated[int | None, typer.Option(help="Encode from this image on.")] = None,
-    end_index: Annotated[int | None, typer.Option(help="Encode up to this image, without it.")] = None,
+    start_index: Annotated[int | None, typer.Option(metavar="N", help="Encode from this image on.")] = None,
+    end_index: Annotated[int | None, typer.Option(metavar="N", help="Stop before this image.")] = None,
     shard: Annotated[
         str | None, typer.Option(metavar="K/N", help="Encode the K-th of N equal shares, from 1/N to N/N.")
     ] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes that encode. Default: data.workers.")] = None,
-    engine: Annotated[Literal["local", "slurm", "ray"], typer.Option(help="What starts the workers.")] = "local",
+    workers: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Processes that encode. Default: data.workers.")
+    ] = None,
+    engine: Annotated[
+        Literal["local", "slurm", "ray"],
+        typer.Option(metavar="NAME", help="What starts the workers: local, slurm or ray."),
+    ] = "local",
     tasks: Annotated[
-        int | None, typer.Option(min=1, help="With slurm or ray: number of tasks, each with --workers.")
+        int | None, typer.Option(min=1, metavar="N", help="With slurm or ray: number of tasks, each with --workers.")
     ] = None,
     resources: Annotated[
         list[str],
@@ -45,10 +50,10 @@ def run(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Encode images and captions once, in parallel; the same command resumes, and encodes what was added or edited.
+    """Encode images and captions once, in parallel. Run it again to resume, or to encode what was added or edited.
 
-    For a run with stages, it fills the stores of all stages in turn. You may run it several times at once, on any
-    machines that share the folder: each takes work that no other has taken.
+    For a run with stages, it fills the caches of all stages in turn. You may run it several times at once, on any
+    machines that share the folder: the work is shared.
     """
     from bigdit import libraries, log
 

@@ -19,7 +19,7 @@ HELP = "Inspect, verify and repair a latent and embedding cache."
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=HELP)
 
-Folder = Annotated[Path, typer.Argument(metavar="FEATURES", help="The store: data.features of the run.")]
+Folder = Annotated[Path, typer.Argument(metavar="FEATURES", help="The cache: data.features of the run.")]
 
 
 @app.command()
@@ -44,13 +44,17 @@ def info(folder: Folder, as_json: Json = False) -> None:
 @app.command()
 def verify(
     folder: Folder,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes that read. Default: one for each core.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Processes that read. Default: one per core.")
+    ] = None,
     repair: Annotated[bool, typer.Option("--repair", help="Encode damaged parts again; needs --config.")] = False,
-    config: Annotated[Path | None, typer.Option("--config", help="The run's YAML, for --repair.")] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="The run's YAML, for --repair.")
+    ] = None,
     overrides: Set = [],  # noqa: B006  # typer reads the default; it is not changed
     as_json: Json = False,
 ) -> int:
-    """Check every byte against its digest. The exit status is 1 if damage was found and not repaired."""
+    """Check every byte against its checksum. The exit status is 1 if damage was found and not repaired."""
     import os
 
     from bigdit import log

@@ -10,7 +10,7 @@ import typer
 
 from bigdit.errors import UserError
 
-Config = Annotated[Path, typer.Option("--config", help="The run's YAML.")]
+Config = Annotated[Path, typer.Option("--config", metavar="FILE", help="The run's YAML.")]
 
 
 def _set_once(overrides: list[str]) -> list[str]:
@@ -24,7 +24,7 @@ Set = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Override a config key; repeatable.", callback=_set_once),
 ]
 StageOption = Annotated[
-    int | None, typer.Option("--stage", min=0, metavar="N", help="Stage of a run with stages, from 0 on.")
+    int | None, typer.Option("--stage", min=0, metavar="N", help="Stage of a run with stages; the first is 0.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 
@@ -32,7 +32,7 @@ Model = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="Name or repository of a model of `bigdit models`, or a config.json or folder of diffusers.",
+        help="A model of `bigdit models`, by name or repository; or a diffusers config.json or folder.",
     ),
 ]
 GpuOption = Annotated[

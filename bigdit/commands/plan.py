@@ -26,7 +26,7 @@ MOST_OTHERS = 3
 def run(
     config: Annotated[
         Path | None,
-        typer.Option(help="Plan this run.yaml. What it sets is fixed, and each stage gets a plan."),
+        typer.Option(metavar="FILE", help="Plan this run.yaml. What it sets is fixed; each stage gets a plan."),
     ] = None,
     overrides: Set = [],  # noqa: B006  # typer reads the default; it is not changed
     out: Annotated[

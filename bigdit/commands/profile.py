@@ -20,16 +20,20 @@ def run(
     model: Model,
     strategy: Annotated[
         list[str],
-        typer.Option(help="Presets, key=value and YAML files: zero2,world_size=8,checkpointed_blocks=all; repeatable."),
+        typer.Option(
+            metavar="SETTINGS",
+            help="Presets, key=value and YAML files: zero2,world_size=8,checkpointed_blocks=all; repeatable.",
+        ),
     ] = ["single"],  # noqa: B006
     gpu: GpuOption = "a100-80g-sxm",
     resolution: Resolution = None,
     frames: Frames = None,
-    plot: Annotated[Path | None, typer.Option(help="Plot memory over time to this PNG.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Plot memory over time to this PNG.")] = None,
     snapshot: Annotated[
-        Path | None, typer.Option(help="Write torch's memory snapshot to this file, for pytorch.org/memory_viz.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write torch's memory snapshot to this file, for pytorch.org/memory_viz."),
     ] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Stop the run after this many seconds.")] = 300.0,
+    timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Stop after this many seconds.")] = 300.0,
     as_json: Json = False,
 ) -> int:
     """Run two training steps of one strategy on an emulated GPU, and show their memory by phase and by category."""

@@ -52,7 +52,8 @@ def show(name: Name, as_json: Json = False) -> None:
 def copy(
     name: Name,
     out: Annotated[
-        Path | None, typer.Option(help="A file that ends with .yaml, or a folder. Default: NAME.yaml here.")
+        Path | None,
+        typer.Option(metavar="PATH", help="A file that ends with .yaml, or a folder. Default: NAME.yaml here."),
     ] = None,
 ) -> None:
     """Write a recipe's YAML, to fill in. An existing file is never replaced."""

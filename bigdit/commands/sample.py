@@ -23,43 +23,51 @@ if TYPE_CHECKING:
 
 
 def run(
-    checkpoint: Annotated[Path, typer.Option(help="A checkpoint, or the output of a run: its latest checkpoint.")],
-    out: Annotated[Path, typer.Option(help="Folder for images and grid.png, or videos and grid.webp.")],
+    checkpoint: Annotated[
+        Path, typer.Option(metavar="DIR", help="A checkpoint, or the output of a run: its latest checkpoint.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for images and grid.png, or videos and grid.webp.")],
     caption: Annotated[
         list[str],
-        typer.Option("--caption", help="A caption, or a class as with --label; repeatable."),
+        typer.Option("--caption", metavar="TEXT", help="A caption, or a class as with --label; repeatable."),
     ] = [],  # noqa: B006
     label: Annotated[
-        list[str], typer.Option("--label", help="Name or number of a class, for class-conditional models; repeatable.")
+        list[str],
+        typer.Option(
+            "--label", metavar="CLASS", help="Name or number of a class, for class-conditional models; repeatable."
+        ),
     ] = [],  # noqa: B006
-    captions: Annotated[Path | None, typer.Option(help="A text file with one caption or class per line.")] = None,
+    captions: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A text file with one caption or class per line.")
+    ] = None,
     image: Annotated[
         list[Path],
         typer.Option(
             "--image",
+            metavar="FILE",
             help="First frame, for image-to-video models: an image, or a video whose first frame is used. "
-            "Once for all captions, or repeated for each.",
+            "Give it once for all captions, or once for each.",
         ),
     ] = [],  # noqa: B006
     size: Annotated[
         str | None,
         typer.Option(metavar="HxW", help="Pixels; FxHxW for a video of F frames. Default: the run's first bucket."),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps of the sampler.")] = 20,
+    steps: Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="Steps of the sampler.")] = 20,
     sampler: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="For flow matching euler, heun, dpmsolver++ or unipc; for DDPM dpmsolver++, unipc or ddim. Default: "
-            "the first of these.",
+            help="For flow matching: euler (the default), heun, dpmsolver++ or unipc. For DDPM: dpmsolver++ (the "
+            "default), unipc or ddim.",
         ),
     ] = None,
-    guidance: Annotated[float, typer.Option(min=0, help="Scale of classifier-free guidance; 1: none.")] = 3.0,
+    guidance: Annotated[float, typer.Option(min=0, metavar="SCALE", help="Classifier-free guidance; 1: none.")] = 3.0,
     negative: Annotated[
         str | None,
         typer.Option(metavar="TEXT", help="Negative prompt. Default: the empty caption, or no class."),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=LARGEST, help="Image i is generated from seed + i.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST, metavar="N", help="Image i is generated from seed + i.")] = 0,
     ema: Annotated[bool, typer.Option("--ema", help="Use the EMA of the weights (strategy.ema).")] = False,
     ema_width: EmaWidth = None,
     as_json: Json = False,

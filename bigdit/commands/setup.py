@@ -21,7 +21,7 @@ _PIP = (
 def run() -> None:
     """Install the CUDA build of torch that emulated GPUs need, in an environment of its own.
 
-    It needs no GPU and no NVIDIA package. Where torch already has CUDA, nothing is installed.
+    It needs no GPU and no NVIDIA package. If torch already has CUDA, it installs nothing.
     """
     from bigdit import log
     from bigdit.emulator import interpreter

@@ -17,18 +17,21 @@ def run(
     config: Config,
     overrides: Set = [],  # noqa: B006  # typer reads the default; it is not changed
     ds_config: Annotated[
-        Path | None, typer.Option(help="DeepSpeed's JSON configuration; it sets the engine to deepspeed.")
+        Path | None,
+        typer.Option(metavar="FILE", help="DeepSpeed's JSON configuration; it sets the engine to deepspeed."),
     ] = None,
-    grace: Annotated[float | None, typer.Option(help="Seconds to save and stop after a signal (train.grace).")] = None,
+    grace: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Time to save and stop after a signal (train.grace).")
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
             "--dry-run",
-            help="Check the config and the model, print the config and whether the run can start, and stop.",
+            help="Only check the config, the model and the cache, and print the config.",
         ),
     ] = False,
 ) -> int:
-    """Train the run of a run.yaml on its number of GPUs; the same command resumes."""
+    """Train a run, with one process per GPU. Run it again to resume."""
     from bigdit import libraries, log
     from bigdit.catalog.families import objective_of
     from bigdit.catalog.names import revision

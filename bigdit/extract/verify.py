@@ -49,7 +49,7 @@ def open_schema(root: Path) -> StoreSchema:
     """The schema of a store. Raises UserError if there is none."""
     schema = read_schema(root)
     if schema is None:
-        raise UserError(f"data.features: {root} holds no features; {EXTRACT} makes them")
+        raise UserError(f"data.features: {root} holds no latents; {EXTRACT} makes them")
     return schema
 
 

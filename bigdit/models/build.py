@@ -165,7 +165,7 @@ _FILE = "diffusion_pytorch_model.safetensors"
 def lacking(folder: Path) -> str | None:
     """Why a folder is none of diffusers' weights; None where it has their files."""
     if not folder.is_dir():
-        return "it is no folder; name one of diffusers, or a checkpoint"
+        return "there is no such folder; name one of diffusers, or a checkpoint"
     if not (folder / "config.json").is_file():
         within = folder / "transformer"
         return f"it has no config.json{f'; {within} has' if (within / 'config.json').is_file() else ''}"

@@ -72,7 +72,7 @@ def read_run(output: Path) -> Found:
         raise UserError(f"report: {path} cannot be read: {error.strerror}") from None
     if not rows:
         why = "has no readable row" if path.is_file() else "does not exist"
-        expected = "the output folder of a run after ten steps, or at its end, was expected"
+        expected = "name the output folder of a run that has ended, or taken ten steps"
         raise UserError(f"report: {path} {why}; {expected}")
     notices = [f"{lost} of {len(rows) + lost} lines of {path} hold no row, and were left out"] if lost else []
     record: RunRecord | None = _read(output / RECORD, RunRecord, notices)

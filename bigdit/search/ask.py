@@ -136,7 +136,7 @@ def _with_option(option: str, problem: str) -> str:
 def _model(asked: str | None) -> CatalogModel:
     name = _text("--model", asked)
     if name is None:
-        raise UserError("no model was named; --model takes one of `bigdit models`, or a diffusers config.json")
+        raise UserError("--model is missing; name one of `bigdit models`, or a diffusers config.json or folder")
     return find_model(name)
 
 
@@ -248,7 +248,7 @@ def cluster_problems(cluster: Cluster, fixed: Constraints, global_batch_size: in
     elif gpus > per_node and gpus % per_node:
         below = gpus // per_node * per_node
         problems.append(
-            f"--gpus is {gpus}, and machines of --gpus-per-node {per_node} come to multiples of {per_node}; "
+            f"--gpus is {gpus}, but must be a multiple of --gpus-per-node {per_node}; "
             f"nearest: {below} or {below + per_node}"
         )
     if fixed.engine == "single" and gpus > 1:
@@ -263,7 +263,7 @@ def cluster_problems(cluster: Cluster, fixed: Constraints, global_batch_size: in
         shared += "" if fixed.micro_batch_size is None else f" × --micro-batch {fixed.micro_batch_size}"
         near = f"{below} or {below + one_pass}" if below else f"{one_pass}"
         problems.append(
-            f"--global-batch is {global_batch_size}, and {shared} come to multiples of {one_pass}; nearest: {near}"
+            f"--global-batch is {global_batch_size}, but must be a multiple of {one_pass} ({shared}); nearest: {near}"
         )
     return problems
 

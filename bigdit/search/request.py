@@ -28,7 +28,7 @@ class PlanRequest:
     """A plan as it is asked for, before anything is checked. None leaves it to the search, or to a default."""
 
     model: str | None = _option(
-        "A model of `bigdit models`: its name or repository; or a config.json or folder of diffusers.",
+        "A model of `bigdit models`, by name or repository; or a diffusers config.json or folder.",
         "NAME",
         key="model",
     )
@@ -45,8 +45,8 @@ class PlanRequest:
         "SIZE",
     )
     resolution: Asked | list[Asked] | None = _option(
-        "1024, or 480x832 (height x width). Default: the model's own. With "
-        "several (1024,512, or repeat the option), the plan is for the first; the others are buckets.",
+        "1024, or 480x832 (height x width). Default: the model's own. Of several sizes (1024,512, or repeat the "
+        "option) the first is planned; the others are buckets.",
         "PIXELS",
         key="data.buckets",
         instead="data.buckets=[[HEIGHT,WIDTH]]",
@@ -88,7 +88,7 @@ class PlanRequest:
         "Keep an EMA of the weights: gpu, cpu or auto. Default: none.", "PLACE", key="strategy.ema"
     )
     ema_widths: str | list[float] | None = _option(
-        "Keep EMAs whose profiles are power functions of these widths, such as 0.05,0.1.",
+        "Keep power-function EMAs of these relative widths, such as 0.05,0.1.",
         "W,W",
         key="strategy.ema.widths",
     )
@@ -101,7 +101,7 @@ class PlanRequest:
     )
     compile: bool | None = _option("Compile the blocks with torch.compile.", key="strategy.compile_blocks")
     fp8: str | None = _option(
-        "Matrix products of the blocks in FP8, which changes numbers: tensorwise (the default) or rowwise.",
+        "Compute the blocks' matrix products in FP8, which is lossy: tensorwise (the default) or rowwise scales.",
         "[SCALES]",
         key="strategy.float8",
     )

@@ -236,7 +236,7 @@ class FeatureStore:
         files.fetch((SCHEMA, INDEX, NULL_TEXT))
         schema = read_schema(files.root)
         if schema is None:
-            raise UserError(f"data.features: {files} holds no features; {EXTRACT} makes them")
+            raise UserError(f"data.features: {files} holds no latents; {EXTRACT} makes them")
         ranges = schema.ranges()
         sizes = files.sizes()
         parts = np.empty((len(ranges), 3), np.int64)

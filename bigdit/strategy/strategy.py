@@ -151,8 +151,8 @@ class Strategy(Section):
             below = max(whole // one_pass, 1) * one_pass
             raise Contradictory(
                 [
-                    f"{_GLOBAL} is {whole}, and {how_many(processes, 'process')} (world_size) × micro_batch_size "
-                    f"{size}{f' / cp {cp}' if cp > 1 else ''} come to multiples of {one_pass}; nearest: {below} or "
+                    f"{_GLOBAL} is {whole}, but must be a multiple of {one_pass} ({how_many(processes, 'process')} "
+                    f"× micro_batch_size {size}{f' / cp {cp}' if cp > 1 else ''}); nearest: {below} or "
                     f"{below + one_pass}"
                 ]
             )

@@ -70,7 +70,7 @@ def check_data(stages: Sequence[Prepared]) -> list[str]:
         missing = check_sources(data, listed=not stored and not elsewhere)
         if stored or elsewhere or not missing:
             return []
-        return [f"{', '.join(missing)} is not there, and {data.features} holds no features: neither was checked"]
+        return [f"{', '.join(missing)} is not there, and {data.features} holds no latents: neither was checked"]
 
     return list(dict.fromkeys(line for lines in of_each(range(len(stages)), one) for line in lines))
 

@@ -112,7 +112,7 @@ def check_store(run: RunConfig) -> None:
     if features is None:
         raise UserError("strategy.features is online, and a store is read; set it to cached")
     if not re.match(r"\w+:/", str(features)) and not has_store(run):
-        raise UserError(f"data.features: {features} holds no features; `bigdit extract --config RUN.yaml` makes them")
+        raise UserError(f"data.features: {features} holds no latents; `bigdit extract --config RUN.yaml` makes them")
 
 
 def has_store(run: RunConfig) -> bool:

@@ -128,7 +128,7 @@ def test_of_what_nothing_is_like_nothing_is_proposed(find, asked):
 
 
 REASONS = {
-    "sdxl": (find_model, "SDXL and what is tuned from it are U-Nets", "pixart-sigma-xl-2-1024"),
+    "sdxl": (find_model, "SDXL and models tuned from it are U-Nets", "pixart-sigma-xl-2-1024"),
     "stabilityai/stable-diffusion-xl-base-1.0": (find_model, "are U-Nets (UNet2DConditionModel)", "sana-1600m-1024"),
     "runwayml/stable-diffusion-v1-5": (find_model, "Stable Diffusion 1 and 2 are U-Nets", "pixart-alpha-xl-2-512"),
     "sd1.5": (find_model, "Stable Diffusion 1 and 2 are U-Nets", "dit-xl-2"),
@@ -175,17 +175,17 @@ REASONS = {
     "rhymes-ai/Allegro": (find_model, "encodes only tiles", "cogvideox-2b"),
     "maxin-cn/Latte-1": (find_model, "its VAE encodes images, not videos", "cogvideox-2b"),
     "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v": (
-        *(find_model, "no SigLIP states", "hunyuanvideo-1.5-480p"),
+        *(find_model, "that SigLIP encodes", "hunyuanvideo-1.5-480p"),
     ),
     "midjourney": (find_model, "its weights and its arguments are not published", ""),
     "mi300x": (resolve_gpu, "AMD's Instinct GPUs have no CUDA", "h200-sxm, b200"),
     **dict.fromkeys(("7900xtx", "rx7900xtx", "rx 7900 xtx"), (resolve_gpu, "AMD's GPUs have no CUDA", "")),
     "AMD Radeon RX 7900 XTX": (resolve_gpu, "AMD's GPUs have no CUDA", ""),
     "gaudi3": (resolve_gpu, "Intel's GPUs have no CUDA", ""),
-    "m3 max": (resolve_gpu, "Apple's chips are not CUDA", ""),
-    "tpu-v5e": (resolve_gpu, "it is not CUDA", ""),
+    "m3 max": (resolve_gpu, "Apple's chips have no CUDA", ""),
+    "tpu-v5e": (resolve_gpu, "it has no CUDA", ""),
     "Tesla P100-PCIE-16GB": (resolve_gpu, "older than Volta", "t4"),
-    "GeForce RTX 4090 Laptop GPU": (resolve_gpu, "a laptop's GPU has another chip", ""),
+    "GeForce RTX 4090 Laptop GPU": (resolve_gpu, "a laptop's GPU is slower", ""),
     "8xH100": (resolve_gpu, "it is a number of GPUs: use --gpus", "h100-sxm"),
     "h100x8": (resolve_gpu, "it is a number of GPUs: use --gpus", "h100-sxm"),
     "p4de.24xlarge": (resolve_gpu, "name the GPU, and --gpus 8", "a100-80g-sxm"),
@@ -196,9 +196,9 @@ REASONS = {
         ("0", "1", "0,1", "-1", "cuda:0"), (resolve_gpu, "it is a GPU's number, and a plan needs its kind", "")
     ),
     **dict.fromkeys(("cuda", "gpu"), (resolve_gpu, "--gpu auto for this machine's", "")),
-    "mps": (resolve_gpu, "Apple's chips are not CUDA", ""),
-    "npu": (resolve_gpu, "it is not CUDA", ""),
-    **dict.fromkeys(("rtx 2080", "titan v", "b100"), (resolve_gpu, "its memory with --gpu-memory", "0")),
+    "mps": (resolve_gpu, "Apple's chips have no CUDA", ""),
+    "npu": (resolve_gpu, "it has no CUDA", ""),
+    **dict.fromkeys(("rtx 2080", "titan v", "b100"), (resolve_gpu, "set --gpu-memory", "0")),
     "gb200 nvl72": (resolve_gpu, "it is a rack of that many GPUs", "gb200"),
     "DGX A100": (resolve_gpu, "it is a machine of 8 GPUs", "a100-80g-sxm"),
     "colab": (resolve_gpu, "name the one that nvidia-smi shows there", "t4"),

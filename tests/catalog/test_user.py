@@ -57,7 +57,7 @@ def test_as_many_text_tokens_as_the_config_says(tmp_path):
 
 def test_what_is_no_transformer_is_called_what_it_is(tmp_path):
     vae = written(tmp_path / "vae", "AutoencoderKL", {})
-    with pytest.raises(UserError, match=r"no family adapter drives 'AutoencoderKL': it is a VAE, and plans are of the"):
+    with pytest.raises(UserError, match=r"no family adapter drives 'AutoencoderKL': it is a VAE: name the transformer"):
         find_model(str(vae))
     with pytest.raises(UserError, match=r"^x{300}\.json cannot be read: File name too long"):
         find_model(f"{'x' * 300}.json")

@@ -70,5 +70,5 @@ def test_a_table_has_the_load_the_bytes_and_the_overhead(features):
 def test_what_cannot_be_asked_is_one_line():
     done = bigdit("bench", "step", "--config", DIGITS, "--set", "data.features=/none")
     assert done.returncode == 1
-    assert done.stderr.startswith("error: data.features: /none holds no features")
+    assert done.stderr.startswith("error: data.features: /none holds no latents")
     assert len(done.stderr.splitlines()) == 1

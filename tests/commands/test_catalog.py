@@ -149,7 +149,7 @@ def test_a_filter_that_finds_nothing():
     words = "in its name, alias, repository or class"
     with pytest.raises(UserError, match=rf"no model has 'sanna-1600' {words}; did you mean sana-"):
         models.run(containing="sanna-1600")
-    with pytest.raises(UserError, match=rf"no model has 'sdxl' {words}: SDXL and what is tuned from it are U-Nets"):
+    with pytest.raises(UserError, match=rf"no model has 'sdxl' {words}: SDXL and models tuned from it are U-Nets"):
         options(models.run, "--filter", "sdxl")
     with pytest.raises(UserError, match=r"no GPU has 'a4o' in its name, alias or architecture; did you mean a40"):
         gpus.run(containing="a4o")

@@ -119,7 +119,7 @@ def test_no_color_is_without_control_codes():
 
 def test_training_finds_out_about_a_missing_store_at_once(tmp_path):
     """Within a second of a core, which torch alone takes to be imported, by any launcher."""
-    line = f"error: data.features: {tmp_path} holds no features; `bigdit extract --config RUN.yaml` makes them\n"
+    line = f"error: data.features: {tmp_path} holds no latents; `bigdit extract --config RUN.yaml` makes them\n"
     arguments = ("--config", DIGITS, *with_set([*SINGLE, f"data.features={tmp_path}", f"output={tmp_path / 'run'}"]))
     done, took = best_of_five("train", *arguments)
     assert (done.returncode, done.stderr) == (1, line)
@@ -134,9 +134,9 @@ def test_training_finds_out_about_a_missing_store_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plan", "--moel", "x"], "No such option: --moel"),
-        (["plan", "--model", "sana-1600m"], "Missing option '--gpu'"),
-        (["plann"], "No such command 'plann'"),
+        (["plan", "--moel", "x"], "error: no such option: --moel"),
+        (["plan", "--model", "sana-1600m"], "error: missing option '--gpu' (`bigdit plan --help` lists all)\n"),
+        (["plann"], "error: no such command 'plann'"),
         (["train", "--config", "none.yaml"], "error: the config none.yaml does not exist"),
         (["plan", "--micro-batch", "true"], "error: --micro-batch is 'true', and a whole number was expected"),
         (["plan", "--network", "fast"], "error: --network is 'fast', and a number was expected"),

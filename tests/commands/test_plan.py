@@ -42,15 +42,15 @@ def plan_json(*arguments):
         (
             ["--model", "sana-1600m", "--gpu", "a40", "--resolution", "1000,512", "--resolution", "500"],
             [
-                "error: --resolution 1000: sana-1600m-1024 takes pixels in multiples of 32",
-                "error: --resolution 500: sana-1600m-1024 takes pixels in multiples of 32",
+                "error: --resolution 1000: a side is 1000, but sana-1600m-1024 takes multiples of 32",
+                "error: --resolution 500: a side is 500, but sana-1600m-1024 takes multiples of 32",
             ],
         ),
         (
             ["--model", "sana-1600m", "--gpu", "a40", "--gpus", "8", "--engine", "single", "--global-batch", "9"],
             [
                 "error: --engine single runs on one GPU, and --gpus is 8;",
-                "error: --global-batch is 9, and 8 GPUs come to multiples of 8; nearest: 8 or 16",
+                "error: --global-batch is 9, but must be a multiple of 8 (8 GPUs); nearest: 8 or 16",
             ],
         ),
     ],
@@ -285,7 +285,7 @@ def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
         ),
         (
             [*TINY, "--out", "plan", "--also-gpus", "2,12"],
-            "--also-gpus has 12, and machines of --gpus-per-node 8 come to multiples of 8; nearest: 8 or 16",
+            "--also-gpus has 12, but must be a multiple of --gpus-per-node 8; nearest: 8 or 16",
         ),
         (
             [*TINY, "--out", "plan", "--engine", "single", "--also-gpus", "2"],
@@ -305,7 +305,7 @@ def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
             ["--config", DIGITS, "--out", "plan", "--also-gpus", "2"],
             "--also-gpus needs --model, and --config was given; leave it out",
         ),
-        ([], "no model was named; --model takes one of `bigdit models`, or a diffusers config.json"),
+        ([], "--model is missing; name one of `bigdit models`, or a diffusers config.json or folder"),
     ],
 )
 def test_a_plan_is_of_a_model_or_of_a_run(arguments, line):

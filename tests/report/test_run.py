@@ -195,7 +195,7 @@ def test_json_has_all_of_it(planned):
 
 
 def test_where_no_run_is_a_line_says_so(tmp_path):
-    wanted = "the output folder of a run after ten steps, or at its end, was expected"
+    wanted = "name the output folder of a run that has ended, or taken ten steps"
     path = tmp_path / "metrics.jsonl"
     with pytest.raises(UserError) as error:
         read_run(tmp_path)

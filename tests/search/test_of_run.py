@@ -120,13 +120,15 @@ def test_the_engine_is_a_preset(tmp_path, engine, pinned):
 def test_what_is_wrong_is_reported_by_the_runs_keys(tmp_path):
     path = written(tmp_path, LOW, HIGH)
     (line,) = problems(path, "stages.0.data.buckets=[[250, 250]]")
-    assert line.startswith("stages.0: data.buckets 250: pixart-sigma-xl-2-1024 takes pixels in multiples of 16")
+    assert line.startswith(
+        "stages.0: data.buckets 250: a side is 250, but pixart-sigma-xl-2-1024 takes multiples of 16"
+    )
     assert problems(path, "strategy.checkpointed_blocks=99", "stages.1.strategy.checkpointed_blocks=99") == [
         "strategy.checkpointed_blocks is 99, and pixart-sigma-xl-2-1024 has 28 blocks; 28 and all are the most"
     ]
     assert problems(path, "strategy.global_batch_size=20") == [
-        "stages.0: strategy.global_batch_size is 20, and 1 GPU × strategy.micro_batch_size 8 come to multiples of 8; "
-        "nearest: 16 or 24"
+        "stages.0: strategy.global_batch_size is 20, but must be a multiple of 8 "
+        "(1 GPU × strategy.micro_batch_size 8); nearest: 16 or 24"
     ]
     assert problems(path, "strategy.world_size=2", "strategy.engine=fsdp2", gpus=4) == [
         "strategy.world_size is 2, and --gpus 4; leave one of them out"

@@ -259,13 +259,13 @@ def test_sizes_read_as_they_are_written(sizes):
         ),
         (
             {"resolution": 1000},
-            "--resolution 1000: sana-1600m-1024 takes pixels in multiples of 32 (VAE 32 × patch 1), and a side is "
-            "1000; the nearest that fit: 992 or 1024",
+            "--resolution 1000: a side is 1000, but sana-1600m-1024 takes multiples of 32 (VAE 32 × patch 1); "
+            "nearest: 992 or 1024",
         ),
         (
             {"buckets": "1024x1000"},
-            "--buckets 1024x1000: sana-1600m-1024 takes pixels in multiples of 32 (VAE 32 × patch 1), and the width "
-            "is 1000; the nearest that fit: 992 or 1024",
+            "--buckets 1024x1000: the width is 1000, but sana-1600m-1024 takes multiples of 32 (VAE 32 × patch 1); "
+            "nearest: 992 or 1024",
         ),
         ({"frames": 5}, "--frames: sana-1600m-1024 makes images, and 5 frames were asked for"),
         (
@@ -275,19 +275,19 @@ def test_sizes_read_as_they_are_written(sizes):
         ),
         (
             {"gpus": 8, "global_batch": 100},
-            "--global-batch is 100, and 8 GPUs come to multiples of 8; nearest: 96 or 104",
+            "--global-batch is 100, but must be a multiple of 8 (8 GPUs); nearest: 96 or 104",
         ),
         (
             {"gpus": 8, "global_batch": 100, "micro_batch": 3},
-            "--global-batch is 100, and 8 GPUs × --micro-batch 3 come to multiples of 24; nearest: 96 or 120",
+            "--global-batch is 100, but must be a multiple of 24 (8 GPUs × --micro-batch 3); nearest: 96 or 120",
         ),
         (
             {"global_batch": 4, "micro_batch": 8},
-            "--global-batch is 4, and 1 GPU × --micro-batch 8 come to multiples of 8; nearest: 8",
+            "--global-batch is 4, but must be a multiple of 8 (1 GPU × --micro-batch 8); nearest: 8",
         ),
         (
             {"gpus": 12},
-            "--gpus is 12, and machines of --gpus-per-node 8 come to multiples of 8; nearest: 8 or 16",
+            "--gpus is 12, but must be a multiple of --gpus-per-node 8; nearest: 8 or 16",
         ),
         ({"gpus": 2 * MOST_GPUS}, "--gpus is 8192, and plans go up to 4096"),
         (
@@ -427,7 +427,7 @@ def test_no_rank_within_the_limit_is_wider_than_the_widest_layer():
             (None, None),
             {},
             (
-                "no model was named; model takes one of `bigdit models`, or a diffusers config.json",
+                "model is missing; name one of `bigdit models`, or a diffusers config.json or folder",
                 "no GPU was named; gpu takes one of `bigdit gpus`, or auto for this machine's own",
             ),
         ),
@@ -445,7 +445,7 @@ def test_no_rank_within_the_limit_is_wider_than_the_widest_layer():
         (
             ("sana-1600m", "a40"),
             {"global_batch": 4, "micro_batch": 8},
-            ("global_batch is 4, and 1 GPU × micro_batch 8 come to multiples of 8; nearest: 8",),
+            ("global_batch is 4, but must be a multiple of 8 (1 GPU × micro_batch 8); nearest: 8",),
         ),
     ],
 )

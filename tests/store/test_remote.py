@@ -88,7 +88,7 @@ def test_s3_gives_the_same_batches(local, monkeypatch):
         )
         upload(local.root, S3Store("bucket", prefix="features", client_options={"allow_http": True}))
         assert_same(read_all(FeatureStore.open(Path("s3://bucket/features")), 30), read_all(local, 30))
-        with pytest.raises(UserError, match=r"s3://bucket/nothing holds no features; `bigdit extract"):
+        with pytest.raises(UserError, match=r"s3://bucket/nothing holds no latents; `bigdit extract"):
             FeatureStore.open(Path("s3://bucket/nothing"))
     finally:
         server.stop()

@@ -197,7 +197,7 @@ def test_missing_parts_are_counted_with_the_command_that_makes_them(root, tmp_pa
     part_path(root, 4, 8).unlink()
     with pytest.raises(UserError, match=r"lacks 1 of 4 files, the first part-0+4-0+8\.safetensors; `bigdit extract"):
         FeatureStore.open(root)
-    with pytest.raises(UserError, match=r"nowhere holds no features; `bigdit extract --config RUN\.yaml` makes them"):
+    with pytest.raises(UserError, match=r"nowhere holds no latents; `bigdit extract --config RUN\.yaml` makes them"):
         FeatureStore.open(tmp_path / "nowhere")
 
 

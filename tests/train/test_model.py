@@ -35,7 +35,7 @@ def test_a_sound_run_is_printed(capsys, tmp_path):
     status, printed, message = dry_run(capsys, "data.images=/nowhere", "data.features=/none")
     assert (status, message) == (
         0,
-        "note: data.images: /nowhere is not there, and /none holds no features: neither was checked\n",
+        "note: data.images: /nowhere is not there, and /none holds no latents: neither was checked\n",
     )
     found = json.loads(printed)
     assert found["strategy"]["micro_batch_size"] == 16
@@ -81,8 +81,8 @@ SWAPPING = (
         ),
         (
             ["model.init_from=nowhere"],
-            "model.init_from: nowhere does not hold diffusers weights of SanaTransformer2DModel: it is no folder; "
-            "name one of diffusers, or a checkpoint",
+            "model.init_from: nowhere does not hold diffusers weights of SanaTransformer2DModel: there is no such "
+            "folder; name one of diffusers, or a checkpoint",
         ),
         (
             ["model.kwargs.attention_head_dim=33"],  # taken: what the class makes of it no sample goes through

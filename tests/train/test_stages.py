@@ -199,7 +199,7 @@ def test_a_border_does_not_move_beneath_a_checkpoint(staged, alone, tmp_path, ca
 
 def test_a_stage_without_its_store_is_an_error_before_the_first(staged, tmp_path, capsys):
     assert refused(capsys, staged, tmp_path, f"stages.1.data.features={tmp_path}") == (
-        f"error: stages.1: data.features: {tmp_path} holds no features; `bigdit extract --config RUN.yaml` makes them\n"
+        f"error: stages.1: data.features: {tmp_path} holds no latents; `bigdit extract --config RUN.yaml` makes them\n"
     )
     assert "stages.1: data.features: " in refused(capsys, staged, tmp_path, "stages.1.encoders.text.max_tokens=16")
 
