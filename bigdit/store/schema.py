@@ -105,6 +105,11 @@ class StoreSchema(Strict):
         found: dict[str, dict[str, int]] = self.text_encoder.get("streams", {})
         return found
 
+    @property
+    def has_masks(self) -> bool:
+        """Whether images of a source may have masks."""
+        return any("masks" in source for source in self.sources)
+
     def ranges(self) -> list[Range]:
         """The ranges of the parts, in order. None spans two sources, so an appended source changes no earlier part."""
         ends = self.ends()
