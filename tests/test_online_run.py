@@ -65,7 +65,7 @@ DAMAGES = {
     },
     "3.txt": {
         b" \n": "caption 3.txt is empty",
-        b"\xff\xfe": "caption 3.txt is not UTF-8",
+        b"\xff": "caption 3.txt is not UTF-8",
         None: "caption 3.txt is missing",
     },
 }

@@ -74,6 +74,9 @@ def first_frame_misfits(
     return problems
 
 
+LOSS_MASK = "loss_mask"
+"""An extra: the weight of the loss at each place of the latents [B, H, W]."""
+
 CLASS_LABEL = "class_label"
 """The name of class labels among a batch's extras."""
 DEFAULT_CLASSES = 1000

@@ -113,6 +113,9 @@ class SourceConfig(Section):
     """Read files outside the folder through links. Links to folders are never followed."""
     frame_rate: Positive | None = None
     """Frames per second, for a folder whose subfolders are videos of numbered images."""
+    mask: Literal["file", "alpha"] | None = None
+    """For folders of images: what weights the loss of each place, from 0 (black) to 1 (white). file: x.mask.png beside
+    x.png; alpha: the opacity. An image without a mask counts in full."""
     flip: Switch = False
     """Encode each image or video mirrored too, as a sample of its own."""
     crops: Annotated[Count, Field(le=100)] = 1

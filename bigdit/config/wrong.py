@@ -46,6 +46,7 @@ _NAMES: dict[Meant, str] = {
         "random_flip flip_aug flip hflip horizontal_flip flip_prob flip_augmentation"
     ),
     Meant("data.images.crops", "a number, of each source; 1 is centred"): "random_crop center_crop crop_aspect",
+    Meant("data.images.mask", "file or alpha, of each source"): "masked_loss alpha_mask masked_training use_masks",
     Meant("data.min_side", "pixels"): "minimum_image_size min_image_size min_size",
     Meant("data.max_upscale", "1 enlarges no image"): "bucket_no_upscale no_upscale",
     Meant("data.images.caption", "one caption for all images of a source"): (

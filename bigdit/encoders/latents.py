@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from bigdit.config.data import fitting_bucket, frames_of, written_bucket
 from bigdit.errors import UserError
-from bigdit.sources.protocol import CENTRED, Fit, Unusable
+from bigdit.sources.protocol import CENTRED, Fit, Sample, Unusable
 
 Color = Literal["rgb", "gray"]
 
@@ -81,6 +81,16 @@ def bucket_pixels(
     bucket = nearest[count]
     pixels = fitted[bucket[-2:]][:count]
     return bucket, pixels[0] if len(bucket) == 2 else np.stack(pixels, axis=1)
+
+
+def mask_latents(sample: Sample, bucket: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    """The mask of an image in its bucket, bf16 [H, W] of latents of `shape`: the mean of its pixels, from 0 to 1. Ones
+    without a mask."""
+    if sample.mask is None:
+        return torch.ones(shape[-2:], dtype=torch.bfloat16)
+    _, pixels = bucket_pixels(sample.mask, [bucket], "gray", sample.fit)
+    mean = F.adaptive_avg_pool2d(torch.from_numpy(pixels).float() / 255, shape[-2:])
+    return mean[0].to(torch.bfloat16)
 
 
 def _within(size: tuple[int, int], buckets: Sequence[tuple[int, ...]], fit: Fit) -> Sequence[tuple[int, ...]]:

@@ -22,9 +22,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from bigdit.catalog.conditions import LOSS_MASK
 from bigdit.config.data import EncodersConfig, frames_of
 from bigdit.die_with_parent import end_with_parent, undisturbed
-from bigdit.encoders.latents import bucket_pixels
+from bigdit.encoders.latents import bucket_pixels, mask_latents
 from bigdit.encoders.load import Encoders, load_encoders
 from bigdit.encoders.protocol import to_unit_range
 from bigdit.errors import UserError
@@ -206,6 +207,8 @@ class UnitEncoder:
         self._names: dict[int, str] = {}
         self._contents: dict[int, tuple[int, int]] = {}
         self._labels: dict[int, int] = {}
+        self._masks: dict[Shape, list[torch.Tensor]] = defaultdict(list)
+        self._masked = False
         self._skipped: list[Skipped] = []
 
     def encode(self, items: Sequence[Item]) -> EncodedRange:
@@ -220,6 +223,10 @@ class UnitEncoder:
             encoded = [] if self._classes or text is None else text.encode(distinct)
         texts = dict(zip(distinct, encoded, strict=True))
         frames = {shape: _joined(batches) for shape, batches in self._frames.items()}
+        if self._masked:
+            frames = {
+                shape: frames.get(shape, {}) | {LOSS_MASK: torch.stack(masks)} for shape, masks in self._masks.items()
+            }
         return EncodedRange(
             {shape: torch.cat(batches) for shape, batches in self._latents.items()},
             self._indices,
@@ -227,7 +234,7 @@ class UnitEncoder:
             texts,
             self._skipped,
             self._labels if self._classes else None,
-            frames if self._encoders.first_frame else None,
+            frames or None,
             summed(self._cuts(texts)),
             self._contents,
         )
@@ -249,7 +256,10 @@ class UnitEncoder:
             return
         if not self._classes:
             self._captions[item.index], self._names[item.index] = sample.captions, item.name
-        self._indices[codec.latent_shape(bucket)].append(item.index)
+        shape = codec.latent_shape(bucket)
+        self._indices[shape].append(item.index)
+        self._masked |= sample.mask is not None
+        self._masks[shape].append(mask_latents(sample, bucket, shape))
         self._waiting[bucket].append(pixels)
         if len(self._waiting[bucket]) * frames_of(bucket) >= codec.batch_size:
             self._encode(bucket)

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bigdit.catalog.conditions import CLASS_LABEL
-from bigdit.encoders.latents import Color, bucket_pixels
+from bigdit.catalog.conditions import CLASS_LABEL, LOSS_MASK
+from bigdit.encoders.latents import Color, bucket_pixels, mask_latents
 from bigdit.errors import UserError
 from bigdit.loader.batch import CaptionedBatch
 from bigdit.loader.order import Ints, draw
@@ -104,6 +104,10 @@ class RawReader:
         if labelled:
             labels = [self._label(*each) for each in zip(items, loaded, seeds, strict=True)]
             extras[CLASS_LABEL] = self._held(torch.tensor(labels))
+        if self._store.schema.has_masks:
+            (pixels_of,), (shape,) = self._store.schema.buckets, self._store.buckets
+            masks = [mask_latents(sample, pixels_of, shape) for sample, _ in loaded]
+            extras[LOSS_MASK] = self._held(torch.stack(masks))
         indices = tuple(item.index for item in items)
         return CaptionedBatch(self._held(pixels), captions, indices, tuple(seeds), extras)
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import xxhash
 
-from bigdit.catalog.conditions import CLASS_LABEL, IMAGE_CONDITION
+from bigdit.catalog.conditions import CLASS_LABEL, IMAGE_CONDITION, LOSS_MASK
 from bigdit.catalog.encoders import POOLED_TEXT
 from bigdit.catalog.families import mask_of
 from bigdit.dist import World
@@ -153,7 +153,8 @@ class BatchReader:
         latents = self._latents(bucket, parts, rows, seeds)
         if not self._shapes:
             labels = torch.tensor([self._label(bucket, *place) for place in zip(parts, rows, seeds, strict=True)])
-            return Batch(latents, None, None, tuple(seeds), {CLASS_LABEL: self._held(labels)})
+            extras = {CLASS_LABEL: self._held(labels)} | self._frames(bucket, parts, rows)
+            return Batch(latents, None, None, tuple(seeds), extras)
         text_embeds, text_mask, extras = self._text(bucket, parts, rows, seeds)
         extras |= self._frames(bucket, parts, rows)
         return Batch(latents, text_embeds, text_mask, tuple(seeds), extras)
@@ -193,25 +194,30 @@ class BatchReader:
         return own.states, self._held(own.mask()), extras
 
     def _frame_shapes(self, bucket: Shape) -> dict[str, tuple[int, ...]]:
-        """The shapes of a sample's first-frame tensors, by name. The mask is part of the condition."""
+        """The shapes of a sample's first-frame tensors and mask of the loss, by name. The mask of the first frame is
+        part of the condition."""
         kept = dict(self._store.frame_shapes(bucket))
-        if not kept:
-            return {}
+        if FIRST_FRAME not in kept:
+            return kept
         channels, *sides = kept.pop(FIRST_FRAME)
         return {IMAGE_CONDITION: (self._mask + channels, *sides), **kept}
 
     def _frames(self, bucket: Shape, parts: Ints, rows: Ints) -> dict[str, torch.Tensor]:
-        """The condition and embeddings for image-to-video models, in bf16."""
+        """The condition and embeddings for image-to-video models, and masks of the loss, in bf16."""
         shapes, count = self._frame_shapes(bucket), len(rows)
         found = {name: self._buffers.take(name, (count, *shape), torch.bfloat16)[0] for name, shape in shapes.items()}
         if not found:
             return {}
-        condition = mark_first(found[IMAGE_CONDITION], self._mask)
+        if LOSS_MASK in found:
+            found[LOSS_MASK].fill_(1)  # of parts without masks
+        condition = mark_first(found[IMAGE_CONDITION], self._mask) if IMAGE_CONDITION in found else None
         stored = {name: each for name, each in found.items() if name != IMAGE_CONDITION}
         for place in np.lexsort((rows, parts)).tolist():
-            memories = {FIRST_FRAME: bytes_of(condition[place, self._mask :])}
+            memories = {} if condition is None else {FIRST_FRAME: bytes_of(condition[place, self._mask :])}
             memories |= {name: bytes_of(each[place]) for name, each in stored.items()}
-            self._store.part(int(parts[place])).read_frame(bucket, int(rows[place]), memories)
+            part = self._store.part(int(parts[place]))
+            if part.frame_shapes(bucket):
+                part.read_frame(bucket, int(rows[place]), memories)
         return found
 
     def _latents(self, bucket: Shape, parts: Ints, rows: Ints, seeds: Sequence[int]) -> torch.Tensor:

@@ -34,11 +34,13 @@ def loss(
     compute_dtype: torch.dtype,
     tokens: int,
     at: float | None = None,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The objective's loss, a scalar in fp32, for fp32 latents [B, C, (F,) H, W] and a seed a sample.
 
     `tokens`: how many the model makes of each sample. `at`: this t in (0, 1) for all samples, in place of random ones.
+    `mask` [B, H, W]: the weight of the error at each place.
     """
     if isinstance(objective, DdpmSpec):
-        return ddpm.loss(objective, predict, latents, seeds, compute_dtype, at)
-    return flow_matching.loss(objective, predict, latents, seeds, compute_dtype, tokens, at)
+        return ddpm.loss(objective, predict, latents, seeds, compute_dtype, at, mask)
+    return flow_matching.loss(objective, predict, latents, seeds, compute_dtype, tokens, at, mask)

@@ -19,6 +19,7 @@ from bigdit.objectives.prediction import (
     ddpm_weights,
     draw_noise,
     has_variance,
+    masked,
     of_latents,
     per_sample,
     weighted_mse,
@@ -33,6 +34,7 @@ def loss(
     seeds: Sequence[int],
     compute_dtype: torch.dtype,
     at: float | None = None,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Mean squared error of the prediction, and the bound that trains a learned variance; a scalar in fp32.
 
@@ -53,11 +55,11 @@ def loss(
         target = alpha * noise - sigma * latents
     else:
         target = latents
-    squared = weighted_mse(prediction, target, ddpm_weights(objective, signals))
+    squared = weighted_mse(prediction, target, ddpm_weights(objective, signals), mask)
     if not _learns_variance(objective, output, latents.shape[1]):
         return squared
     share = output[:, latents.shape[1] :].float()
-    bound = variational_bound(objective, timesteps, latents, (prediction - target).detach(), share)
+    bound = variational_bound(objective, timesteps, latents, (prediction - target).detach(), share, mask)
     return squared + bound * (objective.timesteps / 1000)
 
 
@@ -96,12 +98,17 @@ LEAST = 1e-12
 
 
 def variational_bound(
-    objective: DdpmSpec, timesteps: Sequence[int], latents: torch.Tensor, error: torch.Tensor, share: torch.Tensor
+    objective: DdpmSpec,
+    timesteps: Sequence[int],
+    latents: torch.Tensor,
+    error: torch.Tensor,
+    share: torch.Tensor,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Bits a latent, a scalar in fp32: the mean over samples of one term each.
 
     `error`: the prediction minus its target. `share`: the output's second half; -1 and 1 stand for the least and the
-    most that a variance can be. fp32 as `latents` [B, C, …].
+    most that a variance can be. fp32 as `latents` [B, C, …]. `mask`: as in weighted_mse.
     """
     steps = [_Step(objective, timestep) for timestep in timesteps]
     least, most = (per_sample(each, latents) for each in zip(*((s.least, s.most) for s in steps), strict=True))
@@ -110,7 +117,8 @@ def variational_bound(
     missed = per_sample((step.missed for step in steps), latents) * error
     divergence = 0.5 * (log_variance - least - 1.0 + (least - log_variance).exp() + missed**2 * (-log_variance).exp())
     first = per_sample((timestep == 0 for timestep in timesteps), latents) > 0
-    return torch.where(first, _surprise(latents, missed, log_variance), divergence).mean() / math.log(2.0)
+    each = torch.where(first, _surprise(latents, missed, log_variance), divergence)
+    return masked(each, mask).mean() / math.log(2.0)
 
 
 class _Step:

@@ -22,6 +22,7 @@ def loss(
     compute_dtype: torch.dtype,
     tokens: int,
     at: float | None = None,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Mean squared error of the velocity, a scalar in fp32; see `objectives.loss`.
 
@@ -34,4 +35,4 @@ def loss(
     velocity = of_latents(
         predict(noisy, t.flatten()), latents.shape[1]
     ).float()  # no name holds it in the compute dtype
-    return weighted_mse(velocity, noise - latents, flow_weights(objective, times))
+    return weighted_mse(velocity, noise - latents, flow_weights(objective, times), mask)

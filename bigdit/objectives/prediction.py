@@ -43,11 +43,25 @@ def has_variance(output: torch.Tensor, channels: int) -> bool:
     return output.shape[1] == 2 * channels
 
 
-def weighted_mse(prediction: torch.Tensor, target: torch.Tensor, weights: Sequence[float] | None) -> torch.Tensor:
-    """The mean over samples [B, …] of each one's mean squared error times its weight; None: all count the same."""
-    if weights is None:
+def weighted_mse(
+    prediction: torch.Tensor, target: torch.Tensor, weights: Sequence[float] | None, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The mean over samples [B, …] of each one's mean squared error times its weight; None: all count the same.
+
+    `mask` [B, H, W]: the weight of each place.
+    """
+    if weights is None and mask is None:
         return F.mse_loss(prediction, target)
-    return (F.mse_loss(prediction, target, reduction="none") * per_sample(weights, target)).mean()
+    error = F.mse_loss(prediction, target, reduction="none")
+    error = error if weights is None else error * per_sample(weights, target)
+    return masked(error, mask).mean()
+
+
+def masked(error: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """An error [B, C, (F,) H, W] times the weights [B, H, W] of places, if there are any."""
+    if mask is None:
+        return error
+    return error * mask.float().view(len(mask), *(1,) * (error.dim() - 3), *mask.shape[1:])
 
 
 def flow_weights(objective: FlowMatchingSpec, times: Sequence[float]) -> list[float] | None:

@@ -160,8 +160,8 @@ def beside(image: str, names: Collection[str], odd: Mapping[str, str]) -> Beside
 
 
 def _there(name: str, names: Collection[str], odd: Mapping[str, str]) -> str | None:
-    if name in names:
-        return name
+    if name in names or name.isascii():  # the suffixes asked for are plain
+        return name if name in names else odd.get(name)
     plain = _plain(name)
     return plain if plain in names else odd.get(plain)
 

@@ -11,10 +11,11 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import xxhash
 from PIL import Image
@@ -38,7 +39,7 @@ from bigdit.sources.captions import (
     SUFFIXES as CAPTIONS,
 )
 from bigdit.sources.disk import IMAGE_BYTES, IMPOSSIBLE, read_file, sampled_digest, unreadable
-from bigdit.sources.image import SUFFIXES, decode
+from bigdit.sources.image import SUFFIXES, alpha, decode
 from bigdit.sources.metadata import NAMES as METADATA
 from bigdit.sources.metadata import Metadata
 from bigdit.sources.protocol import Caption, Contents, Entry, Item, Unusable
@@ -71,6 +72,14 @@ class Names:
             yield from map(os.fsdecode, names[max(start - first, 0) : end - first])
 
 
+_MASK = ".mask.png"
+
+
+def mask_name(name: str) -> str:
+    """`a.mask.png`, of `a.jpg`."""
+    return os.path.splitext(name)[0] + _MASK
+
+
 _BETWEEN = "//"  # separates the parts of a stored entry; no relative path has it
 _MISSING = -1, -1
 
@@ -81,8 +90,8 @@ class FolderItem(Item):
 
     `beside`: the names of its captions, where they are not the usual ones. `row`: its captions in the metadata of a
     folder, if there are none beside it; or the problem of its row. `follow_links`: it and its captions may be links out
-    of `root`. `labelled`: its folder is its class. `captioned`: its own captions are read. `clip`: the part of a video
-    to read.
+    of `root`. `labelled`: its folder is its class. `captioned`: its own captions are read. `mask`: as SourceConfig has
+    it. `clip`: the part of a video to read.
     """
 
     index: int
@@ -93,6 +102,7 @@ class FolderItem(Item):
     follow_links: bool = False
     labelled: bool = False
     captioned: bool = True
+    mask: Literal["file", "alpha"] | None = None
     clip: Clip | None = None
 
     @property
@@ -110,7 +120,22 @@ class FolderItem(Item):
             return Contents(frames, partial(sampled_digest, self.path), captions, label)
         with self._error_if_gone():
             data = read_file(self.path, IMAGE_BYTES)
-        return contents_of(data, self.clip, max_pixels, captions, label)
+        contents = contents_of(data, self.clip, max_pixels, captions, label)
+        if self.mask == "alpha":
+            return replace(contents, mask=partial(alpha, data, max_pixels))
+        beside = self._mask_file() if self.mask == "file" else None
+        if beside is None:
+            return contents
+        digest = partial(xxhash.xxh3_64_intdigest, data + beside)
+        return replace(contents, mask=lambda: decode(beside, max_pixels).convert("L"), digest=digest)
+
+    def _mask_file(self) -> bytes | None:
+        """The bytes of the mask beside the image, if there is one."""
+        path = self.path.with_name(mask_name(self.path.name))
+        with contextlib.suppress(FileNotFoundError):
+            check_link(self.root, path, self.follow_links)
+            return read_file(path, IMAGE_BYTES)
+        return None
 
     def _captions(self) -> tuple[Caption, ...]:
         files = self.beside or usual(self.path.stem)
@@ -145,6 +170,7 @@ class ImageFolder:
         empty."""
         self.root = root = config.path
         self._links = config.follow_links
+        self._mask = config.mask
         self._labelled, self._captioned = config.label is not None, reads_captions(config)
         self._clip = clip
         suffixes = SUFFIXES if clip is None else (*SUFFIXES, *VIDEOS)
@@ -169,18 +195,18 @@ class ImageFolder:
                 "captions"
             )
         log_ignored(key, root, found.ignored)
-        self.identity = {"kind": "folder", "count": len(self._names), "digest": digest.hexdigest()}
+        masks = {"masks": config.mask} if config.mask else {}
+        self.identity = {"kind": "folder", "count": len(self._names), "digest": digest.hexdigest(), **masks}
 
     def __len__(self) -> int:
         return len(self._names)
 
     def items(self, start: int, end: int) -> list[FolderItem]:
         """Images [start, end) of the order."""
+        how = (self._links, self._labelled, self._captioned)
         found = enumerate(map(_stored, self._names.range(start, end)), start)
         return [
-            FolderItem(
-                index, self.root, entry.name, *captions, self._links, self._labelled, self._captioned, self._clip
-            )
+            FolderItem(index, self.root, entry.name, *captions, *how, mask=self._mask, clip=self._clip)
             for index, (entry, captions) in found
         ]
 
@@ -209,9 +235,9 @@ def _digested(found: Listing, digest: xxhash.xxh3_128) -> Iterator[str]:
         sizes, times = zip(*files, strict=True)
         told = "" if row is None else f" {xxhash.xxh3_64_hexdigest(row.encode())}"
         digest.update(os.fsencode(f"{name}\0{sizes}{told}\n"))
-        captions = " ".join(map(str, sizes[1:])) + told
+        image, captions = (" ".join(map(str, each)) for each in ((sizes[0], *sizes[3:]), sizes[1:3]))
         kept = "" if captioned is None and row is None else json.dumps([captioned, row])
-        yield _BETWEEN.join([name, str(sizes[0]), captions, " ".join(map(str, times)), kept])
+        yield _BETWEEN.join([name, image, captions + told, " ".join(map(str, times)), kept])
 
 
 def _stored(text: str) -> tuple[Entry, tuple[Beside | None, tuple[Caption, ...] | str | None]]:
@@ -246,18 +272,21 @@ class Listing:
         descriptor = os.open(root / folder, os.O_RDONLY)  # paths from here are short, so the kernel walks less
         try:
             entries = _entries(descriptor, self.ignored)
-            captioned = self._config.caption is None
+            captioned, masks = self._config.caption is None, self._config.mask == "file"
             odd = odd_names(entries)
             own = self._metadata(folder, entries)
             for name in sorted(entries):
                 suffix = os.path.splitext(name)[1]
                 if name.endswith("/"):
                     yield from self.images(folder + name, own or above)
+                elif masks and name.endswith(_MASK):
+                    continue
                 elif suffix.lower() in self._suffixes:
                     captions = beside(name, entries, odd)
                     # The listing shows what is missing. A stat would be a round trip on a network file system.
-                    known = entries if captioned else {name}
-                    files = [_seen(file, descriptor) if file in known else _MISSING for file in (name, *captions)]
+                    known = entries if captioned else entries & {name, mask_name(name)}
+                    asked = [name, *captions, *([mask_name(name)] if masks else [])]
+                    files = [_seen(file, descriptor) if file in known else _MISSING for file in asked]
                     row = None if (table := own or above) is None else table.row(folder + name, captions[1] in entries)
                     stem = os.path.splitext(name)[0]
                     yield folder + name, files, None if captions == usual(stem) else captions, row

@@ -47,6 +47,14 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
         return flat(image)
 
 
+def alpha(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image | None:
+    """The opacity of an image in mode L, upright; None if all of it is opaque. Raises Unusable as `decode`."""
+    with opened(data, max_pixels) as image:
+        image.load()
+        ImageOps.exif_transpose(image, in_place=True)
+        return image.convert("RGBA").getchannel("A") if image.has_transparency_data else None
+
+
 @contextlib.contextmanager
 def opened(data: bytes, max_pixels: int) -> Iterator[Image.Image]:
     """An image whose pixels are not decoded yet. Raises Unusable, with the reason, for one that is too large, and for

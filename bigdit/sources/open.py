@@ -161,6 +161,8 @@ def _checked_kind(config: SourceConfig, data: DataConfig, key: str) -> SourceKin
     _refuse_columns(config, kind, key)
     if config.frame_rate is not None and data.fps is None:
         raise UserError(f"{key}.frame_rate is for videos, and data.buckets has no frames; leave it out")
+    if config.mask is not None and data.fps is not None:
+        raise UserError(f"{key}.mask is for images, and data.buckets has frames; leave it out")
     if config.clips > 1 and data.fps is None:
         raise UserError(f"{key}.clips is for videos, and data.buckets has no frames; leave it out")
     return kind
@@ -202,7 +204,7 @@ def _refuse_columns(config: SourceConfig, kind: SourceKind, key: str) -> None:
         )
     if kind in ("folder", "webdataset", "csv", "json") and config.split:
         raise UserError(f"{key}.split: {config.path} is of kind {kind}, which has no splits; leave it out")
-    for name in ("follow_links", "frame_rate"):
+    for name in ("follow_links", "frame_rate", "mask"):
         if kind != "folder" and getattr(config, name):
             raise UserError(f"{key}.{name}: {config.path} is of kind {kind}; it is for folders of images; leave it out")
 

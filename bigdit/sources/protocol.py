@@ -46,27 +46,35 @@ class Sample:
     """A decoded image (upright, opaque, mode RGB or L) or the frames of a video, which are decoded lazily.
 
     It has at least one caption, or a label: the name or the number of its class. `fit`: how it is fitted to its bucket.
+    `mask`: the weight of the loss at each pixel, mode L.
     """
 
     image: Image.Image | Iterator[Image.Image]
     captions: tuple[Caption, ...] = ()
     label: str | int | None = None
     fit: Fit = CENTRED
+    mask: Image.Image | None = None
 
 
 @dataclass(frozen=True)
 class Contents:
-    """An item after its files were read: functions that decode and digest its image; its captions or label."""
+    """An item after its files were read: functions that decode and digest its image, its captions or label, and what
+    decodes its mask."""
 
     decode: Callable[[], Image.Image | Iterator[Image.Image]]
     digest: Callable[[], int]
     captions: tuple[Caption, ...] = ()
     label: str | int | None = None
     fit: Fit = CENTRED
+    mask: Callable[[], Image.Image | None] | None = None
 
     def sample(self) -> Sample:
-        """Decode the image. Raises Unusable for a damaged one."""
-        return Sample(self.decode(), self.captions, self.label, self.fit)
+        """Decode the image and its mask. Raises Unusable for damaged ones, and a mask of another size."""
+        image, mask = self.decode(), None if self.mask is None else self.mask()
+        if mask is not None and isinstance(image, Image.Image) and mask.size != image.size:
+            sizes = [f"{each.width} × {each.height} pixels" for each in (mask, image)]
+            raise Unusable(f"mask of {sizes[0]} for an image of {sizes[1]}")
+        return Sample(image, self.captions, self.label, self.fit, mask)
 
     def digests(self) -> tuple[int, int]:
         """xxh3-64 of the image's file, and of its captions or label."""

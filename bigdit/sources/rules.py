@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import xxhash
 from PIL import Image
@@ -110,13 +110,19 @@ class VariedItem(Item):
         """As Item.read."""
         contents = self.item.read(max_pixels)
         found = dataclasses.replace(contents, fit=Fit(self.crop_at))
-        return dataclasses.replace(found, decode=lambda: _mirrored(contents.decode())) if self.flipped else found
+        if not self.flipped:
+            return found
+        mask = contents.mask
+        turned = None if mask is None else lambda: None if (read := mask()) is None else _flipped(read)
+        return dataclasses.replace(found, decode=lambda: _mirrored(contents.decode()), mask=turned)
 
 
 def _mirrored(found: Image.Image | Iterator[Image.Image]) -> Image.Image | Iterator[Image.Image]:
-    if isinstance(found, Image.Image):
-        return found.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    return (cast(Image.Image, _mirrored(frame)) for frame in found)
+    return _flipped(found) if isinstance(found, Image.Image) else map(_flipped, found)
+
+
+def _flipped(image: Image.Image) -> Image.Image:
+    return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
 
 
 class Varied:

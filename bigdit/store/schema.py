@@ -139,6 +139,11 @@ class StoreSchema(Strict):
         """The runs that the first `changes` took away; None: all."""
         return [run for change in self.changes[:changes] for run in change.gone]
 
+    @property
+    def has_masks(self) -> bool:
+        """Whether images of a source may have masks."""
+        return any("masks" in source for source in self.sources)
+
     def ranges(self) -> list[Range]:
         """The ranges of the parts, in order. None spans two sources, so an appended source changes no earlier part."""
         ends = self.ends()

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from bigdit.catalog.conditions import LOSS_MASK
 from bigdit.errors import UserError
 from bigdit.store.files import LocalParts, ReaderName, RemoteParts, open_remote, read_column
 from bigdit.store.growth import is_growth
@@ -326,12 +327,13 @@ class FeatureStore:
         return {TEXT: self.text_shape} | {name: (each["max_tokens"], each["dim"]) for name, each in streams}
 
     def frame_shapes(self, bucket: Shape) -> dict[str, tuple[int, ...]]:
-        """The shapes of first-frame columns for latents of this shape, by name."""
+        """The shapes of the columns of first frames and masks for latents of this shape, by name."""
         found = self.schema.first_frame
+        masks: dict[str, tuple[int, ...]] = {LOSS_MASK: bucket[-2:]} if self.schema.has_masks else {}
         if found is None:
-            return {}
+            return masks
         embeds = {FRAME_COLUMNS[1]: (int(found["tokens"]), int(found["dim"]))} if "dim" in found else {}
-        return {FIRST_FRAME: bucket, **embeds}
+        return {FIRST_FRAME: bucket, **embeds, **masks}
 
     @functools.cached_property
     def null_text(self) -> Text:
@@ -400,10 +402,11 @@ def _mislabelled(part: Part, classes: Classes | None) -> str | None:
 
 
 def _misframed(part: Part, wanted: Callable[[Shape], dict[str, tuple[int, ...]]]) -> str | None:
-    """The problem if the columns of first frames are not those of the store."""
+    """The problem if the columns of first frames and masks are not those of the store. A part may have no masks."""
     for shape in part.rows:
-        if (found := part.frame_shapes(shape)) != wanted(shape):
-            return f"has {found or 'nothing'} of first frames, and its store {wanted(shape) or 'nothing'}"
+        found, store = part.frame_shapes(shape), wanted(shape)
+        if found != {name: sides for name, sides in store.items() if name != LOSS_MASK or name in found}:
+            return f"has {found or 'nothing'} of first frames, and its store {store or 'nothing'}"
     return None
 
 

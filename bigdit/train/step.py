@@ -12,6 +12,7 @@ import torch
 from torch.profiler import record_function
 
 from bigdit import objectives, optim
+from bigdit.catalog.conditions import LOSS_MASK
 from bigdit.engines import Ema, Engine, compute_dtype
 from bigdit.loader.batch import Batch, CaptionedBatch, RawBatch
 from bigdit.models import Family
@@ -97,11 +98,12 @@ def train_step(
             batch = batch.to(engine.device, dtype)
             predict = functools.partial(predict_by, engine, family, batch)
             tokens = family.tokens(engine.model, batch.latents.shape)
-            loss = objectives.loss(objective, predict, batch.latents, batch.seeds, dtype, tokens)
+            mask = batch.extras.get(LOSS_MASK)
+            loss = objectives.loss(objective, predict, batch.latents, batch.seeds, dtype, tokens, mask=mask)
         with phase("backward"):
             engine.backward(loss, last=i == len(micro_batches) - 1)
         losses.append(loss.detach().clone())  # mse_loss's scalar keeps a storage of the latents' size
-        del batch, predict, loss
+        del batch, predict, loss, mask
     with phase("step"):
         stepped = engine.step(lr, losses)
     if ema is not None and stepped.taken:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from bigdit import log, objectives
+from bigdit.catalog.conditions import LOSS_MASK
 from bigdit.checkpoint import Peers
 from bigdit.config.run import ValidationConfig
 from bigdit.engines import Ema, Engine, compute_dtype
@@ -201,7 +202,8 @@ class Validation:
         engine, dtype = self._engine, compute_dtype(self._engine.strategy)
         predict = functools.partial(predict_by, engine, self._family, batch)
         tokens = self._family.tokens(engine.model, batch.latents.shape)
-        return float(objectives.loss(self._objective, predict, batch.latents, batch.seeds, dtype, tokens, t))
+        mask = batch.extras.get(LOSS_MASK)
+        return float(objectives.loss(self._objective, predict, batch.latents, batch.seeds, dtype, tokens, t, mask))
 
     def _batches(self) -> Iterator[tuple[Batch, int]]:
         """This process's micro-batches on the device, and how many samples of each count.

@@ -1,0 +1,141 @@
+"""Masks beside images and opacity as a mask: from their pixels to the weight of the loss."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from extracting import configured, parts
+from PIL import Image
+from tiny_sources import gradient, opened, reason, save
+from training import run
+
+from bigdit import objectives
+from bigdit.catalog.conditions import LOSS_MASK
+from bigdit.dist import World
+from bigdit.errors import UserError
+from bigdit.extract.extract import extract
+from bigdit.loader.order import Order
+from bigdit.loader.stream import FeatureStream
+from bigdit.objective_spec import DdpmSpec, FlowMatchingSpec
+from bigdit.store import FeatureStore
+from bigdit.train.monitor.metrics import read_metrics
+
+SIDE = 128
+
+
+def half(left, right, width=SIDE, height=SIDE):
+    """A gray image of two values."""
+    values = np.full((height, width), left, np.uint8)
+    values[:, width // 2 :] = right
+    return Image.fromarray(values)
+
+
+@pytest.fixture
+def images(tmp_path):
+    """Two images with masks, one beside it and mirrored by `flip`, and one without; and a source without masks."""
+    folder = tmp_path / "images"
+    save(folder / "a.png", "a", gradient(SIDE, SIDE))
+    half(255, 0).save(folder / "a.mask.png")
+    save(folder / "b.png", "b", gradient(SIDE, SIDE))
+    save(tmp_path / "plain/c.png", "c", gradient(SIDE, SIDE))
+    return [{"path": str(folder), "mask": "file", "flip": True}, str(tmp_path / "plain")]
+
+
+def batches(root):
+    """The masks of each sample, by its index in the source."""
+    store = FeatureStore.open(root)
+    order = Order(store.index.counts, store.index.shapes, 1, 0)
+    stream = FeatureStream(store, World(), order, micro_batch_size=1, grad_accum_steps=1, seed=0, caption_dropout=0.0)
+    found = {}
+    for step in range(int(store.index.counts.sum())):
+        ((shape, (part,), (row,), _),) = stream.samples(step)
+        (batch,) = stream.micro_batches(step)
+        found[int(store.part(int(part)).rows[shape][row, 0])] = batch.extras[LOSS_MASK][0].float()
+    return found
+
+
+def test_masks_are_cropped_and_mirrored_with_their_images(images, tmp_path):
+    configuration, model = configured(json.dumps(images), tmp_path / "f")
+    report = extract(configuration, model)
+    assert report.store is not None
+    assert (report.store.encoded, report.store.skipped) == (5, [])  # a mask is no image
+    found = batches(tmp_path / "f")
+    sides = found[0].shape
+    left = torch.zeros(sides)
+    left[:, : sides[1] // 2] = 1
+    assert torch.equal(found[0], left)
+    assert torch.equal(found[1], left.flip(1))
+    for index in (2, 3, 4):
+        assert torch.equal(found[index], torch.ones(sides))
+    again = extract(configured(json.dumps(images), tmp_path / "g")[0], model)
+    assert again.store is not None
+    assert parts(tmp_path / "f") == parts(tmp_path / "g")
+    half(0, 255).save(tmp_path / "images/a.mask.png")
+    with pytest.raises(UserError, match=r"2 edited: .*: a\.png, .*: a\.png mirrored; to encode all again"):
+        extract(configuration, model)
+
+
+def test_opacity_is_a_mask(tmp_path):
+    image = gradient(SIDE, SIDE).convert("RGBA")
+    image.putalpha(half(255, 51))
+    save(tmp_path / "images/a.png", "a", image)
+    save(tmp_path / "images/b.png", "b", gradient(SIDE, SIDE))
+    source = json.dumps({"path": str(tmp_path / "images"), "mask": "alpha"})
+    extract(*configured(source, tmp_path / "f"))
+    found = batches(tmp_path / "f")
+    assert found[0].unique().tolist() == pytest.approx([0.2, 1], abs=1e-3)
+    assert torch.equal(found[1], torch.ones_like(found[1]))
+
+
+def test_bad_masks_are_a_line_each(tmp_path):
+    for name in "abc":
+        save(tmp_path / f"{name}.png", "a caption")
+    half(255, 0, 8, 9).save(tmp_path / "a.mask.png")
+    (tmp_path / "b.mask.png").write_bytes(b"no image")
+    a, b, c = opened({"path": str(tmp_path), "mask": "file"}).items(0, 9)
+    assert reason(a) == "mask of 8 × 9 pixels for an image of 8 × 8 pixels"
+    assert reason(b).startswith("damaged image: ")
+    assert c.load().mask is None
+    (tmp_path / "list.csv").write_text("path,caption\na.png,x\n")
+    with pytest.raises(UserError, match=r"data\.images\.mask: .*list\.csv is of kind csv; it is for folders of images"):
+        opened({"path": str(tmp_path / "list.csv"), "mask": "alpha"})
+    with pytest.raises(UserError, match=r"data\.images\.mask is for images, and data\.buckets has frames; leave"):
+        opened({"path": str(tmp_path), "mask": "file"}, buckets=[(5, 8, 8)], fps=8)
+
+
+@pytest.mark.parametrize("objective", [FlowMatchingSpec(), FlowMatchingSpec(weighting="cosmap"), DdpmSpec()])
+@pytest.mark.parametrize("sides", [(4, 6), (3, 4, 6)])
+def test_the_loss_of_a_place_is_multiplied_by_its_mask(objective, sides):
+    latents = torch.randn(2, 5, *sides, generator=torch.Generator().manual_seed(0))
+    mask = torch.rand(2, 4, 6, generator=torch.Generator().manual_seed(1))
+
+    def loss(mask):
+        prediction = torch.zeros_like(latents, requires_grad=True)
+        found = objectives.loss(objective, lambda *_: prediction, latents, [1, 2], torch.float32, 6, mask=mask)
+        found.backward()
+        return float(found), prediction.grad
+
+    (whole, grads), (ones, same), (part, masked) = loss(None), loss(torch.ones_like(mask)), loss(mask)
+    assert ones == pytest.approx(whole)
+    assert torch.allclose(same, grads)
+    places = mask[:, None] if len(sides) == 2 else mask[:, None, None]
+    assert torch.allclose(masked, grads * places)
+    assert 0 < part < whole
+
+
+def test_a_run_with_masks_trains_from_its_cache_as_from_its_images(images, tmp_path):
+    settings = [f"data.images={json.dumps(images)}", f"data.buckets=[[{SIDE}, {SIDE}]]", "data.part_size=4"]
+    extract(*configured(json.dumps(images), tmp_path / "f", *settings))
+    settings += ["train.steps=3", "train.warmup_steps=0", "strategy.micro_batch_size=2", "strategy.global_batch_size=2"]
+    losses = {}
+    for name, features in (("cached", tmp_path / "f"), ("online", None), ("whole", None)):
+        if name == "whole":
+            del images[0]["mask"]
+            (tmp_path / "images/a.mask.png").unlink()
+            settings[0] = f"data.images={json.dumps(images)}"
+        assert run(features, tmp_path / name, *settings) == 0
+        losses[name] = [row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")]
+    assert len(losses["cached"]) == 3
+    assert losses["cached"] == losses["online"]
+    assert sum(losses["cached"]) < sum(losses["whole"])
