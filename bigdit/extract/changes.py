@@ -31,6 +31,7 @@ from bigdit.errors import UserError, shown
 from bigdit.files import replacing
 from bigdit.sources.open import INDEX, SourceList
 from bigdit.sources.protocol import Contents, Entry, Item, Source, Unusable
+from bigdit.store.growth import latest_schema
 from bigdit.store.lease import missing
 from bigdit.store.part import part_path
 from bigdit.store.reader import Part
@@ -101,6 +102,19 @@ def grow(
         if not changes.listed or schema.changes != found.changes:
             _write_listing(_listing(root, schema, number), inner, changes.places, len(schema.changes) > 0)
     return as_read(schema), lines
+
+
+def not_encoded(root: Path, source: SourceList) -> list[str]:
+    """A line for each source whose files differ in name, size or time from those that were encoded."""
+    schema = latest_schema(root)
+    if schema is None:
+        return []
+    pairs = zip(source.sources, schema.current, strict=False)
+    return [
+        f"data.images[{number}] changed since it was encoded into {root}; {EXTRACT} encodes what changed"
+        for number, (inner, known) in enumerate(pairs)
+        if inner.identity["digest"] != known.get("digest") or not _agrees(_listing(root, schema, number), inner)
+    ]
 
 
 def write_listings(root: Path, schema: StoreSchema, source: SourceList) -> None:
