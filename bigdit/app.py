@@ -20,6 +20,7 @@ from bigdit.commands import (
     extract,
     features,
     gpus,
+    init,
     models,
     plan,
     profile,
@@ -50,6 +51,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDEST},
 )
 for name, module in {
+    "init": init,
     "plan": plan,
     "profile": profile,
     "emulate": emulate,

@@ -62,10 +62,12 @@ def run(
     from bigdit.config.stages import load_chosen
     from bigdit.extract.extract import extract
     from bigdit.search.dataset import with_batch_size
+    from bigdit.train.prepare import check_paths
 
     asked, reports = _engine(engine, tasks, resources), []
     runs = [each.run for each in load_chosen(config, overrides, stage)]
     _check(runs)
+    check_paths(config, runs)
     for number, run_config in enumerate(runs):
         if any((run_config.data, run_config.encoders) == (other.data, other.encoders) for other in runs[:number]):
             continue  # several stages train on one store

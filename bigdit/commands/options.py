@@ -10,7 +10,10 @@ import typer
 
 from bigdit.errors import UserError
 
-Config = Annotated[Path, typer.Option("--config", metavar="FILE", help="The run's YAML.")]
+Config = Annotated[
+    Path,
+    typer.Option("--config", metavar="FILE", help="The run's YAML. Its paths are relative to the current folder."),
+]
 
 
 def _set_once(overrides: list[str]) -> list[str]:

@@ -39,7 +39,7 @@ def run(
     from bigdit.files import check_writable
     from bigdit.objective_spec import counting
     from bigdit.report import leaving_a_page
-    from bigdit.train.prepare import check_stores, prepare_stages, with_ds_config, with_grace
+    from bigdit.train.prepare import check_paths, check_stores, prepare_stages, with_ds_config, with_grace
     from bigdit.train.processes.launch import launch
 
     overrides = with_grace(with_ds_config(overrides, ds_config), grace)
@@ -47,6 +47,7 @@ def run(
     for stage in stages:
         if stage.plan is not None:
             _check_one_machine(stage.plan)
+    check_paths(config, [stage.run for stage in stages])
     first = stages[0].run
     prepared = prepare_stages(stages)
     if not dry_run:

@@ -31,6 +31,7 @@ from bigdit.errors import UserError, shown
 from bigdit.files import replacing
 from bigdit.sources.open import INDEX, SourceList
 from bigdit.sources.protocol import Contents, Entry, Item, Source, Unusable
+from bigdit.store.growth import begin_growth, latest_schema
 from bigdit.store.lease import missing
 from bigdit.store.part import part_path
 from bigdit.store.reader import Part
@@ -54,14 +55,14 @@ class _Changes:
     """A source beside the store. `places`: the index in the store of each of its images, −1 for new ones.
 
     `listed`: its listing agrees. By indices that are gone: `gone`, the image that took the place or None; `names`.
-    `edited`: names of images that took a place. `digests`: of images that were read.
+    `edited`: images that took a place, and whether their captions alone differ. `digests`: of images that were read.
     """
 
     places: Ints
     listed: bool = False
     gone: dict[int, int | None] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
-    edited: list[str] = field(default_factory=list)
+    edited: list[tuple[int, bool]] = field(default_factory=list)
     digests: dict[int, Digests] = field(default_factory=dict)
 
     @property
@@ -73,10 +74,11 @@ class _Changes:
 def grow(
     root: Path, found: StoreSchema, asked: StoreSchema, source: SourceList, *, by_content: bool
 ) -> tuple[StoreSchema, list[str]]:
-    """The schema of the store `found` after the changes of its sources, and a line for each source that changed.
+    """Begin the growth of the store `found` by the changes of its sources, and write their listings.
 
-    Writes the listings of the sources. `asked`: the schema of the run. With `by_content`, all files are read. Raises
-    UserError if the run has other settings or sources, or if a file or part cannot be read.
+    Returns its schema, and a line for each source that changed. `asked`: the schema of the run. With `by_content`, all
+    files are read. Raises UserError if the run has other settings or sources, if a file or part cannot be read, and as
+    begin_growth.
     """
     _check_sources(root, found, asked)
     count, known, all_changes = found.count, len(found.current), list[_Changes]()
@@ -97,10 +99,25 @@ def grow(
     schema = found.model_copy(update={"sources": [*found.sources, *added, *asked.sources[known:]]})
     if added or gone or asked.sources != schema.current:
         schema = schema.model_copy(update={"changes": [*found.changes, Change(sources=asked.sources, gone=gone)]})
+    schema = as_read(schema)
+    begin_growth(root, found, schema)  # before the listings: those of an extraction that is refused are not written
     for number, (inner, changes) in enumerate(zip(source.sources, all_changes, strict=True)):
         if not changes.listed or schema.changes != found.changes:
             _write_listing(_listing(root, schema, number), inner, changes.places, len(schema.changes) > 0)
-    return as_read(schema), lines
+    return schema, lines
+
+
+def not_encoded(root: Path, source: SourceList) -> list[str]:
+    """A line for each source whose files differ in name, size or time from those that were encoded."""
+    schema = latest_schema(root)
+    if schema is None:
+        return []
+    pairs = zip(source.sources, schema.current, strict=False)
+    return [
+        f"data.images[{number}] changed since it was encoded into {root}; {EXTRACT} encodes what changed"
+        for number, (inner, known) in enumerate(pairs)
+        if inner.identity["digest"] != known.get("digest") or not _agrees(_listing(root, schema, number), inner)
+    ]
 
 
 def write_listings(root: Path, schema: StoreSchema, source: SourceList) -> None:
@@ -140,9 +157,13 @@ class Numbered:
     def items(self, start: int, end: int) -> list[Item]:
         """The items of the indices [start, end)."""
         found: list[Item] = []
-        for index, place in enumerate(self._places[start:end].tolist(), start):
-            items = self._source.items(place, place + 1) if place >= 0 else [_Gone(index)]
-            found += [replace(item, index=index) for item in items]  # type: ignore[type-var]
+        places = enumerate(self._places[start:end].tolist(), start)
+        for after, run in itertools.groupby(places, lambda pair: pair[1] - pair[0] if pair[1] >= 0 else None):
+            indices = [index for index, _ in run]
+            items: Iterable[Item] = map(_Gone, indices)
+            if after is not None:
+                items = self._source.items(indices[0] + after, indices[-1] + after + 1)
+            found += [replace(item, index=index) for item, index in zip(items, indices, strict=True)]  # type: ignore[type-var]
         return found
 
 
@@ -228,7 +249,7 @@ def _compared(
     if known:
         changes.digests = _digests(inner, changes.new)
     _keep_same(changes, paired, known)
-    _pair(inner, changes, paired, known)
+    _pair(changes, paired, known)
     return changes
 
 
@@ -250,7 +271,7 @@ def _keep_same(changes: _Changes, paired: dict[int, int], known: dict[int, Diges
 _UNREADABLE: Digests = (0, 0)
 
 
-def _pair(inner: Source, changes: _Changes, paired: dict[int, int], known: dict[int, Digests]) -> None:
+def _pair(changes: _Changes, paired: dict[int, int], known: dict[int, Digests]) -> None:
     """Find what took the place of indices that are gone: the image of the same name, or the same image."""
     images: dict[int, deque[int]] = defaultdict(deque)
     by_name = {index: image for image, index in paired.items() if changes.places[image] < 0}
@@ -265,8 +286,7 @@ def _pair(inner: Source, changes: _Changes, paired: dict[int, int], known: dict[
             index = images[found[0]].popleft()
             changes.gone[index] = image
         if index is not None:
-            alone = known[index][0] == found[0]
-            changes.edited.append(f"the caption of {_name(inner, image)}" if alone else _name(inner, image))
+            changes.edited.append((image, known[index][0] == found[0]))
 
 
 def _contents(root: Path, found: StoreSchema, indices: Sequence[int]) -> dict[int, Digests]:
@@ -339,10 +359,14 @@ def _line(inner: Source, changes: _Changes) -> str:
     new = [image for image in changes.new if image not in taken]
     added = [_name(inner, image) for image in new[:_NAMED]]
     removed = sorted(changes.names[index] for index, by in changes.gone.items() if by is None)
+    edited = [
+        f"the caption of {_name(inner, image)}" if alone else _name(inner, image)
+        for image, alone in changes.edited[:_NAMED]
+    ]
     kinds = (
         ("added", len(new), added),
         ("removed", len(removed), removed),
-        ("edited", len(changes.edited), changes.edited),
+        ("edited", len(changes.edited), edited),
     )
     return "; ".join(f"{count} {what}: {_first(names, count)}" for what, count, names in kinds if count)
 

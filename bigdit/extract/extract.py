@@ -25,7 +25,7 @@ from bigdit.extract.report import ExtractReport, StoreReport, extract_report, st
 from bigdit.files import write_text
 from bigdit.sources.open import SourceList, open_source
 from bigdit.store.files import url_of
-from bigdit.store.growth import begin_growth, commit_growth, latest_schema
+from bigdit.store.growth import commit_growth, latest_schema
 from bigdit.store.lease import missing, own_folder, remove_left
 from bigdit.store.part import Shape
 from bigdit.store.schema import Range, StoreSchema, claim, store_identity
@@ -123,7 +123,6 @@ def _prepare(run: RunConfig, model: ModelSpec, source: SourceList, by_content: b
         write_listings(root, schema, source)
         return schema
     grown, lines = grow(root, found, schema, source, by_content=by_content)
-    begin_growth(root, found, grown)
     for line in lines:
         log.notice(line)
     return grown

@@ -193,7 +193,7 @@ def _grown(store: FeatureStore | RawStore, last: EpochStage, now: EpochStage) ->
     found = f"{store.root} has {how_many(parts, 'part')} more ({how_many(samples, 'sample')}) than before: new samples"
     if isinstance(store, FeatureStore) and now.changes != last.changes:
         gone = len(store.gone(now.changes).rows) - len(store.gone(last.changes).rows)
-        found = f"{store.root} has {how_many(samples, 'new sample')}, and {gone:,} are gone: changes"
+        found = f"{store.root} got {how_many(samples, 'sample')} and lost {gone:,}: changes"
     return f"{found} enter with epoch {now.first_epoch}; the order until then does not change"
 
 

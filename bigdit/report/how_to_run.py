@@ -30,7 +30,7 @@ from bigdit.strategy import Strategy
 
 _HEAD = """\
 # Written by `bigdit plan`: the strategy is the plan's; plan.yaml in this folder has its predictions.
-# Fill in the folders. docs/reference has all keys.
+# {}Paths are relative to the folder that commands run in. docs/reference has all keys.
 """
 RUN = "run.yaml"
 _FROM_SCRATCH = Beginning(steps=100_000, warmup_steps=1000, lr=1e-4)
@@ -41,8 +41,11 @@ FOLDER = "path/to"
 """The beginning of folders to fill in."""
 
 
-def skeleton(plan: Plan) -> str | None:
-    """The YAML; None for a model that cannot be trained, or with an unknown VAE."""
+def skeleton(plan: Plan, images: Path | None = None, name: str = "") -> str | None:
+    """The YAML; None for a model that cannot be trained, or with an unknown VAE.
+
+    `images`: the source, with the `name` of the folders of features and of the run; None to fill all in.
+    """
     question = plan.question
     model = question.model
     if not model.trainable or model.vae.class_name not in _VAES:
@@ -56,13 +59,18 @@ def skeleton(plan: Plan) -> str | None:
     steps = plan.run.steps if plan.run else start.steps
     known = model.params is not None  # in the catalogue; a user's own model is written out
     named = _folder(model)
+    source, features, output = (
+        (f"{FOLDER}/images", f"{FOLDER}/features", f"{FOLDER}/run")
+        if images is None
+        else (str(images), f"features/{name}", f"runs/{name}")
+    )
     pipeline, vae = model.pipeline or named, named if model.pipeline is None or _vae_lent(model) else model.pipeline
     run = {
         "model": ({"name": model.name} if known else {"class_name": spec.class_name, "kwargs": spec.kwargs})
         | ({} if weights is None else {"init_from": weights}),
         "data": {
-            "images": f"{FOLDER}/images" if model.text else {"path": f"{FOLDER}/images", "label": "folder"},
-            **({} if online else {"features": f"{FOLDER}/features"}),
+            "images": source if model.text else {"path": source, "label": "folder"},
+            **({} if online else {"features": features}),
             "buckets": [[*_frames(plan), *sides] for sides in sizes],
             **({} if model.clip is None else {"fps": model.clip.fps}),
             **_part_size(plan),
@@ -80,9 +88,10 @@ def skeleton(plan: Plan) -> str | None:
             "lr_schedule": "constant",
         },
         "plan": FILE,
-        "output": f"{FOLDER}/run",
+        "output": output,
     }
-    return _HEAD + "".join(f"# {note}\n" for note in _notes(plan)) + as_yaml(run)
+    head = _HEAD.format("" if images else "Fill in the folders. ")
+    return head + "".join(f"# {note}\n" for note in _notes(plan)) + as_yaml(run)
 
 
 def _learning(strategy: Strategy, lr: float) -> Strategy:

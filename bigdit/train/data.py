@@ -13,6 +13,7 @@ from bigdit.catalog.conditions import class_misfits, first_frame_misfits, no_cla
 from bigdit.catalog.context import context_misfits
 from bigdit.checkpoint import Peers
 from bigdit.config import RunConfig
+from bigdit.config.data import DataConfig
 from bigdit.config.plan_file import PlanFile
 from bigdit.config.stages import of_each
 from bigdit.dist import World
@@ -25,13 +26,14 @@ from bigdit.encoders.fit import (
     text_misfits,
 )
 from bigdit.errors import UserError
+from bigdit.extract.changes import not_encoded
 from bigdit.loader.online import RunEncoders, more_than_planned, open_online
 from bigdit.loader.order import Order
 from bigdit.loader.raw_store import RawStore
 from bigdit.loader.stages import none_left
 from bigdit.loader.stream import FeatureStream
 from bigdit.sampling.conditions import asked_image
-from bigdit.sources.open import check_sources, open_source
+from bigdit.sources.open import check_sources, kind_of, open_source
 from bigdit.store import FeatureStore
 from bigdit.store.files import url_of
 from bigdit.store.schema import Classes
@@ -55,7 +57,7 @@ def open_stores(stages: Sequence[Prepared], first: int) -> FeatureStore:
 
 def check_data(stages: Sequence[Prepared]) -> list[str]:
     """Check what this machine has of each stage's data: its store, else its sources. Returns a line for each that is
-    missing."""
+    missing, and for sources that changed since they were encoded."""
 
     def one(number: int) -> list[str]:
         each = stages[number]
@@ -68,11 +70,23 @@ def check_data(stages: Sequence[Prepared]) -> list[str]:
             open_store(each.stage.run, each.spec, each.stage.plan)
         elsewhere = url_of(data.features) is not None
         missing = check_sources(data, listed=not stored and not elsewhere)
+        if stored and not missing:
+            return _outdated(data)
         if stored or elsewhere or not missing:
             return []
         return [f"{', '.join(missing)} is not there, and {data.features} holds no latents: neither was checked"]
 
     return list(dict.fromkeys(line for lines in of_each(range(len(stages)), one) for line in lines))
+
+
+def _outdated(data: DataConfig) -> list[str]:
+    """A line for each source that changed since it was encoded, where all can be listed, and nothing is written."""
+    try:
+        if any(kind_of(each, "data.images") == "webdataset" for each in data.images):
+            return []
+        return not_encoded(data.store, open_source(data))
+    except UserError:  # training reads the store alone
+        return []
 
 
 def open_store(run: RunConfig, spec: ModelSpec, plan: PlanFile | None) -> FeatureStore:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,6 +101,27 @@ def check_stores(stages: Sequence[Stage]) -> None:
     """`check_store` of each stage. Raises UserError with all that is missing."""
     stored = [stage.run for stage in stages if stage.run.data.features is not None]
     of_each(range(len(stored)), lambda number: check_store(stored[number]))
+
+
+def check_paths(config: Path, runs: Iterable[RunConfig]) -> None:
+    """Raise UserError where a path of `config` exists in its folder, and not in this one, to which it is relative."""
+    asked = [found for run in runs for found in _paths(run.model_dump(exclude={"output", "plan"}), "")]
+    problems = [
+        f"{key}: {path} does not exist in {Path.cwd()}, and paths are relative to the folder of the command; "
+        f"{config.parent / path} exists: write that, or run the command in {config.parent}"
+        for key, path in asked
+        if not path.is_absolute() and not path.exists() and (config.parent / path).exists()
+    ]
+    if problems:
+        raise UserError(*dict.fromkeys(problems))
+
+
+def _paths(value: object, key: str) -> Iterator[tuple[str, Path]]:
+    if isinstance(value, Path):
+        yield key, value
+    elif isinstance(value, dict | list | tuple):
+        for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _paths(inner, f"{key}.{name}".removeprefix("."))
 
 
 def check_store(run: RunConfig) -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import BIN, DIGITS, SINGLE, bigdit, in_process, run_command, with_set
+from commands import BIN, DIGITS, ROOT, SINGLE, bigdit, in_process, run_command, with_set
 from running import until
 
 from bigdit.app import app
@@ -305,3 +305,17 @@ def test_version():
     from bigdit import __version__
 
     assert in_process("--version").stdout == f"bigdit {__version__}\n"
+
+
+@pytest.mark.parametrize("command", [("extract",), ("train", "--dry-run")])
+def test_a_path_that_exists_beside_the_yaml_alone_is_named(tmp_path, command):
+    (tmp_path / "beside-the-yaml").mkdir()
+    (tmp_path / "run.yaml").write_text(DIGITS.read_text())
+    done = in_process(
+        *command, "--config", tmp_path / "run.yaml", *with_set([*SINGLE, "data.images=[beside-the-yaml,docs]"])
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        f"error: data.images.0.path: beside-the-yaml does not exist in {ROOT}, and paths are relative to the folder of "
+        f"the command; {tmp_path}/beside-the-yaml exists: write that, or run the command in {tmp_path}"
+    ]

@@ -6,7 +6,7 @@ import os
 import shutil
 
 import pytest
-from commands import DIGITS, bigdit, with_set
+from commands import DIGITS, SINGLE, bigdit, with_set
 from safetensors.torch import load_file
 from tiny_sources import gradient, png, save, write_tar
 
@@ -144,6 +144,23 @@ def test_edits_that_keep_the_size_are_noticed_and_copies_are_not_taken_for_edits
     assert (done.returncode, "nothing was left to do" in done.stdout) == (0, True), done.stderr
     assert "compare" in done.stderr
     assert "compare" not in encode(str(copy), features).stderr  # its times are known now
+
+    dry = [
+        "train",
+        "--dry-run",
+        "--config",
+        DIGITS,
+        *with_set([*SINGLE, f"data.images={copy}", f"data.features={features}"]),
+    ]
+    dry += with_set(["data.buckets=[[8,8]]", "strategy.global_batch_size=32", f"output={tmp_path / 'run'}"])
+    line = (
+        f"note: data.images[0] changed since it was encoded into {features}; `bigdit extract --config RUN.yaml` encodes"
+    )
+    assert line not in bigdit(*dry).stderr
+    (copy / "a.txt").write_text("caption A")
+    done = bigdit(*dry)
+    assert (done.returncode, line in done.stderr) == (0, True), done.stderr
+    assert changed(str(copy), features) == ["data.images[0] changed: 1 edited: the caption of a.bmp"]
 
     times = (copy / "b.txt").stat()
     (copy / "b.txt").write_text("caption B")

@@ -61,7 +61,7 @@ def test_a_run_meets_changes_with_its_next_epoch_and_what_replaced_validation_sa
     store = FeatureStore.open(tmp_path)
     again, notices = plan_order(store, 2, 0, saved, 4, tmp_path, validated=validated)
     enter = "changes enter with epoch 1; the order until then does not change"
-    assert notices[0] == f"{tmp_path} has 6 new samples, and 5 are gone: {enter}"
+    assert notices[0] == f"{tmp_path} got 6 samples and lost 5: {enter}"
     assert trained(store, again, range(len(before))) == before
     assert (held(store, again) if validated else set()) == out
     assert not validated or out > {1, 2, 16, 17}

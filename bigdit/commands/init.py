@@ -1,0 +1,93 @@
+"""`bigdit init`: a run.yaml for a model, a GPU and a folder of images."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+EXIT_DOES_NOT_FIT = 2
+
+
+def run(
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="A model of `bigdit models`, or a folder of diffusers with its weights."),
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A GPU of `bigdit gpus`, or auto for this machine's.")
+    ] = None,
+    images: Annotated[
+        Path | None, typer.Option(help="A folder of images or videos with captions, or a table of them.")
+    ] = None,
+    lora: Annotated[int | None, typer.Option(min=0, metavar="RANK", help="Rank of LoRA; 0: full fine-tuning.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A new folder for run.yaml and its plan. Default: plans/MODEL.")
+    ] = None,
+) -> int:
+    """Write a run.yaml for your model, GPU and images, with a plan that fits. On a terminal it asks what is left out.
+
+    Exit status: 0 if it fits or is tight, 2 if it does not fit, and nothing is written.
+    """
+    from bigdit import log
+    from bigdit.emulator.interpreter import cuda_python
+    from bigdit.errors import UserError
+    from bigdit.report.how_to_run import RUN, commands, obstacle, skeleton
+    from bigdit.report.page import write_plan
+    from bigdit.report.plan import show_short
+    from bigdit.search.answer import make_plan
+    from bigdit.search.ask import question_for
+
+    cuda_python()  # first: a missing one is an error at once
+    model = model or _ask("--model", "Model (a name of `bigdit models`)", "sana-600m")
+    images = images or Path(_ask("--images", "Folder of images with captions", "images"))
+    if not images.exists():
+        raise UserError(f"--images: {images} does not exist in {Path.cwd()}; name the folder of your images")
+    gpu = gpu or _ask("--gpu", "GPU (a name of `bigdit gpus`, or auto for this machine's)", "auto")
+    rank = _rank(_ask("--lora", "Rank of LoRA (0: full fine-tuning)", "16")) if lora is None else lora
+    question = question_for(model=model, gpu=gpu, lora=rank or None, full=None if rank else True)
+    folder = out or Path("plans", question.model.name)
+    if folder.exists():
+        raise UserError(f"--out: {folder} exists already, and was not changed; name another folder")
+    with log.status(f"planning the training of {question.model.name}") as status:
+        plan = make_plan(question, progress=status)
+    text, why = skeleton(plan, images, folder.name), obstacle(plan)
+    show_short(plan, str(folder / RUN))
+    if why is not None or text is None:
+        log.notice(f"wrote nothing: {why or 'its VAE is unknown'}; `bigdit plan` says more")
+        return EXIT_DOES_NOT_FIT
+    _check_images(text)
+    write_plan(plan, folder, run=text)
+    log.say(f"wrote {folder / RUN}; next:")
+    downloads = [line.removeprefix("# ") for line in text.splitlines() if line.startswith("# hf download ")]
+    for each in [*downloads, *(" ".join(command.words) for command in commands(plan, folder)[:2])]:
+        log.say(f"  {each}")
+    return 0
+
+
+def _ask(option: str, what: str, default: str) -> str:
+    """The answer of a person. Raises UserError where there is none to ask."""
+    from bigdit.errors import UserError
+
+    if not sys.stdin.isatty():
+        raise UserError(f"{option} is missing; give it, or run `bigdit init` on a terminal, where it asks")
+    return str(typer.prompt(what, default))
+
+
+def _rank(text: str) -> int:
+    from bigdit.errors import UserError
+
+    if not (text.isascii() and text.isdecimal()):
+        raise UserError(f"--lora expects a rank such as 16, or 0, and {text[:40]!r} was found")
+    return int(text)
+
+
+def _check_images(text: str) -> None:
+    """Raise UserError where the run's sources cannot be read."""
+    from bigdit.config.load import parse_run
+    from bigdit.documents import parse_yaml
+    from bigdit.sources.open import check_sources
+
+    check_sources(parse_run(parse_yaml(text)).data, listed=True)
