@@ -351,6 +351,8 @@ def _expected(detail: ErrorDetails) -> str:
         return f"a list of {int(detail['loc'][-1]) + 1}"
     if kind == "union_tag_not_found":
         return "a mapping with a name"
+    if kind == "literal_error":  # of numbers
+        return str(context["expected"])
     if kind in _BOUNDS:
         words, bound = _BOUNDS[kind]
         return words.format(context[bound])
