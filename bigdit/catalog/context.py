@@ -49,6 +49,9 @@ CONTEXTS: dict[str, Context] = {
 }
 """Source: `_cp_plan` of the first five in diffusers 0.42.1, of which LTX-Video's splits the text, too."""
 
+DEGREES = (1, 2, 4, 8)
+"""The values of strategy.cp."""
+
 _PACKED = 2
 """Source: models/packing.py."""
 
@@ -87,6 +90,14 @@ def context_misfits(model: ModelSpec, cp: int, shapes: Iterable[tuple[int, ...]]
     return found
 
 
+def degrees(model: ModelSpec, shapes: Iterable[tuple[int, ...]], text_tokens: int | None) -> list[int]:
+    """Over how many processes such samples can be split, from 1 on."""
+    sizes = [*shapes]
+    return [
+        cp for cp in DEGREES if not context_problems(model, cp) and not context_misfits(model, cp, sizes, text_tokens)
+    ]
+
+
 def token_count(model: ModelSpec, latents: tuple[int, ...]) -> int:
     """The tokens of a sample of latents (C, (F,) H, W)."""
     side: Any = _PACKED if FAMILIES[model.class_name].packs else model.kwargs.get("patch_size") or 1
@@ -96,4 +107,4 @@ def token_count(model: ModelSpec, latents: tuple[int, ...]) -> int:
 
 def _nearest(cp: int, count: int) -> int:
     """The largest degree below `cp` that divides the count."""
-    return next(each for each in (4, 2, 1) if each < cp and count % each == 0)
+    return next(each for each in reversed(DEGREES) if each < cp and count % each == 0)

@@ -167,6 +167,9 @@ _NAMES: dict[Meant, str] = {
     Meant("strategy.world_size", "one a GPU", ("--gpus",)): (
         "num_processes nproc_per_node num_gpus n_gpus gpus world_size num_devices"
     ),
+    Meant("strategy.cp", "1, 2, 4 or 8", ("--cp",)): (
+        "context_parallel context_parallel_size cp_size sp_size sequence_parallel_size ulysses_degree ulysses_size"
+    ),
     Meant("strategy.engine", "single, deepspeed or fsdp2", ("--engine",)): ("distributed_type distributed_backend"),
     Meant("strategy.engine", "fsdp2", ("--engine",)): "use_fsdp fsdp",
     Meant("strategy.engine", "deepspeed, with strategy.ds_config; zero_optimization.stage 0 is ddp", ("--engine",)): (
@@ -369,6 +372,8 @@ def _expected(detail: ErrorDetails) -> str:
         return f"a list of {int(detail['loc'][-1]) + 1}"
     if kind == "union_tag_not_found":
         return "a mapping with a name"
+    if kind == "literal_error":  # of numbers
+        return str(context["expected"])
     if kind in _BOUNDS:
         words, bound = _BOUNDS[kind]
         return words.format(context[bound])

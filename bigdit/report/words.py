@@ -183,6 +183,7 @@ def settings(choice: Estimate, plan: Plan) -> dict[str, str]:
         "optimizer": optimizer(strategy),
         "checkpointing": checkpointing(strategy, blocks(plan)),
         "batch": batch(strategy),
+        **({"tokens": f"each sample's over {strategy.cp} GPUs (context parallelism)"} if strategy.cp > 1 else {}),
         "EMA": ema(strategy),
         "encoders": _encoders(strategy),
     }
@@ -238,7 +239,8 @@ def step_size(strategy: Strategy, note: str = "") -> str:
     if strategy.grad_accum_steps > 1:
         parts.append(f"{strategy.grad_accum_steps} accumulated")
     if strategy.world_size > 1:
-        parts.append(f"{strategy.world_size} GPUs")
+        shared = f" / cp {strategy.cp}" if strategy.cp > 1 else ""
+        parts.append(f"{strategy.world_size} GPUs{shared}")
     return " × ".join(parts) + (f" = {strategy.global_batch_size:,} a step" if len(parts) > 1 else ", one per step")
 
 

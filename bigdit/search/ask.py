@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar, get_args
 from pydantic import TypeAdapter, ValidationError
 
 from bigdit.catalog import CatalogModel, Gpu, batch_shape, find_model
+from bigdit.catalog.context import context_misfits, context_problems, degrees
 from bigdit.catalog.encoders import online_encoders
 from bigdit.catalog.machine import resolve_gpu
 from bigdit.config.load import PRESETS
@@ -83,16 +84,22 @@ def question_for(model: str | None = None, gpu: str | None = None, **options: An
     fixed = Constraints(**_sound(Constraints, given, problems))
     amounts = _sound(Question, given, problems)
 
-    problems += cluster_problems(cluster, fixed, amounts.get("global_batch_size"), device)
+    shape = None
+    misfits: list[str] = []
+    if found_model is not None:
+        named = {**dict.fromkeys(more, "--buckets"), **dict.fromkeys(sizes, "--resolution")}
+        shape, misfits = fitting_shape(found_model, next(iter(sizes), None), amounts.get("frames"), named)
+    shared = [1]
+    if found_model is not None and shape is not None:
+        shared, unshared = _sharing(found_model, shape, fixed.cp or 1)
+        problems += unshared
+    problems += cluster_problems(cluster, fixed, amounts.get("global_batch_size"), device, shared)
     problems += constraint_problems(cluster, fixed, device)
     if asked.from_scratch and asked.lora is not None:
         problems.append(
             "--from-scratch and --lora were given, and adapters need weights that they adapt; leave one out"
         )
-    shape = None
     if found_model is not None:
-        named = {**dict.fromkeys(more, "--buckets"), **dict.fromkeys(sizes, "--resolution")}
-        shape, misfits = fitting_shape(found_model, next(iter(sizes), None), amounts.get("frames"), named)
         problems += [*misfits, *model_fits(found_model, fixed, shape)]
     if problems or found_model is None or device is None or shape is None:
         raise UserError(*problems)
@@ -107,7 +114,7 @@ def question_for(model: str | None = None, gpu: str | None = None, **options: An
         own_gpu = (gpu or "").strip().casefold() == "auto"
         usual = memory_bytes() if own_gpu else device.host_bytes * cluster.processes_per_node
         amounts |= {"host_memory_bytes": usual, "host_assumed": not own_gpu}
-    return Question(
+    question = Question(
         model=found_model,
         gpu=device.reserving(reserved),
         cluster=cluster,
@@ -116,6 +123,20 @@ def question_for(model: str | None = None, gpu: str | None = None, **options: An
         constraints=fixed,
         **amounts,
     )
+    if not question.degrees:
+        raise UserError(
+            f"{'--global-batch' if fixed.cp is None else f'--cp {fixed.cp}'} needs GPUs that share samples, and the "
+            "tokens of --buckets cannot be split over as many within a machine; use --buckets none, or another size"
+        )
+    return question
+
+
+def _sharing(model: CatalogModel, shape: BatchShape, cp: int) -> tuple[list[int], list[str]]:
+    """How many GPUs may share such a sample, and why `cp` may not."""
+    text = None if shape.text is None else shape.text[0]
+    problems = [*context_problems(model.spec, cp), *context_misfits(model.spec, cp, [shape.latents], text)]
+    found = degrees(model.spec, [shape.latents], text)
+    return found, [problem.replace("strategy.cp", "--cp") for problem in problems]
 
 
 def _attempt(problems: list[str], option: str, make: Callable[[], Found]) -> Found | None:
@@ -235,8 +256,11 @@ def written(size: Size) -> str:
     return str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"
 
 
-def cluster_problems(cluster: Cluster, fixed: Constraints, global_batch_size: int | None, gpu: Gpu | None) -> list[str]:
-    """Whether the GPUs make a layout, and the global batch can be shared out over it.
+def cluster_problems(
+    cluster: Cluster, fixed: Constraints, global_batch_size: int | None, gpu: Gpu | None, shared: Sequence[int] = (1,)
+) -> list[str]:
+    """Whether the GPUs make a layout, and the global batch can be shared out over it. `shared`: how many GPUs may have
+    a sample together.
 
     Source: https://github.com/NVIDIA/nccl/issues/1716, NCCL without MIG.
     """
@@ -256,14 +280,18 @@ def cluster_problems(cluster: Cluster, fixed: Constraints, global_batch_size: in
             f"--engine single runs on one GPU, and --gpus is {gpus}; use --engine zero1, zero2, zero3 or fsdp2, or "
             "--gpus 1"
         )
-    one_pass = gpus * (fixed.micro_batch_size or 1)
+    if fixed.cp is not None and gpus % fixed.cp:
+        problems.append(f"--cp is {fixed.cp}, which does not divide --gpus {gpus}")
+    together = [cp for cp in shared if gpus % cp == 0 and cp <= per_node] if fixed.cp is None else [fixed.cp]
+    one_pass = max(gpus * (fixed.micro_batch_size or 1) // max(together), 1)
     if global_batch_size is not None and global_batch_size % one_pass:
         below = global_batch_size // one_pass * one_pass
-        shared = f"{gpus} {'GPU' if gpus == 1 else 'GPUs'}"
-        shared += "" if fixed.micro_batch_size is None else f" × --micro-batch {fixed.micro_batch_size}"
+        layout = f"{gpus} {'GPU' if gpus == 1 else 'GPUs'}"
+        layout += "" if fixed.micro_batch_size is None else f" × --micro-batch {fixed.micro_batch_size}"
+        layout += f" / --cp {max(together)}" if max(together) > 1 else ""
         near = f"{below} or {below + one_pass}" if below else f"{one_pass}"
         problems.append(
-            f"--global-batch is {global_batch_size}, but must be a multiple of {one_pass} ({shared}); nearest: {near}"
+            f"--global-batch is {global_batch_size}, but must be a multiple of {one_pass} ({layout}); nearest: {near}"
         )
     return problems
 
@@ -289,7 +317,7 @@ def constraint_problems(cluster: Cluster, fixed: Constraints, gpu: Gpu | None) -
     refusals = [_refusals(cluster, fixed, gpu, base) for base in fixed.lora_bases]
     if all(refusals):
         why = "; or: ".join(min(each, key=len) for each in refusals)
-        keys = {"engine", "optimizer", "precision", "lora_rank", "lora_base", "float8"}
+        keys = {"engine", "optimizer", "precision", "lora_rank", "lora_base", "float8", "cp"}
         keys |= {"ema"} if fixed.ema != "none" else set()
         given = fixed.model_dump(include=keys, exclude_none=True)
         named = ", ".join(f"{option(_ASKED.get(name, name))} {value}" for name, value in given.items())
@@ -318,6 +346,7 @@ def _refusals(cluster: Cluster, fixed: Constraints, gpu: Gpu | None, base: str |
                 else EmaSpec(device="cpu" if fixed.ema == "cpu" else "gpu", widths=fixed.ema_widths),
                 lora=None if base is None else LoraSpec.model_validate({"rank": fixed.lora_rank, "base": base}),
                 features=fixed.features,
+                cp=1 if fixed.cp is None or cluster.gpus % fixed.cp else fixed.cp,
                 compile_blocks=fixed.compile,
                 float8=fixed.float8 or "none",
             )

@@ -92,7 +92,7 @@ def naive(question: Question, target: Strategy) -> Strategy:
 
     Its micro-batch is the fixed one, or a GPU's whole share of the global batch, or one.
     """
-    share = (question.global_batch_size or 0) // target.world_size
+    share = (question.global_batch_size or 0) // target.dp
     size = question.constraints.micro_batch_size or share or 1
     precision: Precision = "fp32" if target.lora is None else target.precision
     strategy = target.model_copy(

@@ -23,8 +23,8 @@ from bigdit.strategy import LoraSpec, Strategy
 
 # Keys of a strategy that a plan takes from the run, and constants that no plan depends on.
 _TAKEN = (
-    *("engine", "world_size", "micro_batch_size", "grad_accum_steps", "precision", "checkpointed_blocks", "features"),
-    *("ema", "lora.rank", "lora.alpha", "lora.base", "cpu_offload", "ds_config", "gradient_clipping"),
+    *("engine", "world_size", "cp", "micro_batch_size", "grad_accum_steps", "precision", "checkpointed_blocks"),
+    *("features", "ema", "lora.rank", "lora.alpha", "lora.base", "cpu_offload", "ds_config", "gradient_clipping"),
     *("optimizer.name", "optimizer.lr", "optimizer.betas", "optimizer.beta3", "optimizer.eps"),
     *("optimizer.weight_decay", "optimizer.decayed", "encode_chunk", "read_ahead_steps", "compile_blocks"),
     *("checkpointed_segments", "float8"),
@@ -114,6 +114,7 @@ def _question(document: dict[str, Any], asked: Mapping[str, Any]) -> Question:
         lora_base=given("strategy.lora.base", strategy.lora and strategy.lora.base),
         features="online" if strategy.features == "online" else None,
         compile=strategy.compile_blocks or None,
+        cp=given("strategy.cp", strategy.cp),
         fp8=None if strategy.float8 == "none" else strategy.float8,
         full=strategy.lora is None,
         **{**asked, "gpus": gpus},
@@ -148,7 +149,7 @@ def _global_batch(strategy: Strategy, document: dict[str, Any], gpus: int) -> An
     )
     if whole is not None or None in (accum, size):
         return whole
-    return strategy.micro_batch_size * strategy.grad_accum_steps * gpus
+    return strategy.micro_batch_size * strategy.grad_accum_steps * gpus // strategy.cp
 
 
 def _engine(strategy: Strategy) -> str:

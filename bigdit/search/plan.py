@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from bigdit.catalog import CatalogModel, Gpu
+from bigdit.catalog import CatalogModel, Gpu, batch_shape
+from bigdit.catalog.context import degrees
 from bigdit.config.load import MOST_MICRO_BATCH, MOST_RANK
 from bigdit.config.plan_file import Asked, Expected, LargestMicroBatch, PlanFile, RecordedLedger, text_digest
 from bigdit.encoders.host_bytes import HostWeights
@@ -62,6 +63,7 @@ class Constraints(Strict):
     features: Literal["cached", "online"] = "cached"
     compile: Switch = False
     float8: Literal["tensorwise", "rowwise"] | None = None
+    cp: Literal[1, 2, 4, 8] | None = None
     full: Switch = False
 
     @property
@@ -109,6 +111,21 @@ class Question(Strict):
         """The same on other GPUs: a machine that nobody described has more memory where it has more of them."""
         host = self.gpu.host_bytes * cluster.processes_per_node if self.host_assumed else self.host_memory_bytes
         return self.model_copy(update={"cluster": cluster, "global_batch_size": None, "host_memory_bytes": host})
+
+    @property
+    def degrees(self) -> list[int]:
+        """How many GPUs may share a sample of any size that is asked for, if no more than a machine's do, and the
+        global batch goes evenly over groups of so many."""
+        shapes = [batch_shape(self.model, size, self.frames) for size in (self.resolution, *self.buckets)]
+        text = None if shapes[0].text is None else shapes[0].text[0]
+        found = degrees(self.model.spec, [each.latents for each in shapes], text)
+        found = [cp for cp in found if self.cluster.gpus % cp == 0 and cp <= self.cluster.gpus_per_node]
+        if self.constraints.cp is not None:
+            found = [cp for cp in found if cp == self.constraints.cp]
+        if self.global_batch_size is None:
+            return found
+        one_pass = self.cluster.gpus * (self.constraints.micro_batch_size or 1)
+        return [cp for cp in found if self.global_batch_size * cp % one_pass == 0]
 
     def short_of_host(self, nbytes: int) -> bool:
         """Whether a machine that is known has less memory than that."""

@@ -106,11 +106,11 @@ class Planner:
         """What torch may reserve for the strategy to FIT."""
         return safe_bytes(self.question.gpu, self.non_torch(strategy), self.margin)
 
-    def accumulation(self, micro_batch_size: int, world_size: int) -> int:
+    def accumulation(self, micro_batch_size: int, strategy: Strategy) -> int:
         """The micro-batches of a step for the global batch that is asked for; one where none is."""
         if self.question.global_batch_size is None:
             return 1
-        return self.question.global_batch_size // (micro_batch_size * world_size)
+        return self.question.global_batch_size // (micro_batch_size * strategy.dp)
 
     def micro_batch_sizes(self, strategy: Strategy) -> Iterator[int]:
         """Sizes in order: the fixed one, the divisors of a GPU's share of the global batch, or all to 32 and then
@@ -119,7 +119,7 @@ class Planner:
         if question.constraints.micro_batch_size is not None:
             yield question.constraints.micro_batch_size
             return
-        share = None if question.global_batch_size is None else question.global_batch_size // strategy.world_size
+        share = None if question.global_batch_size is None else question.global_batch_size // strategy.dp
         size = share if share is not None and strategy.optimizer_in_backward else 1
         while size <= min(share or LARGEST_MICRO_BATCH, LARGEST_MICRO_BATCH):
             if share is None or share % size == 0:
@@ -131,7 +131,7 @@ class Planner:
     def estimate(self, option: Option, micro_batch_size: int, blocks: int, accumulated: int | None = None) -> Estimate:
         """What is predicted of the option at these sizes; `accumulated` to the global batch that is asked for."""
         if accumulated is None:
-            accumulated = self.accumulation(micro_batch_size, option.strategy.world_size)
+            accumulated = self.accumulation(micro_batch_size, option.strategy)
         sizes, reserved = (micro_batch_size, accumulated, blocks), round(option.reserved(micro_batch_size, blocks))
         found = option.predicted.get(sizes)
         if found is None:
@@ -322,7 +322,7 @@ class Planner:
 
 def stepped(strategy: Strategy, step: StepTime) -> dict[str, Any]:
     """What an estimate says of its speed."""
-    samples = strategy.micro_batch_size * strategy.grad_accum_steps
+    samples = strategy.micro_batch_size * strategy.grad_accum_steps / strategy.cp
     return {"step": step, "samples_per_second_per_gpu": step.seconds.per(samples)}
 
 

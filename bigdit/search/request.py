@@ -105,6 +105,11 @@ class PlanRequest:
         "[SCALES]",
         key="strategy.float8",
     )
+    cp: int | None = _option(
+        "Context parallelism: 1, 2, 4 or 8 GPUs share each sample. Default: 1, or more where one sample is too much.",
+        "N",
+        key="strategy.cp",
+    )
     full: bool | None = _option("Full fine-tuning only: propose no adapters.", instead="strategy.lora=null")
     from_scratch: bool | None = _option(
         "Train from random weights: run.yaml names no weights.", instead="model.init_from=null"

@@ -13,6 +13,7 @@ from bigdit.search.option import Option
 from bigdit.search.plan import Estimate, Rejected, Verdict, base_of
 from bigdit.search.planner import SAME_SPEED, Planner, as_fast_as, rate
 from bigdit.search.space import proposals
+from bigdit.strategy import Strategy
 from bigdit.units import GIB, LARGEST
 
 Ahead = Callable[[Estimate], object]
@@ -31,7 +32,8 @@ def search(planner: Planner, ahead: Ahead) -> Estimate:
     planner.options, planner.rejected, short_of_host = {}, [*left_out], list[Option]()
     for resort in sorted({each.last_resort for each in proposed}):
         group = [each for each in proposed if each.last_resort == resort]
-        engines, short = hopeful(planner, group)
+        fewest = min(each.strategy.cp for each in group)
+        engines, short = hopeful(planner, [each for each in group if each.strategy.cp == fewest])
         short_of_host += short
         failed = explore_group(planner, group, engines)
         if planner.question.model.params is None and failed and not planner.options:  # a user's model takes no step
@@ -94,17 +96,39 @@ def _nearest(planner: Planner, least: Estimate) -> Estimate:
 
 
 def explore_group(planner: Planner, group: Sequence[Option], engines: Sequence[Option]) -> list[FailedOption]:
-    """Add options: the group's `engines`, other optimizers, masters and EMAs of the best of them (of all where nothing
-    fits yet), and swapped blocks. Returns what could not be run."""
+    """Add options: the group's `engines`, with samples that GPUs share, other optimizers, masters and EMAs of the best
+    of them (of all where nothing fits yet), and swapped blocks. Returns what could not be run."""
     variants = [each for each in group if each.base in engines and not each.strategy.blocks_to_swap]
     if planner.question.cluster.gpus == 1:  # one engine as a rule: all side by side
         engines, variants = [*engines, *variants], []
     failed = explore(planner, engines)
+    shared = _shared(planner, group, engines)
+    failed += explore(planner, shared)
+    engines = [*engines, *shared]
     found = [planner.options[each.title] for each in engines if each.title in planner.options]
     ranked = _ranked(planner, found)
     bases = {ranked[0].option} if ranked else {each.title for each in found}
     failed += explore(planner, [each for each in variants if each.base and each.base.title in bases])
     return [*failed, *swapped(planner, group)]
+
+
+def _shared(planner: Planner, group: Sequence[Option], engines: Sequence[Option]) -> list[Option]:
+    """The `engines` with a sample on more GPUs. None where one fits a GPU without recomputing every block, or with as
+    many as are fixed: each sample would wait for exchanges, and spare memory that is not short."""
+
+    def alone(option: Option) -> Strategy:
+        return option.strategy.model_copy(update={"cp": 1})
+
+    known = {each.title for each in engines}
+    more = [each for each in group if each.base is None and each.title not in known]
+    more = [each for each in more if any(alone(each) == alone(engine) for engine in engines)]
+    ranked = _ranked(planner, [planner.options[title] for title in known if title in planner.options])
+    every = bool(ranked) and ranked[0].micro_batch_size == 1 and ranked[0].blocks == planner.question.model.block_count
+    if not more or not ranked or (every and planner.question.constraints.checkpointed_blocks is None):
+        return more
+    reason = "one sample fits each GPU without recomputing every block; choose it with --cp 2"
+    planner.rejected.append(Rejected(choice="context parallelism", reason=reason))
+    return []
 
 
 def _selective(planner: Planner, best: Sequence[Estimate]) -> None:
@@ -162,8 +186,8 @@ def _later(proposed: Sequence[Option], resort: int) -> list[Rejected]:
     if resort:
         copies = "every step would copy all weights over PCIe, and something that copies fewer fits"
     lossy = "it is lossy, and something lossless fits; choose it with --optimizer or --lora-base"
-    reasons = {True: copies, False: lossy}
-    later = [each for each in proposed if each.last_resort > resort]
+    reasons, fewest = {True: copies, False: lossy}, min(each.strategy.cp for each in proposed)
+    later = [each for each in proposed if each.last_resort > resort and each.strategy.cp == fewest]
     later = [each for each in later if each.lossless or (each.strategy.world_size > 1 and not each.waits)]
     titles = {kept: [each.title for each in later if each.lossless == kept] for kept in reasons}
     return [Rejected(choice="; ".join(titles[kept]), reason=reasons[kept]) for kept in reasons if titles[kept]]

@@ -46,20 +46,20 @@ def proposals(question: Question) -> tuple[list[Option], list[Rejected]]:
     """What the search looks at, bases before what varies them, and what it leaves out."""
     found: list[Option] = []
     left_out = _left_out(question)
-    for engine in _engines(question):
+    for engine, cp in _engines(question):
         least = COPIES.get(engine, 0) * _weights(question)
         if least > question.gpu.usable_bytes and question.constraints.engine is None:
             what = "weights and gradients" if COPIES[engine] > 1 else "the weights"
             reason = f"{what} alone take {gib(least)} of the GPU's {gib(question.gpu.usable_bytes)}"
             whole = ", all weights on the GPU" if engine == "single" else ""
-            left_out.append(Rejected(choice=f"{_engine_title(question, engine)}{whole}", reason=reason))
+            left_out.append(Rejected(choice=f"{_engine_title(question, engine, cp)}{whole}", reason=reason))
             continue
         base: Option | None = None
         for settings in _settings(question, engine):
-            strategy = _strategy(question, engine, settings)
+            strategy = _strategy(question, engine, settings | {"cp": cp if cp > 1 else None})
             if strategy is None:
                 continue
-            title = f"{_engine_title(question, engine)}, {_setting_title(question, settings)}"
+            title = f"{_engine_title(question, engine, cp)}, {_setting_title(question, settings)}"
             offload = "offload" in engine and question.constraints.engine is None
             swaps = question.constraints.lora_rank is not None and question.cluster.gpus == 1
             option = Option(title, strategy, base, 0 if not offload else 2 if swaps else 1)
@@ -75,7 +75,19 @@ def precision_of(question: Question) -> Precision:
     return question.constraints.precision or ("fp16" if precision_problems(question.gpu, "bf16") else "bf16")
 
 
-def _engines(question: Question) -> tuple[str, ...]:
+def _engines(question: Question) -> list[tuple[str, int]]:
+    """Presets, each with how many GPUs share a sample. By itself the search shares them with FSDP2 alone, which takes
+    the least memory."""
+    fixed = question.constraints
+    return [
+        (engine, cp)
+        for engine in _presets(question)
+        for cp in question.degrees
+        if cp == 1 or engine in ("fsdp2", "hsdp") or fixed.engine == engine
+    ]
+
+
+def _presets(question: Question) -> tuple[str, ...]:
     """Presets, and `hsdp` for FSDP2 with a copy of the model in each machine."""
     if question.constraints.engine is not None:
         return (question.constraints.engine,)
@@ -164,7 +176,7 @@ def _in_backward(question: Question) -> list[Option]:
         alone = {"optimizer_in_backward": "true", "gradient_clipping": "null"}
         strategy = _strategy(question, "single", settings | alone)
         if strategy is not None:
-            title = f"{_engine_title(question, 'single')}, {_setting_title(question, settings)}"
+            title = f"{_engine_title(question, 'single', 1)}, {_setting_title(question, settings)}"
             found.append(Option(f"{title}, stepped in the backward pass", strategy, None, 3))
     return found
 
@@ -197,12 +209,12 @@ def _strategy(question: Question, engine: str, settings: dict[str, Any]) -> Stra
         return None
 
 
-def _engine_title(question: Question, engine: str) -> str:
-    cluster = question.cluster
+def _engine_title(question: Question, engine: str, cp: int) -> str:
+    cluster, shared = question.cluster, f", cp {cp}" if cp > 1 else ""
     if engine == "hsdp":
-        return f"HSDP {cluster.nodes} × {cluster.gpus_per_node}"
+        return f"HSDP {cluster.nodes} × {cluster.gpus_per_node}{shared}"
     title = ENGINE_TITLES[engine]
-    return title if cluster.gpus == 1 else f"{title} on {cluster.gpus}"
+    return title if cluster.gpus == 1 else f"{title} on {cluster.gpus}{shared}"
 
 
 def _setting_title(question: Question, settings: dict[str, Any]) -> str:

@@ -65,7 +65,7 @@ def test_what_cannot_be_split_is_refused_by_a_line():
         ("cp=2", "cp is 2, which does not divide world_size 1"),
         ("fsdp2,world_size=4,cp=2,compile_blocks=true", "compile_blocks was not tried with cp"),
         ("fsdp2,world_size=4,cp=2,float8=rowwise", "float8 was not tried with cp"),
-        ("fsdp2,world_size=4,cp=3", "cp is 3"),
+        ("fsdp2,world_size=4,cp=3", "cp is 3, and 1, 2, 4 or 8 was expected"),
         (
             "fsdp2,world_size=8,cp=4,micro_batch_size=2,global_batch_size=6",
             "8 processes (world_size) × micro_batch_size 2 / cp 4 come to multiples of 4; nearest: 4 or 8",

@@ -81,6 +81,11 @@ def test_hsdp_has_a_communicator_for_each_of_its_two_groups():
     assert found == [non_torch_memory((9, 0), 16, communicators=count) for count in (1, 2)]
 
 
+def test_processes_that_share_a_sample_have_a_communicator():
+    found = [non_torch_memory_of(parse_strategy(["fsdp2,world_size=8", f"cp={cp}"]), (9, 0)) for cp in (1, 2, 8)]
+    assert found == [non_torch_memory((9, 0), 8, communicators=count) for count in (1, 2, 1)]  # all are one group
+
+
 @given(KNOWN, st.integers(1, 64), st.integers(1, 4))
 def test_what_lies_next_to_grows_with_communicators(compute_capability, world_size, communicators):
     beside = non_torch_memory(compute_capability, world_size, communicators)

@@ -169,9 +169,10 @@ def test_a_settled_strategy_says_the_same_in_deepspeed_s_document() -> None:
 @given(st.integers(1, 64), st.integers(1, 64))
 def test_micro_batches_divide_a_gpu_s_share_of_the_global_batch(gpus: int, share: int) -> None:
     asked = question(cluster=Cluster(gpus=gpus), global_batch_size=gpus * share)
-    sizes = list(asking(asked).micro_batch_sizes(Strategy(engine="fsdp2", world_size=gpus)))
+    strategy = Strategy(engine="fsdp2", world_size=gpus)
+    sizes = list(asking(asked).micro_batch_sizes(strategy))
     assert sizes == [size for size in range(1, share + 1) if share % size == 0]
-    assert all(size * asking(asked).accumulation(size, gpus) * gpus == gpus * share for size in sizes)
+    assert all(size * asking(asked).accumulation(size, strategy) * gpus == gpus * share for size in sizes)
 
 
 def test_what_steps_in_the_backward_pass_takes_its_share_at_once() -> None:

@@ -374,14 +374,14 @@ def test_adapters_over_a_quantised_base_need_no_bf16():
 def test_the_nearest_global_batches_can_be_shared_out(gpus, micro_batch, global_batch):
     options = {"gpus": gpus, "gpus_per_node": 64, "micro_batch": micro_batch}
     try:
-        question_for("dit-s-2", "a40", global_batch=global_batch, **options)
+        question_for("sana-600m", "a40", global_batch=global_batch, **options)
     except UserError as error:
         (line,) = error.problems
         near = [int(number) for number in line.rpartition("nearest: ")[2].split(" or ")]
         assert len(near) == (2 if global_batch > gpus * micro_batch else 1)
         assert min(near) <= global_batch < max(near) or global_batch < near[0]
         for each in near:
-            assert question_for("dit-s-2", "a40", global_batch=each, **options).global_batch_size == each
+            assert question_for("sana-600m", "a40", global_batch=each, **options).global_batch_size == each
     else:
         assert global_batch % (gpus * micro_batch) == 0
 
@@ -458,3 +458,31 @@ def test_wrong_arguments_of_python_speak_of_arguments(arguments, named, lines):
 def test_an_argument_that_there_is_not_names_the_nearest():
     with pytest.raises(TypeError, match=r"^bigdit\.plan has no argument 'micro_bach'; did you mean micro_batch"):
         bigdit.plan("sana-1600m", "a40", micro_bach=5)
+
+
+def test_gpus_that_share_samples_need_fewer_of_them():
+    video = {"model": "wan2.1-t2v-14b", "gpu": "h100-sxm", "gpus": 8}
+    assert question_for(**video).degrees == [1, 2, 4, 8]
+    assert question_for(**video, global_batch=2).degrees == [4, 8]
+    assert question_for(**video, global_batch=1).degrees == [8]
+    assert question_for(**video, cp=2).degrees == [2]
+    assert question_for("wan2.1-t2v-1.3b", "h100-sxm", gpus=8).degrees == [1, 2, 4]  # of 12 heads
+    assert question_for("sana-600m", "h100-sxm", gpus=8).degrees == [1]
+    for options, line in (
+        ({**video, "gpus": 6, "cp": 4}, "--cp is 4, which does not divide --gpus 6"),
+        ({**video, "cp": 3}, "--cp is 3, and 1, 2, 4 or 8 was expected"),
+        (
+            {**video, "model": "wan2.1-t2v-1.3b", "cp": 8},
+            "--cp is 8, and wan2.1-t2v-1.3b has 12 heads of attention; set it to 4",
+        ),
+        (
+            {**video, "model": "wan2.1-t2v-1.3b", "global_batch": 1},
+            "--global-batch is 1, and 8 GPUs / --cp 4 come to multiples of 2; nearest: 2",
+        ),
+        ({"model": "qwen-image", "gpu": "h100-sxm", "gpus": 8, "cp": 2}, "--cp is 2, and latents of 16 × 166 × 166"),
+        ({"model": "sana-600m", "gpu": "h100-sxm", "gpus": 8, "cp": 2}, "how to split the tokens of Sana"),
+    ):
+        with pytest.raises(UserError) as found:
+            question_for(**options)
+        assert line in found.value.problems[0]
+        assert len(found.value.problems) == 1

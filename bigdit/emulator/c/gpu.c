@@ -12,7 +12,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#define EACH ((size_t)2 << 40) /* addresses of one GPU, more than a run needs */
+#define EACH ((size_t)4 << 40) /* addresses of one GPU, more than a run needs */
 #define ADDRESSES (EACH * GPUS_MOST)
 #define PROCESSES_MOST 1024
 

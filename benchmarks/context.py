@@ -1,0 +1,79 @@
+"""Context parallelism of each family that has it, over 2 and 4 processes beside one, as a table.
+
+    python benchmarks/context.py > benchmarks/context.md
+
+Differences are of tiny models in fp32 on the CPU (tests/engines/context.py): of the loss, of the gradients, and of the
+weights after ten steps. Bytes are what two steps of the catalogue's model allocate at most on an emulated H100, one of
+eight, with FSDP2 and nothing recomputed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from bigdit import catalog
+from bigdit.catalog.context import CONTEXTS, context_problems
+from bigdit.config.load import parse_strategy
+from bigdit.profile.attempt import request_for
+from bigdit.profile.gpus import EmulatedGpus
+from bigdit.report.tables import DASH
+from bigdit.units import gib
+
+ROOT = Path(__file__).parents[1]
+SIDE = {"qwen-image": 1024}  # its own 1328 pixels are 83 × 83 tokens, which no degree divides
+MODELS = {
+    "flux": "flux.1-dev",
+    "flux2": "flux.2-klein-4b",
+    "qwen-image": "qwen-image",
+    "wan": "wan2.1-t2v-1.3b",
+    "wan-i2v": "wan2.1-i2v-14b-480p",
+    "ltx": "ltx-video-0.9",
+    "pixart": "pixart-sigma-xl-2-1024",
+    "dit": "dit-xl-2",
+}
+"""By the names of tests/engines/context.py."""
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    script = [Path(sys.executable).parent / "torchrun", "--standalone", "--nproc-per-node", "4"]
+    environment = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    ran = subprocess.run(
+        [*map(str, script), str(ROOT / "tests/engines/context.py")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(ran.stdout.splitlines()[-1])
+    heads = ["model", "cp", "loss", "gradients", "weights", "allocated at the peak", "without cp"]
+    print("# Context parallelism\n\n`python benchmarks/context.py`\n")
+    print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
+    with EmulatedGpus(catalog.gpu("h100-sxm"), 1) as gpus:
+        for name, title in MODELS.items():
+            alone = peak(gpus, title, 1)
+            for cp in (2, 4):
+                each = found[f"{name} {cp}"]
+                off = (f"{each[what]:.0e}" for what in ("loss", "gradients", "weights"))
+                print(f"| {title} | {cp} | {' | '.join(off)} | {peak(gpus, title, cp)} | {alone} |", flush=True)
+    ways = [name for name in found if name.split()[0] not in MODELS]
+    worst = max(found[name][what] for name in ways for what in ("gradients", "curve"))
+    print(f"\nQwen-Image over 2 of 4 processes, {', '.join(ways)}: at most {worst:.0e} of gradients and losses.")
+
+
+def peak(gpus: EmulatedGpus, title: str, cp: int) -> str:
+    model = catalog.model(title)
+    assert model.spec.class_name in CONTEXTS
+    if context_problems(model.spec, cp):
+        return DASH
+    strategy = parse_strategy([f"fsdp2,world_size=8,cp={cp}"])
+    attempt = gpus.attempt(request_for(model, catalog.gpu("h100-sxm"), strategy, resolution=SIDE.get(title)))
+    return f"{gib(attempt.peak_allocated_bytes)} ({attempt.peak_allocated_bytes:,})"
+
+
+if __name__ == "__main__":
+    main()
