@@ -105,7 +105,7 @@ def _said(found: Extraction) -> str:
 
 
 def _tried(found: Recipe, hub: Path, folder: Path) -> Took:
-    """Three steps, and a picture."""
+    """Three steps, and an image."""
     receipts = trained(found, hub, folder)
     drawn(found, folder)
     return _took(found, receipts, folder)

@@ -163,7 +163,7 @@ def test_a_run_with_stages_has_a_plan_of_each_by_which_it_trains(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": "SanaTransformer2DModel", **SMALL_SANA}))
     run = {
         "model": {"path": str(tmp_path / "config.json")},
-        "data": {"images": "pictures", "features": "features", "buckets": [[512, 512]]},
+        "data": {"images": "images", "features": "features", "buckets": [[512, 512]]},
         "encoders": {"image": {"name": "vae", "class_name": "AutoencoderDC", "path": "vae"}, "text": {"path": "t5"}},
         "strategy": {
             "engine": "single",
@@ -205,7 +205,7 @@ def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
         save_file({"a": np.zeros((rows, 2**20), np.float32)}, tmp_path / f"{name}.safetensors")
     run = {
         "model": {"path": str(tmp_path / "config.json")},
-        "data": {"images": "pictures", "features": "features", "buckets": [[256, 256]]},
+        "data": {"images": "images", "features": "features", "buckets": [[256, 256]]},
         "encoders": {
             "image": {"name": "vae", "class_name": "AutoencoderDC", "path": str(tmp_path / "vae")},
             "text": {"path": str(tmp_path / "t5"), "dtype": "bf16"},
@@ -350,8 +350,8 @@ def test_a_folder_that_takes_no_plan_is_reported_before_one_is_made(asked, tmp_p
 
 def test_a_plan_tells_its_stages_where_stderr_is_no_terminal(tmp_path):
     """A line each, and none where it is kept; stdout has the plan alone."""
-    pins = ("--micro-batch", "4", "--engine", "single", "--optimizer", "adamw", "--checkpointed-blocks", "0")
-    asked = ("plan", "--model", "dit-b-2", "--gpu", "a40", *pins, "--json")
+    fixed = ("--micro-batch", "4", "--engine", "single", "--optimizer", "adamw", "--checkpointed-blocks", "0")
+    asked = ("plan", "--model", "dit-b-2", "--gpu", "a40", *fixed, "--json")
     cache = str(empty_cache(tmp_path / "cache"))
     made, again = (bigdit(*asked, BIGDIT_CACHE=cache) for _ in range(2))
     assert made.stderr.splitlines() == [

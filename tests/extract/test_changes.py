@@ -29,8 +29,8 @@ def folder(tmp_path):
     """Images a to e in BMP, whose size follows from their sides; d has no caption."""
     for number, name in enumerate("abcde"):
         image = gradient(8, 8).point(lambda value, add=number: value // 2 + 9 * add)
-        save(tmp_path / f"pictures/{name}.bmp", None if name == "d" else f"caption {name}", image)
-    return tmp_path / "pictures"
+        save(tmp_path / f"images/{name}.bmp", None if name == "d" else f"caption {name}", image)
+    return tmp_path / "images"
 
 
 def again(folder):
@@ -43,7 +43,7 @@ def test_what_was_added_removed_or_edited_in_a_folder_is_named_with_a_way_out(fo
     features = tmp_path / "f"
     assert encode(str(folder), features).returncode == 0
     before = {file.name: file.stat().st_mtime_ns for file in features.glob("part-*")}
-    anew = (
+    again = (
         f"to encode all again, set another data.features, or delete {features}; then `bigdit extract --config RUN.yaml`"
     )
     begin = f"error: data.features: {features} was encoded before data.images[0] changed: "
@@ -51,7 +51,7 @@ def test_what_was_added_removed_or_edited_in_a_folder_is_named_with_a_way_out(fo
     for name in "wxyz":
         save(folder / f"{name}.png")
     alone = "to encode only these, move them to a folder of their own, and append it to data.images; "
-    assert refused(str(folder), features) == f"{begin}4 added: w.png, x.png, y.png, …; {alone}{anew}"
+    assert refused(str(folder), features) == f"{begin}4 added: w.png, x.png, y.png, …; {alone}{again}"
     (tmp_path / "more").mkdir()
     for file in [file for name in "wxyz" for file in folder.glob(f"{name}.*")]:
         file.rename(tmp_path / "more" / file.name)
@@ -63,8 +63,8 @@ def test_what_was_added_removed_or_edited_in_a_folder_is_named_with_a_way_out(fo
     (tmp_path / "more/x.png").unlink()
     done = encode(images, features)
     assert done.stderr.splitlines() == [
-        f"{begin}1 edited: the caption of a.bmp; {anew}",
-        f"{begin.replace('[0]', '[1]')}1 removed: x.png; {anew}",
+        f"{begin}1 edited: the caption of a.bmp; {again}",
+        f"{begin.replace('[0]', '[1]')}1 removed: x.png; {again}",
     ]
 
 

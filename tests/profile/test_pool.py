@@ -183,7 +183,7 @@ def test_nothing_is_left_when_it_ends(pool: Pool) -> None:
         with pytest.raises(WorkerError):
             asked.result()
     until(lambda: all(map(gone, processes)))
-    with pytest.raises(WorkerError, match="were ended"):  # and none is started anew, by a thread that asks late
+    with pytest.raises(WorkerError, match="were ended"):  # and none is restarted, by a thread that asks late
         ask(pool, 0, "one")
 
 

@@ -253,8 +253,8 @@ def test_a_lossy_optimizer_that_nobody_asked_for_is_in_the_first_line(made):
     words = f"FITS with a lossy optimizer: nothing lossless fits {memory}"
     assert f"{words}: needs" in " ".join(plans.shown(lossy).split())
     assert f"{words}</strong>" in page(lossy)
-    pins = made.question.constraints.model_copy(update={"optimizer": "came"})
-    asked = lossy.model_copy(update={"question": made.question.model_copy(update={"constraints": pins})})
+    fixed = made.question.constraints.model_copy(update={"optimizer": "came"})
+    asked = lossy.model_copy(update={"question": made.question.model_copy(update={"constraints": fixed})})
     assert "nothing lossless" not in plans.shown(asked)
     assert "FITS: needs" in plans.shown(made)
 

@@ -10,7 +10,7 @@ from bigdit.strategy import SegmentSpec
 
 PIXART = {
     "model": {"name": "pixart-sigma-xl-2-1024"},
-    "data": {"images": "pictures", "features": "features", "buckets": [[1024, 1024]]},
+    "data": {"images": "images", "features": "features", "buckets": [[1024, 1024]]},
     "encoders": {"image": {"name": "vae", "class_name": "AutoencoderKL", "path": "vae"}, "text": {"pipeline": "here"}},
     "strategy": {"global_batch_size": 32, "precision": "bf16"},
     "train": {},

@@ -175,7 +175,7 @@ def test_a_machine_that_is_only_assumed_is_a_line_and_no_verdict(engine: Literal
 
 @pytest.mark.slow
 def test_an_engine_whose_state_its_machine_does_not_hold_is_not_looked_at() -> None:
-    """And of one that goes on with another optimizer, the one that the machine does not hold is named."""
+    """And of one that resumes with another optimizer, the one that the machine does not hold is named."""
     asked = question(gpu=A40, constraints=pinned(ONLY, engine="fsdp2-offload"), host_memory_bytes=5 * GIB)
     least = node_bytes(12 * (asked.model.params or 0), asked.cluster)
     asked = asked.model_copy(update={"host_memory_bytes": least + MIB})

@@ -32,7 +32,7 @@ def question(model: str | CatalogModel = "sana-1600m", gpu: str = "a40", **chang
     return Question(model=found, gpu=catalog.gpu(gpu), resolution=(1024, 1024)).model_copy(update=changes)
 
 
-def asking(asked: Question) -> Planner:
+def planner_for(asked: Question) -> Planner:
     """Of emulated GPUs that nobody asks."""
     return Planner(asked, cast(EmulatedGpus, None), Calibration())
 
@@ -166,19 +166,19 @@ def test_a_settled_strategy_says_the_same_in_deepspeed_s_document() -> None:
 @given(st.integers(1, 64), st.integers(1, 64))
 def test_micro_batches_divide_a_gpu_s_share_of_the_global_batch(gpus: int, share: int) -> None:
     asked = question(cluster=Cluster(gpus=gpus), global_batch_size=gpus * share)
-    sizes = list(asking(asked).micro_batch_sizes(Strategy(engine="fsdp2", world_size=gpus)))
+    sizes = list(planner_for(asked).micro_batch_sizes(Strategy(engine="fsdp2", world_size=gpus)))
     assert sizes == [size for size in range(1, share + 1) if share % size == 0]
-    assert all(size * asking(asked).accumulation(size, gpus) * gpus == gpus * share for size in sizes)
+    assert all(size * planner_for(asked).accumulation(size, gpus) * gpus == gpus * share for size in sizes)
 
 
 def test_what_steps_in_the_backward_pass_takes_its_share_at_once() -> None:
     strategy = Strategy(optimizer_in_backward=True, gradient_clipping=None)
-    assert list(asking(question(global_batch_size=12)).micro_batch_sizes(strategy)) == [12]
-    assert list(asking(question()).micro_batch_sizes(strategy))[:3] == [1, 2, 3]
+    assert list(planner_for(question(global_batch_size=12)).micro_batch_sizes(strategy)) == [12]
+    assert list(planner_for(question()).micro_batch_sizes(strategy))[:3] == [1, 2, 3]
 
 
 def test_without_a_global_batch_every_small_size_is_tried_and_large_ones_in_steps() -> None:
-    sizes = list(asking(question()).micro_batch_sizes(Strategy()))
+    sizes = list(planner_for(question()).micro_batch_sizes(Strategy()))
     assert sizes[:32] == list(range(1, 33))
     assert sizes[-1] <= LARGEST_MICRO_BATCH
     assert all(after / before < 1.1 for before, after in itertools.pairwise(sizes[31:]))
@@ -275,7 +275,7 @@ def weighed(title: str, nbytes: int, low: float, high: float, optimizer: str = "
 
 def test_room_comes_before_speed_that_cannot_be_reported_apart() -> None:
     def preferred(estimates: list[Estimate], **resorts: Any) -> list[Estimate]:
-        planner = asking(question())
+        planner = planner_for(question())
         for each in estimates:
             planner.options[each.option] = Option(each.option, each.strategy, None, resorts.get(each.option, 0))
         return planner.preferred(estimates)
