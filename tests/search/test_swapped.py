@@ -12,7 +12,7 @@ from bigdit.profile.gpus import EmulatedGpus
 from bigdit.report.page import page
 from bigdit.search.answer import make_plan
 from bigdit.search.calibration import Calibration
-from bigdit.search.plan import Constraints, Estimate, Plan, Question, record
+from bigdit.search.plan import Constraints, Estimate, Plan, ResolvedRequest, record
 from bigdit.search.planner import Planner
 from bigdit.search.solve import search
 from bigdit.search.space import proposals
@@ -26,9 +26,9 @@ ADAPTERS = Constraints(engine="single", lora_rank=16)
 WHOLE = Constraints(engine="single", full=True)
 
 
-def question(model: CatalogModel, mib: int, pins: Constraints, **changes: object) -> Question:
+def resolved(model: CatalogModel, mib: int, pins: Constraints, **changes: object) -> ResolvedRequest:
     gpu = catalog.gpu("rtx-4090").model_copy(update={"usable_mib": mib})
-    return Question(model=model, gpu=gpu, resolution=(512, 512), constraints=pins).model_copy(update=changes)
+    return ResolvedRequest(model=model, gpu=gpu, resolution=(512, 512), constraints=pins).model_copy(update=changes)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,7 +39,7 @@ def _cache(own_cache: None) -> None:
 @pytest.fixture(scope="module")
 def short() -> Plan:
     """Adapters of a short Flux, whose frozen weights are more than the GPU has."""
-    return make_plan(question(SHORT, 3400, ADAPTERS))
+    return make_plan(resolved(SHORT, 3400, ADAPTERS))
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_every_base_that_fits_has_a_row_that_says_what_is_lossy(short: Plan) -> 
 def test_what_is_lossy_is_not_looked_at_further() -> None:
     """Over a quantised base adapters fit without, which is lossy: limits are asked of the best alone."""
     pins, further = ADAPTERS.model_copy(update={"checkpointed_blocks": 6}), list[Estimate]()
-    asked = question(SHORT, 3400, pins, buckets=())
+    asked = resolved(SHORT, 3400, pins, buckets=())
     with EmulatedGpus(asked.gpu) as gpus:
         planner = Planner(asked, gpus, Calibration())
         best = search(planner, further.append)
@@ -85,7 +85,7 @@ def test_what_is_lossy_is_not_looked_at_further() -> None:
 @pytest.mark.slow
 def test_all_weights_are_swapped_and_the_way_there_is_shown() -> None:
     """In the backward pass, without masters, since nothing else fits."""
-    plan = make_plan(question(SANA, 1500, WHOLE, explain=True, buckets=()))
+    plan = make_plan(resolved(SANA, 1500, WHOLE, explain=True, buckets=()))
     strategy = plan.chosen.strategy
     assert (plan.verdict, plan.chosen.lossless) == ("FITS", False)
     assert (strategy.precision, strategy.optimizer_in_backward, strategy.blocks_to_swap >= 3) == ("bf16_sr", True, True)
@@ -100,7 +100,7 @@ def test_adapters_are_named_where_all_weights_train_by_a_last_resort_alone() -> 
     """Unless all weights were asked for, or they fit without."""
 
     def left_out(mib: int, pins: Constraints) -> set[str]:
-        asked = question(SANA, mib, pins, buckets=())
+        asked = resolved(SANA, mib, pins, buckets=())
         with EmulatedGpus(asked.gpu) as gpus:
             planner = Planner(asked, gpus, Calibration())
             assert search(planner, lambda _: None).verdict == "FITS"
@@ -112,17 +112,17 @@ def test_adapters_are_named_where_all_weights_train_by_a_last_resort_alone() -> 
     assert "LoRA" not in left_out(12_000, free)
 
 
-def titles(asked: Question) -> list[str]:
+def titles(asked: ResolvedRequest) -> list[str]:
     return [each.title for each in proposals(asked)[0] if each.strategy.blocks_to_swap]
 
 
 def test_swapped_blocks_are_proposed_where_they_can_be_trained() -> None:
     alone = Constraints(lora_rank=16)
-    assert titles(question(FLUX, 12_000, alone)) == [
+    assert titles(resolved(FLUX, 12_000, alone)) == [
         "single GPU, AdamW, LoRA 16 over bf16, weights of blocks in CPU memory"
     ]
     whole = "single GPU, Adafactor, bf16 without masters, stepped in the backward pass, weights of blocks in CPU memory"
-    assert titles(question(FLUX, 12_000, Constraints())) == titles(question(FLUX, 12_000, WHOLE)) == [whole]
+    assert titles(resolved(FLUX, 12_000, Constraints())) == titles(resolved(FLUX, 12_000, WHOLE)) == [whole]
     for pins, changes in (
         (alone, {"cluster": Cluster(gpus=2)}),
         (Constraints(lora_rank=16, engine="fsdp2"), {}),
@@ -132,13 +132,13 @@ def test_swapped_blocks_are_proposed_where_they_can_be_trained() -> None:
         (Constraints(micro_batch_size=2), {"global_batch_size": 4}),
         (Constraints(optimizer="paged_adamw_8bit", precision="fp32"), {}),
     ):
-        assert titles(question(FLUX, 12_000, pins, **changes)) == [], pins
+        assert titles(resolved(FLUX, 12_000, pins, **changes)) == [], pins
 
 
 def test_no_more_are_swapped_than_are_recomputed() -> None:
     (found,) = [
         each.strategy.blocks_to_swap
-        for each in proposals(question(FLUX, 12_000, Constraints(lora_rank=16, checkpointed_blocks=20)))[0]
+        for each in proposals(resolved(FLUX, 12_000, Constraints(lora_rank=16, checkpointed_blocks=20)))[0]
         if each.strategy.blocks_to_swap
     ]
     assert found == 20
