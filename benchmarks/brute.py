@@ -2,12 +2,12 @@
 
 python benchmarks/brute.py [--quick] [PART OF A QUESTION]
 
-For small questions each engine, optimizer and precision of the planner's space runs with none to all blocks recomputed,
+For small requests each engine, optimizer and precision of the planner's space runs with none to all blocks recomputed,
 in quarters, and with selective checkpointing. Micro-batches double up to the largest that fits. Then the plan is
 made. It must fit where anything does. Nothing of its class may be faster at both ends of the interval and take less. It
 may not leave nine tenths of the GPU empty where something faster fits. The exit status is 1 where any of this is not
 so. --quick leaves out lossy strategies and last resorts where others fit. Attempts are cached, so that the command
-continues where it was. With part of a question nothing is written.
+continues where it was. With part of a request nothing is written.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from bigdit.files import write_text
 from bigdit.profile.attempt import UNLIMITED, Attempt, StepRequest, request_for
 from bigdit.profile.gpus import EmulatedGpus, Row
 from bigdit.search.answer import make_plan
-from bigdit.search.ask import question_for
 from bigdit.search.calibration import UNPROVED
-from bigdit.search.plan import Plan, Question, lossy_by, node_bytes, safe_bytes
+from bigdit.search.plan import Plan, ResolvedRequest, lossy_by, node_bytes, safe_bytes
 from bigdit.search.planner import SAME_ROOM, SAME_SPEED
+from bigdit.search.resolve import resolve_request
 from bigdit.search.space import proposals
 from bigdit.speed.seconds import Interval
 from bigdit.strategy import StepSize, Strategy
@@ -40,7 +40,7 @@ from bigdit.units import gib
 
 PAGE = Path(__file__).with_suffix(".md")
 
-QUESTIONS: tuple[dict[str, Any], ...] = (
+REQUESTS: tuple[dict[str, Any], ...] = (
     {"model": "dit-b-4-paper", "gpu": "rtx-3060-12g"},
     {"model": "dit-l-2", "gpu": "rtx-3060-12g"},
     {"model": "dit-l-2", "gpu": "rtx-4090", "global_batch": 256},
@@ -103,15 +103,15 @@ class Way:
 
 
 class Space:
-    """All strategies of a question, on emulated GPUs."""
+    """All strategies of a request, on emulated GPUs."""
 
-    def __init__(self, question: Question, cards: EmulatedGpus) -> None:
-        self.question, self.cards = question, cards
+    def __init__(self, request: ResolvedRequest, cards: EmulatedGpus) -> None:
+        self.request, self.cards = request, cards
         self.failed: dict[str, None] = {}
 
     def ways(self) -> list[Way]:
         """Engines, optimizers and precisions, each with the policies that its Strategy allows."""
-        proposed, _ = proposals(self.question)
+        proposed, _ = proposals(self.request)
         return [
             Way(strategy, f"{each.title}, {_policy(strategy)}", (not each.lossless, each.last_resort))
             for each in proposed
@@ -126,28 +126,28 @@ class Space:
     def one(self, way: Way, size: int) -> Ran | None:
         """The way at one micro-batch size; None, with a line in `failed`, where it could not run."""
         strategy, accumulated = self._sized(way.strategy, size)
-        request = self._request(strategy)
+        request = self._step_request(strategy)
         (attempt,) = self.cards.attempts([(request, UNLIMITED)], counted=lambda _: "step")
         if not isinstance(attempt, Attempt) or not attempt.ran:
             why = attempt.out_of_memory if isinstance(attempt, Attempt) else attempt
             self.failed[f"{way.title}: {str(why).splitlines()[0]}"] = None
             return None
-        question = self.question
-        step = step_of(attempt, strategy, question.gpu, question.cluster, grad_accum_steps=accumulated)
-        host = node_bytes(attempt.host.saving(attempt.checkpoint_bytes), question.cluster)
+        request = self.request
+        step = step_of(attempt, strategy, request.gpu, request.cluster, grad_accum_steps=accumulated)
+        host = node_bytes(attempt.host.saving(attempt.checkpoint_bytes), request.cluster)
         return Ran(
             strategy=strategy,
             title=f"{way.title}, micro-batch {size}",
             group=way.group,
             reserved_bytes=attempt.peak_reserved_bytes,
             rate=step.seconds.per(size * accumulated),
-            fits=attempt.peak_reserved_bytes <= self._room(strategy) and host <= question.host_memory_bytes,
+            fits=attempt.peak_reserved_bytes <= self._room(strategy) and host <= request.host_memory_bytes,
         )
 
     def _policies(self, strategy: Strategy) -> Iterator[Strategy]:
         """None to all blocks recomputed, in quarters; and all by selective checkpointing. Swapped blocks are recomputed
         too, and come in quarters."""
-        count, pinned = self.question.model.block_count, self.question.constraints.checkpointed_blocks
+        count, pinned = self.request.model.block_count, self.request.constraints.checkpointed_blocks
         if strategy.blocks_to_swap:
             swapped = sorted({max(strategy.blocks_to_swap * quarter // 4, 1) for quarter in range(1, 5)})
             yield from (strategy.model_copy(update={"blocks_to_swap": each}) for each in swapped)
@@ -162,7 +162,7 @@ class Space:
             yield strategy.sized(StepSize(**sizes, checkpointed_blocks=some[-1], checkpointing="selective"))
 
     def _sizes(self, way: Way) -> list[Ran]:
-        pinned, share = self.question.constraints.micro_batch_size, self._share(way.strategy)
+        pinned, share = self.request.constraints.micro_batch_size, self._share(way.strategy)
         found: list[Ran] = []
         for size in [pinned] if pinned else _divisors(share) if share else _doubled():
             if share and size < share and way.strategy.optimizer_in_backward:
@@ -183,11 +183,9 @@ class Space:
     def _at(self, way: Way, size: int) -> StepRequest:
         return self._request(self._sized(way.strategy, size)[0])
 
-    def _request(self, strategy: Strategy) -> StepRequest:
-        question = self.question
-        return request_for(
-            question.model, question.gpu, strategy, resolution=question.resolution, frames=question.frames
-        )
+    def _step_request(self, strategy: Strategy) -> StepRequest:
+        request = self.request
+        return request_for(request.model, request.gpu, strategy, resolution=request.resolution, frames=request.frames)
 
     def _sized(self, strategy: Strategy, size: int) -> tuple[Strategy, int]:
         """The strategy as it runs, and how many micro-batches its step has."""
@@ -197,16 +195,16 @@ class Space:
         return strategy.sized(strategy.step_size.model_copy(update=update)), accumulated
 
     def _share(self, strategy: Strategy) -> int | None:
-        batch = self.question.global_batch_size
+        batch = self.request.global_batch_size
         return None if batch is None else batch // strategy.world_size
 
     def _room(self, strategy: Strategy) -> int:
-        return safe_bytes(self.question.gpu, non_torch(strategy, self.question.gpu), UNPROVED)
+        return safe_bytes(self.request.gpu, non_torch(strategy, self.request.gpu), UNPROVED)
 
 
 @dataclass(frozen=True)
 class Proof:
-    """A question, all that ran, and the plan. `chosen`: the plan's strategy, run as all others are."""
+    """A request, all that ran, and the plan. `chosen`: the plan's strategy, run as all others are."""
 
     asked: str
     ran: Sequence[Ran]
@@ -241,23 +239,23 @@ class Proof:
             best = max(better, key=lambda each: each.rate.low)
             found.append(f"{len(better)} are faster and take less, such as {best.title}: {_said(best)}")
         faster = [each for each in self.rivals if each.much_faster(chosen)]
-        if chosen.reserved_bytes < EMPTY * self.plan.question.gpu.usable_bytes and faster:
+        if chosen.reserved_bytes < EMPTY * self.plan.request.gpu.usable_bytes and faster:
             found.append(f"nine tenths of the GPU are empty, and this is faster: {faster[0].title}")
         return found
 
 
 def prove(asked: dict[str, Any], *, quick: bool) -> Proof:
-    """Run all strategies of a question, and make its plan; `quick`: those of the first group in which anything fits."""
+    """Run all strategies of a request, and make its plan; `quick`: those of the first group in which anything fits."""
     began = time.perf_counter()
-    question = question_for(**asked, buckets="none")
-    with EmulatedGpus(question.gpu) as cards:
-        space = Space(question, cards)
+    request = resolve_request(**asked, buckets="none")
+    with EmulatedGpus(request.gpu) as cards:
+        space = Space(request, cards)
         ways = space.ways()
         ran: list[Ran] = []
         for group in sorted({way.group for way in ways}):
             if not (quick and any(each.fits for each in ran)):
                 ran += space.run([way for way in ways if way.group == group])
-        plan = make_plan(question)
+        plan = make_plan(request)
         strategy = plan.chosen.strategy
         way = Way(strategy, plan.chosen.title, _group(strategy, ways))
         chosen = space.one(way, strategy.micro_batch_size)
@@ -278,7 +276,7 @@ QUICK = "By `--quick`: strategies of the first class in which anything fits, alo
 
 def page(proofs: Sequence[Proof], *, quick: bool) -> str:
     """The page of what is proved so far."""
-    heads = ["question", "ran", "fit", "plan", "reserved", "images/s of a GPU", "fastest of its class", "s"]
+    heads = ["request", "ran", "fit", "plan", "reserved", "images/s of a GPU", "fastest of its class", "s"]
     rows = [heads, ["---"] * len(heads), *(_cells(each) for each in proofs)]
     lines = [HEAD, *([QUICK] if quick else []), ""]
     right, ran = sum(not each.faults for each in proofs), sum(len(each.ran) for each in proofs)
@@ -345,9 +343,9 @@ def _doubled() -> Iterator[int]:
 
 
 def main(wanted: str, *, quick: bool) -> int:
-    """A line a question; 1 where a plan is wrong."""
+    """A line a request; 1 where a plan is wrong."""
     proofs: list[Proof] = []
-    for asked in QUESTIONS:
+    for asked in REQUESTS:
         if wanted in " ".join(map(str, asked.values())):
             proofs.append(prove(asked, quick=quick))
             print(" | ".join(_cells(proofs[-1])), *proofs[-1].faults, sep="\n  wrong: ", flush=True)

@@ -1,4 +1,4 @@
-"""A small picture of the gallery: a model's memory against its micro-batch, to where each card ends."""
+"""A small image of the gallery: a model's memory against its micro-batch, to where each GPU ends."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ LOOKS = (
     (COLOURS["workspace"], "x"),
     (COLOURS["gradient"], "s"),
 )
-"""Colours and markers of cards in turn: told apart without colour too."""
+"""Colours and markers of GPUs in turn: told apart without colour too."""
 APART_GIB = 2.0
-"""Lines of cards that are nearer than this are named together."""
+"""Lines of GPUs that are nearer than this are named together."""
 
 
 class Point(Strict):
@@ -35,8 +35,8 @@ class Point(Strict):
 
 
 def draw(path: Path, model: str, ways: Mapping[str, Mapping[str, Sequence[Point]]], usable: Mapping[str, int]) -> None:
-    """GiB of the process against the micro-batch size, a panel a way, below the cards' lines of `usable` bytes. Each
-    way has the points of all cards by their names, which may be none; the fewest samples, of the first, lie on top.
+    """GiB of the process against the micro-batch size, a panel a way, below the GPUs' lines of `usable` bytes. Each
+    way has the points of all GPUs by their names, which may be none; the fewest samples, of the first, lie on top.
 
     Raises UserError where it cannot be written.
     """
@@ -52,7 +52,7 @@ def draw(path: Path, model: str, ways: Mapping[str, Mapping[str, Sequence[Point]
         for size in usable.values():
             axes.axhline(size / GIB, color="black", linestyle="--", linewidth=0.7)
         axes.set_title(f"{model}, {way}" if any(cards.values()) else f"{model}, {way}: fits none", loc="left", size=9)
-        axes.set_xlabel("micro-batch size a card; emulated, no kernel ran", fontsize=8)
+        axes.set_xlabel("micro-batch per GPU; emulated, no kernel ran", fontsize=8)
         axes.set_xlim(0, 1.04 * max((each.micro_batch for points in cards.values() for each in points), default=1))
         axes.set_ylim(0, 1.08 * max(usable.values()) / GIB)
         axes.locator_params(axis="x", integer=True)
@@ -72,7 +72,7 @@ def draw(path: Path, model: str, ways: Mapping[str, Mapping[str, Sequence[Point]
 
 
 def _near(usable: Mapping[str, int]) -> list[tuple[float, str]]:
-    """Where lines of cards lie, and their names; those of nearly as many bytes are one below the other."""
+    """Where lines of GPUs lie, and their names; those of nearly as many bytes are one below the other."""
     named: list[tuple[float, str]] = []
     for name, size in sorted(usable.items(), key=lambda each: each[1]):
         if named and size / GIB - named[-1][0] < APART_GIB:

@@ -3,7 +3,7 @@
     python benchmarks/fuzz.py [--examples 10000] [--seed 0]
 
 Each ends with 0, 1 or 2, within the time limit, and without a traceback; with 1, it says why. `plan`, `profile` and
-`bench` end as soon as their question is sound: an answer takes seconds, and reads nothing that was drawn. Nothing is
+`bench` end as soon as their request is sound: an answer takes seconds, and reads nothing that was drawn. Nothing is
 trained, and no worker starts.
 """
 
@@ -41,7 +41,7 @@ LIMIT_S = 60.0
 """Of one input, on a machine that does other work beside."""
 MEMORY = 24 * 2**30
 """Addresses of this process, so that what is too large fails as it does elsewhere, and not by the kernel's hand."""
-SOUND = "this question is sound"
+SOUND = "this request is sound"
 
 RECIPE = yaml.safe_load((ROOT / "launch/recipes/digits.yaml").read_text())
 RECIPE["strategy"] |= {"engine": "single", "world_size": 1, "ds_config": None}
@@ -230,7 +230,7 @@ class Hung(BaseException):
 
 @contextlib.contextmanager
 def unanswered() -> Iterator[None]:
-    """Within, what would take seconds to answer a sound question says that it is one."""
+    """Within, what would take seconds to answer a sound request says that it is one."""
     sound = UserError(SOUND)
     with (
         patch("bigdit.search.answer.make_plan", side_effect=sound),

@@ -2,7 +2,7 @@
 
 Each cell is a strategy whose micro-batch grows until two steps do not fit any more. It then runs at 1, at half of the
 largest and at the largest, for a curve. Attempts are cached, so that the command continues where it was. It writes
-gallery.json, the tables of gallery.md and a picture a model in gallery/. With --keep it runs only what gallery.json
+gallery.json, the tables of gallery.md and an image per model in gallery/. With --keep it runs only what gallery.json
 lacks.
 """
 
@@ -149,7 +149,7 @@ def sized(model: str, card: catalog.Gpu, text: str) -> Callable[[int], StepReque
 
 
 def page(found: list[Cell]) -> str:
-    """A command a kind of cell, a table a way, a row a model; and the pictures."""
+    """A command a kind of cell, a table a way, a row a model; and the images."""
     known = {cell.asked: cell for cell in found}
     lines = ["## Any cell again", "", "The largest size fits, and one more does not. A command of each kind:", ""]
     lines += [again(known[model, gpu, gpus, way]) for way, model, gpu, gpus in AGAIN]
@@ -183,7 +183,7 @@ def _shown(cell: Cell | None) -> str:
 
 
 def draw_all(found: Sequence[Cell]) -> None:
-    """A picture a model: a curve for each way on each card where it fits at all."""
+    """An image per model: a curve for each way on each GPU where it fits at all."""
     IMAGES.mkdir(exist_ok=True)
     usable = {name: catalog.resolve_gpu(name).usable_bytes for name, _ in GPUS}
     known = {each.asked: each for each in found}
@@ -194,7 +194,7 @@ def draw_all(found: Sequence[Cell]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keep", action="store_true", help="run what gallery.json lacks alone, and draw the pictures")
+    parser.add_argument("--keep", action="store_true", help="run what gallery.json lacks alone, and draw the images")
     keep = parser.parse_args().keep
     text = PAGE.read_text()
     if MARK not in text:

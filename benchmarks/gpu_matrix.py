@@ -77,7 +77,7 @@ def _check_first(unpredicted: set[str]) -> None:
     if late := unpredicted & {each.name for each in measured()}:
         raise UserError(
             f"{len(late)} of {len(unpredicted)} points without a prediction are measured, and predictions come before "
-            f"that; for another card, move {PREDICTED.name} and {MEASURED.name} away from {MEASURED.parent}"
+            f"that; for another GPU, move {PREDICTED.name} and {MEASURED.name} away from {MEASURED.parent}"
         )
 
 

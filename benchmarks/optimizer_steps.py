@@ -2,7 +2,7 @@
 
     python benchmarks/optimizer_steps.py [NAME…] [--rounds 3]
 
-Over fp32 weights and gradients of Sana-600M with BLOCKS blocks, on this machine's card where it has one, else on its
+Over fp32 weights and gradients of Sana-600M with BLOCKS blocks, on this machine's GPU where it has one, else on its
 CPU. A first step of each, which makes its state, is not counted.
 """
 
@@ -85,7 +85,7 @@ def turn_of(optimizer: Optimizer) -> Callable[[], float]:
 
 
 def wait() -> None:
-    """For the card, if there is one."""
+    """For the GPU, if there is one."""
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
 

@@ -1,4 +1,4 @@
-"""Scripts of other projects, as they stand, on emulated cards: writes benchmarks/peers.md.
+"""Scripts of other projects, as they stand, on emulated GPUs: writes benchmarks/peers.md.
 
 python benchmarks/peers.py --projects FOLDER --data FOLDER --python NAME=PATH ... [ID ...]
 
@@ -7,9 +7,9 @@ that is named there; nothing of them is here. `--python` names the interpreter o
 this project installs, with a CUDA build of torch and torchvision; `2024`, `2023` and `finetrainers` have the versions
 of cogvideox-factory's, of fast-DiT's and of finetrainers' time, and `simpletuner` what it asks for (Python 3.12). Found
 figures are kept in peers_found.json, a row at a time, so that rows can be run again by their ids. The data is noise:
-pictures in dog/ and imagenet/CLASS/, fast-DiT's features/, latents and embeddings in cogvideox/, mp4 files with their
+images in dog/ and imagenet/CLASS/, fast-DiT's features/, latents and embeddings in cogvideox/, mp4 files with their
 prompts.txt and videos.txt in videos/; simpletuner.json is SimpleTuner's data backend of dog/, whose caches are empty;
-icons/ has 23 pictures of 1024 × 1024 with a metadata.jsonl, hidream/ and llama/ the configs and tokenizers of
+icons/ has 23 images of 1024 × 1024 with a metadata.jsonl, hidream/ and llama/ the configs and tokenizers of
 HiDream-I1-Dev, whose CLIPs have 248 positions, and Llama 3.1, and nf4.json what bitsandbytes is asked for.
 """
 
@@ -35,7 +35,7 @@ HERE = Path(__file__).parent
 PAGE = HERE / "peers.md"
 ROWS, FOUND = HERE / "peers.json", HERE / "peers_found.json"
 NOTES = "## What differs, and why"
-TABLE = "| id | script | card | steps | allocated | reserved | process | published | emulated / published |"
+TABLE = "| id | script | GPU | steps | allocated | reserved | process | published | emulated / published |"
 PEAK_SAID = re.compile(r"Memory before testing[\s\S]*?max_memory_reserved=([\d.]+) GB")
 """What cogvideox-factory's scripts print of torch's own peak, in GiB, since they began to train."""
 LIBRARIES = ("torch", "diffusers", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes", "timm")
@@ -154,12 +154,12 @@ def page() -> str:
     return "\n".join([*parts, "", "## Versions", "", *listed, "", kept(PAGE, NOTES)])
 
 
-HEAD = """# Scripts of other projects on emulated cards
+HEAD = """# Scripts of other projects on emulated GPUs
 
 Made by `python benchmarks/peers.py`; peers.json has each command. The scripts are as they stand, their weights empty
-(`--fake-weights`), their pictures and videos noise. In GiB. Kernels are not run: the peaks are those of PyTorch's own
+(`--fake-weights`), their images and videos noise. In GiB. Kernels are not run: the peaks are those of PyTorch's own
 allocator; process is reserved memory with what CUDA's context takes beside it. Where the loss is scaled, the second
-figure is that of the first step skipped, as the scaler does on a real card.
+figure is that of the first step skipped, as the scaler does on a real GPU.
 """
 
 

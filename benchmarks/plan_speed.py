@@ -1,4 +1,4 @@
-"""How long plans take: cold, with an empty cache, again, and of another question about the same model.
+"""How long plans take: cold, with an empty cache, again, and of another request about the same model.
 
 python benchmarks/plan_speed.py [PART OF A QUESTION]
 
@@ -31,10 +31,10 @@ SMALL_S, LARGE_S, LONG_S = 10.0, 25.0, 40.0
 encoders that run in each step, or EMA over eight GPUs."""
 
 WARM_S, ANOTHER_SHARE = 0.5, 0.6
-"""Limits of the same question again, and of another one about the same model, as a share of the first."""
+"""Limits of the same request again, and of another one about the same model, as a share of the first."""
 
 ANOTHER = "--checkpointed-blocks all"
-"""What another question says beside the first."""
+"""What another request says beside the first."""
 
 IDLE_LOAD = 0.5
 """A machine with a higher load is busy."""
@@ -56,7 +56,7 @@ CASES = [
 
 
 def main(wanted: str) -> int:
-    """A line a question; 1 where a limit was missed."""
+    """A line a request; 1 where a limit was missed."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     load, cores = os.getloadavg()[0], os.cpu_count()
     if load > IDLE_LOAD:

@@ -1,10 +1,10 @@
-"""Plans of forty questions, beside the answers before: writes benchmarks/plans.md.
+"""Plans of forty requests, beside the answers before: writes benchmarks/plans.md.
 
 python benchmarks/plans.py [PART OF A QUESTION]
 
 plans.json has the answers before, by the search that also had a fake device, and why others are better. The exit status
 is 1 where a verdict or a strategy differs. Plans are cached, so that the command continues where it was. With part of a
-question nothing is written.
+request nothing is written.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.files import write_text
 from bigdit.search.answer import make_plan
-from bigdit.search.ask import question_for
 from bigdit.search.plan import Plan
+from bigdit.search.resolve import resolve_request
 from bigdit.units import gib
 
 PAGE = Path(__file__).with_suffix(".md")
 BEFORE: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())
-QUESTIONS = [
+REQUESTS = [
     *((model, gpu, 1) for model in ("sana-600m-1024", "sana-1600m-1024") for gpu in ("rtx-4090", "a40", "h100-sxm")),
     *(
         (model, "a40", 1)
@@ -43,7 +43,7 @@ QUESTIONS = [
 ]
 """Model, GPU, and how many of them."""
 
-HEAD = """# Plans of forty questions
+HEAD = """# Plans of forty requests
 
 Made by `python benchmarks/plans.py`. *Reserved* is what torch reserves with the recommended strategy. *None* and *all*
 are the largest micro-batches with no block and with all blocks recomputed: these ran, and one more did not fit.
@@ -53,7 +53,7 @@ cores, beside other work."""
 
 @dataclass(frozen=True)
 class Line:
-    """One question's plan, beside the answer before."""
+    """One request's plan, beside the answer before."""
 
     asked: str
     plan: Plan
@@ -84,14 +84,14 @@ class Line:
 def page(lines: Sequence[Line]) -> str:
     """The page of what is answered so far."""
     names = ["plan", "reserved", "none", "all"]
-    heads = ["question", *(part for name in names for part in (name, "before")), "s"]
+    heads = ["request", *(part for name in names for part in (name, "before")), "s"]
     rows = [heads, ["---"] * len(heads), *(line.cells() for line in lines)]
     limits = [(found, BEFORE[line.asked][name]) for line in lines for name, found in line.limits.items()]
     return "\n".join(
         [
             HEAD,
             "",
-            f"- {len(lines)} of {len(QUESTIONS)} questions are answered. In {sum(line.same for line in lines)} of them "
+            f"- {len(lines)} of {len(REQUESTS)} requests are answered. In {sum(line.same for line in lines)} of them "
             "verdict and strategy are those before.",
             f"- Of {len(limits)} largest micro-batches {sum(now == then for now, then in limits)} are those before.",
             f"- Torch {cuda_build(cuda_python())}.",
@@ -107,11 +107,11 @@ def page(lines: Sequence[Line]) -> str:
 
 
 def main(wanted: str) -> int:
-    """A line a question; 1 where one has another answer than before."""
+    """A line a request; 1 where one has another answer than before."""
     lines = []
-    for model, gpu, gpus in QUESTIONS:
+    for model, gpu, gpus in REQUESTS:
         if wanted in f"{model} {gpu} {gpus}":
-            plan = make_plan(question_for(model, gpu, gpus=gpus, buckets="none"))
+            plan = make_plan(resolve_request(model, gpu, gpus=gpus, buckets="none"))
             lines.append(Line(f"{model}, {gpus} × {gpu}", plan))
             print(" | ".join(lines[-1].cells()), flush=True)
             if not wanted:

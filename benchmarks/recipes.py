@@ -43,8 +43,8 @@ from bigdit.profile.gpus import EmulatedGpus
 from bigdit.receipt import Receipt
 from bigdit.recipes import MEASURED, DiskNeed, Extraction, Recipe, Took, names, recipe
 from bigdit.search.answer import make_plan
-from bigdit.search.ask import question_for
-from bigdit.search.plan import Plan, Question, host_need
+from bigdit.search.plan import Plan, ResolvedRequest, host_need
+from bigdit.search.resolve import resolve_request
 from bigdit.speed.seconds import Cluster, Interval
 from bigdit.store.part import EncodedRange, part_path, write_part
 from bigdit.store.schema import FILE, StoreSchema, part_identity, schema_text, store_identity
@@ -105,7 +105,7 @@ def _said(found: Extraction) -> str:
 
 
 def _tried(found: Recipe, hub: Path, folder: Path) -> Took:
-    """Three steps, and a picture."""
+    """Three steps, and an image."""
     receipts = trained(found, hub, folder)
     drawn(found, folder)
     return _took(found, receipts, folder)
@@ -264,7 +264,7 @@ def _needs(found: Recipe, plans: Sequence[Plan]) -> tuple[int, list[Interval]]:
     if "blocks_to_swap" not in strategy:
         return max(plan.host.node_bytes for plan in plans), [plan.run.seconds for plan in plans if plan.run]
     request = requests(found)[tuple(found.run["data"]["buckets"][0])]
-    gpu, accumulated = plans[0].question.gpu, strategy["global_batch_size"] // strategy["micro_batch_size"]
+    gpu, accumulated = plans[0].request.gpu, strategy["global_batch_size"] // strategy["micro_batch_size"]
     with EmulatedGpus(gpu) as cards:
         profile, attempt = cards.profile(request), cards.attempt(request, counted="step")
     host = host_need(profile.host_timeline, profile.checkpoint_bytes, Cluster())
@@ -274,14 +274,14 @@ def _needs(found: Recipe, plans: Sequence[Plan]) -> tuple[int, list[Interval]]:
 
 def planned(found: Recipe, document: dict[str, Any]) -> Plan:
     """The plan for a stage's own strategy and steps, at the first of its sizes."""
-    return make_plan(question_of(found, document))
+    return make_plan(request_of(found, document))
 
 
-def question_of(found: Recipe, document: dict[str, Any]) -> Question:
+def request_of(found: Recipe, document: dict[str, Any]) -> ResolvedRequest:
     """What a stage's plan is asked."""
     train, strategy = document["train"], document["strategy"]
     *frames, height, width = document["data"]["buckets"][0]
-    return question_for(
+    return resolve_request(
         model=found.about.model,
         gpu=found.about.gpu,
         gpus=found.processes,

@@ -175,7 +175,7 @@ def _report(demo: Demo, grid: Path, right: int) -> None:
     log.out.print(f"{read} of {SAMPLES}", highlight=False)
     log.out.print(f"the grid: {grid}", highlight=False, soft_wrap=True)
     log.out.print(f"the run's page: {demo.folder / 'run' / 'report.html'}", highlight=False, soft_wrap=True)
-    log.out.print("next: `bigdit recipe` lists runs for your GPU, and docs/start.md goes on from here", highlight=False)
+    log.out.print("next: `bigdit recipe` lists runs for your GPU, and docs/start.md continues here", highlight=False)
     write_json(
         demo.folder / "summary.json",
         {

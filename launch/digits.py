@@ -22,7 +22,7 @@ INK = 16  # the data set counts ink from 0 to 16; an image has 0 to 255
 
 
 def caption(digit: int) -> str:
-    """What is written beside an image of this digit, and asked for when sampling."""
+    """The caption of an image of this digit, and asked for when sampling."""
     return f"a handwritten {WORDS[digit]}"
 
 

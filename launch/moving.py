@@ -26,7 +26,7 @@ Video = npt.NDArray[np.uint8]
 
 
 def caption(digit: int, way: str) -> str:
-    """What is written beside a video, and asked for when sampling."""
+    """The caption of a video, and asked for when sampling."""
     return f"{way}: {WORDS[digit]}"
 
 
@@ -41,7 +41,7 @@ def moving(image: npt.NDArray[np.uint8], way: str) -> Video:
 
 
 def videos() -> list[tuple[Video, int, str]]:
-    """All of them, with digit and way; the ways by turns."""
+    """All of them, with digit and way; the ways interleaved."""
     digits, ways = load_digits(), list(WAYS)
     images = np.round(digits.images * (255 / INK)).astype(np.uint8)
     chosen = [ways[number % len(ways)] for number in range(len(images))]

@@ -144,7 +144,7 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--rewrite-golden", action="store_true", help="write golden files anew instead of comparing")
+    parser.addoption("--rewrite-golden", action="store_true", help="rewrite golden files instead of comparing")
 
 
 @pytest.fixture

@@ -102,9 +102,9 @@ class Disturbed(stateful.RuleBasedStateMachine):
             warnings.warn(f"no full disks: {why}", stacklevel=1)
         self.ending.callback(on.none_left, kill=True)
         self.store, self.output, self.parts, self.vanished = self.disk / "features", self.disk / "run", set(), set()
-        self.anew()
+        self.restart()
 
-    def anew(self):
+    def restart(self):
         shutil.rmtree(self.output, ignore_errors=True)
         self.newest, self.saved, self.keeping = 0, set(), {"keep_checkpoints": 2, "keep_every": 4}
 
@@ -195,7 +195,7 @@ class Disturbed(stateful.RuleBasedStateMachine):
         kept = kept_steps(sorted({*range(2, STEPS + 1, 2), *self.saved}), *self.keeping.values())
         assert kept == steps or (done and {*kept} <= {*steps}), (kept, steps)
         assert not list(self.output.rglob(".tmp-*"))
-        self.anew()
+        self.restart()
 
     def teardown(self):
         with self.ending:

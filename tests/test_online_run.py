@@ -25,8 +25,8 @@ def folder(tmp_path):
     """Ten gray images, which are of the bucket's size, and their captions."""
     for number in range(COUNT):
         image = tiny_sources.gradient(8, 8).convert("L").point(lambda value, add=number: value // 2 + 9 * add)
-        tiny_sources.save(tmp_path / "pictures" / f"{number}.png", f"digit {number}", image)
-    return tmp_path / "pictures"
+        tiny_sources.save(tmp_path / "images" / f"{number}.png", f"digit {number}", image)
+    return tmp_path / "images"
 
 
 def online(*images):

@@ -41,7 +41,7 @@ def test_stable_diffusion_3_is_encoded_trained_and_sampled(tmp_path, images):
     tiny_vaes.kl(shift_factor=0.0609).save_pretrained(tmp_path / "vae")
     (tmp_path / "pipeline").mkdir()
     parts = tiny_pipelines.save(tmp_path / "pipeline", "StableDiffusion3Pipeline")
-    few = tmp_path / "pictures"
+    few = tmp_path / "images"
     few.mkdir()
     for file in sorted(images.iterdir())[:32]:  # sixteen digits and their captions
         (few / file.name).write_bytes(file.read_bytes())

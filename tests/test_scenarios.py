@@ -15,12 +15,12 @@ from bigdit import catalog
 from bigdit.config.load import parse_strategy
 from bigdit.profile.attempt import UNLIMITED
 from bigdit.profile.gpus import LARGEST_MICRO_BATCH, EmulatedGpus
-from bigdit.search.ask import question_for
 from bigdit.search.calibration import UNPROVED, Calibration
 from bigdit.search.explain import BUCKETS, DEEPSPEED_BUCKET, changes, waterfall
 from bigdit.search.option import Option
 from bigdit.search.plan import Estimate, WholeRun, process, safe_bytes, verdict_of
 from bigdit.search.planner import Planner
+from bigdit.search.resolve import resolve_request
 from bigdit.speed.seconds import Cluster
 from bigdit.strategy import EmaSpec, Strategy
 from bigdit.units import GIB, gib
@@ -175,14 +175,14 @@ def test_what_16_bits_save_depends_on_the_batch() -> None:
 
 @pytest.mark.slow
 def test_the_waterfall_leads_from_what_is_copied_to_what_fits() -> None:
-    question = question_for(model=SANA, gpu="a40")
+    request = resolve_request(model=SANA, gpu="a40")
     strategy = parse_strategy(["single,micro_batch_size=5"])
-    with EmulatedGpus(question.gpu) as gpus:
-        planner = Planner(question, gpus, Calibration())
-        attempt = gpus.attempt(planner.request(strategy), UNLIMITED)
+    with EmulatedGpus(request.gpu) as gpus:
+        planner = Planner(request, gpus, Calibration())
+        attempt = gpus.attempt(planner.step_request(strategy), UNLIMITED)
         reserved = attempt.peak_reserved_bytes
         taken = process(reserved, planner.non_torch(strategy), planner.margin)
-        verdict = verdict_of(taken, question.gpu.usable_bytes)
+        verdict = verdict_of(taken, request.gpu.usable_bytes)
         option = planner.options["asked for"] = Option("asked for", strategy)
         option.count = 20
         last = chosen(strategy, phases=attempt.peaks, peak_reserved_bytes=reserved, process=taken, verdict=verdict)
@@ -196,7 +196,7 @@ def test_the_waterfall_leads_from_what_is_copied_to_what_fits() -> None:
         "no EMA",
         "micro-batch 5",
     ]
-    assert steps[0].process_bytes > 0.95 * question.gpu.usable_bytes
+    assert steps[0].process_bytes > 0.95 * request.gpu.usable_bytes
     assert (steps[-1].process_bytes, steps[-1].verdict) == (taken.high_bytes, "FITS")
     left = [before.process_bytes - after.process_bytes for before, after in pairwise(steps)]
     # Gemma-2 in bf16 and the VAE in fp32, but for pieces that lie idle without them.
@@ -210,10 +210,10 @@ def test_the_waterfall_leads_from_what_is_copied_to_what_fits() -> None:
 
 def test_changes_of_a_sharded_engine_with_offload() -> None:
     """Buckets, then precision, then the host; what shrinks the micro-batch comes after recomputation."""
-    question = question_for(model="dit-s-8", gpu="rtx-3060-12g", gpus=8, global_batch=256, ema="cpu")
+    request = resolve_request(model="dit-s-8", gpu="rtx-3060-12g", gpus=8, global_batch=256, ema="cpu")
     text = "zero2-offload,world_size=8,optimizer.name=adamw,ema.device=cpu,micro_batch_size=4,grad_accum_steps=8"
     wanted = chosen(parse_strategy([f"{text},checkpointed_blocks=3"]))
-    steps = changes(question, wanted, 12)
+    steps = changes(request, wanted, 12)
     assert [step.title for step in steps] == [
         "as copied: fp32, AdamW, encoders and EMA on the GPU, DeepSpeed's own buckets, micro-batch 32",
         "features cached",

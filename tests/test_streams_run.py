@@ -69,14 +69,14 @@ def encoded(request, tmp_path_factory, images):
     tiny_vaes.VAES[vae][0]().save_pretrained(folder / "vae")
     (folder / "pipeline").mkdir()
     parts = tiny_pipelines.save(folder / "pipeline", name)
-    (folder / "pictures").mkdir()
+    (folder / "images").mkdir()
     for file in sorted(images.iterdir())[:32]:  # sixteen digits and their captions
-        (folder / "pictures" / file.name).write_bytes(file.read_bytes())
-    for file in sorted((folder / "pictures").glob("*.txt"))[::3]:
+        (folder / "images" / file.name).write_bytes(file.read_bytes())
+    for file in sorted((folder / "images").glob("*.txt"))[::3]:
         file.write_text(f'{file.read_text().strip()} that reads "{file.stem}"')
     config = {
         "model": {"class_name": class_name, "kwargs": kwargs},
-        "data": {"images": str(folder / "pictures"), "features": str(folder / "features"), "buckets": [[16, 16]]},
+        "data": {"images": str(folder / "images"), "features": str(folder / "features"), "buckets": [[16, 16]]},
         "encoders": {
             "image": {"name": "vae", "class_name": vae, "path": str(folder / "vae")},
             "text": {"pipeline": str(folder / "pipeline")},
@@ -111,7 +111,7 @@ def test_batches_are_to_the_bit_what_the_pipeline_feeds_its_transformer(encoded)
     store = FeatureStore.open(folder / "features")
     stream = stream_of(store)
     profiled = profiled_batch(*fed_by(folder))
-    captions = [file.read_text().strip() for file in sorted((folder / "pictures").glob("*.txt"))]
+    captions = [file.read_text().strip() for file in sorted((folder / "images").glob("*.txt"))]
     batch = sorted(set(captions), key=lambda caption: (-len(caption), caption))  # as they were encoded, all at once
     with torch.no_grad():
         whole = fed(pipeline, batch)

@@ -112,7 +112,7 @@ def test_the_first_that_is_started_may_be_one_that_imports_nothing_from_its_fold
 
 @pytest.mark.slow
 def test_a_process_that_tells_libraries_what_it_wants_starts_others_warm_before_and_after(monkeypatch):
-    """As tests do that build models themselves, after which all was imported anew to the suite's end."""
+    """As tests do that build models themselves, after which all was imported again to the suite's end."""
     asks = "from sys import modules; print('deepspeed' in modules)"
     monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
     before = run_command(sys.executable, "-c", asks)

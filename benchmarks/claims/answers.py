@@ -18,9 +18,9 @@ from bigdit.errors import UserError
 from bigdit.profile.attempt import Attempt, Profile, StepRequest, request_for
 from bigdit.profile.gpus import LARGEST_MICRO_BATCH, EmulatedGpus, Row
 from bigdit.search.answer import make_plan
-from bigdit.search.ask import question_for
 from bigdit.search.calibration import UNPROVED
 from bigdit.search.plan import Plan, Verdict, process, safe_bytes, verdict_of
+from bigdit.search.resolve import resolve_request
 from bigdit.speed.seconds import Interval, StepTime
 
 Say = Callable[[str], None]
@@ -90,7 +90,7 @@ def request(model: str, gpu: Gpu, text: str, vae_dtype: Literal["fp32", "fp16"] 
 
 def plan(say: Say, **options: Any) -> Plan:
     """The plan for options as `bigdit.plan` takes them."""
-    return make_plan(question_for(**options), progress=say)
+    return make_plan(resolve_request(**options), progress=say)
 
 
 def largest(model: str, gpu: str, text: str, blocks: Sequence[int] = (0,)) -> list[int]:

@@ -60,7 +60,7 @@ def pixart_days(say: Say) -> Case:
         assert found.run is not None
         days = found.run.seconds * (1 / DAY)
         rate = found.chosen.samples_per_second_per_gpu
-        rows.append([f"{found.question.resolution[0]}", found.chosen.title, found.verdict, between(rate),
+        rows.append([f"{found.request.resolution[0]}", found.chosen.title, found.verdict, between(rate),
                      between(days), between(days.per(17))])  # fmt: skip
     recipe = "zero0,world_size=32,precision=fp16,checkpointed_blocks=all"
     found_days = []

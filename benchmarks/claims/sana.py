@@ -69,7 +69,7 @@ def sana_cached(say: Say) -> Case:
     found, more = case("sana_cached", rows, blocks=total, share=f"{UNPROVED.share:.1%}"), []
     for card in ("rtx-4090", "rtx-4080", "rtx-3060-12g"):
         smaller = plan(say, model=MODEL, gpu=card)
-        gpu = smaller.question.gpu
+        gpu = smaller.request.gpu
         more.append(f"{gpu.title} ({gib(gpu.usable_bytes)}): {_chosen(smaller)}")
     return found._replace(why=[*found.why, *more])
 

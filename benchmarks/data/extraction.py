@@ -72,11 +72,11 @@ def _say(what: str, pairs: Sequence[tuple[float, float]]) -> None:
 
 
 def _timed(folder: Path, number: int, workers: int) -> tuple[float, float]:
-    """Pictures a second into a new store: of all workers from their first unit on, and of the whole."""
+    """Images per second into a new store: of all workers from their first unit on, and of the whole."""
     run = load_run(
         RECIPE,
         [
-            f"data.images={folder / 'pictures'}",
+            f"data.images={folder / 'images'}",
             f"data.features={folder / f'features-{number}-{workers}'}",
             f"data.part_size={PART_SIZE}",
             f"data.buckets=[[{SIDE}, {SIDE}]]",
@@ -96,12 +96,12 @@ def _timed(folder: Path, number: int, workers: int) -> tuple[float, float]:
     claim(run.data.features, schema)
     units = (Unit(start, end, source.items(start, end)) for start, end in schema.ranges())
     began = time.perf_counter()
-    encode_in_workers(units, workers, run.encoders, schema, run.data.features, lambda pictures, done: None)
+    encode_in_workers(units, workers, run.encoders, schema, run.data.features, lambda images, done: None)
     return _steady(run), COUNT / (time.perf_counter() - began)
 
 
 def _steady(run: RunConfig) -> float:
-    """Pictures a second of all workers from their first unit on."""
+    """Images per second of all workers from their first unit on."""
     return sum(worker_speed(*each).images_per_s for each in read_units(run.data.features).items())
 
 
@@ -115,7 +115,7 @@ def _beside_a_loop(folder: Path, number: int) -> tuple[float, float]:
 
 @torch.no_grad()
 def _loop(run: RunConfig, folder: Path) -> float:
-    """Pictures a second of what one would write: one by one, a file each."""
+    """Images per second of what one would write: one by one, a file each."""
     codec, text = load_image_codec(run.encoders.image), load_text_encoder(run.encoders.text)
     items = open_source(run.data).items(0, DIGITS)
     began = time.perf_counter()
@@ -129,13 +129,13 @@ def _loop(run: RunConfig, folder: Path) -> float:
 
 
 def _write(folder: Path) -> None:
-    """Pictures, their captions, and a small VAE with random weights."""
-    (folder / "pictures").mkdir()
+    """Images, their captions, and a small VAE with random weights."""
+    (folder / "images").mkdir()
     noise = np.random.default_rng(0)
     for i in range(COUNT):
         small = noise.integers(0, 256, (SIDE // 8, SIDE // 8, 3), dtype=np.uint8)
-        Image.fromarray(small).resize((SIDE + 64, SIDE + 64)).save(folder / f"pictures/{i:04d}.jpg")
-        (folder / f"pictures/{i:04d}.txt").write_text(f"picture {i}: " + "colors that drift into one another, " * 3)
+        Image.fromarray(small).resize((SIDE + 64, SIDE + 64)).save(folder / f"images/{i:04d}.jpg")
+        (folder / f"images/{i:04d}.txt").write_text(f"image {i}: " + "colors that drift into one another, " * 3)
     vae = diffusers.AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,

@@ -45,7 +45,7 @@ class Point:
         """A file name of its own."""
         return re.sub(r"[^a-z0-9.]+", "-", self.name.lower()).strip("-")
 
-    def question(self) -> tuple[StepRequest, Gpu]:
+    def asked(self) -> tuple[StepRequest, Gpu]:
         """The two steps, with the objective of the measured run, and the GPU.
 
         Raises UserError for what the catalogue does not know.

@@ -70,7 +70,7 @@ def _predicted(points: Sequence[Point]) -> Iterator[Predicted]:
 
 def predicted(point: Point, cards: EmulatedGpus) -> Predicted:
     """The point, as it runs within the GPU's memory."""
-    request, gpu = point.question()
+    request, gpu = point.asked()
     strategy = request.strategy
     capacity = gpu.usable_bytes - non_torch(strategy, gpu).high_bytes
     found: Attempt | str

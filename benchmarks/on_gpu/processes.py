@@ -55,7 +55,7 @@ class Ahead:
 
     def _start(self, point: Point) -> subprocess.Popen[str]:
         asked, answered = (self._out / f"{point.key}.{kind}" for kind in ("request", "json"))
-        write_text(asked, point.question()[0].model_dump_json())
+        write_text(asked, point.asked()[0].model_dump_json())
         steps = 0 if point.blocks else self._steps  # a few blocks' speed says nothing
         path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
         allocator = f"expandable_segments:{point.expandable_segments}"

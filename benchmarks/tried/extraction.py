@@ -100,7 +100,7 @@ def weights_in(hub: Path, found: Recipe) -> Path:
 
 
 def make_samples(run: RunConfig, folder: Path, each: int) -> int:
-    """So many pictures or videos of each of the run's sizes where it looks for its own, below `folder`; how many."""
+    """So many images or videos of each of the run's sizes where it looks for its own, below `folder`; how many."""
     (source,) = run.data.images
     root = folder / source.path
     if source.label is not None:
@@ -115,7 +115,7 @@ def make_samples(run: RunConfig, folder: Path, each: int) -> int:
 
 
 def _write(file: Path, bucket: tuple[int, ...], shade: int, fps: float | None) -> None:
-    """A picture of one colour, or an animation that is shown somewhat longer than its frames at `fps`."""
+    """An image of one colour, or an animation that is shown somewhat longer than its frames at `fps`."""
     *_, height, width = bucket
     frames = [Image.new("RGB", (width, height), (90 * number % 256, shade, 9)) for number in range(frames_of(bucket))]
     if fps is None:

@@ -38,7 +38,7 @@ def run(
     from bigdit.report.page import write_plan
     from bigdit.report.plan import show_short
     from bigdit.search.answer import make_plan
-    from bigdit.search.ask import question_for
+    from bigdit.search.resolve import resolve_request
 
     cuda_python()  # first: a missing one is an error at once
     model = model or _ask("--model", "Model (a name of `bigdit models`)", "sana-600m")
@@ -47,12 +47,12 @@ def run(
         raise UserError(f"--images: {images} does not exist in {Path.cwd()}; name the folder of your images")
     gpu = gpu or _ask("--gpu", "GPU (a name of `bigdit gpus`, or auto for this machine's)", "auto")
     rank = _rank(_ask("--lora", "Rank of LoRA (0: full fine-tuning)", "16")) if lora is None else lora
-    question = question_for(model=model, gpu=gpu, lora=rank or None, full=None if rank else True)
-    folder = out or Path("plans", question.model.name)
+    request = resolve_request(model=model, gpu=gpu, lora=rank or None, full=None if rank else True)
+    folder = out or Path("plans", request.model.name)
     if folder.exists():
         raise UserError(f"--out: {folder} exists already, and was not changed; name another folder")
-    with log.status(f"planning the training of {question.model.name}") as status:
-        plan = make_plan(question, progress=status)
+    with log.status(f"planning the training of {request.model.name}") as status:
+        plan = make_plan(request, progress=status)
     text, why = skeleton(plan, images, folder.name), obstacle(plan)
     show_short(plan, str(folder / RUN))
     if why is not None or text is None:

@@ -14,7 +14,7 @@ from bigdit.commands.options import Json, Set, listed, of_plans
 from bigdit.search.request import OPTIONS
 
 if TYPE_CHECKING:
-    from bigdit.search.plan import Question
+    from bigdit.search.plan import ResolvedRequest
 
 EXIT_DOES_NOT_FIT = 2
 WITH_CONFIG = [name for name, known in OPTIONS.items() if not (known["key"] or known["instead"])]
@@ -47,15 +47,15 @@ def run(
     """
     from bigdit.emulator.interpreter import cuda_python
     from bigdit.errors import UserError
-    from bigdit.search.ask import question_for
+    from bigdit.search.resolve import resolve_request
 
     cuda_python()  # first: a missing one is an error at once
     if config is None:
         if overrides:
             raise UserError("--set needs --config, and --model was given; leave it out")
-        question = question_for(**asked)
-        others = [_with_gpus(number, asked) for number in _others(also_gpus, question.cluster.gpus, out)]
-        return _plan(question, others, out, as_json)
+        request = resolve_request(**asked)
+        others = [_with_gpus(number, asked) for number in _others(also_gpus, request.cluster.gpus, out)]
+        return _plan(request, others, out, as_json)
     there = os.path.exists(config)  # else reading it raises the error
     extra = {name: value for name, value in asked.items() if name not in WITH_CONFIG and value is not None}
     if there and extra:
@@ -96,19 +96,19 @@ def _others(also_gpus: str | None, own: int, out: Path | None) -> list[int]:
     return also
 
 
-def _with_gpus(number: int, asked: dict[str, Any]) -> Question:
-    """The question for another number of GPUs; its errors name --also-gpus."""
+def _with_gpus(number: int, asked: dict[str, Any]) -> ResolvedRequest:
+    """The request for another number of GPUs; its errors name --also-gpus."""
     from bigdit.errors import UserError
-    from bigdit.search.ask import question_for
+    from bigdit.search.resolve import resolve_request
 
     try:
-        return question_for(**asked | {"gpus": number})
+        return resolve_request(**asked | {"gpus": number})
     except UserError as error:
         lines = (line.replace("--gpus is", "--also-gpus has") for line in error.problems)
         raise UserError(*(line.replace("or --gpus 1", "or leave it out") for line in lines)) from None
 
 
-def _plan(question: Question, others: Sequence[Question], out: Path | None, as_json: bool) -> int:
+def _plan(request: ResolvedRequest, others: Sequence[ResolvedRequest], out: Path | None, as_json: bool) -> int:
     """Make the plan, and those for other numbers of GPUs on its page."""
     from bigdit import log
     from bigdit.report.plan import show
@@ -119,7 +119,7 @@ def _plan(question: Question, others: Sequence[Question], out: Path | None, as_j
 
         check_folder(out)
     plans = []
-    for asked in (question, *others):
+    for asked in (request, *others):
         on = f" on {asked.cluster.gpus} GPUs" if others else ""
         with log.status(f"planning the training of {asked.model.name}{on}") as status:
             plans.append(make_plan(asked, progress=status))
@@ -138,12 +138,10 @@ def _plan_stages(config: Path, overrides: list[str], asked: dict[str, Any], out:
     from bigdit import log
     from bigdit.report.plan import show_short
     from bigdit.search.answer import make_plan
-    from bigdit.search.of_run import overruled, questions_of
+    from bigdit.search.of_run import overruled, requests_of
 
-    questions, plans = questions_of(config, overrides, asked), []
-    folders = (
-        [] if out is None else [out] if len(questions) == 1 else [out / f"stage-{n}" for n in range(len(questions))]
-    )
+    requests, plans = requests_of(config, overrides, asked), []
+    folders = [] if out is None else [out] if len(requests) == 1 else [out / f"stage-{n}" for n in range(len(requests))]
     if out is not None:
         from bigdit.report.how_to_run import RUN
         from bigdit.report.page import check_folder, write_stages
@@ -152,10 +150,10 @@ def _plan_stages(config: Path, overrides: list[str], asked: dict[str, Any], out:
             check_folder(each)
     for line in overruled(config, overrides):
         log.notice(f"note: {line}")
-    for number, question in enumerate(questions):
-        name = f"stages.{number}" if len(questions) > 1 else str(config)
+    for number, request in enumerate(requests):
+        name = f"stages.{number}" if len(requests) > 1 else str(config)
         with log.status(f"planning {name}") as status:
-            plan = make_plan(question, progress=status)
+            plan = make_plan(request, progress=status)
         plans.append(plan)
         if not as_json:
             show_short(plan, name)

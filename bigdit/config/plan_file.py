@@ -31,7 +31,7 @@ _FIX = "run `bigdit plan` again, with --out"
 
 
 class Asked(Strict):
-    """The question in short; plan.json has all of it. `resolution`: (height, width) in pixels."""
+    """The request in short; plan.json has all of it. `resolution`: (height, width) in pixels."""
 
     gpu: str
     gpus_per_node: PositiveInt
@@ -89,7 +89,7 @@ class PlanFile(Strict):
     format: Literal[1] = 1
     model: ModelSpec
     batch: BatchShape
-    question: Asked
+    request: Asked
     strategy: Strategy
     expandable_segments: bool
     expected: Expected
@@ -103,7 +103,7 @@ class PlanFile(Strict):
     @property
     def processes_per_node(self) -> list[int]:
         """Processes on each machine: the same number on all if that is possible, else the last has the rest."""
-        world, most = self.strategy.world_size, self.question.gpus_per_node
+        world, most = self.strategy.world_size, self.request.gpus_per_node
         nodes = -(-world // most)
         if world % nodes == 0:
             return [world // nodes] * nodes
@@ -112,7 +112,7 @@ class PlanFile(Strict):
     @property
     def most_pixels(self) -> int:
         """Pixels of the largest size that fits with the plan's micro-batch."""
-        height, width = self.question.resolution
+        height, width = self.request.resolution
         size = self.strategy.micro_batch_size
         fitting = [limit.height * limit.width for limit in self.micro_batch_sizes if limit.recommended >= size]
         return max([height * width, *fitting])
@@ -159,16 +159,16 @@ def plan_notices(run: RunConfig, plan: PlanFile, catalogue: str) -> list[str]:
 
 def _larger(run: RunConfig, plan: PlanFile) -> list[str]:
     """Samples that need more memory than the plan's, a line for each kind."""
-    lines, (height, width), frames = [], plan.question.resolution, plan.question.frames or 1
+    lines, (height, width), frames = [], plan.request.resolution, plan.request.frames or 1
     larger = [
         written_bucket(bucket)
         for bucket in run.data.buckets
         if math.prod(bucket[-2:]) * frames_of(bucket) > plan.most_pixels * frames
     ]
-    planned = f"{height} × {width}" + (f" of {how_many(frames, 'frame')}" if plan.question.frames else "")
+    planned = f"{height} × {width}" + (f" of {how_many(frames, 'frame')}" if plan.request.frames else "")
     if larger:
         lines.append(
-            f"data.buckets has {', '.join(larger)}, and the plan is for {planned} (question.resolution) and sizes that "
+            f"data.buckets has {', '.join(larger)}, and the plan is for {planned} (request.resolution) and sizes that "
             "fit as well (micro_batch_sizes): larger samples need more memory than planned"
         )
     tokens, text = plan.batch.text and plan.batch.text[0], run.encoders.text

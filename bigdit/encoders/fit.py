@@ -144,7 +144,7 @@ def run_misfits(run: RunConfig, schema: StoreSchema) -> list[str]:
 
 def plan_misfits(plan: PlanFile, buckets: Iterable[Shape], max_tokens: int) -> list[str]:
     """How a store's samples are larger than the plan's: their latents, or their text."""
-    planned, (height, width) = plan.batch.latents, plan.question.resolution
+    planned, (height, width) = plan.batch.latents, plan.request.resolution
     most = math.prod(planned) * plan.most_pixels // (height * width)
     problems = [
         f"its bucket {shape_name(shape)} is {math.prod(shape) / most:.1f} times the plan's largest "

@@ -290,7 +290,7 @@ def _sequences(states: Any, mask: torch.Tensor | None, padding: Padding) -> list
         return [Text(each.clone()) for each in states]
     if padding != "kept":
         return [Text(each[shown.bool()]) for each, shown in zip(states, mask, strict=True)]
-    return [Text(each.clone(), seen=_shown(shown)) for each, shown in zip(states, mask, strict=True)]
+    return [Text(each.clone(), unmasked=_shown(shown)) for each, shown in zip(states, mask, strict=True)]
 
 
 def _shown(mask: torch.Tensor) -> int:

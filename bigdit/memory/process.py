@@ -111,10 +111,8 @@ def cuda_context(compute_capability: tuple[int, int], multiprocessors: int | Non
 def nccl_buffers(compute_capability: tuple[int, int], world_size: int, communicators: int = 1) -> ByteRange:
     """NCCL's memory on one GPU with this number of communicators; none for a single process.
 
-    The number of processes does not matter beyond two nodes (NVIDIA/nccl#986). Raises UserError as `cuda_context`
-    does.
+    The number of processes does not matter beyond two nodes (NVIDIA/nccl#986).
     """
-    capability(compute_capability)  # raises for an unknown one
     if world_size == 1:
         return ByteRange(low_bytes=0, high_bytes=0)
     few, many = CHANNELS[compute_capability]
@@ -129,8 +127,8 @@ def non_torch_memory(
 
     Raises UserError as `cuda_context` does.
     """
-    nccl = nccl_buffers(compute_capability, world_size, communicators)
-    return cuda_context(compute_capability, multiprocessors) + nccl
+    context = cuda_context(compute_capability, multiprocessors)
+    return context + nccl_buffers(compute_capability, world_size, communicators)
 
 
 def non_torch_memory_of(

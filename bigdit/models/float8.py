@@ -67,7 +67,7 @@ def check_gpu(strategy: Strategy, device: torch.device) -> None:
 
 
 def _contiguous(layer: nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-    """torchao lays out no tensor anew that has a scale a row."""
+    """torchao cannot change the layout of a tensor with a scale per row."""
     return (inputs[0].contiguous(),)
 
 

@@ -2,7 +2,7 @@
 
 1. `attempt.py` turns a model, a GPU and a Strategy into a request. `gpus.py` looks into the cache, else it starts
    `python -m bigdit.profile` on an emulated GPU. Nothing there imports torch.
-2. That process (`__main__.py`) imports the libraries once. A fork of it builds each model once. Each question has a
+2. That process (`__main__.py`) imports the libraries once. A fork of it builds each model once. Each job has a
    fork of that one (`pool.py`, both ends). A real GPU would not survive a fork.
 3. `steps.py` hands the model to `engines.create` and calls `train_step`, for emulated and real GPUs alike.
 4. `run_attempt.py` takes two steps within so many bytes. It reports torch's own counters by phase, bytes of CPU

@@ -1,6 +1,6 @@
 """The process that answers: `python -m bigdit.profile SLOT…`, on an emulated GPU (gpus.py), by its forks (pool.py).
 
-A model is built once for all questions that have it, in a branch of this process. Each question has a fork of its
+A model is built once for all jobs that have it, in a branch of this process. Each job has a fork of its
 own, which begins with that model and a GPU that has nothing.
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from bigdit import libraries
 from bigdit.die_with_parent import end_with
 from bigdit.errors import guard
-from bigdit.profile.attempt import AttemptQuestion, StepRequest
+from bigdit.profile.attempt import AttemptJob, StepRequest
 from bigdit.profile.pool import Service, serve
 
 if TYPE_CHECKING:
@@ -33,11 +33,11 @@ def main(given: list[str]) -> None:
 
 
 def _request(line: str) -> StepRequest:
-    return AttemptQuestion.model_validate_json(line).request
+    return AttemptJob.model_validate_json(line).request
 
 
 def _alike(line: str) -> str:
-    """The same text for questions whose steps begin with the same model and encoders in CPU memory."""
+    """The same text for jobs whose steps begin with the same model and encoders in CPU memory."""
     request = _request(line)
     if request.part == "encoders":
         return request.part
@@ -50,7 +50,7 @@ def _alike(line: str) -> str:
 
 
 def _build(line: str) -> None:
-    """Build what the question's steps begin with, unless this branch has it."""
+    """Build what the job's steps begin with, unless this branch has it."""
     from bigdit.profile.steps import build
     from bigdit.profile.unwritten import unwritten_weights
 
@@ -68,16 +68,16 @@ def _answer(line: str) -> str:
     from bigdit.models.equip import compile_errors
     from bigdit.profile.run_attempt import attempt, encode, leave_values, recorded
 
-    question = AttemptQuestion.model_validate_json(line)
-    if not question.values:
+    job = AttemptJob.model_validate_json(line)
+    if not job.values:
         leave_values()
-    if question.request.part == "encoders":
-        return encode(question).model_dump_json()
+    if job.request.part == "encoders":
+        return encode(job).model_dump_json()
     ((built, host_bytes),) = _built
     with compile_errors():
-        if question.what == "recorded":
-            return recorded(question.request, built, question.snapshot).model_dump_json()
-        return attempt(question, built, host_bytes).model_dump_json()
+        if job.what == "recorded":
+            return recorded(job.request, built, job.snapshot).model_dump_json()
+        return attempt(job, built, host_bytes).model_dump_json()
 
 
 def _import_all() -> None:
@@ -93,7 +93,7 @@ def _import_all() -> None:
 
 
 def _import_for(line: str) -> None:
-    """Import what the question's steps need besides that."""
+    """Import what the job's steps need besides that."""
     request = _request(line)
     with libraries.importing(), libraries.uncompiled():
         import diffusers

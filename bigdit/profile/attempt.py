@@ -1,4 +1,4 @@
-"""Questions to an emulated GPU, and its answers. Nothing here imports torch."""
+"""Jobs for an emulated GPU, and their results. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ UPDATE = ("step", "ema")
 Counted = Literal["nothing", "update", "step"]
 
 
-class AttemptQuestion(Strict):
+class AttemptJob(Strict):
     """An attempt, or a recorded run, for which torch may reserve `capacity_bytes`.
 
     Without `to_end` the GPU gives nothing more once the allocator is short of room: the steps do not fit then. Without

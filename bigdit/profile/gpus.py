@@ -22,7 +22,7 @@ from bigdit.machine import memory_bytes
 from bigdit.profile.attempt import (
     UNLIMITED,
     Attempt,
-    AttemptQuestion,
+    AttemptJob,
     Counted,
     Profile,
     StepRequest,
@@ -91,9 +91,9 @@ _COMPILED_TIMES = 6
 
 
 class EmulatedGpus:
-    """Emulated GPUs of one kind, `count` of them side by side: each question has a fork of one process.
+    """Emulated GPUs of one kind, `count` of them side by side: each job has a fork of one process.
 
-    `done` is called with the number of answers so far. `unanswered`: why a question had no answer, in lines. Raises
+    `done` is called with the number of answers so far. `unanswered`: why a job had no answer, in lines. Raises
     UserError where there is no CUDA build of torch.
     """
 
@@ -108,7 +108,7 @@ class EmulatedGpus:
         self._timeout_s, self._made = timeout_s, 0
         self._follows: dict[str, bool] = {}  # whether memory depends on values, by kind, where both were compared
         self._unread: set[str] = set()  # kinds that read nothing from the GPU
-        self._first: dict[str, Lock] = {}  # held by the question that finds that out
+        self._first: dict[str, Lock] = {}  # held by the job that finds that out
         self._free: SimpleQueue[int] = SimpleQueue()
         for slot in range(self.count):
             self._free.put(slot)
@@ -117,7 +117,7 @@ class EmulatedGpus:
         self._pool = Pool(partial(_worker, gpu, expandable_segments), self.count)
 
     def __enter__(self) -> EmulatedGpus:
-        self._threads.submit(self._pool.start)  # libraries are imported by the time of the first question
+        self._threads.submit(self._pool.start)  # libraries are imported by the time of the first job
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -129,14 +129,14 @@ class EmulatedGpus:
 
         Raises UserError for what the user can mend, TookTooLong, and WorkerError where the process dies.
         """
-        question, kind = AttemptQuestion(what="recorded", request=request), _kind(request)
-        key = self._key(question)
+        job, kind = AttemptJob(what="recorded", request=request), _kind(request)
+        key = self._key(job)
         with self._one() as slot:
             found = None if snapshot else _PROFILES.find(key)
             if found is None:
                 file = None if snapshot is None else str(snapshot.absolute())
                 values = self._follows.get(kind, kind not in self._unread and not request.strategy.compile_blocks)
-                asked = question.model_copy(update={"values": values, "snapshot": file})
+                asked = job.model_copy(update={"values": values, "snapshot": file})
                 found = Profile.model_validate_json(self._ask(asked, slot))
                 _PROFILES.keep(key, found)
             return found
@@ -150,15 +150,15 @@ class EmulatedGpus:
         counted: Counted = "nothing",
     ) -> Attempt:
         """Two steps where torch may reserve so many bytes, or what is cached of them. Raises as `profile` does."""
-        question = AttemptQuestion(request=request, capacity_bytes=capacity_bytes, to_end=to_end, counted=counted)
-        key = self._key(question)
+        job = AttemptJob(request=request, capacity_bytes=capacity_bytes, to_end=to_end, counted=counted)
+        key = self._key(job)
         with self._one() as slot:
             found = _ATTEMPTS.find(key)
             more = {"nothing": ("update", "step"), "update": ("step",), "step": ()}[counted]
             for each in more:
-                found = found or _ATTEMPTS.find(self._key(question.model_copy(update={"counted": each})))
+                found = found or _ATTEMPTS.find(self._key(job.model_copy(update={"counted": each})))
             if found is None:
-                found = self._valueless_or_with(question, slot)
+                found = self._valueless_or_with(job, slot)
                 _ATTEMPTS.keep(key, found)
             return found
 
@@ -218,7 +218,7 @@ class EmulatedGpus:
 
     @contextmanager
     def _one(self) -> Iterator[int]:
-        """One of the GPUs, which answers a question meanwhile."""
+        """One of the GPUs, which answers a job meanwhile."""
         slot = self._free.get()
         try:
             yield slot
@@ -228,39 +228,39 @@ class EmulatedGpus:
                 self._made += 1
                 self.done(self._made)
 
-    def _valueless_or_with(self, question: AttemptQuestion, slot: int) -> Attempt:
-        kind = _kind(question.request)
+    def _valueless_or_with(self, job: AttemptJob, slot: int) -> Attempt:
+        kind = _kind(job.request)
         if self._follows.get(kind):
-            return self._run(question, slot, values=True)
+            return self._run(job, slot, values=True)
         try:
-            without = self._run(question, slot, values=False)
+            without = self._run(job, slot, values=False)
         except (UserError, WorkerError):  # it asks for values that are not there
             self._follows[kind] = True
-            return self._run(question, slot, values=True)
-        if not without.reads or question.request.strategy.compile_blocks:  # its kernels compute no values
+            return self._run(job, slot, values=True)
+        if not without.reads or job.request.strategy.compile_blocks:  # its kernels compute no values
             self._unread.add(kind)
             return without
         with self._first.setdefault(kind, Lock()):
             if kind in self._follows:
-                return self._run(question, slot, values=True) if self._follows[kind] else without
-            found = self._run(question.model_copy(update={"counted": "nothing"}), slot, values=True)
+                return self._run(job, slot, values=True) if self._follows[kind] else without
+            found = self._run(job.model_copy(update={"counted": "nothing"}), slot, values=True)
             self._follows[kind] = found.memory != without.memory
             if not self._follows[kind]:
                 return without
-            return self._run(question, slot, values=True) if question.counted != "nothing" else found
+            return self._run(job, slot, values=True) if job.counted != "nothing" else found
 
-    def _run(self, question: AttemptQuestion, slot: int, *, values: bool) -> Attempt:
-        return Attempt.model_validate_json(self._ask(question.model_copy(update={"values": values}), slot))
+    def _run(self, job: AttemptJob, slot: int, *, values: bool) -> Attempt:
+        return Attempt.model_validate_json(self._ask(job.model_copy(update={"values": values}), slot))
 
-    def _key(self, question: AttemptQuestion) -> tuple[str, ...]:
-        return self.gpu.model_dump_json(), question.model_dump_json(), self._settings, digest_of(*SOURCES)
+    def _key(self, job: AttemptJob) -> tuple[str, ...]:
+        return self.gpu.model_dump_json(), job.model_dump_json(), self._settings, digest_of(*SOURCES)
 
-    def _ask(self, question: AttemptQuestion, slot: int) -> bytes:
-        check(question.request)
-        name = question.request.model.name
-        limit_s = self._timeout_s * (_COMPILED_TIMES if question.request.strategy.compile_blocks else 1)
+    def _ask(self, job: AttemptJob, slot: int) -> bytes:
+        check(job.request)
+        name = job.request.model.name
+        limit_s = self._timeout_s * (_COMPILED_TIMES if job.request.strategy.compile_blocks else 1)
         try:
-            return self._pool.ask(slot, f"{name} on an emulated GPU", question, limit_s)
+            return self._pool.ask(slot, f"{name} on an emulated GPU", job, limit_s)
         except TimeoutError:
             raise TookTooLong(
                 f"two steps of {name} on an emulated {self.gpu.name} took more than {limit_s:g} s"

@@ -1,9 +1,9 @@
-"""Processes whose forks answer, several questions side by side. Nothing here imports torch.
+"""Processes whose forks answer, several jobs side by side. Nothing here imports torch.
 
-`Pool` asks such a process. `serve` is its other end: it imports what questions need. Forks of it, the branches, build
-once what some questions have alike. Each question has a fork of its branch. Questions come by slots, which are answered
-side by side, one question after another in each. A slot is a socket, and a file for the messages of what answers. These
-lines go back by the socket: `read` when a question was read, `fork<tab>PROCESS ID` when its fork begins,
+`Pool` asks such a process. `serve` is its other end: it imports what jobs need. Forks of it, the branches, build
+once what some jobs have alike. Each job has a fork of its branch. Jobs come by slots, which are answered
+side by side, one job after another in each. A slot is a socket, and a file for the messages of what answers. These
+lines go back by the socket: `read` when a job was read, `fork<tab>PROCESS ID` when its fork begins,
 `STATUS<tab>ANSWER`, and `end<tab>STATUS` when the fork has ended.
 """
 
@@ -57,7 +57,7 @@ class WorkerKilled(WorkerEnded, Killed):
 class Pool:
     """A process that has imported all libraries, and forks of it that answer, side by side in `count` slots.
 
-    It starts with `start`, or with the first question. After `close` none starts.
+    It starts with `start`, or with the first job. After `close` none starts.
     """
 
     def __init__(self, started: Started, count: int) -> None:
@@ -70,14 +70,14 @@ class Pool:
         self._lock = threading.Lock()
 
     def start(self) -> int:
-        """Have the process import what it needs by the time of the first question; its id."""
+        """Have the process import what it needs by the time of the first job; its id."""
         return self._running()[0].pid
 
-    def ask(self, slot: int, what: str, question: Strict, timeout_s: float) -> bytes:
-        """The answer to a question, in this slot. `what` it is, for messages.
+    def ask(self, slot: int, what: str, job: Strict, timeout_s: float) -> bytes:
+        """The answer to a job, in this slot. `what` it is, for messages.
 
         Raises TimeoutError where it takes longer, UserError for what the user can mend, and WorkerError where the
-        fork or the process dies. The next question finds a new one.
+        fork or the process dies. The next job finds a new one.
         """
         stderr = self._stderr_by[slot]
         before, before_all = _size(stderr), _size(self._stderr)  # before it starts: it may be dead when it has
@@ -85,7 +85,7 @@ class Pool:
         own = slots[slot]
         try:
             with own.lock:
-                status, answer = own.put(question, time.monotonic() + timeout_s)
+                status, answer = own.put(job, time.monotonic() + timeout_s)
         except TimeoutError:
             if not own.stop():
                 self._end(process)
@@ -158,7 +158,7 @@ class _Slot:
     def __init__(self, end: socket.socket) -> None:
         self.fork: int | None = None
         self.lock = threading.Lock()
-        self._read_there = False  # the question
+        self._read_there = False  # the job
         self._socket = end
         self._unread = b""
 
@@ -172,9 +172,9 @@ class _Slot:
             while True:
                 self._line(until)
 
-    def put(self, question: Strict, until: float) -> tuple[int, bytes]:
-        """The status of a question, and its answer. Raises TimeoutError, and EOFError where the process has ended."""
-        self._send(question)
+    def put(self, job: Strict, until: float) -> tuple[int, bytes]:
+        """The status of a job, and its answer. Raises TimeoutError, and EOFError where the process has ended."""
+        self._send(job)
         while True:
             first, _, rest = self._line(until).partition(b"\t")
             if first == b"read":
@@ -189,7 +189,7 @@ class _Slot:
                 return int(first), rest
 
     def stop(self) -> bool:
-        """End the fork that has the question; False if none has it, or if its end is not confirmed."""
+        """End the fork that has the job; False if none has it, or if its end is not confirmed."""
         if self.fork is None or not self._read_there:
             return False
         with contextlib.suppress(ProcessLookupError):
@@ -202,10 +202,10 @@ class _Slot:
         self.fork = None
         return True
 
-    def _send(self, question: Strict) -> None:
+    def _send(self, job: Strict) -> None:
         self._read_there = False
         with contextlib.suppress(OSError):  # it has ended, which reading says too
-            self._socket.sendall(f"{question.model_dump_json()}\n".encode())
+            self._socket.sendall(f"{job.model_dump_json()}\n".encode())
 
     def _line(self, until: float) -> bytes:
         while b"\n" not in self._unread:
@@ -283,7 +283,7 @@ class _Asked(_End):
 
 @dataclass(frozen=True)
 class Service:
-    """How questions are answered. `prepare` imports what a question needs, in the server. Questions with the same
+    """How jobs are answered. `prepare` imports what a job needs, in the server. Jobs with the same
     `alike` share a branch, a fork of the server that has run `build`. `answer` runs in a fork of the branch."""
 
     prepare: Callable[[str], None]
@@ -297,7 +297,7 @@ MOST_BRANCHES = 4
 
 
 def serve(given: Sequence[str], service: Service) -> None:
-    """Answer the questions of all slots that this process was given, each in a fork, until they are closed.
+    """Answer the jobs of all slots that this process was given, each in a fork, until they are closed.
 
     What `prepare` or `build` raises is the answer.
     """
@@ -307,14 +307,14 @@ def serve(given: Sequence[str], service: Service) -> None:
     while free or any(branch.busy for branch in branches.values()):
         ready = select.select([*free, *branches.values()], [], [])[0]
         for slot in [slot for slot in free if slot in ready]:
-            questions = slot.read()
-            if questions is None:
+            jobs = slot.read()
+            if jobs is None:
                 free.remove(slot)
-            for question in questions or ():  # one at a time
+            for job in jobs or ():  # one at a time
                 slot.tell("read")
-                if _succeeds(slot, partial(service.prepare, question)):
+                if _succeeds(slot, partial(service.prepare, job)):
                     free.remove(slot)
-                    _branch_for(question, branches, service, slots).ask(slot, question)
+                    _branch_for(job, branches, service, slots).ask(slot, job)
         for key, branch in [(key, branch) for key, branch in branches.items() if branch in ready]:
             ended, lives = branch.ended()
             for slot, status in ended.items():
@@ -325,15 +325,15 @@ def serve(given: Sequence[str], service: Service) -> None:
 
 
 class _Branch(_End):
-    """The server's end of a branch. `busy`: slots whose question it has, by their number."""
+    """The server's end of a branch. `busy`: slots whose job it has, by their number."""
 
     def __init__(self, end: socket.socket, process: int, slots: Sequence[_Asked]) -> None:
         super().__init__(end)
         self._process, self._slots, self.busy = process, slots, set[_Asked]()
 
-    def ask(self, slot: _Asked, question: str) -> None:
+    def ask(self, slot: _Asked, job: str) -> None:
         self.busy.add(slot)
-        self.tell(self._slots.index(slot), question)
+        self.tell(self._slots.index(slot), job)
 
     def end(self) -> None:
         """End a branch that has nothing to do."""
@@ -354,9 +354,9 @@ class _Branch(_End):
         return ended, True
 
 
-def _branch_for(question: str, branches: dict[str, _Branch], service: Service, slots: Sequence[_Asked]) -> _Branch:
-    """The branch of this question, the newest from now on. Of too many, the oldest that have nothing to do end."""
-    key = service.alike(question)
+def _branch_for(job: str, branches: dict[str, _Branch], service: Service, slots: Sequence[_Asked]) -> _Branch:
+    """The branch of this job, the newest from now on. Of too many, the oldest that have nothing to do end."""
+    key = service.alike(job)
     found = branches.pop(key, None)
     if found is None:
         idle = [each for each, branch in branches.items() if not branch.busy]
@@ -381,23 +381,23 @@ def _serve_branch(server: _End, service: Service, slots: Sequence[_Asked]) -> No
         if lines is None:
             return
         for line in lines:
-            asked, _, question = line.partition("\t")
+            asked, _, job = line.partition("\t")
             slot = slots[int(asked)]
-            if not _succeeds(slot, partial(service.build, question)):
+            if not _succeeds(slot, partial(service.build, job)):
                 server.tell(asked, 0)
                 continue
             life, held = os.pipe()
             gc.freeze()  # its collections do not look through, and so copy, what is there already
-            forks[life] = _forked(partial(_answer, slot, question, service.answer)), int(asked)
+            forks[life] = _forked(partial(_answer, slot, job, service.answer)), int(asked)
             os.close(held)
 
 
-def _answer(slot: _Asked, question: str, answer: Callable[[str], str]) -> None:
+def _answer(slot: _Asked, job: str, answer: Callable[[str], str]) -> None:
     os.dup2(slot.stderr, 1)
     os.dup2(slot.stderr, 2)
     slot.tell("fork", os.getpid())
     found: list[str] = []
-    status = guard(lambda: found.append(answer(question)))
+    status = guard(lambda: found.append(answer(job)))
     sys.stderr.flush()
     slot.tell(status, *(found or [""]))
 

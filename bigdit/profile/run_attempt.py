@@ -32,7 +32,7 @@ from bigdit.profile.attempt import (
     UNLIMITED,
     UPDATE,
     Attempt,
-    AttemptQuestion,
+    AttemptJob,
     Launched,
     PhaseBytes,
     Profile,
@@ -54,22 +54,22 @@ if TYPE_CHECKING:
 DEVICE = torch.device("cuda", 0)
 
 
-def attempt(question: AttemptQuestion, built: Built, host_bytes: int) -> Attempt:
-    """What the question asks for, where torch may reserve so many bytes of the GPU. What is `built` takes `host_bytes`
+def attempt(job: AttemptJob, built: Built, host_bytes: int) -> Attempt:
+    """What the job asks for, where torch may reserve so many bytes of the GPU. What is `built` takes `host_bytes`
     of the host already."""
-    return _watched(question, host_bytes, lambda watch: _steps(question, built, watch))
+    return _watched(job, host_bytes, lambda watch: _steps(job, built, watch))
 
 
-def encode(question: AttemptQuestion) -> Attempt:
+def encode(job: AttemptJob) -> Attempt:
     """The same of encoders alone."""
-    return _watched(question, 0, lambda watch: _encoding(question, watch))
+    return _watched(job, 0, lambda watch: _encoding(job, watch))
 
 
-def _watched(question: AttemptQuestion, host_bytes: int, run: Callable[[_Watch], None]) -> Attempt:
+def _watched(job: AttemptJob, host_bytes: int, run: Callable[[_Watch], None]) -> Attempt:
     began = time.perf_counter()
     torch.cuda.set_device(DEVICE)
     torch.cuda.init()
-    importlib.import_module("bigdit_emulated.libraries").limit(question.capacity_bytes, final=not question.to_end)
+    importlib.import_module("bigdit_emulated.libraries").limit(job.capacity_bytes, final=not job.to_end)
     watch, message = _Watch(host_bytes), None
     try:
         with unwritten_weights(), large_uncomputed():
@@ -99,11 +99,11 @@ def leave_values() -> None:
     importlib.import_module("bigdit_emulated.values").leave()
 
 
-def _steps(question: AttemptQuestion, built: Built, watch: _Watch) -> None:
-    request = question.request
+def _steps(job: AttemptJob, built: Built, watch: _Watch) -> None:
+    request = job.request
     workload = prepare(request, built)
     watch.params = workload.params
-    counts = question.counted != "nothing"
+    counts = job.counted != "nothing"
     with group(request.strategy) as world, watching_linear() if counts else nullcontext():
         fed = replace(workload, make=unwritten(workload.make))
         steps = training(fed, DEVICE, world, watch)
@@ -111,14 +111,14 @@ def _steps(question: AttemptQuestion, built: Built, watch: _Watch) -> None:
             watch.launched.clear()
             take(steps)
         if counts:
-            watch.count_work(lambda: next(steps), UPDATE[0] if question.counted == "update" else None)
+            watch.count_work(lambda: next(steps), UPDATE[0] if job.counted == "update" else None)
 
 
-def _encoding(question: AttemptQuestion, watch: _Watch) -> None:
+def _encoding(job: AttemptJob, watch: _Watch) -> None:
     """The encoders of images, then those of texts, as where they take turns; the weights in phases of their own."""
     from bigdit.encoders.frozen import FrozenEncoders  # transformers takes seconds to import
 
-    request = question.request
+    request = job.request
     assert request.encoders is not None
     frozen = FrozenEncoders(request.encoders)
     raw = raw_batch(request.encoders, request.batch, request.strategy)

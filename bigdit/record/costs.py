@@ -58,7 +58,7 @@ def replaced(owner: Any, name: str, by: Callable[[Callable[..., Any]], Callable[
 @contextmanager
 def watching_linear() -> Iterator[None]:
     """Within it, a Counting mode knows the operators of `F.linear`. Enter it before anything is compiled: blocks would
-    be compiled anew for another function of that name."""
+    be compiled again for another function of that name."""
 
     def watched(linear: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any, **kwargs: Any) -> Any:

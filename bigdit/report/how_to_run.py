@@ -46,14 +46,14 @@ def skeleton(plan: Plan, images: Path | None = None, name: str = "") -> str | No
 
     `images`: the source, with the `name` of the folders of features and of the run; None to fill all in.
     """
-    question = plan.question
-    model = question.model
+    request = plan.request
+    model = request.model
     if not model.trainable or model.vae.class_name not in _VAES:
         return None
     size = plan.chosen.strategy.micro_batch_size  # one for all buckets
     fitting = ((limit.height, limit.width) for limit in plan.buckets if limit.recommended >= size)
     online = plan.chosen.strategy.features == "online"  # of one bucket
-    sizes = dict.fromkeys((question.resolution, *(() if online else fitting)))
+    sizes = dict.fromkeys((request.resolution, *(() if online else fitting)))
     vae_dtype, text_dtype = _dtypes(plan) if online else ({}, {})
     spec, weights, start = model.spec, _weights(plan), _beginning(plan)
     steps = plan.run.steps if plan.run else start.steps
@@ -121,9 +121,9 @@ def renewed(text: str, plan: Plan) -> str:
 
 def _weights(plan: Plan) -> str | None:
     """The weights to start from: published ones, or those in a user's folder; None for random ones."""
-    model = plan.question.model
+    model = plan.request.model
     known = model.pipeline is not None or repositories(model.name)
-    if plan.question.from_scratch or not (known or plan.chosen.strategy.lora):
+    if plan.request.from_scratch or not (known or plan.chosen.strategy.lora):
         return None
     return f"{model.pipeline or _folder(model)}/{model.folder}"
 
@@ -131,7 +131,7 @@ def _weights(plan: Plan) -> str | None:
 def _beginning(plan: Plan) -> Beginning:
     if _weights(plan) is None:
         return _FROM_SCRATCH
-    return beginning(plan.question.model.name, lora=plan.chosen.strategy.lora is not None)
+    return beginning(plan.request.model.name, lora=plan.chosen.strategy.lora is not None)
 
 
 def _objective(model: CatalogModel) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def _objective(model: CatalogModel) -> dict[str, Any]:
 
 def _dtypes(plan: Plan) -> tuple[dict[str, str], dict[str, str]]:
     """The dtypes of the VAE and the text encoders that are on the GPU, where they are not the default."""
-    encoders = online_encoders(plan.question.model, plan.batch)
+    encoders = online_encoders(plan.request.model, plan.batch)
     dtypes = encoders.vae.dtype, next((each.dtype for each in encoders.text), "fp32")
     vae, text = ({} if each == "fp32" else {"dtype": each} for each in dtypes)
     return vae, text
@@ -156,7 +156,7 @@ def _frames(plan: Plan) -> list[int]:
     """The frames of a bucket of videos; empty for images."""
     if len(plan.batch.latents) == 3:
         return []
-    return [1 + (plan.batch.latents[1] - 1) * plan.question.model.vae.temporal_downsample]
+    return [1 + (plan.batch.latents[1] - 1) * plan.request.model.vae.temporal_downsample]
 
 
 def _part_size(plan: Plan) -> dict[str, int]:
@@ -192,13 +192,13 @@ def _named(model: CatalogModel) -> str:
 
 def _notes(plan: Plan) -> list[str]:
     """Notes on weights and encoders, a line each."""
-    model = plan.question.model
+    model = plan.request.model
     known, notes = repositories(model.name), []
     if known:
         gate = before_download(known[0])
         notes += [f"{download(known[0])}{f' # {gate}' if gate else ''}"]
     if _weights(plan) is None:
-        why = "" if plan.question.from_scratch else ": no published ones are known; set model.init_from to others"
+        why = "" if plan.request.from_scratch else ": no published ones are known; set model.init_from to others"
         notes.append(f"It starts from random weights{why}.")
     elif isinstance(objective_of(model.spec, None), FlowMatchingSpec) and model.name not in PUBLISHED:
         notes.append(f"The shift that {model.name} was trained with is unknown: objective.shift is 1.")
@@ -271,9 +271,9 @@ def obstacle(plan: Plan) -> str | None:
     """Why there is nothing to run; None where there is."""
     if not plan.fits:
         return "it does not fit"
-    if plan.question.model.training_obstacle is not None:
-        return plan.question.model.training_obstacle
-    if plan.chosen.strategy.features == "online" and takes_first_frame(plan.question.model.spec):
+    if plan.request.model.training_obstacle is not None:
+        return plan.request.model.training_obstacle
+    if plan.chosen.strategy.features == "online" and takes_first_frame(plan.request.model.spec):
         return "strategy.features online cannot give the first frame that the model needs"
     return None
 
@@ -283,9 +283,9 @@ def commands(plan: Plan, folder: Path) -> list[Command]:
     known = skeleton(plan) is not None
     recorded, config = record(plan), folder / RUN if known else Path(RUN)
     found, spread = [], recorded.processes_per_node
-    if known and plan.question.model.extractable and recorded.strategy.features == "cached":
+    if known and plan.request.model.extractable and recorded.strategy.features == "cached":
         extract = ("bigdit", "extract", "--config", str(config))
-        what = f"{samples(plan)}{'' if plan.question.model.text is None else ' and captions'}"
+        what = f"{samples(plan)}{'' if plan.request.model.text is None else ' and captions'}"
         found.append(Command(f"once, to encode {what}", extract))
     if len(spread) == 1:
         train = ("bigdit", "train", "--config", str(config))

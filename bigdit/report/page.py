@@ -24,10 +24,10 @@ from bigdit.report.how_to_run import RUN, as_yaml, commands, obstacle, renewed, 
 from bigdit.report.html import DARK, inline, render, variable
 from bigdit.report.plan import needs, speed
 from bigdit.search.answer import make_plan
-from bigdit.search.ask import question_for
 from bigdit.search.of_run import planned_run
 from bigdit.search.plan import Estimate, Plan, record
 from bigdit.search.request import OPTIONS
+from bigdit.search.resolve import resolve_request
 from bigdit.strategy import OPTIMIZERS, Strategy
 from bigdit.units import count, gib, how_many
 
@@ -62,7 +62,7 @@ def page(plan: Plan, folder: Path | None = None, others: Sequence[Plan] = ()) ->
 
 def _found(plan: Plan, folder: Path | None, others: Sequence[Plan]) -> dict[str, Any]:
     """The values of the template."""
-    usable = plan.question.gpu.usable_bytes
+    usable = plan.request.gpu.usable_bytes
     longest = max(usable, plan.chosen.process.high_bytes)
     return {
         "plan": plan,
@@ -90,18 +90,18 @@ def _found(plan: Plan, folder: Path | None, others: Sequence[Plan]) -> dict[str,
         ],
         "blocks": words.blocks(plan),
         "whatif": whatif(plan, others),
-        "numbers": [each.question.cluster.gpus for each in (plan, *others)],
+        "numbers": [each.request.cluster.gpus for each in (plan, *others)],
     }
 
 
 def _facts(plan: Plan) -> dict[str, tuple[str, str]]:
     """The figures at the top: name, value and explanation."""
-    chosen, gpus = plan.chosen, plan.question.cluster.gpus
+    chosen, gpus = plan.chosen, plan.request.cluster.gpus
     left = chosen.headroom_bytes
     found = {
         "left on the GPU" if left >= 0 else "too much": (
             gib(abs(left)),
-            f"of {gib(plan.question.gpu.usable_bytes)}",
+            f"of {gib(plan.request.gpu.usable_bytes)}",
         ),
         "micro-batch": (str(chosen.strategy.micro_batch_size), f"{chosen.strategy.global_batch_size:,} a step"),
         f"{words.samples(plan)}/s per GPU": (
@@ -152,7 +152,7 @@ def _pieces(phase: PhasePeak, longest: int) -> list[Piece]:
 
 def _waterfall(plan: Plan) -> list[tuple[str, str, str, str, float]]:
     """For each change: the change, why it saves memory, the memory after it, the verdict, the bar's length in %."""
-    longest = max([plan.question.gpu.usable_bytes, *(step.process_bytes for step in plan.waterfall)])
+    longest = max([plan.request.gpu.usable_bytes, *(step.process_bytes for step in plan.waterfall)])
     return [
         (step.change, step.saved_by, gib(step.process_bytes), step.verdict, 100 * step.process_bytes / longest)
         for step in plan.waterfall
@@ -162,7 +162,7 @@ def _waterfall(plan: Plan) -> list[tuple[str, str, str, str, float]]:
 def _timeline(plan: Plan) -> Markup:
     ledger = plan.ledger
     figure = timeline_figure(
-        Timeline.unpack(plan.packed_timeline), title="", gpu_bytes=plan.question.gpu.usable_bytes, most=COLUMNS
+        Timeline.unpack(plan.packed_timeline), title="", gpu_bytes=plan.request.gpu.usable_bytes, most=COLUMNS
     )
     peaks = ", ".join(f"{phase.phase} {gib(phase.peak_bytes)}" for phase in ledger.phases)
     peak = ledger.deciding.phase
@@ -171,7 +171,7 @@ def _timeline(plan: Plan) -> Markup:
 
 
 def _curves(plan: Plan) -> Markup:
-    limit = gib(plan.question.gpu.usable_bytes)
+    limit = gib(plan.request.gpu.usable_bytes)
     ends = "; ".join(
         f"{label}: {gib(curve[min(curve)])} at {min(curve)} to {gib(curve[max(curve)])} at {max(curve)}"
         for label, curve in plan.curves.items()
@@ -226,7 +226,7 @@ def start(plan: Plan) -> dict[str, Any]:
     chosen = plan.chosen
     ran = [each.blocks for each in by_option(plan)[chosen.option]]
     blocks = max(ran) if chosen.strategy.checkpointed_blocks == "all" else chosen.blocks
-    size, gpu = chosen.micro_batch_size, plan.question.gpu.title
+    size, gpu = chosen.micro_batch_size, plan.request.gpu.title
     return {"strategy": chosen.option, "micro-batch": size, "blocks": blocks, "gpu": gpu}
 
 
@@ -241,14 +241,14 @@ def choices(strategies: Collection[Strategy]) -> dict[str, str]:
 
 
 def _setting(plan: Plan, ran: Sequence[Estimate], chosen: Collection[str]) -> dict[str, Any]:
-    first, question = ran[0], plan.question
+    first, request = ran[0], plan.request
     return {
         "strategy": first.option,
         "words": {key: text for key, text in _words(first.strategy).items() if key in chosen},
         "nonTorch": first.non_torch.high_bytes,
         "rooms": [{"gpu": title, "usable_bytes": nbytes} for title, nbytes in plan.same_kernels.items()],
-        "hostMemory": question.host_memory_bytes,
-        "hostAssumed": question.host_assumed,
+        "hostMemory": request.host_memory_bytes,
+        "hostAssumed": request.host_assumed,
         "points": [_point(each, plan) for each in ran],
     }
 
@@ -340,8 +340,8 @@ def _fill(plan: Plan, others: Sequence[Plan], temporary: Path, folder: Path, run
         write_json(temporary / DS_CONFIG, plan.chosen.strategy.ds_document)
     if run is not None:
         write_text(temporary / RUN, run)
-    title = f"{plan.question.model.name} on {words.subject(plan)}, {plan.chosen.title}"
-    usable = plan.question.gpu.usable_bytes
+    title = f"{plan.request.model.name} on {words.subject(plan)}, {plan.chosen.title}"
+    usable = plan.request.gpu.usable_bytes
     plot_timeline(Timeline.unpack(plan.packed_timeline), temporary / MEMORY, title=title, gpu_bytes=usable)
     if plan.curves:
         plot_curves(plan, temporary / CURVE)
@@ -399,12 +399,12 @@ class Answer(Plan):
 def plan(model: str | None = None, gpu: str | None = None, **options: Any) -> Answer:
     """The plan for these options of `bigdit plan`, with the same defaults."""
     try:
-        question = question_for(model, gpu, **options)
+        request = resolve_request(model, gpu, **options)
     except UserError as error:  # name arguments, not options
         lines = [_OPTION.sub(lambda found: found[1].replace("-", "_"), line) for line in error.problems]
         raise UserError(*lines) from None
-    with log.status(f"planning the training of {question.model.name}") as status:
-        return Answer(**dict(make_plan(question, progress=status)))
+    with log.status(f"planning the training of {request.model.name}") as status:
+        return Answer(**dict(make_plan(request, progress=status)))
 
 
 _HELP = "\n".join(f"{name}: {known['help']}" for name, known in OPTIONS.items())

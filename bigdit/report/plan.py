@@ -71,13 +71,13 @@ def _would_fit(plan: Plan) -> RenderableType:
 
 
 def _headline(plan: Plan) -> RenderableType:
-    question = plan.question
-    sides = " × ".join(str(side) for side in question.resolution)
-    frames = f", {how_many(question.frames, 'frame')}" if question.frames else ""
+    request = plan.request
+    sides = " × ".join(str(side) for side in request.resolution)
+    frames = f", {how_many(request.frames, 'frame')}" if request.frames else ""
     head = Table.grid()
     head.add_row(
         Text.assemble(
-            (question.model.name, "bold"),
+            (request.model.name, "bold"),
             f", {count(plan.params)} parameters, {sides} pixels{frames}, on {words.subject(plan)}",
         )
     )
@@ -120,7 +120,7 @@ def _gpu(plan: Plan) -> Table:
     rows.show_header = False
     for name, nbytes in words.held(plan).items():
         rows.add_row(name, gib(nbytes))
-    rows.add_row("usable", gib(plan.question.gpu.usable_bytes))
+    rows.add_row("usable", gib(plan.request.gpu.usable_bytes))
     rows.add_row("left", gib(plan.chosen.headroom_bytes))
     return rows
 
@@ -253,21 +253,21 @@ def speed(plan: Plan, most: int | None = None) -> dict[str, str]:
     }
     if step.launches is not None:
         found["launches"] = _launches(step.launches, step.parts.get("launches"))
-    gpus = plan.question.cluster.gpus
+    gpus = plan.request.cluster.gpus
     if gpus > 1:
         found["speed"] += f", {between(rate * gpus)} on {gpus} GPUs"
     if plan.run is not None:
         found["run"] = f"{_samples(plan)}{how_many(plan.run.steps, 'step')}: {span(plan.run.seconds)}"
         found["cost"] = f"{between(plan.run.gpu_hours)} GPU-hours"
         if plan.run.money is not None:
-            found["cost"] += f", {between(plan.run.money)} at {number(plan.question.price or 0)} per GPU-hour"
+            found["cost"] += f", {between(plan.run.money)} at {number(plan.request.price or 0)} per GPU-hour"
     found["source"] = plan.calibration
     return found
 
 
 def _samples(plan: Plan) -> str:
     """The number of samples and epochs."""
-    images, validation, epochs = plan.question.images, plan.question.validated, plan.question.epochs
+    images, validation, epochs = plan.request.images, plan.request.validated, plan.request.epochs
     if images is None:
         return ""
     rest = f" ({validation:,} for validation)" if validation else ""
@@ -287,7 +287,7 @@ def needs(plan: Plan, *, notes: bool = True) -> dict[str, str]:
     """CPU memory, and disk and time for the encoded data set; with `notes` on what that is based."""
     host, data, node = plan.host, plan.dataset, plan.host.node_bytes
     generating = f"; {size(host.samples_bytes, node)} to generate samples (text encoder, VAE)"
-    assumed = f" ({gib(plan.question.host_memory_bytes)} assumed)" if plan.question.host_assumed else ""
+    assumed = f" ({gib(plan.request.host_memory_bytes)} assumed)" if plan.request.host_assumed else ""
     found = {
         "CPU memory": f"{size(node)} per machine of {host.processes_per_node} process"
         f"{_s(host.processes_per_node, 'es')}{assumed}; tensors per process: {size(host.process_bytes, node)} at most, "

@@ -64,7 +64,7 @@ def gibs(low: float, high: float, like: float | None = None) -> str:
 
 def samples(plan: Plan) -> str:
     """`images` or `videos`."""
-    return "videos" if plan.question.model.video else "images"
+    return "videos" if plan.request.model.video else "images"
 
 
 def largest(micro_batch_size: int | None) -> str:
@@ -89,16 +89,16 @@ def limited(plan: Plan) -> list[str]:
 
 def blocks(plan: Plan) -> int | None:
     """The number of transformer blocks; None for a user's own model."""
-    return sum(length for _, length in plan.question.model.block_lists) or None
+    return sum(length for _, length in plan.request.model.block_lists) or None
 
 
 def subject(plan: Plan) -> str:
     """`8 × NVIDIA A40`, with the number of machines if there are several."""
-    cluster = plan.question.cluster
+    cluster = plan.request.cluster
     if cluster.gpus == 1:
-        return f"one {plan.question.gpu.title}"
+        return f"one {plan.request.gpu.title}"
     machines = f" in {cluster.nodes} machines" if cluster.nodes > 1 else ""
-    return f"{cluster.gpus} × {plan.question.gpu.title}{machines}"
+    return f"{cluster.gpus} × {plan.request.gpu.title}{machines}"
 
 
 def checkpointing(strategy: Strategy, total: int | None) -> str:
@@ -246,7 +246,7 @@ def step_size(strategy: Strategy, note: str = "") -> str:
 
 def verdict(plan: Plan) -> str:
     """The memory that is needed, usable and left."""
-    chosen, usable = plan.chosen, plan.question.gpu.usable_bytes
+    chosen, usable = plan.chosen, plan.request.gpu.usable_bytes
     needs = f"needs {gibs(chosen.process.low_bytes, chosen.process.high_bytes)} of {gib(usable)} usable"
     needs += reserved(plan)
     if plan.verdict == "TIGHT":
@@ -257,21 +257,21 @@ def verdict(plan: Plan) -> str:
     needs += f", {gib(left)} left" if left >= 0 else f", {gib(-left)} too much"
     if not plan.short_of_host:
         return needs
-    host = f"{gib(chosen.host_bytes)} of CPU memory per machine, of {gib(plan.question.host_memory_bytes)}"
+    host = f"{gib(chosen.host_bytes)} of CPU memory per machine, of {gib(plan.request.host_memory_bytes)}"
     return f"needs {host} (--host-memory); on the GPU it {needs}"
 
 
 def reserved(plan: Plan) -> str:
     """The GPU memory that is reserved for other programs, if any."""
-    gpu = plan.question.gpu
+    gpu = plan.request.gpu
     what = " for the display" if gpu == gpu.reserving() else ""
     return f" ({gib(gpu.reserved_bytes)} reserved{what})" if gpu.reserved_bytes else ""
 
 
 def host(plan: Plan) -> list[str]:
     """A line if the assumed machine has less CPU memory than needed."""
-    needed, assumed = plan.chosen.host_bytes, plan.question.host_memory_bytes
-    if not plan.question.host_assumed or needed <= assumed:
+    needed, assumed = plan.chosen.host_bytes, plan.request.host_memory_bytes
+    if not plan.request.host_assumed or needed <= assumed:
         return []
     return [
         f"CPU memory: {gib(needed)} needed per machine, more than the {gib(assumed)} assumed; set it with --host-memory"
@@ -280,7 +280,7 @@ def host(plan: Plan) -> list[str]:
 
 def numerics(plan: Plan) -> str:
     """A note for the headline of a plan that is lossy although nobody asked for that."""
-    fixed, base = plan.question.constraints, base_of(plan.chosen.strategy)
+    fixed, base = plan.request.constraints, base_of(plan.chosen.strategy)
     if plan.chosen.lossless or (fixed.optimizer, fixed.precision, fixed.lora_base) != (None, None, None):
         return ""
     if base is not None:
@@ -289,7 +289,7 @@ def numerics(plan: Plan) -> str:
             return f" over a base quantised to {base}, since nothing lossless fits"
         times = plan.chosen.samples_per_second_per_gpu.middle / max(others)
         return f" over a base quantised to {base}, {times:.2f} times as fast as over bf16, which is lossless"
-    memory = f"{gib(plan.question.host_memory_bytes)} of {'assumed ' * plan.question.host_assumed}CPU memory"
+    memory = f"{gib(plan.request.host_memory_bytes)} of {'assumed ' * plan.request.host_assumed}CPU memory"
     return f" with a lossy optimizer: nothing lossless fits with {memory} (--host-memory)"
 
 

@@ -1,4 +1,4 @@
-"""The answer to a question: what is cached of it, or a plan that is made."""
+"""The answer to a request: what is cached of it, or a plan that is made."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bigdit.profile.attempt import UNLIMITED, Attempt
 from bigdit.profile.gpus import SOURCES, EmulatedGpus
 from bigdit.receipt import Receipt
 from bigdit.search.calibration import Calibration, check, own_receipts
-from bigdit.search.plan import DatasetNeed, Estimate, Plan, Question, WholeRun, uncounted
+from bigdit.search.plan import DatasetNeed, Estimate, Plan, ResolvedRequest, WholeRun, uncounted
 from bigdit.strategy import BatchShape
 from bigdit.units import how_many
 
@@ -29,25 +29,25 @@ _SOURCES = ("search", "speed", "catalog", "config", *SOURCES)
 Say = Callable[[str], None]
 
 
-def make_plan(question: Question, *, progress: Say | None = None) -> Plan:
-    """The plan for `question`, from the cache where it was made before with the same versions, catalogue and receipts.
+def make_plan(request: ResolvedRequest, *, progress: Say | None = None) -> Plan:
+    """The plan for `request`, from the cache where it was made before with the same versions, catalogue and receipts.
 
     `progress` is called with a line for each stage. Raises UserError where the model cannot be planned.
     """
-    own, notices = own_receipts(question.gpu, question.receipts)
-    known = question.model_dump_json(), installed(), revision(), digest_of(*_SOURCES), cuda_build(cuda_python())
+    own, notices = own_receipts(request.gpu, request.receipts)
+    known = request.model_dump_json(), installed(), revision(), digest_of(*_SOURCES), cuda_build(cuda_python())
     key = (*known, *(receipt.digest() for receipt in own))
     plan = PLANS.find(key)
     if plan is None:
-        with EmulatedGpus(question.gpu) as gpus:  # its libraries are imported while the search is
-            plan, lasts = made(question, own, gpus, progress or (lambda line: None))
+        with EmulatedGpus(request.gpu) as gpus:  # its libraries are imported while the search is
+            plan, lasts = made(request, own, gpus, progress or (lambda line: None))
         if lasts:
             PLANS.keep(key, plan)
     return plan.noted(notices)  # of files that decide nothing: they may be others the next time
 
 
-def made(question: Question, own: Sequence[Receipt], gpus: EmulatedGpus, say: Say) -> tuple[Plan, bool]:
-    """The plan for `question` by emulated GPUs, and their `own` receipts; and whether it may be cached: what took too
+def made(request: ResolvedRequest, own: Sequence[Receipt], gpus: EmulatedGpus, say: Say) -> tuple[Plan, bool]:
+    """The plan for `request` by emulated GPUs, and their `own` receipts; and whether it may be cached: what took too
     long or could not be run may be this minute's, as on a busy machine. `say` is called with a line for each stage.
 
     Raises UserError where the model has no step.
@@ -55,13 +55,13 @@ def made(question: Question, own: Sequence[Receipt], gpus: EmulatedGpus, say: Sa
     from bigdit.search.planner import Planner  # here: it imports numpy, and a plan of the cache does without
 
     began = time.perf_counter()
-    compiled = ", its blocks compiled at each size: minutes the first time" if question.constraints.compile else ""
-    stages = _Stages(f"planning the training of {question.model.name}{compiled}", say)
+    compiled = ", its blocks compiled at each size: minutes the first time" if request.constraints.compile else ""
+    stages = _Stages(f"planning the training of {request.model.name}{compiled}", say)
     gpus.done = stages.count
     stages.begin("which engines and settings fit")
-    checked, more = check(own, question.gpu, gpus)
-    calibration = Calibration(checked, routed=FAMILIES[question.model.spec.class_name].routed)
-    plan = _plan(Planner(question, gpus, calibration), stages)
+    checked, more = check(own, request.gpu, gpus)
+    calibration = Calibration(checked, routed=FAMILIES[request.model.spec.class_name].routed)
+    plan = _plan(Planner(request, gpus, calibration), stages)
     unanswered = [f"not run on an emulated GPU: {why}" for why in gpus.unanswered]
     seconds = round(time.perf_counter() - began, 3)
     return plan.model_copy(update={"seconds": seconds}).noted([*more, *unanswered]), not unanswered
@@ -89,7 +89,7 @@ def _plan(planner: Planner, stages: _Stages) -> Plan:
     from bigdit.search.rows import curves, every, front, runs, same_kernels, smaller
     from bigdit.search.solve import search
 
-    asked = planner.question
+    asked = planner.request
     batch = batch_shape(asked.model, asked.resolution, asked.frames)
     limits: dict[str, Limits] = {}
 
@@ -98,24 +98,24 @@ def _plan(planner: Planner, stages: _Stages) -> Plan:
         limits[best.title] = planner.limits(best)
 
     chosen = search(planner, ahead)
-    question, profile = planner.question, planner.profiles[chosen.title]
+    request, profile = planner.request, planner.profiles[chosen.title]
     stages.begin("the fastest alternatives")
     rows = front(planner, chosen)
-    unverified = question.model.unverified
-    assumed = [] if unverified is None else [f"not verified of {question.model.name}: {unverified}"]
-    steps, notices = waterfall(planner, chosen) if question.explain else ((), ())
+    unverified = request.model.unverified
+    assumed = [] if unverified is None else [f"not verified of {request.model.name}: {unverified}"]
+    steps, notices = waterfall(planner, chosen) if request.explain else ((), ())
     ran: list[Estimate] = []
-    if not question.short_of_host(chosen.host_bytes):  # else no micro-batch fits
+    if not request.short_of_host(chosen.host_bytes):  # else no micro-batch fits
         stages.begin("the largest micro-batches")
         if chosen.title not in limits:
             ahead(chosen)
-        if (largest := limits[chosen.title].get(question.resolution)) is not None:
+        if (largest := limits[chosen.title].get(request.resolution)) is not None:
             ran = runs(planner, chosen, largest)
     fits = chosen.verdict != "DOES NOT FIT"
     if not fits:
         stages.begin("what would fit")
     return Plan(
-        question=asked,
+        request=asked,
         params=profile.params,
         batch=batch,
         verdict=chosen.verdict,
@@ -133,10 +133,10 @@ def _plan(planner: Planner, stages: _Stages) -> Plan:
         smaller=smaller(planner, chosen),
         fixes=() if fits else fixes(planner, chosen),
         dataset=_dataset(planner, batch),
-        run=_run(question, chosen),
+        run=_run(request, chosen),
         waterfall=steps,
         calibration=planner.calibration.source(chosen.strategy),
-        notices=(*assumed, *uncounted(question.samples), *profile.notices, *notices),
+        notices=(*assumed, *uncounted(request.samples), *profile.notices, *notices),
         versions=profile.versions | {"torch": planner.gpus.build.split()[0]},
         emulated=planner.gpus.build,
         catalogue=revision(),
@@ -147,16 +147,16 @@ def _plan(planner: Planner, stages: _Stages) -> Plan:
 def _dataset(planner: Planner, batch: BatchShape) -> DatasetNeed | None:
     from bigdit.search.dataset import dataset_need, encoding_requests
 
-    if planner.question.images is None:
+    if planner.request.images is None:
         return None
-    requests = encoding_requests(planner.question)
+    requests = encoding_requests(planner.request)
     attempts = planner.gpus.attempts([(request, UNLIMITED) for request in requests.values()])
     found = {samples: each for samples, each in zip(requests, attempts, strict=True) if isinstance(each, Attempt)}
-    return dataset_need(planner.question, batch, found if len(found) == len(requests) else {})
+    return dataset_need(planner.request, batch, found if len(found) == len(requests) else {})
 
 
-def _run(question: Question, chosen: Estimate) -> WholeRun | None:
-    if question.images is None:
+def _run(request: ResolvedRequest, chosen: Estimate) -> WholeRun | None:
+    if request.images is None:
         return None
-    images, size = question.images - question.validated, chosen.strategy.global_batch_size
-    return WholeRun.of(images, question.epochs, size, chosen.step, question.cluster.gpus, question.price)
+    images, size = request.images - request.validated, chosen.strategy.global_batch_size
+    return WholeRun.of(images, request.epochs, size, chosen.step, request.cluster.gpus, request.price)

@@ -21,7 +21,7 @@ from bigdit.memory.process import cuda_context
 from bigdit.profile.attempt import IMAGES, TEXTS, Attempt, StepRequest, precision_problems, request_for, weights_of
 from bigdit.profile.gpus import EmulatedGpus
 from bigdit.profile.pool import WorkerError
-from bigdit.search.plan import DatasetNeed, Question
+from bigdit.search.plan import DatasetNeed, ResolvedRequest
 from bigdit.speed.seconds import Cluster, Interval
 from bigdit.speed.step import step_time
 from bigdit.speed.work import NOTHING, Work, load_of
@@ -63,45 +63,45 @@ Encoding = Mapping[int, Attempt]
 """Attempts of the encoders alone, by the samples that go through them at once."""
 
 
-def encoding_requests(question: Question, most: int | None = None) -> dict[int, StepRequest]:
+def encoding_requests(request: ResolvedRequest, most: int | None = None) -> dict[int, StepRequest]:
     """Extraction's encoders alone, with one sample and with `most` at once: as many as extraction takes, if left out.
 
     Empty where the catalogue does not have them.
     """
-    model = question.model
+    model = request.model
     try:
-        online_encoders(model, batch_shape(model, question.resolution, question.frames))
+        online_encoders(model, batch_shape(model, request.resolution, request.frames))
     except UserError:
         return {}
-    precision: Precision = "fp16" if precision_problems(question.gpu, "bf16") else "bf16"
+    precision: Precision = "fp16" if precision_problems(request.gpu, "bf16") else "bf16"
     found = {}
     for size in sorted({1, most or (1 if model.video else ENCODED_AT_ONCE)}):
         strategy = Strategy(features="online", encode_chunk=None, micro_batch_size=size, precision=precision)
-        request = request_for(model, question.gpu, strategy, resolution=question.resolution, frames=question.frames)
-        found[size] = request.model_copy(update={"part": "encoders"})
+        steps = request_for(model, request.gpu, strategy, resolution=request.resolution, frames=request.frames)
+        found[size] = steps.model_copy(update={"part": "encoders"})
     return found
 
 
-def dataset_need(question: Question, batch: BatchShape, encoding: Encoding) -> DatasetNeed | None:
-    """What the images of `question`, samples of `batch`, take; None where it names none.
+def dataset_need(request: ResolvedRequest, batch: BatchShape, encoding: Encoding) -> DatasetNeed | None:
+    """What the images of `request`, samples of `batch`, take; None where it names none.
 
     `encoding`: the answers to `encoding_requests`; empty where there are none.
     """
-    if question.images is None:
+    if request.images is None:
         return None
-    images = question.images
+    images = request.images
     latents = math.prod(batch.latents) * STORED_BYTES
-    texts = _texts(question.model, batch)
+    texts = _texts(request.model, batch)
     padded = sum(each.padded for each in texts)
     text = sum((each.stored for each in texts), Interval(low=0, high=0))
-    kind = "video" if question.model.video else "image"
+    kind = "video" if request.model.video else "image"
     sample = latents + (LABELLED_ROW_BYTES if batch.text is None else ROW_BYTES)
-    first = _first_frame_bytes(question.model, batch)
+    first = _first_frame_bytes(request.model, batch)
     sample += first + FRAMED_BYTES if first else 0
     sample += STREAM_BYTES * max(len(texts) - 1, 0)
     store = (text + Interval(low=sample, high=sample)) * images
     most = max(encoding, default=0)
-    extraction = _image_seconds(question, most, encoding[most]) * (images / question.cluster.gpus) if most else None
+    extraction = _image_seconds(request, most, encoding[most]) * (images / request.cluster.gpus) if most else None
     return DatasetNeed(
         images=images,
         latent_bytes=latents,
@@ -114,16 +114,16 @@ def dataset_need(question: Question, batch: BatchShape, encoding: Encoding) -> D
             *([_first_frame_note(first)] if first else ()),
             _disk_note(store),
             *_part_notes(sample + text.high),
-            *_extraction_notes(question.model, batch, known=bool(encoding)),
-            *(_room_notes(encoders_need(encoding), question) if encoding else ()),
+            *_extraction_notes(request.model, batch, known=bool(encoding)),
+            *(_room_notes(encoders_need(encoding), request) if encoding else ()),
         ),
     )
 
 
-def _image_seconds(question: Question, samples: int, encoding: Attempt) -> Interval:
+def _image_seconds(request: ResolvedRequest, samples: int, encoding: Attempt) -> Interval:
     """Seconds of one GPU for the encoders, by image, where so many go through them at once."""
     work = Work(micro=load_of(encoding.work, (IMAGES, TEXTS), "encode"), last=NOTHING, step=NOTHING)
-    return step_time(work, Strategy(micro_batch_size=samples), question.gpu, Cluster()).seconds * (1 / samples)
+    return step_time(work, Strategy(micro_batch_size=samples), request.gpu, Cluster()).seconds * (1 / samples)
 
 
 class _Text(NamedTuple):
@@ -233,20 +233,20 @@ def _extraction_notes(model: CatalogModel, batch: BatchShape, *, known: bool) ->
     return notes
 
 
-def _room_notes(need: EncodersNeed, question: Question) -> list[str]:
+def _room_notes(need: EncodersNeed, request: ResolvedRequest) -> list[str]:
     """What is to be known of encoders that do not fit the GPU together."""
-    way = need.way(question.gpu)
+    way = need.way(request.gpu)
     if way == "together":
         return []
     if way == "in turns":
         return [
-            f"text encoders and VAE do not fit the {question.gpu.title} together: a worker of `bigdit extract` "
+            f"text encoders and VAE do not fit the {request.gpu.title} together: a worker of `bigdit extract` "
             f"has them take turns, and {gib(need.waiting)} of weights wait in CPU memory"
         ]
     name, nbytes = need.larger
     return [
-        f"extraction does not fit the {question.gpu.title}: with a sample at a time {gib(nbytes)} of "
-        f"{gib(room(question.gpu))} are needed for the {name}; a larger GPU, or encoders.device: cpu, encodes"
+        f"extraction does not fit the {request.gpu.title}: with a sample at a time {gib(nbytes)} of "
+        f"{gib(room(request.gpu))} are needed for the {name}; a larger GPU, or encoders.device: cpu, encodes"
     ]
 
 
@@ -436,7 +436,7 @@ def _requests(run: RunConfig, gpu: Gpu) -> dict[int, StepRequest]:
     model = find_model(run.model.name)
     largest = _largest(run)
     size, frames = (largest[-2], largest[-1]), frames_of(largest) if model.video else None
-    found = encoding_requests(Question(model=model, gpu=gpu, resolution=size, frames=frames), _PROBED)
+    found = encoding_requests(ResolvedRequest(model=model, gpu=gpu, resolution=size, frames=frames), _PROBED)
     dtype = run.encoders.text and run.encoders.text.dtype
 
     def own(encoders: OnlineEncoders) -> OnlineEncoders:

@@ -12,7 +12,7 @@ from bigdit.profile.gpus import EmulatedGpus
 from bigdit.profile.pool import WorkerError
 from bigdit.search.dataset import encoding_requests
 from bigdit.search.explore import hopeful
-from bigdit.search.plan import Constraints, Estimate, Question, WaterfallStep, process, safe_bytes, verdict_of
+from bigdit.search.plan import Constraints, Estimate, ResolvedRequest, WaterfallStep, process, safe_bytes, verdict_of
 from bigdit.search.planner import Planner, stepped
 from bigdit.search.solve import explore_group
 from bigdit.search.space import proposals
@@ -38,7 +38,7 @@ class WaterfallBar(NamedTuple):
 def waterfall(planner: Planner, chosen: Estimate) -> tuple[tuple[WaterfallStep, ...], tuple[str, ...]]:
     """The bars from the naive setting to `chosen`, without those that could not be run, and a line for each such."""
     shown, notices, before = list[WaterfallStep](), list[str](), None
-    *ways, last = changes(planner.question, chosen, planner.options[chosen.option].count)
+    *ways, last = changes(planner.request, chosen, planner.options[chosen.option].count)
     for change, attempt in zip(ways, planner.unlimited(each.strategy for each in ways), strict=True):
         if not isinstance(attempt, Attempt) or not attempt.ran:
             problem = attempt.out_of_memory if isinstance(attempt, Attempt) else attempt
@@ -46,7 +46,7 @@ def waterfall(planner: Planner, chosen: Estimate) -> tuple[tuple[WaterfallStep, 
             continue
         bar = WaterfallBar(attempt.peaks, attempt.peak_reserved_bytes)
         taken = process(bar.reserved_bytes, planner.non_torch(change.strategy), planner.margin)
-        verdict, why = verdict_of(taken, planner.question.gpu.usable_bytes), effect(change, before, bar)
+        verdict, why = verdict_of(taken, planner.request.gpu.usable_bytes), effect(change, before, bar)
         shown.append(WaterfallStep(change=change.title, process_bytes=taken.high_bytes, verdict=verdict, saved_by=why))
         before = bar
     why, high = effect(last, before, WaterfallBar(chosen.phases, chosen.peak_reserved_bytes)), chosen.process.high_bytes
@@ -86,14 +86,14 @@ class Change(NamedTuple):
     strategy: Strategy
 
 
-def naive(question: Question, target: Strategy) -> Strategy:
+def naive(request: ResolvedRequest, target: Strategy) -> Strategy:
     """What is copied: the engine of `target` with AdamW in fp32 by torch's loop over lists of tensors, encoders and
     EMA on the GPU, nothing recomputed or offloaded, DeepSpeed's own buckets.
 
     Its micro-batch is the fixed one, or a GPU's whole share of the global batch, or one.
     """
-    share = (question.global_batch_size or 0) // target.dp
-    size = question.constraints.micro_batch_size or share or 1
+    share = (request.global_batch_size or 0) // target.dp
+    size = request.constraints.micro_batch_size or share or 1
     precision: Precision = "fp32" if target.lora is None else target.precision
     strategy = target.model_copy(
         update={
@@ -105,18 +105,18 @@ def naive(question: Question, target: Strategy) -> Strategy:
             "encode_chunk": None,
             "blocks_to_swap": 0,
             "optimizer_in_backward": False,
-            "features": "online" if encoding_requests(question) else target.features,
+            "features": "online" if encoding_requests(request) else target.features,
             "ds_config": _document(target, own_buckets=True),
         }
     )
     return strategy.settled(micro_batch_size=size, grad_accum_steps=1, checkpointed_blocks=0)
 
 
-def changes(question: Question, chosen: Estimate, count: int) -> list[Change]:
+def changes(request: ResolvedRequest, chosen: Estimate, count: int) -> list[Change]:
     """The naive setting and every change that leads from it to `chosen`, of a model of `count` blocks; the last
     strategy is that of `chosen`."""
     target = chosen.strategy
-    start = naive(question, target)
+    start = naive(request, target)
     found = [Change(_naive_title(start), "", start)]
     for title, why, update in _updates(target):
         before = found[-1].strategy
@@ -215,53 +215,53 @@ MOST_RUN = 6
 def fixes(planner: Planner, nearest: Estimate) -> tuple[Estimate, ...]:
     """What fits, one for each way out: without what was fixed, more GPUs, adapters, more CPU memory, a larger GPU.
     `nearest` is what comes nearest of what was asked for, recorded. All of them run."""
-    question = planner.question
+    request = planner.request
 
-    def first(ways: Iterable[tuple[str, Question]]) -> list[Estimate]:
+    def first(ways: Iterable[tuple[str, ResolvedRequest]]) -> list[Estimate]:
         for why, other in ways:
             best = _best(planner.about(other))
             if best is not None:
                 return [best.model_copy(update={"reason": why})]
         return []
 
-    ways = (_unconstrained(question), _more_gpus(question), _adapters(question))
-    grown = [*_more_host(question, nearest), *_larger_gpu(planner, nearest)]
+    ways = (_unconstrained(request), _more_gpus(request), _adapters(request))
+    grown = [*_more_host(request, nearest), *_larger_gpu(planner, nearest)]
     return (*(found for way in ways for found in first(way)), *grown)
 
 
-def _unconstrained(question: Question) -> Iterator[tuple[str, Question]]:
-    fixed = question.constraints
+def _unconstrained(request: ResolvedRequest) -> Iterator[tuple[str, ResolvedRequest]]:
+    fixed = request.constraints
     if fixed.features == "online":
         cached = fixed.model_copy(update={"features": "cached"})
-        yield "encode once, and train from cached features", question.model_copy(update={"constraints": cached})
+        yield "encode once, and train from cached features", request.model_copy(update={"constraints": cached})
     stays = ("features", "ema", "ema_widths", "lora_rank", "lora_base", "full")
     free = Constraints(**{key: getattr(fixed, key) for key in stays})
     if fixed != free:
-        yield "without what was fixed", question.model_copy(update={"constraints": free})
+        yield "without what was fixed", request.model_copy(update={"constraints": free})
 
 
-def _more_gpus(question: Question) -> Iterator[tuple[str, Question]]:
+def _more_gpus(request: ResolvedRequest) -> Iterator[tuple[str, ResolvedRequest]]:
     """FSDP2 with AdamW, or the optimizer that is fixed, on the fewest GPUs."""
-    optimizer = question.constraints.optimizer or "adamw"
+    optimizer = request.constraints.optimizer or "adamw"
     optimizer = "adamw_8bit_ao" if optimizer in BITSANDBYTES else optimizer
-    fixed = question.constraints.model_copy(update={"engine": "fsdp2", "optimizer": optimizer})
+    fixed = request.constraints.model_copy(update={"engine": "fsdp2", "optimizer": optimizer})
     for times in MORE_GPUS:
-        count = question.cluster.gpus * times
-        cluster = question.cluster.model_copy(update={"gpus": count})
+        count = request.cluster.gpus * times
+        cluster = request.cluster.model_copy(update={"gpus": count})
         if count <= cluster.gpus_per_node or count % cluster.gpus_per_node == 0:
-            more = question.over(cluster).model_copy(update={"constraints": fixed})
-            yield f"{count} GPUs instead of {question.cluster.gpus}", more
+            more = request.over(cluster).model_copy(update={"constraints": fixed})
+            yield f"{count} GPUs instead of {request.cluster.gpus}", more
 
 
-def _adapters(question: Question) -> Iterator[tuple[str, Question]]:
-    if question.constraints.lora_rank is None and not question.constraints.full:
-        fixed = Constraints(features=question.constraints.features, lora_rank=ADAPTER_RANK)
-        yield "LoRA over frozen weights: another training", question.model_copy(update={"constraints": fixed})
+def _adapters(request: ResolvedRequest) -> Iterator[tuple[str, ResolvedRequest]]:
+    if request.constraints.lora_rank is None and not request.constraints.full:
+        fixed = Constraints(features=request.constraints.features, lora_rank=ADAPTER_RANK)
+        yield "LoRA over frozen weights: another training", request.model_copy(update={"constraints": fixed})
 
 
 def _best(planner: Planner) -> Estimate | None:
     """The preferred one that fits, a last resort where nothing else does."""
-    proposed, _ = proposals(planner.question)
+    proposed, _ = proposals(planner.request)
     for resort in sorted({each.last_resort for each in proposed}):
         group = [each for each in proposed if each.last_resort == resort]
         explore_group(planner, group, hopeful(planner, group)[0])
@@ -276,36 +276,36 @@ def _best(planner: Planner) -> Estimate | None:
     return None
 
 
-def _more_host(question: Question, nearest: Estimate) -> list[Estimate]:
+def _more_host(request: ResolvedRequest, nearest: Estimate) -> list[Estimate]:
     """`nearest` as it stands, where it is CPU memory alone that is too small."""
-    if nearest.headroom_bytes < 0 or not question.short_of_host(nearest.host_bytes):
+    if nearest.headroom_bytes < 0 or not request.short_of_host(nearest.host_bytes):
         return []
-    return [nearest.model_copy(update={"verdict": "FITS", "reason": _host(question, nearest)})]
+    return [nearest.model_copy(update={"verdict": "FITS", "reason": _host(request, nearest)})]
 
 
-def _host(question: Question, nearest: Estimate) -> str:
-    return f"{gib(nearest.host_bytes)} of CPU memory per machine, instead of {gib(question.host_memory_bytes)}"
+def _host(request: ResolvedRequest, nearest: Estimate) -> str:
+    return f"{gib(nearest.host_bytes)} of CPU memory per machine, instead of {gib(request.host_memory_bytes)}"
 
 
 def _larger_gpu(planner: Planner, nearest: Estimate) -> list[Estimate]:
     """The smallest GPU of the catalogue on which `nearest` runs as it stands, in a machine of as much memory as that
     takes."""
-    question, needed, strategy = planner.question, nearest.process.high_bytes, nearest.strategy
-    if needed <= question.gpu.usable_bytes:
+    request, needed, strategy = planner.request, nearest.process.high_bytes, nearest.strategy
+    if needed <= request.gpu.usable_bytes:
         return []
     every = (each.reserving() for each in gpus.gpus())
     larger = [each for each in every if each.usable_bytes >= needed and each.tflops.computes(strategy)]
     for gpu in sorted(larger, key=lambda each: each.usable_bytes)[:2]:
-        other = planner.about(question.model_copy(update={"gpu": gpu}))
+        other = planner.about(request.model_copy(update={"gpu": gpu}))
         room = safe_bytes(gpu, other.non_torch(strategy), planner.margin)
         try:
             with EmulatedGpus(gpu, 1) as emulated:
-                attempt = emulated.attempt(other.request(strategy), room, to_end=False)
+                attempt = emulated.attempt(other.step_request(strategy), room, to_end=False)
         except (UserError, WorkerError):
             continue
         if not attempt.fits:
             continue
-        short = question.short_of_host(nearest.host_bytes)
+        short = request.short_of_host(nearest.host_bytes)
         update = {
             "title": f"{nearest.title}, on {gpu.title}",
             "verdict": "FITS",
@@ -313,7 +313,7 @@ def _larger_gpu(planner: Planner, nearest: Estimate) -> list[Estimate]:
             "peak_allocated_bytes": attempt.peak_allocated_bytes,
             "peak_reserved_bytes": attempt.peak_reserved_bytes,
             "headroom_bytes": gpu.usable_bytes - needed,
-            "reason": f"a larger GPU, and {_host(question, nearest)}" if short else "a larger GPU",
+            "reason": f"a larger GPU, and {_host(request, nearest)}" if short else "a larger GPU",
         }
         return [nearest.model_copy(update=update | stepped(strategy, planner.recorded_step(nearest, gpu)))]
     return []

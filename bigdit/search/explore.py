@@ -54,7 +54,7 @@ def probe(planner: Planner, strategies: Sequence[Strategy], *, variant: bool = F
     def counted(request: StepRequest) -> Counted:
         strategy = request.strategy
         packed = variant and base_of(strategy) not in (None, "bf16")
-        few = strategy.blocks_to_swap == LEAST_SWAPPED < planner.question.model.block_count
+        few = strategy.blocks_to_swap == LEAST_SWAPPED < planner.request.model.block_count
         first = strategy.micro_batch_size == FIRST or strategy.checkpointed_blocks == 0
         if packed or few or not first:
             return "nothing"
@@ -67,7 +67,7 @@ def explore(planner: Planner, proposed: Sequence[Option]) -> list[FailedOption]:
     """Add options, bases before what varies them or explored already; returns those that could not be run."""
     with ThreadPoolExecutor(max(len(proposed), 1)) as aside:  # none waits for another's first attempts
         found = [*aside.map(partial(_attempts_of, planner), proposed)]
-    failed, count = [], planner.question.model.block_count
+    failed, count = [], planner.request.model.block_count
     for option, (strategies, attempts) in zip(proposed, found, strict=True):
         ran = [each for each in attempts if isinstance(each, Attempt)]
         errors = [each for each in attempts if not isinstance(each, Attempt)]
@@ -89,7 +89,7 @@ def explore(planner: Planner, proposed: Sequence[Option]) -> list[FailedOption]:
 def _firsts(planner: Planner, option: Option) -> list[Strategy]:
     """With nothing recomputed, and with all blocks. Of what varies another option the state alone is needed, which
     is the same whatever is recomputed or compiled."""
-    none, full = (_recomputing(option.strategy, each, FIRST) for each in (0, planner.question.model.block_count))
+    none, full = (_recomputing(option.strategy, each, FIRST) for each in (0, planner.request.model.block_count))
     return [none, full] if option.base is None else [none.model_copy(update={"compile_blocks": False})]
 
 
@@ -112,7 +112,7 @@ def _seconds(planner: Planner, firsts: Sequence[Strategy], found: Sequence[Attem
         return []
     none, full = map(sample_bytes, ran)
     # A block that is recomputed is there with what its backward pass takes.
-    block = max(none - full, 0) / max(planner.question.model.block_count, 1)
+    block = max(none - full, 0) / max(planner.request.model.block_count, 1)
     seconds = []
     for strategy, first, sample in zip(firsts, ran, (none, full + 2 * block), strict=True):
         largest = [*planner.micro_batch_sizes(strategy)][-1]
@@ -124,26 +124,26 @@ def _seconds(planner: Planner, firsts: Sequence[Strategy], found: Sequence[Attem
 def hopeful(planner: Planner, group: Sequence[Option]) -> tuple[list[Option], list[Option]]:
     """Engines of the group whose state, with any of their optimizers, leaves anything of the GPU and of a machine's
     memory; and those of which the GPU holds the state, and the machine does not. The others are rejected."""
-    question, engines, short = planner.question, list[Option](), list[Option]()
+    request, engines, short = planner.request, list[Option](), list[Option]()
     bases = [each for each in group if each.base is None]
     # Side by side, and cached from here on. A single GPU has one engine as a rule, of which all is explored.
-    soon = [each for each in group if not each.strategy.blocks_to_swap] if question.cluster.gpus == 1 else bases
-    soon = [each for each in soon if _least_host_bytes(planner, each) <= question.host_memory_bytes]
+    soon = [each for each in group if not each.strategy.blocks_to_swap] if request.cluster.gpus == 1 else bases
+    soon = [each for each in soon if _least_host_bytes(planner, each) <= request.host_memory_bytes]
     with ThreadPoolExecutor(max(len(soon), 1)) as aside:
         [*aside.map(partial(_first, planner), soon)]
     for base in bases:
-        most = question.gpu.usable_bytes - planner.non_torch(base.strategy).low_bytes
+        most = request.gpu.usable_bytes - planner.non_torch(base.strategy).low_bytes
         on_host: dict[str, int] = {}  # of those that the GPU holds
         for each in (each for each in group if base in (each, each.base)):
             least = _least_host_bytes(planner, each)
-            if least > question.host_memory_bytes:
+            if least > request.host_memory_bytes:
                 on_host[each.title] = least
                 continue
             found = _first(planner, each)  # where it failed, exploring says why
             state = host_peak(found) if isinstance(found, Attempt) else 0
-            host = node_bytes(state, question.cluster, question.samples)
+            host = node_bytes(state, request.cluster, request.samples)
             holds = not isinstance(found, Attempt) or state_bytes(found) <= most
-            if holds and host <= question.host_memory_bytes:
+            if holds and host <= request.host_memory_bytes:
                 engines.append(base)
                 for title, taken in on_host.items():  # with those before, AdamW first, the machine has too little
                     _reject(planner, title, [taken])
@@ -157,19 +157,19 @@ def hopeful(planner: Planner, group: Sequence[Option]) -> tuple[list[Option], li
 
 def _least_host_bytes(planner: Planner, option: Option) -> int:
     """What an offloaded AdamW takes of a machine's memory at least, without an attempt; 0 of others."""
-    strategy, cluster = option.strategy, planner.question.cluster
+    strategy, cluster = option.strategy, planner.request.cluster
     masters = strategy.precision != "bf16_sr" and strategy.optimizer.name == "adamw" and strategy.lora is None
     if not (strategy.optimizer_in_cpu_memory and masters):
         return 0
-    params = (planner.question.model.params or 0) / strategy.world_size
-    return node_bytes(round(OFFLOADED_BYTES * params), cluster, planner.question.samples)
+    params = (planner.request.model.params or 0) / strategy.world_size
+    return node_bytes(round(OFFLOADED_BYTES * params), cluster, planner.request.samples)
 
 
 def _reject(planner: Planner, title: str, on_host: Collection[int]) -> None:
     reason = "its state alone takes more than the GPU has"
     if on_host:
-        least, memory = gib(min(on_host)), gib(planner.question.host_memory_bytes)
-        there = "assumed" if planner.question.host_assumed else "there"
+        least, memory = gib(min(on_host)), gib(planner.request.host_memory_bytes)
+        there = "assumed" if planner.request.host_assumed else "there"
         reason = f"its state alone takes {least} of a machine's memory, and {memory} are {there} (--host-memory)"
     planner.rejected.append(Rejected(choice=title, reason=reason))
 
@@ -179,7 +179,7 @@ def selective(planner: Planner, options: Sequence[Option]) -> None:
 
     None where the model cannot be run so.
     """
-    base, count = options[0], planner.question.model.block_count
+    base, count = options[0], planner.request.model.block_count
     strategy = base.strategy.model_copy(update={"checkpointing": "selective"})
     # What it keeps is between nothing and all: so is the micro-batch that fits.
     sizes = [max(each.reserved) for each in (base.none, base.full)]
@@ -216,7 +216,7 @@ def swapped(planner: Planner, group: Sequence[Option]) -> list[FailedOption]:
 
 def _swapping(planner: Planner, strategy: Strategy, most: int) -> Swapping | Failure:
     """What swapped blocks spare, from attempts with all blocks recomputed."""
-    least, recomputed = min(LEAST_SWAPPED, most), _recomputing(strategy, planner.question.model.block_count, FIRST)
+    least, recomputed = min(LEAST_SWAPPED, most), _recomputing(strategy, planner.request.model.block_count, FIRST)
     places = [recomputed.model_copy(update={"blocks_to_swap": blocks}) for blocks in (0, least, most)]
     ran = []
     for each in probe(planner, places):
@@ -234,7 +234,7 @@ def _numbers(planner: Planner, option: Option, moved: Swapping) -> list[Option]:
     assert option.base is not None
     base, room = planner.options[option.base.title], planner.capacity(option.strategy)
     count, most = base.count, option.strategy.blocks_to_swap
-    recomputed = count if planner.question.constraints.checkpointed_blocks in (None, "all") else most
+    recomputed = count if planner.request.constraints.checkpointed_blocks in (None, "all") else most
     corrections: dict[SizeKey, float] = {}  # their own: those of packed weights say nothing of these
     least = next(planner.micro_batch_sizes(option.strategy), 1)
 

@@ -1,4 +1,4 @@
-"""From a run's YAML to the questions that plans of its stages answer: what it says is fixed, all else is asked."""
+"""From a run's YAML to the requests that plans of its stages answer: what it says is fixed, all else is asked."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from bigdit.config.stages import of_each, read_stages, with_set
 from bigdit.documents import at, differences, written
 from bigdit.encoders.host_bytes import host_weights
 from bigdit.errors import UserError
-from bigdit.search.ask import question_for
-from bigdit.search.plan import Question
+from bigdit.search.plan import ResolvedRequest
 from bigdit.search.request import OPTIONS, option
+from bigdit.search.resolve import resolve_request
 from bigdit.strategy import LoraSpec, Strategy
 
 # Keys of a strategy that a plan takes from the run, and constants that no plan depends on.
@@ -34,14 +34,14 @@ _TAKEN = (
 Document = dict[str, Any]
 
 
-def questions_of(path: Path, overrides: Sequence[str], asked: Mapping[str, Any]) -> list[Question]:
-    """A question for each stage of the run that `path` describes; of one without stages, one. `asked`: what the YAML
-    does not say, as `question_for` takes it. Raises UserError with all problems."""
+def requests_of(path: Path, overrides: Sequence[str], asked: Mapping[str, Any]) -> list[ResolvedRequest]:
+    """A request for each stage of the run that `path` describes; of one without stages, one. `asked`: what the YAML
+    does not say, as `resolve_request` takes it. Raises UserError with all problems."""
     documents, stages = read_stages(path, overrides)
 
-    def one(number: int) -> Question:
+    def one(number: int) -> ResolvedRequest:
         try:
-            return _question(documents[number], asked)
+            return _request(documents[number], asked)
         except UserError as error:
             raise UserError(*(_by_key(problem) for problem in error.problems)) from None
 
@@ -80,7 +80,7 @@ def _for_plan(document: dict[str, Any]) -> dict[str, Any]:
     return document | {"strategy": kept}
 
 
-def _question(document: dict[str, Any], asked: Mapping[str, Any]) -> Question:
+def _request(document: dict[str, Any], asked: Mapping[str, Any]) -> ResolvedRequest:
     run = parse_run(_for_plan(document))
     if problems := online_problems(run):
         raise UserError(*problems)
@@ -97,7 +97,7 @@ def _question(document: dict[str, Any], asked: Mapping[str, Any]) -> Question:
     blocks = strategy.checkpointed_blocks
     if segments is None:
         blocks = given("strategy.checkpointed_blocks", blocks)
-    question = question_for(
+    request = resolve_request(
         _model(run),
         resolution=list(dict.fromkeys((bucket[-2], bucket[-1]) for bucket in buckets)),
         buckets="none",
@@ -120,17 +120,17 @@ def _question(document: dict[str, Any], asked: Mapping[str, Any]) -> Question:
         **{**asked, "gpus": gpus},
     )
     if segments is not None:
-        fixed = question.constraints.model_copy(update={"checkpointed_segments": segments})
-        question = question.model_copy(update={"constraints": fixed})
+        fixed = request.constraints.model_copy(update={"checkpointed_segments": segments})
+        request = request.model_copy(update={"constraints": fixed})
     validated = 0 if run.validation is None else run.validation.samples
     update: dict[str, Any] = {"validated": validated, "samples": run.samples and host_weights(run.encoders)}
-    if question.images is not None and question.images <= validated:
-        raise UserError(f"validation.samples is {validated}, and --images {question.images} leaves none to train on")
+    if request.images is not None and request.images <= validated:
+        raise UserError(f"validation.samples is {validated}, and --images {request.images} leaves none to train on")
     if run.train.epochs is not None:
         update["epochs"] = run.train.epochs
-    elif question.images is not None and batch is not None:
-        update["epochs"] = run.train.known_steps * batch / (question.images - validated)
-    return question.model_copy(update=update)
+    elif request.images is not None and batch is not None:
+        update["epochs"] = run.train.known_steps * batch / (request.images - validated)
+    return request.model_copy(update=update)
 
 
 def _model(run: RunConfig) -> str:

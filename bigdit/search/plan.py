@@ -75,7 +75,7 @@ class Constraints(Strict):
         return ("bf16", "int8", "nf4") if self.lora_base is None else (self.lora_base,)
 
 
-class Question(Strict):
+class ResolvedRequest(Strict):
     """A PlanRequest with all of it found and checked.
 
     `host_memory_bytes` are those of one machine. If they are only assumed (`host_assumed`), they decide no verdict: the
@@ -107,7 +107,7 @@ class Question(Strict):
     from_scratch: Switch = False
     explain: Switch = False
 
-    def over(self, cluster: Cluster) -> Question:
+    def over(self, cluster: Cluster) -> ResolvedRequest:
         """The same on other GPUs: a machine that nobody described has more memory where it has more of them."""
         host = self.gpu.host_bytes * cluster.processes_per_node if self.host_assumed else self.host_memory_bytes
         return self.model_copy(update={"cluster": cluster, "global_batch_size": None, "host_memory_bytes": host})
@@ -314,12 +314,12 @@ class Plan(Strict):
     `smaller` are sizes of its step that take less, for training that runs out of memory after all;
     `curves` has the bytes of its process by the micro-batch size, a curve for each number of recomputed blocks.
     `front` is the Pareto front of memory against speed; `ran` is all that ran of explored options, at sizes of the
-    global batch; `same_kernels` are usable bytes of GPUs that run the same kernels, by title, the question's first.
+    global batch; `same_kernels` are usable bytes of GPUs that run the same kernels, by title, the request's first.
     `buckets` are none where the machine is short of memory, since it is so with any micro-batch;
     `fixes` are what would fit, where nothing asked for does. `emulated`: the torch build that ran on emulated GPUs.
     """
 
-    question: Question
+    request: ResolvedRequest
     params: PositiveInt
     batch: BatchShape
     verdict: Verdict
@@ -347,11 +347,11 @@ class Plan(Strict):
     seconds: PositiveFloat
 
     def __repr__(self) -> str:
-        """One line, for debuggers and notebooks: the question, the verdict, and what is needed of what there is."""
-        question, chosen = self.question, self.chosen
-        gpus = f"{question.cluster.gpus} × {question.gpu.name}" if question.cluster.gpus > 1 else question.gpu.name
-        needs = f"{gib(chosen.process.high_bytes)} of {gib(question.gpu.usable_bytes)}"
-        return f"<Plan {question.model.name} on {gpus}: {self.verdict}, {chosen.title}, {needs}>"
+        """One line, for debuggers and notebooks: the request, the verdict, and what is needed of what there is."""
+        request, chosen = self.request, self.chosen
+        gpus = f"{request.cluster.gpus} × {request.gpu.name}" if request.cluster.gpus > 1 else request.gpu.name
+        needs = f"{gib(chosen.process.high_bytes)} of {gib(request.gpu.usable_bytes)}"
+        return f"<Plan {request.model.name} on {gpus}: {self.verdict}, {chosen.title}, {needs}>"
 
     __str__ = __repr__
 
@@ -367,7 +367,7 @@ class Plan(Strict):
     @property
     def short_of_host(self) -> bool:
         """Whether a machine that is known has too little CPU memory."""
-        return self.question.short_of_host(self.chosen.host_bytes)
+        return self.request.short_of_host(self.chosen.host_bytes)
 
 
 LIBRARIES_BYTES = 3100 * MIB
@@ -420,22 +420,22 @@ def uncounted(samples: HostWeights | None) -> tuple[str, ...]:
 def record(plan: Plan, run: str | None = None) -> PlanFile:
     """What training by `plan` needs besides its strategy, and what its receipt is to be compared with; `run`: the text
     of the run.yaml in its folder."""
-    question, chosen = plan.question, plan.chosen
+    request, chosen = plan.request, plan.chosen
     rate = chosen.samples_per_second_per_gpu
     return PlanFile(
-        model=question.model.spec,
+        model=request.model.spec,
         batch=plan.batch,
-        question=Asked(
-            gpu=question.gpu.name,
-            gpus_per_node=question.cluster.gpus_per_node,
-            resolution=question.resolution,
-            frames=question.frames,
+        request=Asked(
+            gpu=request.gpu.name,
+            gpus_per_node=request.cluster.gpus_per_node,
+            resolution=request.resolution,
+            frames=request.frames,
         ),
         strategy=chosen.strategy,
         expandable_segments=True,
         expected=Expected(
             verdict=plan.verdict,
-            usable_bytes=question.gpu.usable_bytes,
+            usable_bytes=request.gpu.usable_bytes,
             peak_allocated_bytes=chosen.peak_allocated_bytes,
             peak_reserved_bytes=chosen.peak_reserved_bytes,
             process_bytes=(chosen.process.low_bytes, chosen.process.high_bytes),

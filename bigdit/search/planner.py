@@ -1,4 +1,4 @@
-"""The planner of a question: estimates of its strategies, what emulated GPUs found, and how estimates are ordered."""
+"""The planner of a request: estimates of its strategies, what emulated GPUs found, and how estimates are ordered."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from bigdit.search.plan import (
     Estimate,
     HostNeed,
     Margin,
-    Question,
     Rejected,
+    ResolvedRequest,
     host_need,
     node_bytes,
     process,
@@ -59,14 +59,14 @@ Limits = dict[tuple[int, int], LargestMicroBatch]
 
 @dataclass
 class Planner:
-    """The `question`, the emulated GPUs that answer, what receipts say; and what was found.
+    """The `request`, the emulated GPUs that answer, what receipts say; and what was found.
 
     `options` were explored, by title; `rejected` are choices with the reason. Of estimates by their titles: `launches`
     were counted where they ran, and `profiles` are what was recorded. `passed_over`: the lossless estimate in
     whose place a much faster one is recommended.
     """
 
-    question: Question
+    request: ResolvedRequest
     gpus: EmulatedGpus
     calibration: Calibration
     options: dict[str, Option] = field(default_factory=dict)
@@ -75,51 +75,51 @@ class Planner:
     profiles: dict[str, Profile] = field(default_factory=dict)
     passed_over: Estimate | None = None
 
-    def about(self, question: Question) -> Planner:
-        """A planner of another question, by the same GPUs and receipts."""
-        return Planner(question, self.gpus, self.calibration)
+    def about(self, request: ResolvedRequest) -> Planner:
+        """A planner of another request, by the same GPUs and receipts."""
+        return Planner(request, self.gpus, self.calibration)
 
     @property
     def margin(self) -> Margin:
         return self.calibration.margin
 
-    def request(self, strategy: Strategy, resolution: tuple[int, int] | None = None) -> StepRequest:
+    def step_request(self, strategy: Strategy, resolution: tuple[int, int] | None = None) -> StepRequest:
         """Steps of `strategy`, with as many micro-batches as tell what all of them take."""
         if strategy.checkpointed_blocks == 0:  # selective, in segments or not: the same steps are asked for once
             strategy = strategy.model_copy(update={"checkpointing": "full", "checkpointed_segments": None})
         if strategy.grad_accum_steps > RECORDED_ACCUMULATION:
             fewer = strategy.step_size.model_copy(update={"grad_accum_steps": RECORDED_ACCUMULATION})
             strategy = strategy.sized(fewer)
-        question = self.question
-        size = resolution or question.resolution
-        return request_for(question.model, question.gpu, strategy, resolution=size, frames=question.frames)
+        request = self.request
+        size = resolution or request.resolution
+        return request_for(request.model, request.gpu, strategy, resolution=size, frames=request.frames)
 
     def unlimited(self, strategies: Iterable[Strategy], **counted: Any) -> list[Attempt | Failure]:
         """An attempt of each, side by side, on a GPU without a limit; cached."""
-        return self.gpus.attempts([(self.request(each), UNLIMITED) for each in strategies], **counted)
+        return self.gpus.attempts([(self.step_request(each), UNLIMITED) for each in strategies], **counted)
 
     def non_torch(self, strategy: Strategy) -> ByteRange:
         """What the process takes of the GPU besides torch."""
-        return non_torch_memory_of(strategy, self.question.gpu.compute_capability, self.question.gpu.multiprocessors)
+        return non_torch_memory_of(strategy, self.request.gpu.compute_capability, self.request.gpu.multiprocessors)
 
     def capacity(self, strategy: Strategy) -> int:
         """What torch may reserve for the strategy to FIT."""
-        return safe_bytes(self.question.gpu, self.non_torch(strategy), self.margin)
+        return safe_bytes(self.request.gpu, self.non_torch(strategy), self.margin)
 
     def accumulation(self, micro_batch_size: int, strategy: Strategy) -> int:
         """The micro-batches of a step for the global batch that is asked for; one where none is."""
-        if self.question.global_batch_size is None:
+        if self.request.global_batch_size is None:
             return 1
-        return self.question.global_batch_size // (micro_batch_size * strategy.dp)
+        return self.request.global_batch_size // (micro_batch_size * strategy.dp)
 
     def micro_batch_sizes(self, strategy: Strategy) -> Iterator[int]:
         """Sizes in order: the fixed one, the divisors of a GPU's share of the global batch, or all to 32 and then
         ever larger steps. What steps in the backward pass accumulates nothing, and takes its share at once."""
-        question = self.question
-        if question.constraints.micro_batch_size is not None:
-            yield question.constraints.micro_batch_size
+        request = self.request
+        if request.constraints.micro_batch_size is not None:
+            yield request.constraints.micro_batch_size
             return
-        share = None if question.global_batch_size is None else question.global_batch_size // strategy.dp
+        share = None if request.global_batch_size is None else request.global_batch_size // strategy.dp
         size = share if share is not None and strategy.optimizer_in_backward else 1
         while size <= min(share or LARGEST_MICRO_BATCH, LARGEST_MICRO_BATCH):
             if share is None or share % size == 0:
@@ -164,7 +164,7 @@ class Planner:
 
     def reserving(self, reserved_bytes: int, non_torch: ByteRange) -> dict[str, Any]:
         """What an estimate says of the GPU where torch reserves so many bytes."""
-        usable, taken = self.question.gpu.usable_bytes, process(reserved_bytes, non_torch, self.margin)
+        usable, taken = self.request.gpu.usable_bytes, process(reserved_bytes, non_torch, self.margin)
         return {
             "peak_reserved_bytes": reserved_bytes,
             "process": taken,
@@ -174,7 +174,7 @@ class Planner:
 
     def ran(self, each: Estimate, attempt: Attempt, asked: Strategy) -> Estimate:
         """The predicted estimate as an attempt of `asked` ran: its bytes, and its seconds by counted launches."""
-        micro_batches = self.request(asked).strategy.grad_accum_steps
+        micro_batches = self.step_request(asked).strategy.grad_accum_steps
         launches = self.launches[each.title] = launches_of(attempt.launched, micro_batches)
         work = self.options[each.option].work(each.micro_batch_size, each.blocks)
         found = {
@@ -197,10 +197,10 @@ class Planner:
             if not isinstance(attempt, Attempt) or not attempt.ran:
                 found.append(None)
                 continue
-            reserved, most = attempt.peak_reserved_bytes, self.question.gpu.usable_bytes - each.non_torch.low_bytes
+            reserved, most = attempt.peak_reserved_bytes, self.request.gpu.usable_bytes - each.non_torch.low_bytes
             ran = self.ran(each, attempt, each.strategy)
             if reserved > most:
-                (last,) = self.gpus.attempts([(self.request(each.strategy), max(most, 1))])
+                (last,) = self.gpus.attempts([(self.step_request(each.strategy), max(most, 1))])
                 if isinstance(last, Attempt) and last.ran:
                     within = self.reserving(last.peak_reserved_bytes, each.non_torch)
                     ran = ran.model_copy(update=within | {"verdict": "TIGHT"})
@@ -211,18 +211,18 @@ class Planner:
     def record(self, ran: Estimate) -> Estimate:
         """What ran, recorded: with seconds and CPU memory of the record. Raises UserError and WorkerError where it
         cannot be recorded."""
-        profile = self.profiles[ran.title] = self.gpus.profile(self.request(ran.strategy))
+        profile = self.profiles[ran.title] = self.gpus.profile(self.step_request(ran.strategy))
         nbytes = self.host(profile).node_bytes
-        verdict = "DOES NOT FIT" if self.question.short_of_host(nbytes) else ran.verdict
+        verdict = "DOES NOT FIT" if self.request.short_of_host(nbytes) else ran.verdict
         found = {"source": "recorded", "host_bytes": nbytes, "verdict": verdict}
-        return ran.model_copy(update=found | stepped(ran.strategy, self.recorded_step(ran, self.question.gpu)))
+        return ran.model_copy(update=found | stepped(ran.strategy, self.recorded_step(ran, self.request.gpu)))
 
     def step(
         self, strategy: Strategy, work: Work, gpu: Gpu | None = None, launches: Launches | None = None
     ) -> StepTime:
         """A step that does this work on these GPUs, or on others, of which no receipt tells."""
-        ratio = self.calibration.ratio(strategy) if gpu in (None, self.question.gpu) else None
-        return step_time(work, strategy, gpu or self.question.gpu, self.question.cluster, ratio, launches)
+        ratio = self.calibration.ratio(strategy) if gpu in (None, self.request.gpu) else None
+        return step_time(work, strategy, gpu or self.request.gpu, self.request.cluster, ratio, launches)
 
     def recorded_step(self, recorded: Estimate, gpu: Gpu) -> StepTime:
         """The step of the same kernels on this GPU."""
@@ -231,25 +231,25 @@ class Planner:
 
     def host(self, profile: Profile) -> HostNeed:
         """What a machine needs for processes that did as recorded."""
-        cluster, samples = self.question.cluster, self.question.samples
+        cluster, samples = self.request.cluster, self.request.samples
         return host_need(profile.host_timeline, profile.checkpoint_bytes, cluster, samples)
 
     def host_bytes(self, option: Option, micro_batch_size: int, blocks: int) -> int:
         """What a machine's processes are expected to take of its memory at most."""
         nbytes = round(option.host(micro_batch_size, blocks))
-        return node_bytes(nbytes, self.question.cluster, self.question.samples)
+        return node_bytes(nbytes, self.request.cluster, self.request.samples)
 
     def fitting(self, option: Option) -> Iterator[Estimate]:
         """At each micro-batch size that fits the GPU and CPU memory, the fewest recomputed blocks with which it does,
         and the quarters beyond, up to all: what leaves more room may be as fast."""
-        capacity_bytes, fixed = self.capacity(option.strategy), self.question.constraints.checkpointed_blocks
+        capacity_bytes, fixed = self.capacity(option.strategy), self.request.constraints.checkpointed_blocks
         for size in self.micro_batch_sizes(option.strategy):
             if fixed is None:
                 blocks = option.fewest_blocks(size, capacity_bytes)
             else:
                 blocks = option.count if fixed == "all" else fixed
                 blocks = blocks if option.reserved(size, blocks) <= capacity_bytes else None
-            if blocks is None or self.host_bytes(option, size, blocks) > self.question.host_memory_bytes:
+            if blocks is None or self.host_bytes(option, size, blocks) > self.request.host_memory_bytes:
                 return  # bytes never fall as the micro-batch grows
             more = option.quarters if fixed is None else []
             for each in (blocks, *(quarter for quarter in more if quarter > blocks)):
@@ -269,16 +269,16 @@ class Planner:
     def limits(self, chosen: Estimate) -> Limits:
         """The largest micro-batches of each size, looked for from what is predicted of the planned one; without those
         of which an attempt failed."""
-        question, option, capacity_bytes = self.question, self.options[chosen.option], self.capacity(chosen.strategy)
+        request, option, capacity_bytes = self.request, self.options[chosen.option], self.capacity(chosen.strategy)
         columns = {"none": 0, "recommended": chosen.blocks, "full": option.count}
-        sizes, planned = (question.resolution, *question.buckets), _area(question.resolution)
+        sizes, planned = (request.resolution, *request.buckets), _area(request.resolution)
 
-        def request(size: tuple[int, int], blocks: int, micro_batch_size: int) -> StepRequest:
+        def steps(size: tuple[int, int], blocks: int, micro_batch_size: int) -> StepRequest:
             sizes = {"micro_batch_size": micro_batch_size, "checkpointed_blocks": blocks}
-            return self.request(chosen.strategy.model_copy(update=sizes), size)
+            return self.step_request(chosen.strategy.model_copy(update=sizes), size)
 
         def wanted(size: tuple[int, int], blocks: int) -> bool:
-            near = size != question.resolution and abs(_area(size) / planned - 1) <= NEAR
+            near = size != request.resolution and abs(_area(size) / planned - 1) <= NEAR
             return not near or blocks == chosen.blocks
 
         def largest(blocks: int) -> dict[tuple[int, int], int | None]:
@@ -295,17 +295,17 @@ class Planner:
                 if size[::-1] in limits:  # turned by a quarter, the same samples take the same bytes
                     limits[size] = limits[size[::-1]]
                     continue
-                known = option.ran(blocks) if size == question.resolution else {}
+                known = option.ran(blocks) if size == request.resolution else {}
                 area = _area(size)
                 failing = min((n for smaller, n in short.items() if smaller <= area), default=LARGEST_MICRO_BATCH + 1)
-                row = Row(partial(request, size, blocks), pixels / area, pixel_bytes * area, known, failing)
+                row = Row(partial(steps, size, blocks), pixels / area, pixel_bytes * area, known, failing)
                 found = self.gpus.largest(row, capacity_bytes)
                 limits[size] = None if found is None else int(found[0])
                 if found is not None:
                     pixels = found[0] * area
                     if found[0] % 1 < CLEARLY:
                         short[area] = int(found[0]) + 1
-                    if size == question.resolution:
+                    if size == request.resolution:
                         option.note(blocks, found[1])
             return limits
 

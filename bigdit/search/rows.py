@@ -66,8 +66,8 @@ def _fastest_first(estimates: Sequence[Estimate]) -> list[Estimate]:
 def _spread(planner: Planner, option: Option) -> list[Estimate]:
     """The option with none to all blocks recomputed in quarters, at micro-batches up to the largest; and the fastest of
     those that the recommended one was chosen from, which has as few recomputed as fit."""
-    question, capacity = planner.question, planner.capacity(option.strategy)
-    fixed = question.constraints.checkpointed_blocks
+    request, capacity = planner.request, planner.capacity(option.strategy)
+    fixed = request.constraints.checkpointed_blocks
     steps = option.quarters if fixed is None else [option.count if fixed == "all" else fixed]
     sizes = list(planner.micro_batch_sizes(option.strategy))
     found = []
@@ -77,7 +77,7 @@ def _spread(planner: Planner, option: Option) -> list[Estimate]:
         ran = option.ran(blocks)  # these cost nothing more
         chosen = {*small[:1], *small[-1:], *(size for size in small if size in ran)}
         estimates = [planner.estimate(option, size, blocks) for size in sorted(chosen)]
-        found += [each for each in estimates if each.host_bytes <= question.host_memory_bytes]
+        found += [each for each in estimates if each.host_bytes <= request.host_memory_bytes]
     fastest = max(planner.fitting(option), key=rate, default=None)
     return found if fastest is None else [*found, fastest]
 
@@ -165,7 +165,7 @@ def every(
     allowed = {*planner.micro_batch_sizes(chosen.strategy)}
     short = {"verdict": "DOES NOT FIT"}
     found = {
-        each.title: each.model_copy(update=short if planner.question.short_of_host(each.host_bytes) else {})
+        each.title: each.model_copy(update=short if planner.request.short_of_host(each.host_bytes) else {})
         for each in ran
         if each.micro_batch_size in allowed
     }
@@ -175,9 +175,9 @@ def every(
 
 
 def same_kernels(planner: Planner) -> dict[str, int]:
-    """Usable bytes of the question's GPU, and of those that run the same kernels with the same workspace, and have a
+    """Usable bytes of the request's GPU, and of those that run the same kernels with the same workspace, and have a
     context as large."""
-    own = planner.question.gpu
+    own = planner.request.gpu
     kind = own.compute_capability, own.multiprocessors
     others = (each.reserving() for each in gpus() if (each.compute_capability, each.multiprocessors) == kind)
     return {each.title: each.usable_bytes for each in (own, *(each for each in others if each.name != own.name))}
@@ -193,7 +193,7 @@ def smaller(planner: Planner, chosen: Estimate) -> tuple[StepSize, ...]:
     found: list[StepSize] = []
     capacity = planner.options[chosen.option].reserved(chosen.micro_batch_size, chosen.blocks)
     while True:
-        capacity -= LESS * planner.question.gpu.usable_bytes
+        capacity -= LESS * planner.request.gpu.usable_bytes
         fastest = _fastest(planner, chosen, capacity)
         if fastest is None:
             return tuple(found)

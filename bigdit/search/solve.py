@@ -24,11 +24,11 @@ def search(planner: Planner, ahead: Ahead) -> Estimate:
     resorts too, and where none does, of lossy ones; else the one that needs the least CPU memory, of a machine with as
     much where that is assumed; else what comes nearest.
 
-    The planner has all options in which something fits, and what was rejected. Its question is then as it was asked,
+    The planner has all options in which something fits, and what was rejected. Its request is then as it was asked,
     but for assumed CPU memory, which is as much as the best one needs. `ahead` has what is asked of the best one run,
     while that is recorded.
     """
-    proposed, left_out = proposals(planner.question)
+    proposed, left_out = proposals(planner.request)
     planner.options, planner.rejected, short_of_host = {}, [*left_out], list[Option]()
     for resort in sorted({each.last_resort for each in proposed}):
         group = [each for each in proposed if each.last_resort == resort]
@@ -36,11 +36,11 @@ def search(planner: Planner, ahead: Ahead) -> Estimate:
         engines, short = hopeful(planner, [each for each in group if each.strategy.cp == fewest])
         short_of_host += short
         failed = explore_group(planner, group, engines)
-        if planner.question.model.params is None and failed and not planner.options:  # a user's model takes no step
+        if planner.request.model.params is None and failed and not planner.options:  # a user's model takes no step
             for each in failed:
                 if isinstance(each.error, WorkerEnded):  # which is not the user's error
                     raise each.error
-            name, reasons = planner.question.model.name, (each.reason for each in failed)
+            name, reasons = planner.request.model.name, (each.reason for each in failed)
             raise UserError(*dict.fromkeys(f"{name}: {each.removeprefix('model.kwargs.')}" for each in reasons))
         planner.rejected += [Rejected(choice=each.title, reason=each.reason) for each in failed]
         lossless_later = any(each.lossless for each in proposed if each.last_resort > resort)
@@ -58,9 +58,9 @@ def search(planner: Planner, ahead: Ahead) -> Estimate:
         if not planner.options:
             raise UserError(*(f"{each.title}: {each.reason}" for each in failed))
     least = _least_host(planner)
-    if least is not None and planner.question.host_assumed:
+    if least is not None and planner.request.host_assumed:
         needed = math.ceil(least.host_bytes / GIB) * GIB
-        planner.question = planner.question.model_copy(update={"host_memory_bytes": needed})
+        planner.request = planner.request.model_copy(update={"host_memory_bytes": needed})
         return search(planner, ahead)
     return _nearest(planner, least or _smallest(planner))
 
@@ -90,7 +90,7 @@ def _nearest(planner: Planner, least: Estimate) -> Estimate:
     """What comes nearest to fitting. Raises UserError where it cannot be run."""
     (ran,) = planner.run([least])
     if ran is None:
-        planner.gpus.attempt(planner.request(least.strategy))  # raises why
+        planner.gpus.attempt(planner.step_request(least.strategy))  # raises why
         raise UserError(f"{least.option}: two steps could not be run")
     return planner.record(ran)
 
@@ -99,7 +99,7 @@ def explore_group(planner: Planner, group: Sequence[Option], engines: Sequence[O
     """Add options: the group's `engines`, with samples that GPUs share, other optimizers, masters and EMAs of the best
     of them (of all where nothing fits yet), and swapped blocks. Returns what could not be run."""
     variants = [each for each in group if each.base in engines and not each.strategy.blocks_to_swap]
-    if planner.question.cluster.gpus == 1:  # one engine as a rule: all side by side
+    if planner.request.cluster.gpus == 1:  # one engine as a rule: all side by side
         engines, variants = [*engines, *variants], []
     failed = explore(planner, engines)
     shared = _shared(planner, group, engines)
@@ -123,8 +123,8 @@ def _shared(planner: Planner, group: Sequence[Option], engines: Sequence[Option]
     more = [each for each in group if each.base is None and each.title not in known]
     more = [each for each in more if any(alone(each) == alone(engine) for engine in engines)]
     ranked = _ranked(planner, [planner.options[title] for title in known if title in planner.options])
-    every = bool(ranked) and ranked[0].micro_batch_size == 1 and ranked[0].blocks == planner.question.model.block_count
-    if not more or not ranked or (every and planner.question.constraints.checkpointed_blocks is None):
+    every = bool(ranked) and ranked[0].micro_batch_size == 1 and ranked[0].blocks == planner.request.model.block_count
+    if not more or not ranked or (every and planner.request.constraints.checkpointed_blocks is None):
         return more
     reason = "one sample fits each GPU without recomputing every block; choose it with --cp 2"
     planner.rejected.append(Rejected(choice="context parallelism", reason=reason))
@@ -141,7 +141,7 @@ def _selective(planner: Planner, best: Sequence[Estimate]) -> None:
     most = option.largest(option.count, planner.capacity(option.strategy))
     sizes = [size for size in planner.micro_batch_sizes(option.strategy) if size <= most]
     bound = max((rate(planner.estimate(option, size, 0)) for size in sizes), default=0.0)
-    fixed = planner.question.constraints.checkpointed_blocks
+    fixed = planner.request.constraints.checkpointed_blocks
     hopeless = bound <= rate(best[0]) * (1 + SAME_SPEED) or fixed == 0
     if hopeless and not best[0].blocks:
         return
@@ -162,15 +162,15 @@ def _ranked(planner: Planner, options: Sequence[Option] | None = None) -> list[E
 
 def _least_host(planner: Planner) -> Estimate | None:
     """Of what fits the GPUs, the one that needs the least CPU memory; None where a machine has that much."""
-    anywhere = planner.about(planner.question.model_copy(update={"host_memory_bytes": LARGEST}))
+    anywhere = planner.about(planner.request.model_copy(update={"host_memory_bytes": LARGEST}))
     smallest = (next(anywhere.fitting(option), None) for option in planner.options.values())
     least = min(filter(None, smallest), key=lambda each: each.host_bytes, default=None)
-    return None if least is None or least.host_bytes <= planner.question.host_memory_bytes else least
+    return None if least is None or least.host_bytes <= planner.request.host_memory_bytes else least
 
 
 def _smallest(planner: Planner) -> Estimate:
     """The option that takes least at the smallest micro-batch, with all that may be recomputed."""
-    fixed = planner.question.constraints
+    fixed = planner.request.constraints
     size = fixed.micro_batch_size or 1
 
     def blocks(option: Option) -> int:
@@ -195,7 +195,7 @@ def _later(proposed: Sequence[Option], resort: int) -> list[Rejected]:
 
 def _adapters(planner: Planner) -> list[Rejected]:
     """Named where full fine-tuning fits by a last resort alone."""
-    if planner.question.constraints.lora_rank is not None or planner.question.constraints.full:
+    if planner.request.constraints.lora_rank is not None or planner.request.constraints.full:
         return []
     reason = "it trains adapters, not the weights, and takes much less memory; choose it with --lora 16"
     return [Rejected(choice="LoRA", reason=reason)]
@@ -246,7 +246,7 @@ def _pair(planner: Planner, new: Sequence[Estimate]) -> list[Estimate]:
     best = new[0]
     option, size = planner.options[best.option], best.micro_batch_size
     tried = any(title == option.title for title, _, _ in option.corrections)
-    fixed = planner.question.constraints.checkpointed_blocks is not None
+    fixed = planner.request.constraints.checkpointed_blocks is not None
     second = [each for each in new[1:] if each.strategy != best.strategy][:1]
     if not tried or fixed or best.blocks in (0, option.count):
         return [best, *second]

@@ -12,7 +12,7 @@ from bigdit.config.load import parse_strategy
 from bigdit.errors import UserError
 from bigdit.profile.attempt import float8_problems, precision_problems
 from bigdit.search.option import Option
-from bigdit.search.plan import Constraints, Question, Rejected
+from bigdit.search.plan import Constraints, Rejected, ResolvedRequest
 from bigdit.strategy import FACTORED, OPTIMIZERS, Precision, Strategy
 from bigdit.units import gib
 
@@ -42,78 +42,78 @@ ONLINE_ENCODE_CHUNK = 1
 a micro-batch at once, these set the peak, whatever else is saved. One such image fills a GPU's cores."""
 
 
-def proposals(question: Question) -> tuple[list[Option], list[Rejected]]:
+def proposals(request: ResolvedRequest) -> tuple[list[Option], list[Rejected]]:
     """What the search looks at, bases before what varies them, and what it leaves out."""
     found: list[Option] = []
-    left_out = _left_out(question)
-    for engine, cp in _engines(question):
-        least = COPIES.get(engine, 0) * _weights(question)
-        if least > question.gpu.usable_bytes and question.constraints.engine is None:
+    left_out = _left_out(request)
+    for engine, cp in _engines(request):
+        least = COPIES.get(engine, 0) * _weights(request)
+        if least > request.gpu.usable_bytes and request.constraints.engine is None:
             what = "weights and gradients" if COPIES[engine] > 1 else "the weights"
-            reason = f"{what} alone take {gib(least)} of the GPU's {gib(question.gpu.usable_bytes)}"
+            reason = f"{what} alone take {gib(least)} of the GPU's {gib(request.gpu.usable_bytes)}"
             whole = ", all weights on the GPU" if engine == "single" else ""
-            left_out.append(Rejected(choice=f"{_engine_title(question, engine, cp)}{whole}", reason=reason))
+            left_out.append(Rejected(choice=f"{_engine_title(request, engine, cp)}{whole}", reason=reason))
             continue
         base: Option | None = None
-        for settings in _settings(question, engine):
-            strategy = _strategy(question, engine, settings | {"cp": cp if cp > 1 else None})
+        for settings in _settings(request, engine):
+            strategy = _strategy(request, engine, settings | {"cp": cp if cp > 1 else None})
             if strategy is None:
                 continue
-            title = f"{_engine_title(question, engine, cp)}, {_setting_title(question, settings)}"
-            offload = "offload" in engine and question.constraints.engine is None
-            swaps = question.constraints.lora_rank is not None and question.cluster.gpus == 1
+            title = f"{_engine_title(request, engine, cp)}, {_setting_title(request, settings)}"
+            offload = "offload" in engine and request.constraints.engine is None
+            swaps = request.constraints.lora_rank is not None and request.cluster.gpus == 1
             option = Option(title, strategy, base, 0 if not offload else 2 if swaps else 1)
-            if base is not None and question.cluster.gpus > 1 and base.lossless and not option.lossless:
+            if base is not None and request.cluster.gpus > 1 and base.lossless and not option.lossless:
                 option = Option(title, strategy, None, 4 if offload else 3)  # shards leave little to spare
             found.append(option)
             base = base or option
-    return [*found, *_swapped(question, found)], left_out
+    return [*found, *_swapped(request, found)], left_out
 
 
-def precision_of(question: Question) -> Precision:
+def precision_of(request: ResolvedRequest) -> Precision:
     """What is fixed, or bf16 with fp32 masters; fp16 where the GPU computes no bf16."""
-    return question.constraints.precision or ("fp16" if precision_problems(question.gpu, "bf16") else "bf16")
+    return request.constraints.precision or ("fp16" if precision_problems(request.gpu, "bf16") else "bf16")
 
 
-def _engines(question: Question) -> list[tuple[str, int]]:
+def _engines(request: ResolvedRequest) -> list[tuple[str, int]]:
     """Presets, each with how many GPUs share a sample. By itself the search shares them with FSDP2 alone, which takes
     the least memory."""
-    fixed = question.constraints
+    fixed = request.constraints
     return [
         (engine, cp)
-        for engine in _presets(question)
-        for cp in question.degrees
+        for engine in _presets(request)
+        for cp in request.degrees
         if cp == 1 or engine in ("fsdp2", "hsdp") or fixed.engine == engine
     ]
 
 
-def _presets(question: Question) -> tuple[str, ...]:
+def _presets(request: ResolvedRequest) -> tuple[str, ...]:
     """Presets, and `hsdp` for FSDP2 with a copy of the model in each machine."""
-    if question.constraints.engine is not None:
-        return (question.constraints.engine,)
-    offloaded = ("fsdp2-offload",) if question.constraints.lora_rank is not None else ("zero2-offload", "fsdp2-offload")
-    if question.cluster.gpus == 1:
+    if request.constraints.engine is not None:
+        return (request.constraints.engine,)
+    offloaded = ("fsdp2-offload",) if request.constraints.lora_rank is not None else ("zero2-offload", "fsdp2-offload")
+    if request.cluster.gpus == 1:
         return "single", *offloaded
-    hsdp = ("hsdp",) if question.cluster.nodes > 1 else ()
-    return "zero1" if _accumulates(question) else "zero2", "fsdp2", *hsdp, *offloaded
+    hsdp = ("hsdp",) if request.cluster.nodes > 1 else ()
+    return "zero1" if _accumulates(request) else "zero2", "fsdp2", *hsdp, *offloaded
 
 
-def _weights(question: Question) -> int:
+def _weights(request: ResolvedRequest) -> int:
     """Bytes of the whole model's weights; 0 where they are not known, or frozen in another form."""
-    if question.constraints.lora_rank is not None or question.model.params is None:
+    if request.constraints.lora_rank is not None or request.model.params is None:
         return 0
-    return question.model.params * (4 if precision_of(question) in ("fp32", "tf32") else 2)
+    return request.model.params * (4 if precision_of(request) in ("fp32", "tf32") else 2)
 
 
-def _accumulates(question: Question) -> bool:
+def _accumulates(request: ResolvedRequest) -> bool:
     """Whether a GPU's share of the global batch may come in several micro-batches."""
-    share = (question.global_batch_size or 0) // question.cluster.gpus
-    return share > (question.constraints.micro_batch_size or 1)
+    share = (request.global_batch_size or 0) // request.cluster.gpus
+    return share > (request.constraints.micro_batch_size or 1)
 
 
-def _settings(question: Question, engine: str) -> list[dict[str, Any]]:
+def _settings(request: ResolvedRequest, engine: str) -> list[dict[str, Any]]:
     """Optimizer, precision, EMA and adapters: the lossless ones first."""
-    fixed, precision = question.constraints, precision_of(question)
+    fixed, precision = request.constraints, precision_of(request)
     if fixed.optimizer is not None:
         pairs: list[tuple[str, str]] = [(fixed.optimizer, precision)]
     elif "offload" in engine or fixed.lora_rank is not None:
@@ -140,17 +140,17 @@ def _emas(fixed: Constraints) -> list[dict[str, Any]]:
     return [{"ema.device": place, "ema.widths": widths} for place in places.get(fixed.ema, [fixed.ema])]
 
 
-def _swapped(question: Question, found: Sequence[Option]) -> list[Option]:
+def _swapped(request: ResolvedRequest, found: Sequence[Option]) -> list[Option]:
     """Block swap on a single GPU, of as many first blocks as may be in CPU memory. With LoRA it is of those `found`.
 
     Full fine-tuning then steps weights in the backward pass, and comes without swapped blocks too. Strategy's own rules
     say which."""
-    fixed, most = question.constraints, question.model.block_count
-    if question.cluster.gpus > 1 or fixed.engine not in (None, "single"):
+    fixed, most = request.constraints, request.model.block_count
+    if request.cluster.gpus > 1 or fixed.engine not in (None, "single"):
         return []
     if isinstance(fixed.checkpointed_blocks, int):
         most = min(most, fixed.checkpointed_blocks)
-    swapped = [] if fixed.lora_rank is not None else _in_backward(question)
+    swapped = [] if fixed.lora_rank is not None else _in_backward(request)
     bases = swapped[:] if fixed.lora_rank is None else [each for each in found if each.strategy.engine == "single"]
     for base in bases if most else []:
         with suppress(ValidationError):
@@ -161,68 +161,68 @@ def _swapped(question: Question, found: Sequence[Option]) -> list[Option]:
     return swapped
 
 
-def _in_backward(question: Question) -> list[Option]:
+def _in_backward(request: ResolvedRequest) -> list[Option]:
     """Full fine-tuning without masters, by the optimizer with the least state: it steps each weight where its gradient
     appears, and takes a step's samples at once. Whoever fixed the optimizer alone fixed its numbers, with masters."""
-    fixed = question.constraints
+    fixed = request.constraints
     if fixed.optimizer is not None and fixed.precision is None:
         return []
-    one_pass = fixed.micro_batch_size is None or question.global_batch_size in (None, fixed.micro_batch_size)
-    if not one_pass or fixed.precision not in (None, "bf16_sr") or precision_of(question) == "fp16":
+    one_pass = fixed.micro_batch_size is None or request.global_batch_size in (None, fixed.micro_batch_size)
+    if not one_pass or fixed.precision not in (None, "bf16_sr") or precision_of(request) == "fp16":
         return []
     found = []
     for ema in _emas(fixed):
         settings = {"optimizer.name": fixed.optimizer or "adafactor", "precision": "bf16_sr", "lora.base": None, **ema}
         alone = {"optimizer_in_backward": "true", "gradient_clipping": "null"}
-        strategy = _strategy(question, "single", settings | alone)
+        strategy = _strategy(request, "single", settings | alone)
         if strategy is not None:
-            title = f"{_engine_title(question, 'single', 1)}, {_setting_title(question, settings)}"
+            title = f"{_engine_title(request, 'single', 1)}, {_setting_title(request, settings)}"
             found.append(Option(f"{title}, stepped in the backward pass", strategy, None, 3))
     return found
 
 
-def _strategy(question: Question, engine: str, settings: dict[str, Any]) -> Strategy | None:
+def _strategy(request: ResolvedRequest, engine: str, settings: dict[str, Any]) -> Strategy | None:
     """None where the engine refuses these settings, which Strategy's own rules say."""
-    world_size = 1 if engine == "single" else question.cluster.gpus
+    world_size = 1 if engine == "single" else request.cluster.gpus
     texts = ["fsdp2" if engine == "hsdp" else engine, f"world_size={world_size}"]
     texts += [f"{key}={value}" for key, value in settings.items() if value is not None]
-    texts += [f"features={question.constraints.features}"]
-    if question.constraints.compile:
+    texts += [f"features={request.constraints.features}"]
+    if request.constraints.compile:
         texts.append("compile_blocks=true")
-    if question.constraints.float8 is not None:
-        texts.append(f"float8={question.constraints.float8}")
-    if question.constraints.features == "online":
+    if request.constraints.float8 is not None:
+        texts.append(f"float8={request.constraints.float8}")
+    if request.constraints.features == "online":
         texts.append(f"encode_chunk={ONLINE_ENCODE_CHUNK}")
     if engine == "hsdp":
-        texts.append(f"dp_replicate={question.cluster.nodes}")
-    if question.constraints.lora_rank is not None:
-        texts.append(f"lora.rank={question.constraints.lora_rank}")
-    if engine.startswith("zero") and question.model.params is not None:
-        block = question.model.params // max(question.model.block_count, 1)
+        texts.append(f"dp_replicate={request.cluster.nodes}")
+    if request.constraints.lora_rank is not None:
+        texts.append(f"lora.rank={request.constraints.lora_rank}")
+    if engine.startswith("zero") and request.model.params is not None:
+        block = request.model.params // max(request.model.block_count, 1)
         # Whole millions, for people; DeepSpeed needs an even number.
         size = min(max(round(block, -6), BUCKETS[0]), BUCKETS[1])
         texts += [f"ds_config.zero_optimization.{kind}_bucket_size={size}" for kind in ("reduce", "allgather")]
     try:
-        segments = question.constraints.checkpointed_segments
+        segments = request.constraints.checkpointed_segments
         return parse_strategy(texts).model_copy(update={"checkpointed_segments": segments})
     except UserError:
         return None
 
 
-def _engine_title(question: Question, engine: str, cp: int) -> str:
-    cluster, shared = question.cluster, f", cp {cp}" if cp > 1 else ""
+def _engine_title(request: ResolvedRequest, engine: str, cp: int) -> str:
+    cluster, shared = request.cluster, f", cp {cp}" if cp > 1 else ""
     if engine == "hsdp":
         return f"HSDP {cluster.nodes} × {cluster.gpus_per_node}{shared}"
     title = ENGINE_TITLES[engine]
     return title if cluster.gpus == 1 else f"{title} on {cluster.gpus}{shared}"
 
 
-def _setting_title(question: Question, settings: dict[str, Any]) -> str:
+def _setting_title(request: ResolvedRequest, settings: dict[str, Any]) -> str:
     parts = [OPTIMIZERS[settings["optimizer.name"]]]
     if settings["precision"] == "bf16_sr":
         parts.append("bf16 without masters")
     if settings["lora.base"] is not None:
-        parts.append(f"LoRA {question.constraints.lora_rank} over {settings['lora.base']}")
+        parts.append(f"LoRA {request.constraints.lora_rank} over {settings['lora.base']}")
     if settings["ema.device"] is not None:
         widths = settings["ema.widths"]
         many = "EMA" if widths is None else f"{len(widths)} EMAs"
@@ -230,9 +230,9 @@ def _setting_title(question: Question, settings: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _left_out(question: Question) -> list[Rejected]:
+def _left_out(request: ResolvedRequest) -> list[Rejected]:
     """The obvious choices that the search does not look at."""
-    fixed, one_gpu = question.constraints, question.cluster.gpus == 1
+    fixed, one_gpu = request.constraints, request.cluster.gpus == 1
     reasons: dict[str, str] = {}
     if fixed.engine is None and one_gpu:
         reasons["ZeRO-1, ZeRO-2, ZeRO-3 and FSDP2 on one GPU, without CPU offload"] = (
@@ -242,7 +242,7 @@ def _left_out(question: Question) -> list[Rejected]:
         reasons["ZeRO-2, optimizer in CPU memory"] = "the optimizer state of adapters is too small to gain anything"
     if fixed.engine is None and not one_gpu:
         reasons["ZeRO-3"] = "FSDP2 shards the same and gathers one block at a time; choose it with --engine zero3"
-        if _accumulates(question):
+        if _accumulates(request):
             reasons["ZeRO-2"] = (
                 "it reduces gradients in every micro-batch, ZeRO-1 once per step; "
                 "where memory is short, FSDP2 takes less"
@@ -259,17 +259,17 @@ def _left_out(question: Question) -> list[Rejected]:
         reasons[f"{named} under ZeRO"] = (
             "ZeRO gives the optimizer flat partitions, which cannot be factored: its state is then as large as AdamW's"
         )
-    if fixed.precision is None and precision_of(question) == "bf16":
+    if fixed.precision is None and precision_of(request) == "bf16":
         reasons["fp16"] = "it takes as many bytes as bf16 and needs loss scaling; choose it with --precision fp16"
-    if fixed.precision is None and precision_of(question) == "fp16":
-        reasons["bf16"] = f"{question.gpu.title} does not compute it; fp16 with loss scaling takes the same bytes"
+    if fixed.precision is None and precision_of(request) == "fp16":
+        reasons["bf16"] = f"{request.gpu.title} does not compute it; fp16 with loss scaling takes the same bytes"
     if not fixed.compile and not (fixed.engine or "").startswith("zero3"):
         reasons["compiled blocks"] = (
             "torch's compiler takes seconds at each size that runs, minutes for a first plan; "
             "choose them with --compile"
         )
-    takes_fp8 = fixed.float8 is None and not float8_problems(question.gpu, "tensorwise")
-    if takes_fp8 and precision_of(question).startswith("bf16") and not (fixed.engine or "").startswith("zero"):
+    takes_fp8 = fixed.float8 is None and not float8_problems(request.gpu, "tensorwise")
+    if takes_fp8 and precision_of(request).startswith("bf16") and not (fixed.engine or "").startswith("zero"):
         reasons["FP8 products"] = (
             "they change numbers, and save memory in compiled blocks alone; choose them with --compile --fp8"
         )

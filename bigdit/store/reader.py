@@ -153,7 +153,7 @@ class Part:
             for name, each in self._sequences.items()
         }
         pooled = self.read_text(caption, {name: bytes_of(each) for name, each in states.items()})
-        texts = {name: Text(each, seen=self._seen(caption, name)) for name, each in states.items()}
+        texts = {name: Text(each, unmasked=self._unmasked(caption, name)) for name, each in states.items()}
         return replace(texts.pop(TEXT), pooled=pooled, streams=texts)
 
     def read_text(self, caption: int, memories: Mapping[str, memoryview]) -> torch.Tensor | None:
@@ -216,7 +216,7 @@ class Part:
         start, length, _ = self._sequences[name].places[caption].tolist()
         return start, length
 
-    def _seen(self, caption: int, name: str) -> int | None:
+    def _unmasked(self, caption: int, name: str) -> int | None:
         shown = self.shown(caption, name)
         return None if shown == self.tokens(caption, name) else shown
 

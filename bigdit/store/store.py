@@ -137,8 +137,8 @@ def write_null_text(root: Path, encode: Callable[[], Text], identity: str, works
         for name, each in stored.sequences.items():
             if name != TEXT:
                 tensors[column_name("text", name)] = each.states
-            if each.seen is not None:
-                tensors[column_name("seen", name)] = torch.tensor([each.seen])
+            if each.unmasked is not None:
+                tensors[column_name("seen", name)] = torch.tensor([each.unmasked])
         commit_tensors(root / NULL_TEXT, tensors, {"store": identity}, workspace)
 
 
@@ -158,7 +158,7 @@ def read_null_text(root: Path, identity: str) -> Text:
 def _sequence(header: Header, name: str) -> Text:
     seen = column_name("seen", name)
     shown = int(read_column(header, seen)) if seen in header.columns else None
-    return Text(read_column(header, column_name("text", name)), seen=shown)
+    return Text(read_column(header, column_name("text", name)), unmasked=shown)
 
 
 def _digest(text: Text) -> int:
@@ -169,8 +169,8 @@ def _digest(text: Text) -> int:
     for name, each in text.sequences.items():
         if name != TEXT:
             parts += [f"{name} {tuple(each.states.shape)}".encode(), bytes_of(each.states.contiguous())]
-        if each.seen is not None:
-            parts.append(str(each.seen).encode())
+        if each.unmasked is not None:
+            parts.append(str(each.unmasked).encode())
     return chained_digest(parts)
 
 

@@ -72,20 +72,20 @@ class Text:
     """An encoded caption: `states` [len, dim] of its tokens, in the encoder's dtype, and for some families a vector
     `pooled` [pooled_dim].
 
-    `seen`: the number of first states that the mask shows; None if it shows all. Some models read the others too.
+    `unmasked`: the number of first states that the mask shows; None if it shows all. Some models read the others too.
     `streams`: the states of further encoders by name. `cuts`: the tokenizers that cut it.
     """
 
     states: torch.Tensor
     pooled: torch.Tensor | None = None
-    seen: int | None = None
+    unmasked: int | None = None
     streams: Mapping[str, Text] = field(default_factory=dict)
     cuts: tuple[Cut, ...] = ()
 
     @property
     def shown(self) -> int:
         """The number of states that the mask shows."""
-        return len(self.states) if self.seen is None else self.seen
+        return len(self.states) if self.unmasked is None else self.unmasked
 
     @property
     def sequences(self) -> dict[str, Text]:
@@ -102,7 +102,7 @@ class Text:
         """The text on `device` in `dtype`."""
         pooled = None if self.pooled is None else self.pooled.to(device, dtype)
         streams = {name: each.to(device, dtype) for name, each in self.streams.items()}
-        return Text(self.states.to(device, dtype), pooled, self.seen, streams, self.cuts)
+        return Text(self.states.to(device, dtype), pooled, self.unmasked, streams, self.cuts)
 
 
 DTYPE = torch.float8_e4m3fn

@@ -121,7 +121,7 @@ def planned_memory(plan: PlanFile | None, strategy: Strategy, device: str) -> Pl
     if plan is None or unplanned(strategy, plan) or device != "cuda":
         return None
     return PlannedMemory(
-        resolution=plan.question.resolution,
+        resolution=plan.request.resolution,
         phases={phase.phase: phase.peak_bytes for phase in plan.ledger.phases},
         peak_allocated_bytes=plan.expected.peak_allocated_bytes,
         peak_reserved_bytes=plan.expected.peak_reserved_bytes,

@@ -117,7 +117,7 @@ from bigdit import libraries
 libraries.prepare()
 from on_gpu.points import POINTS
 from bigdit.profile.measured.steps import run
-print(next(run(each.question()[0]).params for each in POINTS if each.name.startswith(os.environ["POINT"])))
+print(next(run(each.asked()[0]).params for each in POINTS if each.name.startswith(os.environ["POINT"])))
 """
 
 

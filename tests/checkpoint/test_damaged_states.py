@@ -44,8 +44,8 @@ def output(trained, tmp_path):
 
 
 @pytest.fixture
-def going_on(output, features):
-    """The stages of a run that goes on from the output."""
+def resumed(output, features):
+    """The stages of a run that resumes from the output."""
     overrides = [*TINY, *SINGLE, f"data.features={features}", f"output={output}", "train.steps=9"]
     return prepare_stages(load_stages(DIGITS, overrides))
 
@@ -79,7 +79,7 @@ def answered(*doors):
             door()
 
 
-def test_a_state_of_wrong_types_under_its_right_checksum(output, going_on):
+def test_a_state_of_wrong_types_under_its_right_checksum(output, resumed):
     folder = output / f"checkpoints/{STEP}"
     state = json.loads((folder / STATE).read_text())
     del state["checksum"]
@@ -93,7 +93,7 @@ def test_a_state_of_wrong_types_under_its_right_checksum(output, going_on):
     assert len(list(places(state))) > 150
     for changed in damaged(state, itertools.cycle(VALUES)):
         write_state(folder, changed)
-        answered(lambda: start_notices(going_on), loaded)
+        answered(lambda: start_notices(resumed), loaded)
 
     for key, value in {"strategy": 7, "lineage": ["8"], "checksums": {"../latest": "0"}, "run": [], "saved": 1}.items():
         write_state(folder, state | {key: value})
@@ -140,7 +140,7 @@ def test_what_a_saved_data_set_says_of_itself(name, printed, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "device", "large"])
-def test_what_is_no_file_is_neither_waited_for_nor_read_whole(kind, output, going_on):
+def test_what_is_no_file_is_neither_waited_for_nor_read_whole(kind, output, resumed):
     folder = output / f"checkpoints/{STEP}"
     shards = sorted((folder / "engine").iterdir())
     for file in (output / "checkpoints" / LATEST, folder / STATE, *shards):
@@ -157,10 +157,10 @@ def test_what_is_no_file_is_neither_waited_for_nor_read_whole(kind, output, goin
             os.truncate(file, 2**40)
             if file in shards:
                 file.unlink()  # all bytes of weights are read, however many
-        answered(lambda: start_notices(going_on), lambda: verify(find_checkpoint(output)[0]))
+        answered(lambda: start_notices(resumed), lambda: verify(find_checkpoint(output)[0]))
         if kind == "pipe" and file.name == STATE:
             with pytest.raises(UserError, match=r"it is a named pipe, and a regular file was expected"):
-                start_notices(going_on)
+                start_notices(resumed)
         file.rmdir() if kind == "folder" else file.unlink(missing_ok=True)
         file.write_bytes(before)
     verify(find_checkpoint(output)[0])

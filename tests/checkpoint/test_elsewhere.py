@@ -1,4 +1,4 @@
-"""A run goes on under another engine and with another number of processes: the same state, by parameters' names."""
+"""A run resumes under another engine and with another number of processes: the same state, by parameters' names."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What a run may ask otherwise when it goes on: the same prediction and noise, and the rest with a word."""
+"""What a run may ask otherwise when it resumes: the same prediction and noise, and the rest with a word."""
 
 import pytest
 from commands import DIGITS
@@ -19,7 +19,7 @@ def trained_by(folder, objective, *without, run=None):
 
 
 def changed(folder, before, now, *overrides):
-    """What is said of a run that goes on with another objective and other settings, without its beginning."""
+    """What is said of a run that resumes with another objective and other settings, without its beginning."""
     run = load_run(DIGITS)
     found = changed_since(
         trained_by(folder, before, run=run), load_run(DIGITS, overrides).model_copy(update={"objective": now})

@@ -20,7 +20,7 @@ DESCRIBED = {"model": MODEL.model_dump(mode="json"), "run": {}, "data": None}
 
 
 def keep(output, engine_and_average, *steps, keeping, found=None):
-    """Save at each of the steps, as a run that goes on from `found`; the names that are there afterwards."""
+    """Save at each of the steps, as a run that resumes from `found`; the names that are there afterwards."""
     engine, ema = engine_and_average
     described = DESCRIBED | {"strategy": engine.strategy.model_dump(mode="json")}
     with checkpoint.Saver(output, checkpoint.Peers(), keeping, found=found) as saving:

@@ -44,7 +44,7 @@ def test_help_does_not_import_torch():
 
 
 def test_what_is_kept_of_a_plan_is_shown_without_what_makes_plans():
-    code = "import sys, bigdit.search.answer, bigdit.search.ask, bigdit.report.plan; "
+    code = "import sys, bigdit.search.answer, bigdit.search.resolve, bigdit.report.plan; "
     code += "sys.exit(any(name in sys.modules for name in ('numpy', 'bigdit.search.planner')))"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 

@@ -94,17 +94,17 @@ def test_the_first_plan_says_what_to_go_on_with_where_memory_runs_out():
 @pytest.mark.slow
 def test_a_plan_for_people_for_machines_and_for_python(tmp_path):
     """One question, asked three ways; the second and third are answered from the cache."""
-    question = (*TINY, "--gpu", "rtx-3060", "--images", "10k", "--global-batch", "64")
-    shown = bigdit("plan", *question, "--out", tmp_path / "plan", timeout=500)
+    options = (*TINY, "--gpu", "rtx-3060", "--images", "10k", "--global-batch", "64")
+    shown = bigdit("plan", *options, "--out", tmp_path / "plan", timeout=500)
     assert shown.returncode == 0, shown.stderr
     # A path is as long as it is, and a command may be copied whole.
     assert max(len(line) for line in shown.stdout.splitlines() if str(tmp_path) not in line) <= 80
     assert "FITS" in shown.stdout
     assert {"plan.yaml", "run.yaml", "report.html"} <= {file.name for file in (tmp_path / "plan").iterdir()}
 
-    status, printed, _ = plan_json(*question)
+    status, printed, _ = plan_json(*options)
     assert (status, printed["fits"], printed["verdict"]) == (0, True, "FITS")
-    assert printed["question"]["images"] == 10_000
+    assert printed["request"]["images"] == 10_000
     assert not {"packed_timeline", "ran"} & set(printed)
     assert len(json.loads((tmp_path / "plan/plan.json").read_text())["ran"]) > 1
 
@@ -163,7 +163,7 @@ def test_a_run_with_stages_has_a_plan_of_each_by_which_it_trains(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": "SanaTransformer2DModel", **SMALL_SANA}))
     run = {
         "model": {"path": str(tmp_path / "config.json")},
-        "data": {"images": "pictures", "features": "features", "buckets": [[512, 512]]},
+        "data": {"images": "images", "features": "features", "buckets": [[512, 512]]},
         "encoders": {"image": {"name": "vae", "class_name": "AutoencoderDC", "path": "vae"}, "text": {"path": "t5"}},
         "strategy": {
             "engine": "single",
@@ -188,8 +188,8 @@ def test_a_run_with_stages_has_a_plan_of_each_by_which_it_trains(tmp_path):
     assert "the plan is for another strategy" not in done.stderr
     strategies = [stage["strategy"] for stage in json.loads(done.stdout)["stages"]]
     recorded = [yaml.safe_load((plans / f"stage-{number}/plan.yaml").read_text()) for number in (0, 1)]
-    assert json.loads((plans / "stage-0/plan.json").read_text())["question"]["epochs"] == 2
-    assert [each["question"]["resolution"] for each in recorded] == [[256, 256], [512, 512]]
+    assert json.loads((plans / "stage-0/plan.json").read_text())["request"]["epochs"] == 2
+    assert [each["request"]["resolution"] for each in recorded] == [[256, 256], [512, 512]]
     assert [each["micro_batch_size"] for each in strategies] == [
         each["strategy"]["micro_batch_size"] for each in recorded
     ]
@@ -205,7 +205,7 @@ def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
         save_file({"a": np.zeros((rows, 2**20), np.float32)}, tmp_path / f"{name}.safetensors")
     run = {
         "model": {"path": str(tmp_path / "config.json")},
-        "data": {"images": "pictures", "features": "features", "buckets": [[256, 256]]},
+        "data": {"images": "images", "features": "features", "buckets": [[256, 256]]},
         "encoders": {
             "image": {"name": "vae", "class_name": "AutoencoderDC", "path": str(tmp_path / "vae")},
             "text": {"path": str(tmp_path / "t5"), "dtype": "bf16"},
@@ -228,7 +228,7 @@ def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
     done = bigdit("plan", *asked, "--json")
     assert done.returncode == 0, done.stderr
     (found,) = json.loads(done.stdout)["plans"]
-    assert (found["question"]["epochs"], found["run"]["steps"], found["dataset"]["images"]) == (0.1, 20, 1000)
+    assert (found["request"]["epochs"], found["run"]["steps"], found["dataset"]["images"]) == (0.1, 20, 1000)
     host = found["host"]
     assert host["samples_bytes"] == (3 * 2 + 2 * 4) * 2**20
     held = max(host["process_bytes"], host["steps_bytes"] + host["checkpoint_bytes"])
@@ -350,8 +350,8 @@ def test_a_folder_that_takes_no_plan_is_reported_before_one_is_made(asked, tmp_p
 
 def test_a_plan_tells_its_stages_where_stderr_is_no_terminal(tmp_path):
     """A line each, and none where it is kept; stdout has the plan alone."""
-    pins = ("--micro-batch", "4", "--engine", "single", "--optimizer", "adamw", "--checkpointed-blocks", "0")
-    asked = ("plan", "--model", "dit-b-2", "--gpu", "a40", *pins, "--json")
+    fixed = ("--micro-batch", "4", "--engine", "single", "--optimizer", "adamw", "--checkpointed-blocks", "0")
+    asked = ("plan", "--model", "dit-b-2", "--gpu", "a40", *fixed, "--json")
     cache = str(empty_cache(tmp_path / "cache"))
     made, again = (bigdit(*asked, BIGDIT_CACHE=cache) for _ in range(2))
     assert made.stderr.splitlines() == [

@@ -36,14 +36,14 @@ def config(tmp_path_factory):
 @pytest.mark.slow
 def test_a_user_s_model_under_zero(config, tmp_path):
     plot, snapshot = tmp_path / "peak.png", tmp_path / "new" / "out.pickle"
-    question = ("--model", config, "--strategy", "zero2,world_size=64", "--resolution", "512x256", "--gpu", "rtx-3090")
-    done = bigdit("profile", *question, "--plot", plot, "--snapshot", snapshot)
+    options = ("--model", config, "--strategy", "zero2,world_size=64", "--resolution", "512x256", "--gpu", "rtx-3090")
+    done = bigdit("profile", *options, "--plot", plot, "--snapshot", snapshot)
     assert done.returncode == 0, done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert " on an emulated NVIDIA GeForce RTX 3090:" in done.stdout
     assert plot.read_bytes().startswith(b"\x89PNG")
 
-    found = json.loads(bigdit("profile", *question, "--json").stdout)  # from the cache
+    found = json.loads(bigdit("profile", *options, "--json").stdout)  # from the cache
     assert found["batch"] == {"latents": [32, 16, 8], "latents_dtype": "fp32", "text": [300, 2304]}
     assert (found["emulated"], found["fits"]) == (cuda_build(cuda_python()), True)
     for phase in found["ledger"]["phases"]:
@@ -77,8 +77,8 @@ def check_snapshot(file, found):
 
 @pytest.mark.slow
 def test_what_does_not_fit_ends_with_2_and_its_figures_are_whole(config):
-    question = ("--model", config, "--gpu", "rtx-4060", "--strategy", "single,micro_batch_size=64")
-    done = bigdit("profile", *question)
+    options = ("--model", config, "--gpu", "rtx-4060", "--strategy", "single,micro_batch_size=64")
+    done = bigdit("profile", *options)
     assert done.returncode == 2, done.stderr
     assert done.stdout.endswith("does not fit\n")
     left = next(line for line in done.stdout.splitlines() if line.startswith("left"))

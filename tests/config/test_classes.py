@@ -40,7 +40,7 @@ CASES = [
     ),
     (
         CLASSES,
-        ["data.images=pictures", TEXT],
+        ["data.images=images", TEXT],
         "data.images has no label, and PaperDiT takes classes; set it, such as to folder, and leave encoders.text out",
     ),
     (

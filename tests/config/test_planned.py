@@ -114,7 +114,7 @@ def test_what_the_plan_did_not_foresee_is_reported(tmp_path):
         f"the plan was made with torch 2.12.0 ({plan.versions['torch']} is installed), which may change its memory; "
         f"plan again to be sure",
         "the plan was made with catalogue 0123456789abcdef, and this is fedcba9876543210; plan again to be sure",
-        "data.buckets has 16 × 16, and the plan is for 8 × 12 (question.resolution) and sizes that fit as well "
+        "data.buckets has 16 × 16, and the plan is for 8 × 12 (request.resolution) and sizes that fit as well "
         "(micro_batch_sizes): larger samples need more memory than planned",
         "encoders.text.max_tokens is 64, and the plan is for 32 (batch.text): longer text needs more memory than "
         "planned",

@@ -166,7 +166,7 @@ def asked(command, tmp_path):
     another test has seen printed."""
     from bigdit import catalog
     from bigdit.config.load import parse_strategy
-    from bigdit.search.ask import question_for
+    from bigdit.search.resolve import resolve_request
 
     pipeline_folder(tmp_path / "models/mine", "Efficient-Large-Model/Sana_1600M_1024px_diffusers")
     values = parsed(command, tmp_path)
@@ -174,7 +174,7 @@ def asked(command, tmp_path):
         own = ("out", "also_gpus", "config")
         if values.get("config"):  # whose model and sizes a reader has
             values |= {"model": "sana-1600m"}
-        question_for(**{key: value for key, value in values.items() if value and key not in own})
+        resolve_request(**{key: value for key, value in values.items() if value and key not in own})
     else:
         catalog.find_model(values["model"]), catalog.resolve_gpu(values["gpu"])
         assert [parse_strategy(text.split()) for text in values["strategy"]]

@@ -67,7 +67,7 @@ report(name="me/my-vae", params=sum(parameter.numel() for parameter in vae.param
 def own(tmp_path_factory):
     """A user's own cache, with an empty folder of a repository that is laid out."""
     folder = tmp_path_factory.mktemp("own")
-    (folder / "datasets--some--pictures").mkdir()
+    (folder / "datasets--some--images").mkdir()
     (folder / "models--THUDM--CogVideoX-2b").mkdir()
     return folder
 
@@ -196,7 +196,7 @@ def test_another_name_of_a_known_repository_and_one_component(loaded):
 
 def test_what_the_users_own_cache_holds_stays_at_hand(own, hub):
     laid = Path(hub[1]["HF_HUB_CACHE"])
-    assert (laid / "datasets--some--pictures").resolve() == own / "datasets--some--pictures"
+    assert (laid / "datasets--some--images").resolve() == own / "datasets--some--images"
     assert not (laid / "models--THUDM--CogVideoX-2b").is_symlink()
     assert not any((own / "models--THUDM--CogVideoX-2b").iterdir())
 

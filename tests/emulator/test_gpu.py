@@ -151,7 +151,7 @@ print(json.dumps([*found, taken(40)]))
 
 
 def test_a_final_limit_gives_nothing_more_once_it_has_refused_something():
-    """Though torch has given back what it kept; another limit begins anew."""
+    """Though torch has given back what it kept; another limit starts from zero."""
     assert answers("h100-sxm", FINAL, **EXPANDABLE) == [[40, 0, 40], [40, 0, 0], 40]
 
 

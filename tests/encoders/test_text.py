@@ -200,11 +200,11 @@ def test_all_states_of_a_model_that_pools_them_are_kept_and_a_second_text_next_t
         )
         states, mask = own[f"{prefix}states"][0], own[f"{prefix}mask"][0]
         assert torch.equal(text.states, states)
-        assert mask.tolist() == [1] * text.seen + [0] * (256 - text.seen)
-        assert states[text.seen :].any(dim=1).all()  # padding has states of its own
+        assert mask.tolist() == [1] * text.unmasked + [0] * (256 - text.unmasked)
+        assert states[text.unmasked :].any(dim=1).all()  # padding has states of its own
         second = text.streams["clip_text"]
         assert torch.equal(second.states, clip[f"{prefix}states"][0][clip[f"{prefix}mask"][0].bool()])
-        assert (second.seen, len(second.states) < 77) == (None, True)
+        assert (second.unmasked, len(second.states) < 77) == (None, True)
 
 
 def test_all_layers_of_llama_are_kept_next_to_t5(saved):
@@ -220,7 +220,7 @@ def test_all_layers_of_llama_are_kept_next_to_t5(saved):
         assert torch.equal(layers, given[f"{prefix}llama_text"][:, 0])
         assert torch.equal(text.states, given[f"{prefix}states"][0])
         assert torch.equal(text.pooled, given[f"{prefix}pooled"][0])
-        assert (text.seen, text.streams["llama_text"].seen) == (None, None)
+        assert (text.unmasked, text.streams["llama_text"].unmasked) == (None, None)
     short = load_text_encoder(TextEncoderConfig(pipeline=folder, max_tokens=9))
     assert (short.max_tokens, short.streams) == (9, {"llama_text": (4 * 9, 16)})
 

@@ -1,4 +1,4 @@
-"""The single engine's own step: chunks, steps in the backward pass, precisions; and going on from a saved state."""
+"""The single engine's own step: chunks, steps in the backward pass, precisions; and resuming from a saved state."""
 
 import pytest
 import torch
@@ -218,7 +218,7 @@ def saved(engine, folder):
 
 
 def resume(found, strategy):
-    """An engine that started with other weights and goes on from a checkpoint, and its family."""
+    """An engine that started with other weights and resumes from a checkpoint, and its family."""
     family = models.family(WIDE.class_name)
     model = models.build(WIDE, device="cpu", dtype=engines.compute_dtype(strategy), seed=1)
     checkpoint.load_weights(found, model)

@@ -52,8 +52,8 @@ def folder(tmp_path):
     """Images a to e in BMP, whose size follows from their sides; d has no caption."""
     for number, name in enumerate("abcde"):
         image = gradient(8, 8).point(lambda value, add=number: value // 2 + 9 * add)
-        save(tmp_path / f"pictures/{name}.bmp", None if name == "d" else f"caption {name}", image)
-    return tmp_path / "pictures"
+        save(tmp_path / f"images/{name}.bmp", None if name == "d" else f"caption {name}", image)
+    return tmp_path / "images"
 
 
 def again(folder):

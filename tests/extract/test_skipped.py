@@ -48,10 +48,10 @@ def test_captions_that_were_cut_are_counted_over_parts_and_reported_wherever_a_s
     """Each caption of an image counts, and one that two images share counts twice."""
     captions = {"a": ["a cat", "x" * 50, "y" * 20], "b": ["x" * 50], "c": ["z" * 15], "d": ["z" * 16]}
     for name, texts in captions.items():
-        save(tmp_path / f"pictures/{name}.png", None)
-        (tmp_path / f"pictures/{name}.json").write_text(json.dumps(texts))
+        save(tmp_path / f"images/{name}.png", None)
+        (tmp_path / f"images/{name}.json").write_text(json.dumps(texts))
     more = with_set(["encoders.text.max_tokens=16", "data.part_size=1"])
-    done = command(tmp_path / "pictures", tmp_path / "f", *more)
+    done = command(tmp_path / "images", tmp_path / "f", *more)
     assert done.returncode == 0, done.stderr
     line = (  # a byte is a token, and one ends a caption
         "4 of 6 captions were cut at 16 tokens by tokenizer, the longest has 51; raise encoders.text.max_tokens to "

@@ -105,12 +105,12 @@ def test_a_killed_worker_is_an_error_and_the_same_call_continues(noise, one_work
 @pytest.mark.timeout(180)
 def test_workers_end_with_the_extraction_that_was_killed(tmp_path):
     """In the middle of a unit that would take them a while: SIGKILL of the parent is theirs too."""
-    (tmp_path / "pictures").mkdir()
+    (tmp_path / "images").mkdir()
     for i in range(200):
-        Image.new("L", (8, 8), i).save(tmp_path / f"pictures/{i}.png")
-        (tmp_path / f"pictures/{i}.txt").write_text(f"a caption of its own, number {i}")
+        Image.new("L", (8, 8), i).save(tmp_path / f"images/{i}.png")
+        (tmp_path / f"images/{i}.txt").write_text(f"a caption of its own, number {i}")
     slow = ["encoders.text.config.num_layers=200", "data.part_size=100", f"data.features={tmp_path}/features"]
-    settings = with_set([f"data.images={tmp_path}/pictures", "data.buckets=[[8, 8]]", *slow])
+    settings = with_set([f"data.images={tmp_path}/images", "data.buckets=[[8, 8]]", *slow])
     command = [BIN / "bigdit", "extract", "--config", DIGITS, "--workers", "2", *settings]
     main = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
 

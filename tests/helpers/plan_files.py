@@ -31,7 +31,7 @@ def made_up(model, batch, strategy, *, gpus_per_node=8, verdict="FITS", expandab
     return PlanFile(
         model=model,
         batch=batch,
-        question=Asked(
+        request=Asked(
             gpu="a40",
             gpus_per_node=gpus_per_node,
             resolution=(height, width),

@@ -20,8 +20,8 @@ from bigdit.search.plan import (
     Estimate,
     Margin,
     Plan,
-    Question,
     Rejected,
+    ResolvedRequest,
     Verdict,
     WaterfallStep,
     WholeRun,
@@ -80,7 +80,7 @@ def made_plan() -> Plan:
         reason="the fewest checkpointed blocks with which a micro-batch of 8 fits; larger ones gain nothing here",
     )
     return Plan(
-        question=Question(
+        request=ResolvedRequest(
             model=model,
             gpu=gpu,
             cluster=Cluster(),
@@ -241,7 +241,7 @@ def unfitting_plan() -> Plan:
     fixes = tuple(choice.model_copy(update=fixing) for choice in plan.front[-2:])
     return plan.model_copy(
         update={
-            "question": plan.question.model_copy(update={"gpu": gpu}),
+            "request": plan.request.model_copy(update={"gpu": gpu}),
             "verdict": "DOES NOT FIT",
             "chosen": chosen,
             "fixes": fixes,
@@ -259,11 +259,11 @@ def sharded_plan(world_size: int = 32) -> Plan:
     plan = made_plan()
     asked = [f"zero2,world_size={world_size},micro_batch_size=8,checkpointed_blocks=12"]
     zero2 = parse_strategy(asked).model_copy(update={"ema": EmaSpec(device="cpu")})
-    question = plan.question.model_copy(
+    request = plan.request.model_copy(
         update={"cluster": Cluster(gpus=world_size), "constraints": Constraints(engine="zero2", ema="cpu")}
     )
     chosen = plan.chosen.model_copy(update={"strategy": zero2, "title": "ZeRO-2, 12 of 20 blocks checkpointed"})
-    changed = {"question": question, "chosen": chosen, "front": (chosen, *plan.front[1:]), "ran": ()}
+    changed = {"request": request, "chosen": chosen, "front": (chosen, *plan.front[1:]), "ran": ()}
     return plan.model_copy(update=changed)
 
 

@@ -1,4 +1,4 @@
-"""Engines over a tiny model, begun anew or from a checkpoint, their step, and how they are saved."""
+"""Engines over a tiny model, new or from a checkpoint, their step, and how they are saved."""
 
 import json
 

@@ -90,15 +90,17 @@ def make_store(
 def streamed(text, index, generator):
     """The text with streams: all layers, of which the mask shows all but one, and 0 to 5 glyphs."""
     more = {
-        "layers": Text(torch.randn(3, 10, generator=generator), seen=2),
+        "layers": Text(torch.randn(3, 10, generator=generator), unmasked=2),
         "glyphs": Text(torch.randn(index % 6, 4, generator=generator)),
     }
-    return replace(text, seen=len(text.states) // 2, streams=more)
+    return replace(text, unmasked=len(text.states) // 2, streams=more)
 
 
 def null_of_streams(text):
     """The same of the empty caption."""
-    return replace(text, seen=1, streams={"layers": Text(torch.full((3, 10), 8.0)), "glyphs": Text(torch.zeros(0, 4))})
+    return replace(
+        text, unmasked=1, streams={"layers": Text(torch.full((3, 10), 8.0)), "glyphs": Text(torch.zeros(0, 4))}
+    )
 
 
 def damages(path):

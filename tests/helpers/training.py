@@ -19,7 +19,7 @@ def run(features, output, *more):
 
 
 def run_to(steps, output, features, *overrides):
-    """Train in this process up to `steps`, going on from what `output` holds; the last checkpoint."""
+    """Train in this process up to `steps`, resuming from what `output` holds; the last checkpoint."""
     settings = [*TINY, *SINGLE, f"data.features={features}", f"output={output}", f"train.steps={steps}", *overrides]
     prepared = prepare_stages(load_stages(DIGITS, settings))
     train(prepared, World(), Stop(prepared[0].stage.run.train.grace, World()))

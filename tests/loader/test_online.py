@@ -146,7 +146,7 @@ def sd3(tmp_path_factory, captioned):
 
 
 def test_weights_are_to_the_bit_those_of_a_cached_run(sd3, tmp_path):
-    """With three text encoders, captions and their choice dropped and drawn alike; and so is a run that goes on."""
+    """With three text encoders, captions and their choice dropped and drawn alike; and so is a run that resumes."""
     path, cached = sd3
     online = trained(path, tmp_path / "online", *ONLINE)
     whole = trained(path, tmp_path / "whole", *ONLINE, "data.caption_dropout=0")

@@ -1,4 +1,4 @@
-"""What is held out: never trained on, the same whatever else there is, and not to be changed on the way."""
+"""Validation samples: never trained on, the same whatever else there is, and not to be changed on the way."""
 
 import numpy as np
 import pytest

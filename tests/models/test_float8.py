@@ -16,8 +16,8 @@ from bigdit.models.float8 import check_gpu, float8_notices
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.profile.attempt import StepRequest, request_for
 from bigdit.profile.gpus import EmulatedGpus
-from bigdit.search.ask import question_for
 from bigdit.search.plan import Constraints
+from bigdit.search.resolve import resolve_request
 from bigdit.strategy import BatchShape, LoraSpec, Strategy
 from bigdit.train.step import train_step
 
@@ -105,7 +105,7 @@ def test_a_gpu_without_fp8_is_a_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A40")
     for ask in (
-        lambda: question_for(model="sana-1600m", gpu="a40", fp8="rowwise"),
+        lambda: resolve_request(model="sana-1600m", gpu="a40", fp8="rowwise"),
         lambda: request_for(catalog.model("sana-1600m"), A40, strategy),
         lambda: check_gpu(strategy, torch.device("cuda")),
     ):
@@ -116,7 +116,7 @@ def test_a_gpu_without_fp8_is_a_line(monkeypatch):
 def test_plans_pin_fp8_alone_and_never_by_themselves():
     assert Constraints().float8 is None
     for recipe in ("tensorwise", "rowwise"):
-        assert question_for(model="sana-1600m", gpu="rtx-4090", fp8=recipe).constraints.float8 == recipe
+        assert resolve_request(model="sana-1600m", gpu="rtx-4090", fp8=recipe).constraints.float8 == recipe
     for asked, problem in (
         ({"fp8": "e4m3"}, "--fp8 is 'e4m3', which is unknown; known: rowwise, tensorwise"),
         ({"fp8": "rowwise", "engine": "zero3"}, "float8 was not tried with DeepSpeed's flat partitions"),
@@ -126,7 +126,7 @@ def test_plans_pin_fp8_alone_and_never_by_themselves():
         ),
     ):
         with pytest.raises(UserError, match=re.escape(problem)):
-            question_for(model="sana-1600m", gpu="h100-sxm", **asked)
+            resolve_request(model="sana-1600m", gpu="h100-sxm", **asked)
 
 
 @pytest.mark.parametrize("given", [("--fp8",), ("--fp8", "--compile"), ("--fp8", "tensorwise")])

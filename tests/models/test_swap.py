@@ -277,7 +277,7 @@ RUNS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", RUNS.values(), ids=RUNS)
 def test_a_run_with_swapped_blocks_is_the_same_run(tmp_path, features, kind):
-    """With validation images, held-out losses, exports of average and weights; and it goes on from a checkpoint."""
+    """With validation images, validation losses, exports of average and weights; and it resumes from a checkpoint."""
     deep = "model.kwargs.num_layers=4"
     spec = model_spec(load_run(DIGITS, [*TINY, *SINGLE, deep]).model)
     models.build(spec, device="cpu", dtype=torch.float32, seed=0).save_pretrained(tmp_path / "base")

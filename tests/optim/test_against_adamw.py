@@ -1,4 +1,4 @@
-"""Optimizers and precisions learn the digits as AdamW in fp32 does, by the loss of what is held out."""
+"""Optimizers and precisions learn the digits as AdamW in fp32 does, by the validation loss."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -83,7 +83,7 @@ def write_start(folder: Path, overrides: list[str]) -> None:
 
 
 def validation_loss(output: Path) -> float:
-    """Of what was held out, after a run's last step."""
+    """Of validation samples, after a run's last step."""
     return float(read_metrics(output / "metrics.jsonl")[-1]["validation_loss"])
 
 

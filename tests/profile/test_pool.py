@@ -77,7 +77,7 @@ def pool() -> Iterator[Pool]:
 
 def ask(pool: Pool, slot: int, what: str, timeout_s: float = 20.0) -> tuple[str, int]:
     """The answer, and the process that gave it."""
-    text, _, pid = pool.ask(slot, "the question", Asked(what=what), timeout_s).decode().partition(" by ")
+    text, _, pid = pool.ask(slot, "the job", Asked(what=what), timeout_s).decode().partition(" by ")
     return text, int(pid)
 
 
@@ -118,13 +118,13 @@ def test_what_questions_have_alike_is_built_once_and_apart_from_others(pool: Poo
         (
             "killed",
             WorkerError,
-            f"^the question ended with status {-signal.SIGKILL} and no result:\n.*\nabout",
+            f"^the job ended with status {-signal.SIGKILL} and no result:\n.*\nabout",
         ),
-        ("bug", WorkerError, "^the question ended with status 3 and no result:(.|\n)*RuntimeError: of ours"),
+        ("bug", WorkerError, "^the job ended with status 3 and no result:(.|\n)*RuntimeError: of ours"),
         ("wrong", UserError, "^this is wrong; and that$"),
         ("cannot be prepared", UserError, "^there is no such library$"),
         ("cannot be built", UserError, "^there is no such model$"),
-        ("builder killed", WorkerError, f"^the question ended with status {-signal.SIGKILL} and no result:"),
+        ("builder killed", WorkerError, f"^the job ended with status {-signal.SIGKILL} and no result:"),
     ],
 )
 def test_what_ends_one_fork_disturbs_no_other_and_the_next_question_has_another(
@@ -156,7 +156,7 @@ def test_a_process_that_is_killed_takes_its_forks_along_and_the_next_question_st
         os.kill(pool.start(), signal.SIGKILL)
         until(lambda: all(map(gone, ended)))
         for each in waiting:
-            with pytest.raises(WorkerError, match=f"^the question ended with status {-signal.SIGKILL} and no result"):
+            with pytest.raises(WorkerError, match=f"^the job ended with status {-signal.SIGKILL} and no result"):
                 each.result()
     assert ask(pool, 1, "two")[0] == "two"
 
@@ -168,7 +168,7 @@ def test_a_process_that_is_killed_is_reported_to_all_that_wait_for_it(pool: Pool
             until(lambda: None not in forks(pool))
             os.kill(pool.start(), signal.SIGKILL)
             for each in waiting:
-                with pytest.raises(WorkerError, match=f"^the question ended with status {-signal.SIGKILL} and"):
+                with pytest.raises(WorkerError, match=f"^the job ended with status {-signal.SIGKILL} and"):
                     each.result()
     assert ask(pool, 1, "two")[0] == "two"
 
@@ -183,7 +183,7 @@ def test_nothing_is_left_when_it_ends(pool: Pool) -> None:
         with pytest.raises(WorkerError):
             asked.result()
     until(lambda: all(map(gone, processes)))
-    with pytest.raises(WorkerError, match="were ended"):  # and none is started anew, by a thread that asks late
+    with pytest.raises(WorkerError, match="were ended"):  # and none is restarted, by a thread that asks late
         ask(pool, 0, "one")
 
 
@@ -192,5 +192,5 @@ def test_a_process_that_ends_before_all_have_asked_is_reported_to_those_that_ask
     with closing(Pool(lambda: (["false"], dict(os.environ)), 8)) as pool, ThreadPoolExecutor(8) as aside:
         for _ in range(100):
             for each in [aside.submit(ask, pool, slot, "one") for slot in range(8)]:
-                with pytest.raises(WorkerError, match=r"^the question ended with status 1 and no"):
+                with pytest.raises(WorkerError, match=r"^the job ended with status 1 and no"):
                     each.result()

@@ -46,9 +46,9 @@ def test_the_script_is_found_from_where_a_plan_is_asked(tmp_path, monkeypatch):
 
 def on(made, strategy, gpus_per_node=8):
     cluster = Cluster(gpus=strategy.world_size, gpus_per_node=gpus_per_node)
-    question = made.question.model_copy(update={"cluster": cluster})
+    request = made.request.model_copy(update={"cluster": cluster})
     chosen = made.chosen.model_copy(update={"strategy": strategy})
-    return made.model_copy(update={"question": question, "chosen": chosen})
+    return made.model_copy(update={"request": request, "chosen": chosen})
 
 
 def fsdp2(world):
@@ -164,7 +164,7 @@ def test_what_cannot_be_trained_here_has_no_command(made):
     plan = online(made)
     assert obstacle(plan) is None
     first = model("wan2.1-i2v-14b-480p")
-    plan = plan.model_copy(update={"question": plan.question.model_copy(update={"model": first})})
+    plan = plan.model_copy(update={"request": plan.request.model_copy(update={"model": first})})
     assert obstacle(plan) == "strategy.features online cannot give the first frame that the model needs"
     assert "nothing to run: strategy.features online cannot give" in plans.shown(plan, Path("plans/x"))
     assert obstacle(made) is None

@@ -34,7 +34,7 @@ def made():
 
 def of_model(plan, model):
     """The plan as if it were of another model."""
-    return plan.model_copy(update={"question": plan.question.model_copy(update={"model": model})})
+    return plan.model_copy(update={"request": plan.request.model_copy(update={"model": model})})
 
 
 def test_the_folder_of_a_plan(made, tmp_path):
@@ -52,12 +52,12 @@ def test_the_folder_of_a_plan(made, tmp_path):
 
 def test_a_kept_plan_is_believed_as_it_was_written_alone(made, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("BIGDIT_CACHE", str(tmp_path))
-    PLANS.keep(("question",), made)
-    assert PLANS.find(("question",)) == made
+    PLANS.keep(("request",), made)
+    assert PLANS.find(("request",)) == made
     (file,) = tmp_path.rglob("*.json")
     whole = file.read_text()
     file.write_text(whole.replace(str(made.chosen.peak_allocated_bytes), "1"))  # a plan still, of other figures
-    assert PLANS.find(("question",)) is None
+    assert PLANS.find(("request",)) is None
     assert capsys.readouterr().err == f"{file} is damaged, and the plan is made again\n"
 
 
@@ -123,7 +123,7 @@ def test_a_run_starts_as_the_recipe_of_its_model_does(made, tmp_path, monkeypatc
 @pytest.mark.parametrize(("name", "scratch"), [("flux.1-dev", True), ("dit-s-8", False)])
 def test_random_weights_are_asked_for_or_all_that_there_is(made, name, scratch):
     plan = of_model(made, model(name)).model_copy(update={"run": None})
-    plan = plan.model_copy(update={"question": plan.question.model_copy(update={"from_scratch": scratch})})
+    plan = plan.model_copy(update={"request": plan.request.model_copy(update={"from_scratch": scratch})})
     run = yaml.safe_load(skeleton(plan))
     assert "init_from" not in run["model"]
     assert (run["train"]["steps"], run["train"]["warmup_steps"], run["strategy"]["optimizer"]["lr"]) == (
@@ -162,7 +162,7 @@ def test_a_model_of_classes_is_run_by_folders_of_classes(made, tmp_path):
     (tmp_path / "run.yaml").write_text(skeleton(plan))
     run = load_run(tmp_path / "run.yaml", ["plan=null"])
     assert (run.data.images[0].label, run.encoders.text) == ("folder", None)
-    assert prepare(run) == plan.question.model.spec
+    assert prepare(run) == plan.request.model.spec
     assert commands(plan, tmp_path)[0].words[:2] == ("bigdit", "extract")
     assert "cannot encode" not in skeleton(plan)
 
@@ -176,8 +176,8 @@ def test_a_model_of_videos_is_run_with_frames_and_their_rate(made, tmp_path, nam
     (tmp_path / "run.yaml").write_text(skeleton(plan))
     run = load_run(tmp_path / "run.yaml", ["plan=null"])
     assert (run.data.buckets[0], run.data.fps) == ((frames, 1024, 1024), fps)
-    assert run.encoders.image.class_name == plan.question.model.vae.class_name
-    assert prepare(run) == plan.question.model.spec
+    assert run.encoders.image.class_name == plan.request.model.vae.class_name
+    assert prepare(run) == plan.request.model.spec
     assert commands(plan, tmp_path)[0].words[:2] == ("bigdit", "extract")
     assert "cannot encode" not in skeleton(plan)
 
@@ -195,7 +195,7 @@ def test_a_model_of_several_texts_is_run_by_its_pipeline(made, tmp_path, name, v
     (tmp_path / "run.yaml").write_text(skeleton(plan))
     run = load_run(tmp_path / "run.yaml", ["plan=null"])
     assert (run.encoders.image.class_name, run.encoders.text.max_tokens) == (vae, tokens)
-    assert prepare(run) == plan.question.model.spec
+    assert prepare(run) == plan.request.model.spec
     assert commands(plan, tmp_path)[0].words[:2] == ("bigdit", "extract")
     assert run.data.part_size == 256
 
@@ -238,7 +238,7 @@ def test_what_is_assumed_of_a_users_model_is_reported_where_its_encoders_are_fil
 
 def test_no_encoders_are_named_that_a_users_model_cannot_take(made, tmp_path):
     """A config.json alone, whose latents and text are none of the catalogue's: what is wanted is said instead."""
-    config = {"_class_name": "SanaTransformer2DModel"} | made.question.model.spec.kwargs
+    config = {"_class_name": "SanaTransformer2DModel"} | made.request.model.spec.kwargs
     file = tmp_path / "odd/config.json"
     file.parent.mkdir()
     file.write_text(json.dumps(config))

@@ -70,15 +70,15 @@ def test_a_number_that_is_not_the_plan_s_is_seen():
 def _of_two(plan: Plan) -> Iterator[float]:
     """What is shown and is not in the JSON: what two of its numbers come to."""
     chosen, ledger, non_torch = plan.chosen, plan.ledger, plan.chosen.non_torch
-    yield plan.question.gpu.usable_bytes  # the GPU's bytes as `usable_mib`
+    yield plan.request.gpu.usable_bytes  # the GPU's bytes as `usable_mib`
     yield chosen.process.high_bytes - non_torch.high_bytes - chosen.peak_reserved_bytes
     yield non_torch.high_bytes - non_torch.low_bytes
     yield chosen.peak_reserved_bytes - ledger.peak_allocated_bytes
     yield abs(chosen.headroom_bytes)
     yield 100 * plan.margin.share
     yield from (100 * nbytes / ledger.peak_allocated_bytes for nbytes in ledger.at_peak.values())
-    if plan.question.cluster.gpus > 1:
-        over_all = chosen.samples_per_second_per_gpu * plan.question.cluster.gpus
+    if plan.request.cluster.gpus > 1:
+        over_all = chosen.samples_per_second_per_gpu * plan.request.cluster.gpus
         yield from (over_all.low, over_all.high)
     yield len(plan.front) - MOST_ROWS  # rows that the terminal leaves to the page
     yield from range(1, 1 + max(len(plan.front), len(plan.fixes)))  # rows, as the page counts them

@@ -180,7 +180,7 @@ def test_bars_are_as_long_as_their_bytes(made, shown):
     process = made.chosen.process.high_bytes
     bars = re.findall(r'<div class="bar".*?</div>', shown, re.DOTALL)
     lengths = [sum(float(part) for part in re.findall(r"width: ([\d.]+)%", bar)) for bar in bars]
-    usable, highest = made.question.gpu.usable_bytes, made.ledger.peak_allocated_bytes
+    usable, highest = made.request.gpu.usable_bytes, made.ledger.peak_allocated_bytes
     wanted = [100 * process / usable, *(100 * phase.peak_bytes / highest for phase in made.ledger.phases)]
     assert lengths == pytest.approx(wanted, abs=0.02)
 
@@ -203,13 +203,13 @@ def test_a_plan_with_little_to_show_has_a_page(made):
 
 
 def test_names_are_text_and_not_markup(made):
-    spec = made.question.model.spec.model_copy(update={"name": "<script>alert(1)</script>&"})
-    model = made.question.model.model_copy(update={"spec": spec})
+    spec = made.request.model.spec.model_copy(update={"name": "<script>alert(1)</script>&"})
+    model = made.request.model.model_copy(update={"spec": spec})
     curves = {f"<i>&{label}": curve for label, curve in made.curves.items()}
     title = "</script><script>alert(1)</script><!--<script>"
     chosen = made.chosen.model_copy(update={"option": title, "title": "<u>", "reason": "a < b & c"})
-    question = made.question.model_copy(update={"model": model})
-    hostile = {"question": question, "chosen": chosen, "front": (chosen, *made.front[1:]), "curves": curves}
+    request = made.request.model_copy(update={"model": model})
+    hostile = {"request": request, "chosen": chosen, "front": (chosen, *made.front[1:]), "curves": curves}
     hostile |= {"ran": (chosen,)}
     outline = Outline(page(made.model_copy(update=hostile), Path("<out>")))
     assert not {"script", "u", "i"} & {tag for tag, attributes in outline.elements if not attributes}

@@ -92,7 +92,7 @@ def test_launches_say_their_source_and_what_they_mean_for_the_step(made):
 def test_the_numbers_are_the_plans(made):
     text = plans.shown(made)
     process = made.chosen.process
-    left = made.question.gpu.usable_bytes - process.high_bytes
+    left = made.request.gpu.usable_bytes - process.high_bytes
     assert f"{process.low_bytes / GIB:.2f}–{gib(process.high_bytes)} of 44.35 GiB usable, {gib(left)} left" in text
     for phase in made.ledger.phases:
         assert gib(phase.peak_bytes) in text
@@ -181,7 +181,7 @@ def test_a_tight_plan_says_so(made):
     ):
         plan = tight(made, usable_bytes)
         needed = words.gibs(process.low_bytes, process.high_bytes)
-        printed = f"TIGHT: needs {needed} of {gib(plan.question.gpu.usable_bytes)} usable: {why}, and the high end is "
+        printed = f"TIGHT: needs {needed} of {gib(plan.request.gpu.usable_bytes)} usable: {why}, and the high end is "
         assert f"{printed}{gib(-plan.chosen.headroom_bytes)} too much" in " ".join(plans.shown(plan).split())
 
 
@@ -192,11 +192,11 @@ def test_what_may_not_fit_is_not_called_the_fastest_that_fits(made):
 
 def tight(plan, usable_bytes):
     """The plan on a GPU of so many bytes, where it is tight."""
-    gpu = plan.question.gpu.model_copy(update={"usable_mib": usable_bytes // MIB})
+    gpu = plan.request.gpu.model_copy(update={"usable_mib": usable_bytes // MIB})
     left = gpu.usable_bytes - plan.chosen.process.high_bytes
     chosen = plan.chosen.model_copy(update={"headroom_bytes": left, "verdict": "TIGHT"})
-    question = plan.question.model_copy(update={"gpu": gpu})
-    return plan.model_copy(update={"chosen": chosen, "question": question, "verdict": "TIGHT"})
+    request = plan.request.model_copy(update={"gpu": gpu})
+    return plan.model_copy(update={"chosen": chosen, "request": request, "verdict": "TIGHT"})
 
 
 @pytest.mark.slow
@@ -207,7 +207,7 @@ def test_a_verdict_has_its_exit_status(made, monkeypatch, capsys, verdict, statu
     reported = reported.model_copy(
         update={"verdict": verdict, "chosen": reported.chosen.model_copy(update={"verdict": verdict})}
     )
-    monkeypatch.setattr("bigdit.search.answer.make_plan", lambda question, progress: reported)
+    monkeypatch.setattr("bigdit.search.answer.make_plan", lambda request, progress: reported)
     with pytest.raises(SystemExit) as ended:
         main(["plan", "--model", "sana-1600m", "--gpu", "a40"])
     assert ended.value.code == status
@@ -217,14 +217,14 @@ def test_a_verdict_has_its_exit_status(made, monkeypatch, capsys, verdict, statu
 @pytest.mark.slow
 @pytest.mark.xdist_group("plan")
 def test_a_host_that_is_too_small_is_in_the_verdict(made):
-    question = made.question.model_copy(update={"host_memory_bytes": 8 * GIB})
-    text = " ".join(plans.shown(made.model_copy(update={"question": question, "verdict": "DOES NOT FIT"})).split())
+    request = made.request.model_copy(update={"host_memory_bytes": 8 * GIB})
+    text = " ".join(plans.shown(made.model_copy(update={"request": request, "verdict": "DOES NOT FIT"})).split())
     needed = f"{gib(made.host.node_bytes)} of CPU memory per machine, of 8.00 GiB (--host-memory)"
     assert f"DOES NOT FIT: needs {needed}; on the GPU it needs " in text
     assert "any size none fits: CPU memory is too small for any micro-batch" in text
     assert "--host-memory" not in plans.shown(made)
-    question = question.model_copy(update={"host_assumed": True})
-    assumed = made.model_copy(update={"question": question})
+    request = request.model_copy(update={"host_assumed": True})
+    assumed = made.model_copy(update={"request": request})
     text = " ".join(plans.shown(assumed).split())
     line = f"CPU memory: {gib(made.host.node_bytes)} needed per machine, more than the 8.00 GiB assumed; set it with "
     assert f" GiB left {line}--host-memory" in text
@@ -237,24 +237,24 @@ def test_a_host_that_is_too_small_is_in_the_verdict(made):
 def test_what_is_reserved_is_in_the_verdict(made):
     """For what, where it is what is reserved of its kind."""
     for gpu, printed in (
-        (made.question.gpu.reserving(512 * MIB), "43.85 GiB usable (0.50 GiB reserved), "),
+        (made.request.gpu.reserving(512 * MIB), "43.85 GiB usable (0.50 GiB reserved), "),
         (catalog.gpu("rtx-a6000").reserving(), "46.89 GiB usable (0.50 GiB reserved for the display), "),
-        (made.question.gpu, "44.35 GiB usable, "),
+        (made.request.gpu, "44.35 GiB usable, "),
     ):
-        question = made.question.model_copy(update={"gpu": gpu})
-        assert f" of {printed}" in " ".join(plans.shown(made.model_copy(update={"question": question})).split())
+        request = made.request.model_copy(update={"gpu": gpu})
+        assert f" of {printed}" in " ".join(plans.shown(made.model_copy(update={"request": request})).split())
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("plan")
 def test_a_lossy_optimizer_that_nobody_asked_for_is_in_the_first_line(made):
     lossy = made.model_copy(update={"chosen": made.chosen.model_copy(update={"lossless": False})})
-    memory = f"with {gib(lossy.question.host_memory_bytes)} of CPU memory (--host-memory)"
+    memory = f"with {gib(lossy.request.host_memory_bytes)} of CPU memory (--host-memory)"
     words = f"FITS with a lossy optimizer: nothing lossless fits {memory}"
     assert f"{words}: needs" in " ".join(plans.shown(lossy).split())
     assert f"{words}</strong>" in page(lossy)
-    pins = made.question.constraints.model_copy(update={"optimizer": "came"})
-    asked = lossy.model_copy(update={"question": made.question.model_copy(update={"constraints": pins})})
+    fixed = made.request.constraints.model_copy(update={"optimizer": "came"})
+    asked = lossy.model_copy(update={"request": made.request.model_copy(update={"constraints": fixed})})
     assert "nothing lossless" not in plans.shown(asked)
     assert "FITS: needs" in plans.shown(made)
 
@@ -287,8 +287,8 @@ def test_encoding_that_takes_longer_than_training_is_remarked_upon(made):
 @pytest.mark.slow
 @pytest.mark.xdist_group("plan")
 def test_videos_are_not_called_images(made):
-    model = made.question.model.model_copy(update={"video": True})
-    plan = made.model_copy(update={"question": made.question.model_copy(update={"model": model})})
+    model = made.request.model.model_copy(update={"video": True})
+    plan = made.model_copy(update={"request": made.request.model_copy(update={"model": model})})
     text = plans.shown(plan)
     assert "videos/s per GPU" in text
     assert "30,000,000 videos × 1 epoch" in text

@@ -47,7 +47,7 @@ def at_sizes(plan, size, blocks):
         "peak_allocated_bytes": int(recommended.peak_allocated_bytes * share),
         "peak_reserved_bytes": reserved,
         "process": taken,
-        "verdict": verdict_of(taken, plan.question.gpu.usable_bytes),
+        "verdict": verdict_of(taken, plan.request.gpu.usable_bytes),
     }
     return recommended.model_copy(update=changes)
 
@@ -322,8 +322,8 @@ def test_another_number_of_gpus_is_another_plans(chromium, plan, tmp_path):
     """What ran for it, on its own machine."""
     other = plans.sharded_plan(8)
     own = other.chosen.model_copy(update={"option": "ZeRO-2 on 8, AdamW"})
-    question = other.question.model_copy(update={"host_memory_bytes": 2 * plan.question.host_memory_bytes})
-    other = other.model_copy(update={"chosen": own, "ran": (own,), "question": question})
+    request = other.request.model_copy(update={"host_memory_bytes": 2 * plan.request.host_memory_bytes})
+    other = other.model_copy(update={"chosen": own, "ran": (own,), "request": request})
     write_plan(plan, tmp_path / "plan", [other])
     written = tmp_path / "plan" / "report.html"
     chromium.get(written.as_uri())
@@ -335,6 +335,6 @@ def test_another_number_of_gpus_is_another_plans(chromium, plan, tmp_path):
     asked = state(chromium)
     assert asked["strategy"] == own.option
     shows(chromium, *shown(chromium, json.loads(other.model_dump_json())))
-    assert f"of {gib(question.host_memory_bytes)} per machine" in texts(chromium, "#whatif-facts dd")
+    assert f"of {gib(request.host_memory_bytes)} per machine" in texts(chromium, "#whatif-facts dd")
     assert json.loads((written.parent / "plan.json").read_text()) == json.loads(plan.model_dump_json()) | {"fits": True}
     assert written.stat().st_size < 1_000_000

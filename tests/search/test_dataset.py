@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from bigdit import catalog
 from bigdit.memory import Block, Span, Timeline
 from bigdit.profile.gpus import EmulatedGpus
-from bigdit.search.ask import question_for
 from bigdit.search.dataset import EncoderBytes, EncodersNeed, _room_notes, dataset_need, encoding_requests
 from bigdit.search.plan import LIBRARIES_BYTES, host_need
+from bigdit.search.resolve import resolve_request
 from bigdit.sources.protocol import Caption
 from bigdit.speed.seconds import Cluster
 from bigdit.store.part import EncodedRange, write_part
@@ -22,9 +22,9 @@ from bigdit.units import GIB, KIB, MIB, on_disk
 
 
 def need(name, encoding=(), **options):
-    question = question_for(name, "a100-80g-sxm", **options)
-    batch = catalog.batch_shape(question.model, question.resolution, question.frames)
-    return dataset_need(question, batch, dict(encoding))
+    request = resolve_request(name, "a100-80g-sxm", **options)
+    batch = catalog.batch_shape(request.model, request.resolution, request.frames)
+    return dataset_need(request, batch, dict(encoding))
 
 
 def test_a_real_store_takes_as_many_bytes(tmp_path):
@@ -142,10 +142,10 @@ def test_without_images_there_is_no_data_set():
 
 
 def test_unknown_encoders_have_no_time():
-    question = question_for("flux.2-klein-9b", "a100-80g-sxm", images=10)
-    batch = catalog.batch_shape(question.model)
-    assert encoding_requests(question) == {}
-    found = dataset_need(question, batch, {})
+    request = resolve_request("flux.2-klein-9b", "a100-80g-sxm", images=10)
+    batch = catalog.batch_shape(request.model)
+    assert encoding_requests(request) == {}
+    found = dataset_need(request, batch, {})
     assert found.extraction_seconds is None
     assert (
         "how long extraction takes is not known: the catalogue has not all encoders of flux.2-klein-9b" in found.notes
@@ -154,21 +154,21 @@ def test_unknown_encoders_have_no_time():
 
 def test_an_old_gpu_encodes_in_what_it_computes():
     for gpu, precision in (("v100-32g-sxm2", "fp16"), ("a40", "bf16")):
-        question = question_for("pixart-sigma-xl-2-512", gpu, images=10)
-        requests = encoding_requests(question)
+        request = resolve_request("pixart-sigma-xl-2-512", gpu, images=10)
+        requests = encoding_requests(request)
         assert {each.strategy.precision for each in requests.values()} == {precision}
         assert {each.part for each in requests.values()} == {"encoders"}
 
 
 def test_extraction_takes_the_encoders_alone():
     """The VAE of DiT: 16 images a pass, between its arithmetic at the GPU's rate and a hundred times that."""
-    question = question_for("dit-s-8", "a100-80g-sxm", images=1_000_000)
-    with EmulatedGpus(question.gpu, 1) as emulated:
-        encoding = {size: emulated.attempt(each) for size, each in encoding_requests(question).items()}
+    request = resolve_request("dit-s-8", "a100-80g-sxm", images=1_000_000)
+    with EmulatedGpus(request.gpu, 1) as emulated:
+        encoding = {size: emulated.attempt(each) for size, each in encoding_requests(request).items()}
     timeline = encoding[16].work
     (encode,) = [span for span, each in enumerate(timeline.spans) if each.phase == "images"]
     flops = sum(each.flops for each in timeline.operators if each.span == encode)
-    fastest = flops / 16 / (question.gpu.tflops.fp32 * 1e12)
+    fastest = flops / 16 / (request.gpu.tflops.fp32 * 1e12)
     one, many = (need("dit-s-8", encoding, images=1_000_000, gpus=gpus).extraction_seconds for gpus in (1, 8))
     assert 1e6 * fastest < one.low < one.high < 1e8 * fastest
     assert many.low == pytest.approx(one.low / 8)
@@ -177,7 +177,7 @@ def test_extraction_takes_the_encoders_alone():
 
 def test_a_plan_says_where_encoders_have_no_room_together():
     """By made-up needs: the attempts that give them are those of extraction, tested with it."""
-    question = question_for("flux.1-dev", "rtx-3060-12g", images=1000)
+    request = resolve_request("flux.1-dev", "rtx-3060-12g", images=1000)
     images = EncoderBytes(GIB, GIB, GIB)
     for gibs, printed in (
         (7, []),
@@ -196,7 +196,7 @@ def test_a_plan_says_where_encoders_have_no_room_together():
             ],
         ),
     ):
-        assert _room_notes(EncodersNeed(images, EncoderBytes(gibs * GIB, GIB / 2, 0)), question) == printed
+        assert _room_notes(EncodersNeed(images, EncoderBytes(gibs * GIB, GIB / 2, 0)), request) == printed
 
 
 @given(st.floats(1, 1e18))

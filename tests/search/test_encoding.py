@@ -16,7 +16,7 @@ def run(model, buckets=((128, 128), (256, 256)), image=None, **encoders):
     return parse_run(
         {
             "model": model,
-            "data": {"images": "pictures", "features": "features", "buckets": buckets},
+            "data": {"images": "images", "features": "features", "buckets": buckets},
             "encoders": {"image": image or vae, "text": {"pipeline": "pipeline", "dtype": "bf16"}, **encoders},
             "strategy": {"micro_batch_size": 1},
             "train": {"steps": 1},

@@ -1,16 +1,16 @@
-"""Questions of a run's stages: what its YAML says is fixed, what it leaves out is asked, and errors name its keys."""
+"""Requests of a run's stages: what its YAML says is fixed, what it leaves out is asked, and errors name its keys."""
 
 import pytest
 import yaml
 from commands import ROOT
 
 from bigdit.errors import UserError
-from bigdit.search.of_run import overruled, questions_of
+from bigdit.search.of_run import overruled, requests_of
 from bigdit.strategy import SegmentSpec
 
 PIXART = {
     "model": {"name": "pixart-sigma-xl-2-1024"},
-    "data": {"images": "pictures", "features": "features", "buckets": [[1024, 1024]]},
+    "data": {"images": "images", "features": "features", "buckets": [[1024, 1024]]},
     "encoders": {"image": {"name": "vae", "class_name": "AutoencoderKL", "path": "vae"}, "text": {"pipeline": "here"}},
     "strategy": {"global_batch_size": 32, "precision": "bf16"},
     "train": {},
@@ -27,7 +27,7 @@ def written(folder, *stages, **sections):
 
 
 def asked(path, *overrides, **options):
-    return questions_of(path, overrides, {"gpu": "rtx-4090", **options})
+    return requests_of(path, overrides, {"gpu": "rtx-4090", **options})
 
 
 def problems(path, *overrides, **options):
@@ -67,7 +67,7 @@ def test_what_validation_holds_out_is_encoded_and_not_trained_on(tmp_path):
     assert problems(path, images=2000) == ["validation.samples is 2000, and --images 2000 leaves none to train on"]
 
 
-def test_a_run_without_stages_is_one_question(tmp_path):
+def test_a_run_without_stages_is_one_request(tmp_path):
     strategy = {"lora": {"rank": 4}, "ema": {"device": "cpu"}, "optimizer": {"name": "came"}}
     (only,) = asked(written(tmp_path, train={"steps": 9}, strategy=strategy))
     assert (only.constraints.lora_rank, only.constraints.ema, only.constraints.full, only.constraints.optimizer) == (

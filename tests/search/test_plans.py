@@ -19,7 +19,7 @@ from bigdit.search.answer import make_plan
 from bigdit.search.calibration import Calibration
 from bigdit.search.explore import explore, hopeful
 from bigdit.search.option import Option
-from bigdit.search.plan import Constraints, Question, node_bytes
+from bigdit.search.plan import Constraints, ResolvedRequest, node_bytes
 from bigdit.search.planner import Planner
 from bigdit.search.space import proposals
 from bigdit.units import GIB, MIB, gib
@@ -30,8 +30,10 @@ ONLY = Constraints(engine="single", optimizer="adamw", checkpointed_blocks=0)
 SMALLER = A40.model_copy(update={"usable_mib": 12 * GIB // MIB})
 
 
-def question(**changes: object) -> Question:
-    return Question(model=SMALL, gpu=SMALLER, resolution=(1024, 1024), constraints=ONLY).model_copy(update=changes)
+def resolved(**changes: object) -> ResolvedRequest:
+    return ResolvedRequest(model=SMALL, gpu=SMALLER, resolution=(1024, 1024), constraints=ONLY).model_copy(
+        update=changes
+    )
 
 
 def pinned(pins: Constraints, **changes: object) -> Constraints:
@@ -55,7 +57,7 @@ def test_the_largest_is_found_from_any_guess() -> None:
 
 @pytest.mark.slow
 def test_a_plan_ran_and_so_did_its_alternatives_and_its_limit_and_one_more_did_not() -> None:
-    asked = question()
+    asked = resolved()
     plan = make_plan(asked)
     (limit,) = plan.buckets
     assert plan.verdict == "FITS"
@@ -68,9 +70,9 @@ def test_a_plan_ran_and_so_did_its_alternatives_and_its_limit_and_one_more_did_n
         planner = Planner(asked, emulated, Calibration())
         room = planner.capacity(plan.chosen.strategy)
         sizes = [plan.chosen.strategy.with_micro_batch_size(limit.none + more) for more in (0, 1)]
-        runs = emulated.attempts([(planner.request(each), room) for each in sizes])
+        runs = emulated.attempts([(planner.step_request(each), room) for each in sizes])
     assert [isinstance(run, Attempt) and run.fits for run in runs] == [True, False]
-    fits, more = (make_plan(question(constraints=pinned(ONLY, micro_batch_size=limit.none + more))) for more in (0, 1))
+    fits, more = (make_plan(resolved(constraints=pinned(ONLY, micro_batch_size=limit.none + more))) for more in (0, 1))
     assert (fits.verdict, fits.buckets) == ("FITS", plan.buckets)
     assert more.verdict != "FITS"
     assert more.buckets == plan.buckets  # of what does not fit they ran as well
@@ -100,23 +102,23 @@ def test_the_verdict_without_a_limit_is_that_within_it() -> None:
 @pytest.mark.slow
 def test_of_images_turned_by_a_quarter_as_many_fit_and_one_more_does_not() -> None:
     """Which the plan has from as many that ran alike, and not from one more that did not."""
-    plan = make_plan(question(resolution=(512, 1024), buckets=((1024, 512),)))
+    plan = make_plan(resolved(resolution=(512, 1024), buckets=((1024, 512),)))
     one, turned = plan.buckets
     assert one.none == turned.none
     assert turned.none is not None
     assert (one.full is None, turned.full) == (False, None)  # near the planned size
     with EmulatedGpus(SMALLER) as emulated:
-        planner = Planner(question(resolution=(1024, 512)), emulated, Calibration())
+        planner = Planner(resolved(resolution=(1024, 512)), emulated, Calibration())
         sizes = [plan.chosen.strategy.with_micro_batch_size(turned.none + more) for more in (0, 1)]
         room = planner.capacity(plan.chosen.strategy)
-        runs = emulated.attempts([(planner.request(each), room) for each in sizes])
+        runs = emulated.attempts([(planner.step_request(each), room) for each in sizes])
     assert [isinstance(run, Attempt) and run.fits for run in runs] == [True, False]
 
 
 @pytest.mark.slow
 def test_the_way_from_the_copied_setting_runs_where_the_gpu_is_too_small_for_it() -> None:
     small = A40.model_copy(update={"usable_mib": 8 * GIB // MIB})
-    plan = make_plan(question(gpu=small, constraints=pinned(ONLY, micro_batch_size=2), explain=True))
+    plan = make_plan(resolved(gpu=small, constraints=pinned(ONLY, micro_batch_size=2), explain=True))
     first, *_, last = plan.waterfall
     assert first.process_bytes > small.usable_bytes
     assert first.verdict == "DOES NOT FIT"
@@ -127,7 +129,7 @@ def test_the_way_from_the_copied_setting_runs_where_the_gpu_is_too_small_for_it(
 
 @pytest.mark.slow
 def test_curves_run_beyond_a_global_batch_and_nothing_else_does() -> None:
-    plan = make_plan(question(gpu=A40, global_batch_size=4))
+    plan = make_plan(resolved(gpu=A40, global_batch_size=4))
     assert plan.verdict == "FITS"
     assert max(size for curve in plan.curves.values() for size in curve) > 4
     assert {each.micro_batch_size for each in plan.ran} <= {1, 2, 4}
@@ -137,7 +139,7 @@ def test_curves_run_beyond_a_global_batch_and_nothing_else_does() -> None:
 def test_a_plan_of_which_a_step_could_not_be_run_says_so_and_is_made_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    asked = question(gpu=A40, constraints=pinned(ONLY, micro_batch_size=2))
+    asked = resolved(gpu=A40, constraints=pinned(ONLY, micro_batch_size=2))
     ends = tmp_path / "python"
     ends.write_text(f'#!/bin/sh\ncase "$*" in *bigdit.profile*) exit 7;; esac\nexec {cuda_python()} "$@"\n')
     ends.chmod(0o755)
@@ -153,7 +155,7 @@ def test_a_plan_of_which_a_step_could_not_be_run_says_so_and_is_made_again(
 
 @pytest.mark.slow
 def test_no_micro_batch_is_looked_for_where_the_host_is_short() -> None:
-    plan = make_plan(question(gpu=A40, host_memory_bytes=MIB))
+    plan = make_plan(resolved(gpu=A40, host_memory_bytes=MIB))
     assert (plan.verdict, plan.short_of_host, plan.buckets, plan.curves) == ("DOES NOT FIT", True, (), {})
 
 
@@ -161,11 +163,11 @@ def test_no_micro_batch_is_looked_for_where_the_host_is_short() -> None:
 @pytest.mark.parametrize("engine", ["single", "fsdp2-offload"])
 def test_a_machine_that_is_only_assumed_is_a_line_and_no_verdict(engine: Literal["single", "fsdp2-offload"]) -> None:
     """Nor a reason not to look at an engine, where nothing takes less."""
-    asked = question(
+    asked = resolved(
         gpu=A40, constraints=pinned(ONLY, engine=engine, full=True), host_memory_bytes=GIB, host_assumed=True
     )
     plan = make_plan(asked)
-    assert (plan.verdict, plan.question, plan.chosen.verdict) == ("FITS", asked, "FITS")
+    assert (plan.verdict, plan.request, plan.chosen.verdict) == ("FITS", asked, "FITS")
     assert plan.buckets[0].none is not None
     assert plan.buckets[0].none >= plan.chosen.strategy.micro_batch_size
     assert {each.verdict for each in plan.ran} >= {"FITS"}
@@ -175,20 +177,20 @@ def test_a_machine_that_is_only_assumed_is_a_line_and_no_verdict(engine: Literal
 
 @pytest.mark.slow
 def test_an_engine_whose_state_its_machine_does_not_hold_is_not_looked_at() -> None:
-    """And of one that goes on with another optimizer, the one that the machine does not hold is named."""
-    asked = question(gpu=A40, constraints=pinned(ONLY, engine="fsdp2-offload"), host_memory_bytes=5 * GIB)
+    """And of one that resumes with another optimizer, the one that the machine does not hold is named."""
+    asked = resolved(gpu=A40, constraints=pinned(ONLY, engine="fsdp2-offload"), host_memory_bytes=5 * GIB)
     least = node_bytes(12 * (asked.model.params or 0), asked.cluster)
     asked = asked.model_copy(update={"host_memory_bytes": least + MIB})
     engines, _ = proposals(asked)
-    either = question(gpu=A40, constraints=Constraints(engine="single"), host_memory_bytes=MIB)
+    either = resolved(gpu=A40, constraints=Constraints(engine="single"), host_memory_bytes=MIB)
     both = [each for each in proposals(either)[0] if not each.last_resort]
     with EmulatedGpus(A40) as emulated:
 
-        def judged(of: Question, group: list[Option]) -> tuple[list[Option], list[Option], list[str]]:
+        def judged(of: ResolvedRequest, group: list[Option]) -> tuple[list[Option], list[Option], list[str]]:
             planner = Planner(of, emulated, Calibration())
             return *hopeful(planner, group), [each.choice for each in planner.rejected]
 
-        def state_bytes(of: Question, group: list[Option]) -> float:
+        def state_bytes(of: ResolvedRequest, group: list[Option]) -> float:
             """Of a machine, by the reason that an engine is rejected for."""
             planner = Planner(of, emulated, Calibration())
             hopeful(planner, group)
@@ -216,7 +218,7 @@ def test_what_is_predicted_is_near_what_runs(gpus: int, record_property) -> None
     """Reserved bytes at sizes between those that ran, and beyond; the host's bytes; a step's work."""
     from bigdit.speed.seconds import Cluster
 
-    asked = question(
+    asked = resolved(
         gpu=A40, constraints=Constraints(engine="single" if gpus == 1 else "fsdp2"), cluster=Cluster(gpus=gpus)
     )
     proposed = [each for each in proposals(asked)[0] if not each.last_resort]
@@ -229,7 +231,7 @@ def test_what_is_predicted_is_near_what_runs(gpus: int, record_property) -> None
                 strategy = option.strategy.settled(
                     micro_batch_size=size, grad_accum_steps=1, checkpointed_blocks=blocks
                 )
-                ran = emulated.attempt(planner.request(strategy))
+                ran = emulated.attempt(planner.step_request(strategy))
                 off.append(option.reserved(size, blocks) / ran.peak_reserved_bytes - 1)
     assert rejected == []
     assert max(map(abs, off)) < 0.2

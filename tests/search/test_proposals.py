@@ -16,7 +16,7 @@ from bigdit.memory.process import ByteRange
 from bigdit.profile.gpus import LARGEST_MICRO_BATCH, EmulatedGpus
 from bigdit.search.calibration import UNPROVED, Calibration
 from bigdit.search.option import Option, quarters
-from bigdit.search.plan import Constraints, Estimate, Question, lossy_by, process, safe_bytes, verdict_of
+from bigdit.search.plan import Constraints, Estimate, ResolvedRequest, lossy_by, process, safe_bytes, verdict_of
 from bigdit.search.planner import Planner
 from bigdit.search.rows import faster_or_slower
 from bigdit.search.space import proposals
@@ -27,26 +27,26 @@ from bigdit.units import MIB
 A40 = catalog.gpu("a40")
 
 
-def question(model: str | CatalogModel = "sana-1600m", gpu: str = "a40", **changes: object) -> Question:
+def resolved(model: str | CatalogModel = "sana-1600m", gpu: str = "a40", **changes: object) -> ResolvedRequest:
     found = catalog.model(model) if isinstance(model, str) else model
-    return Question(model=found, gpu=catalog.gpu(gpu), resolution=(1024, 1024)).model_copy(update=changes)
+    return ResolvedRequest(model=found, gpu=catalog.gpu(gpu), resolution=(1024, 1024)).model_copy(update=changes)
 
 
-def asking(asked: Question) -> Planner:
+def planner_for(asked: ResolvedRequest) -> Planner:
     """Of emulated GPUs that nobody asks."""
     return Planner(asked, cast(EmulatedGpus, None), Calibration())
 
 
-def titles(asked: Question) -> list[str]:
+def titles(asked: ResolvedRequest) -> list[str]:
     return [option.title for option in proposals(asked)[0]]
 
 
-def reasons(asked: Question) -> dict[str, str]:
+def reasons(asked: ResolvedRequest) -> dict[str, str]:
     return {rejected.choice: rejected.reason for rejected in proposals(asked)[1]}
 
 
 def test_one_gpu_is_not_sharded_and_offload_is_a_last_resort() -> None:
-    found, _ = proposals(question())
+    found, _ = proposals(resolved())
     assert {option.strategy.engine for option in found if not option.last_resort} == {"single"}
     (stepped,) = (option.title for option in found if option.last_resort == 3)
     assert stepped == "single GPU, Adafactor, bf16 without masters, stepped in the backward pass"
@@ -56,22 +56,22 @@ def test_one_gpu_is_not_sharded_and_offload_is_a_last_resort() -> None:
     }
     assert (
         "on one GPU they only add buffers"
-        in reasons(question())["ZeRO-1, ZeRO-2, ZeRO-3 and FSDP2 on one GPU, without CPU offload"]
+        in reasons(resolved())["ZeRO-1, ZeRO-2, ZeRO-3 and FSDP2 on one GPU, without CPU offload"]
     )
 
 
 def test_engines_of_several_gpus_depend_on_accumulation_and_machines() -> None:
-    eight = question(cluster=Cluster(gpus=8))
+    eight = resolved(cluster=Cluster(gpus=8))
     assert titles(eight)[0] == "ZeRO-2 on 8, AdamW"
     assert "ZeRO-1" in reasons(eight)
-    accumulated = question(cluster=Cluster(gpus=8), global_batch_size=256)
+    accumulated = resolved(cluster=Cluster(gpus=8), global_batch_size=256)
     assert titles(accumulated)[0] == "ZeRO-1 on 8, AdamW"
     assert "ZeRO-2" in reasons(accumulated)
-    assert "HSDP 4 × 8, AdamW" in titles(question(cluster=Cluster(gpus=32)))
+    assert "HSDP 4 × 8, AdamW" in titles(resolved(cluster=Cluster(gpus=32)))
 
 
 def test_bases_come_first_and_what_varies_them_names_them() -> None:
-    found, _ = proposals(question())
+    found, _ = proposals(resolved())
     for at, option in enumerate(found):
         assert option.base is None or option.base in found[:at]
         in_backward = option.strategy.optimizer_in_backward
@@ -79,28 +79,28 @@ def test_bases_come_first_and_what_varies_them_names_them() -> None:
 
 
 def test_over_several_gpus_what_is_lossy_is_a_last_resort() -> None:
-    found, _ = proposals(question(cluster=Cluster(gpus=8)))
+    found, _ = proposals(resolved(cluster=Cluster(gpus=8)))
     assert {each.lossless for each in found} == {True, False}
     assert all((each.last_resort, each.base) == (3, None) for each in found if not each.lossless)
 
 
 def test_deepspeed_s_buckets_hold_a_block_and_not_half_a_billion() -> None:
     for name in ("sana-600m", "sana-1600m", "flux.1-dev"):
-        found, _ = proposals(question(name, cluster=Cluster(gpus=8)))
+        found, _ = proposals(resolved(name, cluster=Cluster(gpus=8)))
         zero = found[0].strategy.ds_config["zero_optimization"]
         assert 5_000_000 <= zero["reduce_bucket_size"] <= 50_000_000
         assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"]
 
 
 def test_a_gpu_without_bf16_trains_in_fp16() -> None:
-    found, _ = proposals(question("pixart-sigma-xl-2-1024", "v100-32g-sxm2", cluster=Cluster(gpus=32)))
+    found, _ = proposals(resolved("pixart-sigma-xl-2-1024", "v100-32g-sxm2", cluster=Cluster(gpus=32)))
     assert {option.strategy.precision for option in found} == {"fp16"}
-    assert "does not compute it" in reasons(question(gpu="v100-32g-sxm2"))["bf16"]
+    assert "does not compute it" in reasons(resolved(gpu="v100-32g-sxm2"))["bf16"]
 
 
 def test_pins_are_kept() -> None:
     pins = Constraints(engine="fsdp2", optimizer="came", precision="bf16_sr", ema="cpu")
-    (found,), _ = proposals(question(constraints=pins, cluster=Cluster(gpus=8)))
+    (found,), _ = proposals(resolved(constraints=pins, cluster=Cluster(gpus=8)))
     strategy = found.strategy
     assert (strategy.engine, strategy.optimizer.name, strategy.precision) == ("fsdp2", "came", "bf16_sr")
     assert strategy.ema is not None
@@ -112,24 +112,24 @@ def test_an_ema_is_placed_where_it_was_asked_for() -> None:
     places = {
         ema: {option.strategy.ema and option.strategy.ema.device for option in proposals(asked)[0]}
         for ema in ("none", "auto", "gpu", "cpu")
-        for asked in [question(constraints=Constraints.model_validate({"ema": ema}))]
+        for asked in [resolved(constraints=Constraints.model_validate({"ema": ema}))]
     }
     assert places == {"none": {None}, "auto": {"gpu", "cpu"}, "gpu": {"gpu"}, "cpu": {"cpu"}}
 
 
 def test_as_many_emas_are_proposed_as_were_asked_for() -> None:
-    asked = question(constraints=Constraints(ema="auto", ema_widths=(0.05, 0.1)))
+    asked = resolved(constraints=Constraints(ema="auto", ema_widths=(0.05, 0.1)))
     assert {each.strategy.ema and each.strategy.ema.widths for each in proposals(asked)[0]} == {(0.05, 0.1)}
     assert "single GPU, AdamW, 2 EMAs in CPU memory" in titles(asked)
 
 
 def test_adapters_are_proposed_over_every_base_that_the_engine_takes() -> None:
-    one, several = (question(constraints=Constraints(lora_rank=16), cluster=Cluster(gpus=gpus)) for gpus in (1, 8))
+    one, several = (resolved(constraints=Constraints(lora_rank=16), cluster=Cluster(gpus=gpus)) for gpus in (1, 8))
     assert [title for title in titles(one) if title.startswith("single GPU") and "CPU memory" not in title] == [
         f"single GPU, AdamW, LoRA 16 over {base}" for base in ("bf16", "int8", "nf4")
     ]
     for base in get_args(LoraBase):
-        pinned = titles(question(constraints=Constraints(lora_rank=16, lora_base=base)))
+        pinned = titles(resolved(constraints=Constraints(lora_rank=16, lora_base=base)))
         assert {title.rpartition(" over ")[2].partition(",")[0] for title in pinned} == {base}
     assert "FSDP2 on 8, AdamW, LoRA 16 over int8" in titles(several)
     assert not any("nf4" in title for title in titles(several))
@@ -151,15 +151,15 @@ def test_what_of_a_strategy_is_lossy_is_named(changes: dict[str, Any], words: li
 
 
 def test_what_cannot_hold_weights_and_gradients_is_not_run() -> None:
-    found, _ = proposals(question("flux.1-dev", "rtx-4090"))
+    found, _ = proposals(resolved("flux.1-dev", "rtx-4090"))
     assert {each.strategy.engine for each in found if each.last_resort < 3} == {"deepspeed", "fsdp2"}
-    assert reasons(question("flux.1-dev", "rtx-4090"))["single GPU, all weights on the GPU"] == (
+    assert reasons(resolved("flux.1-dev", "rtx-4090"))["single GPU, all weights on the GPU"] == (
         "weights and gradients alone take 44.34 GiB of the GPU's 23.60 GiB"
     )
 
 
 def test_a_settled_strategy_says_the_same_in_deepspeed_s_document() -> None:
-    found, _ = proposals(question(cluster=Cluster(gpus=8)))
+    found, _ = proposals(resolved(cluster=Cluster(gpus=8)))
     strategy = found[0].strategy.settled(micro_batch_size=6, grad_accum_steps=3, checkpointed_blocks=4)
     assert Strategy.model_validate(strategy.model_dump()) == strategy
     assert strategy.ds_document["train_micro_batch_size_per_gpu"] == 6
@@ -168,21 +168,21 @@ def test_a_settled_strategy_says_the_same_in_deepspeed_s_document() -> None:
 
 @given(st.integers(1, 64), st.integers(1, 64))
 def test_micro_batches_divide_a_gpu_s_share_of_the_global_batch(gpus: int, share: int) -> None:
-    asked = question(cluster=Cluster(gpus=gpus), global_batch_size=gpus * share)
+    asked = resolved(cluster=Cluster(gpus=gpus), global_batch_size=gpus * share)
     strategy = Strategy(engine="fsdp2", world_size=gpus)
-    sizes = list(asking(asked).micro_batch_sizes(strategy))
+    sizes = list(planner_for(asked).micro_batch_sizes(strategy))
     assert sizes == [size for size in range(1, share + 1) if share % size == 0]
-    assert all(size * asking(asked).accumulation(size, strategy) * gpus == gpus * share for size in sizes)
+    assert all(size * planner_for(asked).accumulation(size, strategy) * gpus == gpus * share for size in sizes)
 
 
 def test_what_steps_in_the_backward_pass_takes_its_share_at_once() -> None:
     strategy = Strategy(optimizer_in_backward=True, gradient_clipping=None)
-    assert list(asking(question(global_batch_size=12)).micro_batch_sizes(strategy)) == [12]
-    assert list(asking(question()).micro_batch_sizes(strategy))[:3] == [1, 2, 3]
+    assert list(planner_for(resolved(global_batch_size=12)).micro_batch_sizes(strategy)) == [12]
+    assert list(planner_for(resolved()).micro_batch_sizes(strategy))[:3] == [1, 2, 3]
 
 
 def test_without_a_global_batch_every_small_size_is_tried_and_large_ones_in_steps() -> None:
-    sizes = list(asking(question()).micro_batch_sizes(Strategy()))
+    sizes = list(planner_for(resolved()).micro_batch_sizes(Strategy()))
     assert sizes[:32] == list(range(1, 33))
     assert sizes[-1] <= LARGEST_MICRO_BATCH
     assert all(after / before < 1.1 for before, after in itertools.pairwise(sizes[31:]))
@@ -279,7 +279,7 @@ def weighed(title: str, nbytes: int, low: float, high: float, optimizer: str = "
 
 def test_room_comes_before_speed_that_cannot_be_reported_apart() -> None:
     def preferred(estimates: list[Estimate], **resorts: Any) -> list[Estimate]:
-        planner = asking(question())
+        planner = planner_for(resolved())
         for each in estimates:
             planner.options[each.option] = Option(each.option, each.strategy, None, resorts.get(each.option, 0))
         return planner.preferred(estimates)

@@ -15,8 +15,8 @@ from bigdit.profile.attempt import StepRequest
 from bigdit.profile.gpus import EmulatedGpus
 from bigdit.receipt import Receipt
 from bigdit.search import calibration as receipts
-from bigdit.search.ask import question_for
 from bigdit.search.calibration import UNPROVED, Calibration, check, own_receipts
+from bigdit.search.resolve import resolve_request
 from bigdit.speed.seconds import Cluster
 from bigdit.speed.step import step_time
 from bigdit.speed.work import work_of
@@ -114,12 +114,12 @@ def test_an_emulated_gpu_s_receipt_teaches_nothing_of_the_real_one(gpus, tmp_pat
     )
     for number, each in enumerate([mine, *emulated]):
         receipt.write(each, tmp_path / f"{number}.json")
-    question = question_for("dit-s-2-paper", "a100-80g-sxm", receipts=tmp_path)
-    assert own_receipts(question.gpu, question.receipts) == (
+    request = resolve_request("dit-s-2-paper", "a100-80g-sxm", receipts=tmp_path)
+    assert own_receipts(request.gpu, request.receipts) == (
         [mine],
         ["2 receipts left out, made on emulated GPUs: plans learn from real ones alone"],
     )
-    other = question_for("dit-s-2-paper", "a40", receipts=tmp_path)
+    other = resolve_request("dit-s-2-paper", "a40", receipts=tmp_path)
     assert own_receipts(other.gpu, other.receipts) == ([], [])
 
 

@@ -6,7 +6,7 @@ import pytest
 from gpus import A40, SMALL
 
 from bigdit.search.answer import make_plan
-from bigdit.search.plan import Constraints, Question
+from bigdit.search.plan import Constraints, ResolvedRequest
 from bigdit.search.rows import MOST_ROWS
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -15,7 +15,9 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 @pytest.mark.slow
 def test_lossless_alternatives_come_first_and_are_not_driven_out_by_lossy_ones() -> None:
     gpu = A40.model_copy(update={"usable_mib": 6 * 1024})
-    plan = make_plan(Question(model=SMALL, gpu=gpu, resolution=(1024, 1024), constraints=Constraints(engine="single")))
+    plan = make_plan(
+        ResolvedRequest(model=SMALL, gpu=gpu, resolution=(1024, 1024), constraints=Constraints(engine="single"))
+    )
     assert plan.chosen.lossless
     assert len(plan.front) <= MOST_ROWS + 1
     own, others = ([row for row in plan.front if row.lossless == wanted] for wanted in (True, False))

@@ -12,7 +12,7 @@ from bigdit.profile.gpus import EmulatedGpus
 from bigdit.report.page import page
 from bigdit.search.answer import make_plan
 from bigdit.search.calibration import Calibration
-from bigdit.search.plan import Constraints, Estimate, Plan, Question, record
+from bigdit.search.plan import Constraints, Estimate, Plan, ResolvedRequest, record
 from bigdit.search.planner import Planner, rate
 from bigdit.search.solve import search
 from bigdit.search.space import proposals
@@ -26,9 +26,9 @@ ADAPTERS = Constraints(engine="single", lora_rank=16)
 WHOLE = Constraints(engine="single", full=True)
 
 
-def question(model: CatalogModel, mib: int, pins: Constraints, **changes: object) -> Question:
+def resolved(model: CatalogModel, mib: int, pins: Constraints, **changes: object) -> ResolvedRequest:
     gpu = catalog.gpu("rtx-4090").model_copy(update={"usable_mib": mib})
-    return Question(model=model, gpu=gpu, resolution=(512, 512), constraints=pins).model_copy(update=changes)
+    return ResolvedRequest(model=model, gpu=gpu, resolution=(512, 512), constraints=pins).model_copy(update=changes)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,7 +39,7 @@ def _cache(own_cache: None) -> None:
 @pytest.fixture(scope="module")
 def free() -> Plan:
     """Adapters of a short Flux, whose frozen weights are more than the GPU has."""
-    return make_plan(question(SHORT, 3400, ADAPTERS))
+    return make_plan(resolved(SHORT, 3400, ADAPTERS))
 
 
 @pytest.mark.slow
@@ -58,7 +58,7 @@ def test_a_quantised_base_is_recommended_where_a_lossless_one_is_much_slower(fre
 @pytest.fixture(scope="module")
 def short() -> Plan:
     """The same, where the weights have to stay in bf16."""
-    return make_plan(question(SHORT, 3400, ADAPTERS.model_copy(update={"lora_base": "bf16"})))
+    return make_plan(resolved(SHORT, 3400, ADAPTERS.model_copy(update={"lora_base": "bf16"})))
 
 
 @pytest.mark.slow
@@ -80,7 +80,7 @@ def test_where_nothing_else_fits_weights_wait_on_the_host(short: Plan) -> None:
 @pytest.mark.slow
 def test_a_base_that_is_fixed_is_planned_alone() -> None:
     pins = ADAPTERS.model_copy(update={"lora_base": "fp8"})
-    plan = make_plan(question(SHORT, 3400, pins, buckets=()))
+    plan = make_plan(resolved(SHORT, 3400, pins, buckets=()))
     bases = {row.strategy.lora.base for row in plan.front if row.strategy.lora is not None}
     assert (plan.verdict, bases, plan.chosen.step.seconds.low > 0) == ("FITS", {"fp8"}, True)
     assert "lossy: quantised base (fp8)" in plans.shown(plan, width=200)
@@ -94,7 +94,7 @@ def test_every_base_that_fits_has_a_row(free: Plan) -> None:
 @pytest.mark.slow
 def test_limits_are_asked_of_the_best_lossless_strategy_and_of_what_takes_its_place() -> None:
     pins, further = ADAPTERS.model_copy(update={"checkpointed_blocks": 6}), list[Estimate]()
-    asked = question(SHORT, 3400, pins, buckets=())
+    asked = resolved(SHORT, 3400, pins, buckets=())
     with EmulatedGpus(asked.gpu) as gpus:
         planner = Planner(asked, gpus, Calibration())
         best = search(planner, further.append)
@@ -109,7 +109,7 @@ def test_limits_are_asked_of_the_best_lossless_strategy_and_of_what_takes_its_pl
 @pytest.mark.slow
 def test_all_weights_are_swapped_and_the_way_there_is_shown() -> None:
     """In the backward pass, without masters, since nothing else fits."""
-    plan = make_plan(question(SANA, 1500, WHOLE, explain=True, buckets=()))
+    plan = make_plan(resolved(SANA, 1500, WHOLE, explain=True, buckets=()))
     strategy = plan.chosen.strategy
     assert (plan.verdict, plan.chosen.lossless) == ("FITS", False)
     assert (strategy.precision, strategy.optimizer_in_backward, strategy.blocks_to_swap >= 3) == ("bf16_sr", True, True)
@@ -124,7 +124,7 @@ def test_adapters_are_named_where_all_weights_train_by_a_last_resort_alone() -> 
     """Unless all weights were asked for, or they fit without."""
 
     def left_out(mib: int, pins: Constraints) -> set[str]:
-        asked = question(SANA, mib, pins, buckets=())
+        asked = resolved(SANA, mib, pins, buckets=())
         with EmulatedGpus(asked.gpu) as gpus:
             planner = Planner(asked, gpus, Calibration())
             assert search(planner, lambda _: None).verdict == "FITS"
@@ -136,17 +136,17 @@ def test_adapters_are_named_where_all_weights_train_by_a_last_resort_alone() -> 
     assert "LoRA" not in left_out(12_000, free)
 
 
-def titles(asked: Question) -> list[str]:
+def titles(asked: ResolvedRequest) -> list[str]:
     return [each.title for each in proposals(asked)[0] if each.strategy.blocks_to_swap]
 
 
 def test_swapped_blocks_are_proposed_where_they_can_be_trained() -> None:
     alone = Constraints(lora_rank=16)
-    assert titles(question(FLUX, 12_000, alone)) == [
+    assert titles(resolved(FLUX, 12_000, alone)) == [
         "single GPU, AdamW, LoRA 16 over bf16, weights of blocks in CPU memory"
     ]
     whole = "single GPU, Adafactor, bf16 without masters, stepped in the backward pass, weights of blocks in CPU memory"
-    assert titles(question(FLUX, 12_000, Constraints())) == titles(question(FLUX, 12_000, WHOLE)) == [whole]
+    assert titles(resolved(FLUX, 12_000, Constraints())) == titles(resolved(FLUX, 12_000, WHOLE)) == [whole]
     for pins, changes in (
         (alone, {"cluster": Cluster(gpus=2)}),
         (Constraints(lora_rank=16, engine="fsdp2"), {}),
@@ -156,13 +156,13 @@ def test_swapped_blocks_are_proposed_where_they_can_be_trained() -> None:
         (Constraints(micro_batch_size=2), {"global_batch_size": 4}),
         (Constraints(optimizer="paged_adamw_8bit", precision="fp32"), {}),
     ):
-        assert titles(question(FLUX, 12_000, pins, **changes)) == [], pins
+        assert titles(resolved(FLUX, 12_000, pins, **changes)) == [], pins
 
 
 def test_no_more_are_swapped_than_are_recomputed() -> None:
     (found,) = [
         each.strategy.blocks_to_swap
-        for each in proposals(question(FLUX, 12_000, Constraints(lora_rank=16, checkpointed_blocks=20)))[0]
+        for each in proposals(resolved(FLUX, 12_000, Constraints(lora_rank=16, checkpointed_blocks=20)))[0]
         if each.strategy.blocks_to_swap
     ]
     assert found == 20

@@ -7,7 +7,7 @@ from tiny_sources import png
 @pytest.fixture
 def folder(tmp_path):
     """Images 0.png to 9.png, each of its number's value."""
-    (tmp_path / "pictures").mkdir()
+    (tmp_path / "images").mkdir()
     for number in range(10):
-        (tmp_path / f"pictures/{number}.png").write_bytes(png(number))
+        (tmp_path / f"images/{number}.png").write_bytes(png(number))
     return tmp_path

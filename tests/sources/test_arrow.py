@@ -26,7 +26,7 @@ def load_all(path):
 def test_parquet_of_paths_with_lists_of_captions_and_weights(folder):
     table = pa.table(
         {
-            "file_name": [f"pictures/{number}.png" for number in range(4)],
+            "file_name": [f"images/{number}.png" for number in range(4)],
             "captions": [["a", "b"], ["c"], [], None],
             "weights": [[1.0, 3.0], [1.0, 2.0], [], None],
         }
@@ -66,7 +66,7 @@ def test_a_parquet_snapshot_is_read_in_any_order_by_split(tmp_path):
 
 def test_parquet_text_that_is_not_utf8_is_reported_by_row(folder):
     broken = pa.StringArray.from_buffers(2, pa.py_buffer(np.int32([0, 2, 4]).tobytes()), pa.py_buffer(b"ok\xff\xfe"))
-    table = pa.table({"path": ["pictures/1.png", "pictures/2.png"], "caption": broken})
+    table = pa.table({"path": ["images/1.png", "images/2.png"], "caption": broken})
     pq.write_table(table, folder / "list.parquet")
     first, second = opened(str(folder / "list.parquet")).items(0, 2)
     assert texts(first) == [("ok", 1)]
@@ -122,7 +122,7 @@ def test_what_datasets_saved_is_read_without_it(tmp_path):
 
 def test_images_that_datasets_names_by_path(folder):
     features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
-    rows = {"image": [str(folder / "pictures/3.png"), None], "text": ["three", "none"]}
+    rows = {"image": [str(folder / "images/3.png"), None], "text": ["three", "none"]}
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(folder / "saved")
     first, second = opened(str(folder / "saved")).items(0, 2)
     assert value(first.load()) == 3
@@ -218,14 +218,14 @@ def test_damaged_tables_are_refused_or_skipped_row_by_row(tmp_path, suffix):
 
 
 def test_paths_that_name_no_file_are_skipped(folder):
-    (folder / "pictures/loop.png").symlink_to(folder / "pictures/loop.png")
-    paths = ["a\0b", "x" * 5000, "pictures/1.png/x.png", "pictures", "pictures/loop.png", None]
+    (folder / "images/loop.png").symlink_to(folder / "images/loop.png")
+    paths = ["a\0b", "x" * 5000, "images/1.png/x.png", "images", "images/loop.png", None]
     pq.write_table(pa.table({"path": paths, "caption": ["a caption"] * 6}), folder / "list.parquet")
     assert [reason(item) for item in opened(str(folder / "list.parquet")).items(0, 6)] == [
         "path with a zero byte",
         f"path {'x' * 50}: File name too long",
         "path x.png: Not a directory",
-        "path pictures: Is a directory",
+        "path images: Is a directory",
         "path loop.png: Too many levels of symbolic links",
         "column path names no image",
     ]

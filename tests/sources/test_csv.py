@@ -14,17 +14,17 @@ from bigdit.sources.text_rows import CsvRows
 def test_a_csv_names_images_relative_to_itself(folder):
     (folder / "list.csv").write_text(
         "path,caption,source\n"
-        'pictures/1.png,"a ""quoted"", and\nlong caption",x\n'
-        f"{folder}/pictures/2.png,größer,x\n"
-        "pictures/11.png,gone,x\n"
-        "pictures/3.png,,x\n"
+        'images/1.png,"a ""quoted"", and\nlong caption",x\n'
+        f"{folder}/images/2.png,größer,x\n"
+        "images/11.png,gone,x\n"
+        "images/3.png,,x\n"
         ",no image,x\n"
-        "pictures/4.png,an, unquoted comma,x\n"
+        "images/4.png,an, unquoted comma,x\n"
         "\n"
-        "pictures/5.png,last,x"
+        "images/5.png,last,x"
     )
     items = opened(str(folder / "list.csv")).items(0, 99)
-    assert [item.name for item in items[:2]] == ["pictures/1.png", f"{folder}/pictures/2.png"]
+    assert [item.name for item in items[:2]] == ["images/1.png", f"{folder}/images/2.png"]
     assert texts(items[0]) == [('a "quoted", and\nlong caption', 1)]
     assert (value(items[0].load()), value(items[1].load()), value(items[7].load())) == (1, 2, 5)
     assert [reason(item) for item in items[2:7]] == [
@@ -46,9 +46,9 @@ def test_a_image_whose_folder_is_gone_stops_the_run(folder):
 def test_several_columns_of_captions_have_weights(folder):
     (folder / "list.tsv").write_text(
         "image\tshort\tlong\tscore\n"
-        "pictures/1.png\ta cat\ta cat, at length\t0.25\n"
-        "pictures/2.png\t\ta dog, at length\t3\n"
-        "pictures/3.png\ta cow\ta cow, at length\tmany\n"
+        "images/1.png\ta cat\ta cat, at length\t0.25\n"
+        "images/2.png\t\ta dog, at length\t3\n"
+        "images/3.png\ta cow\ta cow, at length\tmany\n"
     )
     path = str(folder / "list.tsv")
     items = opened({"path": path, "captions": {"short": 2, "long": "score"}}).items(0, 3)
@@ -117,7 +117,7 @@ def test_csv_across_the_chunks_it_is_scanned_in(tmp_path, monkeypatch):
 
 
 def test_csv_in_other_encodings_loses_just_the_rows_that_are(folder):
-    (folder / "list.csv").write_bytes("path,caption\npictures/1.png,größer\npictures/2.png,two\n".encode("latin-1"))
+    (folder / "list.csv").write_bytes("path,caption\nimages/1.png,größer\nimages/2.png,two\n".encode("latin-1"))
     first, second = opened(str(folder / "list.csv")).items(0, 2)
     assert reason(first) == "caption column caption is not UTF-8"
     assert texts(second) == [("two", 1)]

@@ -16,8 +16,8 @@ def labels(source):
 def folder(tmp_path):
     """Three images in two folders of classes, one of them deeper, and one image beside them."""
     for name in ("cat/1.png", "cat/more/0.png", "ant/0.png", "loose.png"):
-        save(tmp_path / "pictures" / name, caption=None)
-    return tmp_path / "pictures"
+        save(tmp_path / "images" / name, caption=None)
+    return tmp_path / "images"
 
 
 def test_the_first_folder_of_a_image_is_its_class(folder):

@@ -91,7 +91,7 @@ def test_folders_and_patterns_of_tars_and_their_order(tmp_path):
     assert [value(item.load()) for item in whole.items(0, len(whole))] == expected
     assert [value(item.load()) for item in whole.items(11, 40)] == expected[11:40]
     assert opened(str(tmp_path / "tars/{00..11}.tar"), tmp_path / "f").identity == whole.identity
-    assert opened(str(tmp_path / "tars/*.tar"), tmp_path / "g").identity == whole.identity  # indexed anew
+    assert opened(str(tmp_path / "tars/*.tar"), tmp_path / "g").identity == whole.identity  # indexed again
     assert len(opened(str(tmp_path / "tars/{03,0[45]}.tar"), tmp_path / "f")) == 12
     with pytest.raises(UserError, match=r"data\.images: .*tars/12\.tar does not exist, of .*\{10\.\.13\}\.tar"):
         opened(str(tmp_path / "tars/{10..13}.tar"), tmp_path / "f")

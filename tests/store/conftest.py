@@ -33,7 +33,7 @@ def text_encoder():
 @pytest.fixture
 def images(tmp_path):
     """Eleven of noise, of two aspect ratios; captions repeat, and number 5 has none."""
-    folder = tmp_path / "pictures"
+    folder = tmp_path / "images"
     folder.mkdir()
     noise = np.random.default_rng(0)
     for i in range(COUNT):

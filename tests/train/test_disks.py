@@ -1,4 +1,4 @@
-"""Training on disks that are full or cannot be written: a line, nothing lost, and it goes on with room."""
+"""Training on disks that are full or cannot be written: a line, nothing lost, and it resumes with room."""
 
 import pytest
 from disks import mounted, remount

@@ -1,4 +1,4 @@
-"""A run, or a stage, by epochs of its store: how many steps they come to, said before; and it goes on to the bit."""
+"""A run, or a stage, by epochs of its store: how many steps they come to, said before; and it resumes to the bit."""
 
 import json
 import shutil

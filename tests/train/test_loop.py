@@ -1,4 +1,4 @@
-"""Training goes on where it stopped, keeps what it wrote whole, and refuses what does not fit."""
+"""Training resumes where it stopped, keeps what it wrote whole, and refuses what does not fit."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ def train(features, output, *overrides, engine="single", **options):
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_resuming_changes_nothing(features, tmp_path, engine):
-    """The same command goes on, in the middle of the rate's fall: rates, losses and weights equal those of a run that
+    """The same command resumes, in the middle of the rate's fall: rates, losses and weights equal those of a run that
     never stopped, to the bit."""
     more = ("train.checkpoint_every=5", "train.lr_schedule=wsd", "train.decay_steps=5", "train.min_lr=1e-5")
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"

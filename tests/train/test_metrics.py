@@ -1,4 +1,4 @@
-"""metrics.jsonl when a run goes on: nothing is lost without a word."""
+"""metrics.jsonl when a run resumes: nothing is lost without a word."""
 
 import json
 
@@ -22,20 +22,20 @@ def metrics(output, start, **options):
     return Metrics(output, Peers(), torch.device("cpu"), start=start, stop=9, **reported, **options)
 
 
-def going_on(output, start):
+def resumed(output, start):
     metrics(output, start)
     return [row["step"] for row in read_metrics(output / "metrics.jsonl")]
 
 
 def test_rows_that_come_again_are_dropped(tmp_path, capfd):
     rows(tmp_path / "metrics.jsonl", 1, 2, 3, 4)
-    assert going_on(tmp_path, 2) == [1, 2]
+    assert resumed(tmp_path, 2) == [1, 2]
     assert "note" not in capfd.readouterr().err
 
 
 def test_rows_of_another_course_are_put_aside_and_reported(tmp_path, capfd):
     rows(tmp_path / "metrics.jsonl", 1, 2, 3)
-    assert going_on(tmp_path, 0) == []
+    assert resumed(tmp_path, 0) == []
     (aside,) = tmp_path.glob("before-*-metrics.jsonl")
     assert [row["step"] for row in read_metrics(aside)] == [1, 2, 3]
     assert f"note: training begins at step 0; {aside} holds 3 rows of an earlier run" in capfd.readouterr().err
@@ -69,7 +69,7 @@ def test_rows_that_are_lost_are_reported(tmp_path, capfd, damage):
     path = tmp_path / "metrics.jsonl"
     rows(path, 1, 3)
     path.write_text(path.read_text() + damage, errors="surrogateescape")
-    assert going_on(tmp_path, 4) == [1, 3]
+    assert resumed(tmp_path, 4) == [1, 3]
     assert f"note: {path} has no row that can be read of 2 of the 4 steps before this one" in capfd.readouterr().err
 
 

@@ -79,9 +79,9 @@ def printed(launcher: str, strategy: Strategy, processes_per_node: int, folder: 
     """The command of a launcher that a plan of `strategy` has."""
     plan = plans.made_plan()
     cluster = Cluster(gpus=strategy.world_size, gpus_per_node=processes_per_node)
-    question = plan.question.model_copy(update={"cluster": cluster})
+    request = plan.request.model_copy(update={"cluster": cluster})
     chosen = plan.chosen.model_copy(update={"strategy": strategy})
-    found = commands(plan.model_copy(update={"question": question, "chosen": chosen}), folder)
+    found = commands(plan.model_copy(update={"request": request, "chosen": chosen}), folder)
     (command,) = [command for command in found if command.words[0] == launcher]
     return command
 

@@ -57,7 +57,7 @@ def test_a_rate_rises_to_the_peak_stays_and_falls_towards_the_least(chosen):
 
 @given(schedules(), st.integers(1, 60))
 def test_a_longer_course_has_the_same_rates_until_its_fall(chosen, more):
-    """What wsd is for: a run goes on with more steps from before its fall, as if it had never been shorter."""
+    """What wsd is for: a run resumes with more steps from before its fall, as if it had never been shorter."""
     train = chosen.train
     fall = {"constant": 0, "cosine": train.steps - train.warmup_steps, "wsd": train.decay_steps}[train.lr_schedule]
     longer = chosen.model_copy(update={"train": train.model_copy(update={"steps": train.steps + more})})

@@ -54,7 +54,7 @@ def settings(output, engine):
 
 def through(staged, output, engine):
     """From the first step to the last, by one command; what it said."""
-    if engine == "fsdp2":  # by no launcher: the processes meet in the first one's store, which starts anew too
+    if engine == "fsdp2":  # by no launcher: the processes meet in the first one's store, which restarts too
         done = run_ranks(2, "-m", "bigdit.train", "--config", staged, *settings(output, engine))
     else:
         done = bigdit("train", "--config", staged, *settings(output, engine))
@@ -114,7 +114,7 @@ def test_one_command_goes_through_all_stages(alone):
     printed, (rows, _) = (alone / "said").read_text(), course(alone)
     assert [row[:2] for row in rows] == [(step, int(step > BORDER)) for step in range(1, END + 1)]
     assert [row[2] for row in rows[:3]] == [1e-3, 2e-3, 2e-3]  # it warms up in the first
-    assert rows[BORDER][2] == 1e-3  # and the rate begins anew in the second
+    assert rows[BORDER][2] == 1e-3  # and the rate begins again in the second
     assert rows[BORDER + 1][2] < 1e-3
     assert "stages.0 is done; the processes start again for stages.1" in printed
     assert (

@@ -1,4 +1,4 @@
-"""Rows for trackers: what TensorBoard reads of them, a run that goes on, and trackers that fail."""
+"""Rows for trackers: what TensorBoard reads of them, a run that resumes, and trackers that fail."""
 
 import json
 import os

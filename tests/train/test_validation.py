@@ -1,4 +1,4 @@
-"""The loss of held-out samples: what it is, alike on every engine, and nothing of training changes by it."""
+"""The loss of validation samples: what it is, alike on every engine, and nothing of training changes by it."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Steps on the GPU that this machine has, each question in a process of its own. Nothing here imports torch."""
+"""Steps on the GPU that this machine has, each job in a process of its own. Nothing here imports torch."""
 
 from __future__ import annotations
 

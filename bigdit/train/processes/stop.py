@@ -218,14 +218,14 @@ class _Store:
         """Whether that process has noted its end."""
         return self._ask(lambda: bool(self._store.check([f"ended/{rank}"])), False)
 
-    def _ask(self, question: Callable[[], bool], otherwise: bool) -> bool:
+    def _ask(self, request: Callable[[], bool], otherwise: bool) -> bool:
         """Its answer. A store that does not answer within the patience is not asked again, since torch sets no
         limit."""
         heard: list[bool] = []
 
         def ask() -> None:
             with suppress(RuntimeError):
-                heard.append(question())
+                heard.append(request())
 
         if self.answers:
             asking = threading.Thread(target=ask, daemon=True)

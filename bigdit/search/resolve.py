@@ -1,4 +1,4 @@
-"""From what a person writes to a question that can be answered, or to all that is wrong with it at once."""
+"""From what a person writes to a request that can be planned, or to all that is wrong with it at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bigdit.config.wrong import expected, shown
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
 from bigdit.profile.attempt import float8_problems, model_problems, parse_resolution, precision_problems
-from bigdit.search.plan import Constraints, EngineChoice, Question
+from bigdit.search.plan import Constraints, EngineChoice, ResolvedRequest
 from bigdit.search.request import Asked, PlanRequest, Size, option
 from bigdit.speed.seconds import Cluster
 from bigdit.strategy import (
@@ -45,15 +45,15 @@ _ASKED = {
     "lora_rank": "lora",
     "float8": "fp8",
 }
-"""Fields of a question that a request calls otherwise."""
+"""Fields of a request that a request calls otherwise."""
 
 _THOUSANDS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}
 
 Found = TypeVar("Found")
 
 
-def question_for(model: str | None = None, gpu: str | None = None, **options: Any) -> Question:
-    """The question that these fields of PlanRequest ask.
+def resolve_request(model: str | None = None, gpu: str | None = None, **options: Any) -> ResolvedRequest:
+    """The request that these fields of PlanRequest ask.
 
     Raises UserError with every problem that is known, and TypeError for what is no field.
     """
@@ -82,7 +82,7 @@ def question_for(model: str | None = None, gpu: str | None = None, **options: An
     given |= dict.fromkeys(("model", "gpu", "resolution", "buckets"))  # which are found already
     cluster = Cluster(**_sound(Cluster, given, problems))
     fixed = Constraints(**_sound(Constraints, given, problems))
-    amounts = _sound(Question, given, problems)
+    amounts = _sound(ResolvedRequest, given, problems)
 
     shape = None
     misfits: list[str] = []
@@ -114,7 +114,7 @@ def question_for(model: str | None = None, gpu: str | None = None, **options: An
         own_gpu = (gpu or "").strip().casefold() == "auto"
         usual = memory_bytes() if own_gpu else device.host_bytes * cluster.processes_per_node
         amounts |= {"host_memory_bytes": usual, "host_assumed": not own_gpu}
-    question = Question(
+    request = ResolvedRequest(
         model=found_model,
         gpu=device.reserving(reserved),
         cluster=cluster,
@@ -123,12 +123,12 @@ def question_for(model: str | None = None, gpu: str | None = None, **options: An
         constraints=fixed,
         **amounts,
     )
-    if not question.degrees:
+    if not request.degrees:
         raise UserError(
             f"{'--global-batch' if fixed.cp is None else f'--cp {fixed.cp}'} needs GPUs that share samples, and the "
             "tokens of --buckets cannot be split over as many within a machine; use --buckets none, or another size"
         )
-    return question
+    return request
 
 
 def _sharing(model: CatalogModel, shape: BatchShape, cp: int) -> tuple[list[int], list[str]]:

@@ -1,4 +1,4 @@
-"""From what a person writes to a question: what is taken, and what is refused, all of it at once."""
+"""From what a person writes to a request: what is taken, and what is refused, all of it at once."""
 
 import pytest
 from hypothesis import given
@@ -10,8 +10,8 @@ from bigdit.catalog.models import models
 from bigdit.config.load import MOST_RANK
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
-from bigdit.search.ask import ASPECTS, aspect_sizes, parse_sizes, question_for, written
-from bigdit.search.plan import Constraints, Question
+from bigdit.search.plan import Constraints, ResolvedRequest
+from bigdit.search.resolve import ASPECTS, aspect_sizes, parse_sizes, resolve_request, written
 from bigdit.speed.seconds import Cluster
 from bigdit.strategy import MOST_GPUS
 from bigdit.units import GIB, MIB
@@ -21,14 +21,14 @@ SANA = "sana-1600m-1024"
 
 def problems(model="sana-1600m", gpu="a40", **options):
     with pytest.raises(UserError) as error:
-        question_for(model, gpu, **options)
+        resolve_request(model, gpu, **options)
     return error.value.problems
 
 
-def test_what_is_left_out_is_as_the_question_has_it():
-    asked = question_for("sana-1600m", "a40", buckets="none")
+def test_what_is_left_out_is_as_the_request_has_it():
+    asked = resolve_request("sana-1600m", "a40", buckets="none")
     own = {"model": catalog.model(SANA), "gpu": catalog.gpu("a40"), "resolution": (1024, 1024)}
-    assert asked == Question(**own, host_assumed=True)
+    assert asked == ResolvedRequest(**own, host_assumed=True)
     assert (asked.cluster, asked.constraints) == (Cluster(), Constraints())
 
 
@@ -47,7 +47,7 @@ def test_what_is_left_out_is_as_the_question_has_it():
 )
 def test_what_is_reserved_is_not_usable(gpu, reserve, kept):
     """By the kind of GPU where nobody says how much; what a process is told stays the driver's."""
-    asked, device = question_for("sana-1600m", gpu, reserve=reserve).gpu, catalog.gpu(gpu)
+    asked, device = resolve_request("sana-1600m", gpu, reserve=reserve).gpu, catalog.gpu(gpu)
     assert (asked.reserved_bytes, asked.driver_bytes) == (kept, device.driver_bytes)
     assert asked.usable_bytes == device.usable_bytes - kept
 
@@ -55,7 +55,7 @@ def test_what_is_reserved_is_not_usable(gpu, reserve, kept):
 def test_adapters_have_weights_to_adapt():
     (problem,) = problems(from_scratch=True, lora=16)
     assert problem.startswith("--from-scratch and --lora were given, ")
-    assert question_for("sana-1600m", "a40", from_scratch=True).from_scratch
+    assert resolve_request("sana-1600m", "a40", from_scratch=True).from_scratch
 
 
 def test_what_is_reserved_leaves_something():
@@ -67,20 +67,20 @@ def test_what_is_reserved_leaves_something():
 
 
 def test_the_host_is_this_machine_s_or_the_usual_one(monkeypatch):
-    assert question_for("sana-1600m", "a40").host_memory_bytes == 64 * GIB
-    assert question_for("sana-1600m", "h100-sxm").host_memory_bytes == 256 * GIB
-    assert question_for("sana-1600m", "a40", gpus=4).host_memory_bytes == 256 * GIB
-    assert question_for("sana-1600m", "a40", gpus=32).host_memory_bytes == 512 * GIB
-    assert question_for("sana-1600m", "a40", gpus=32, host_memory="1TiB").host_memory_bytes == 1024 * GIB
-    more = question_for("sana-1600m", "a40").over(Cluster(gpus=4))
+    assert resolve_request("sana-1600m", "a40").host_memory_bytes == 64 * GIB
+    assert resolve_request("sana-1600m", "h100-sxm").host_memory_bytes == 256 * GIB
+    assert resolve_request("sana-1600m", "a40", gpus=4).host_memory_bytes == 256 * GIB
+    assert resolve_request("sana-1600m", "a40", gpus=32).host_memory_bytes == 512 * GIB
+    assert resolve_request("sana-1600m", "a40", gpus=32, host_memory="1TiB").host_memory_bytes == 1024 * GIB
+    more = resolve_request("sana-1600m", "a40").over(Cluster(gpus=4))
     assert (more.cluster.gpus, more.host_memory_bytes) == (4, 256 * GIB)
-    assert question_for("sana-1600m", "a40", host_memory="96GiB").over(Cluster(gpus=4)).host_memory_bytes == 96 * GIB
+    assert resolve_request("sana-1600m", "a40", host_memory="96GiB").over(Cluster(gpus=4)).host_memory_bytes == 96 * GIB
     monkeypatch.setattr("bigdit.catalog.machine.found_gpus", lambda: [catalog.gpu("a40")])
     own = memory_bytes()
-    found = question_for("sana-1600m", "auto")
+    found = resolve_request("sana-1600m", "auto")
     assert (found.host_memory_bytes, found.host_assumed) == (own, False)
-    assert question_for("sana-1600m", "a40").host_assumed
-    assert not question_for("sana-1600m", "a40", host_memory="96GiB").host_assumed
+    assert resolve_request("sana-1600m", "a40").host_assumed
+    assert not resolve_request("sana-1600m", "a40", host_memory="96GiB").host_assumed
     for slip, printed in (
         ("0GiB", "0GiB is 0 B, and machines and GPUs have 1 GiB to 1024 TiB"),
         ("64B", "64B is 64 B, and machines and GPUs have 1 GiB to 1024 TiB; did you mean 64GiB?"),
@@ -99,7 +99,7 @@ def test_the_host_is_this_machine_s_or_the_usual_one(monkeypatch):
 
 
 def test_every_option_arrives(tmp_path):
-    asked = question_for(
+    asked = resolve_request(
         "sana-1600m",
         "a40",
         gpu_memory="40000MiB",
@@ -143,29 +143,29 @@ def test_every_option_arrives(tmp_path):
         features="online",
         full=True,
     )
-    assert question_for("sana-600m", "a40", ema_widths="0.05,0.1").constraints.ema == "auto"
+    assert resolve_request("sana-600m", "a40", ema_widths="0.05,0.1").constraints.ema == "auto"
 
 
 @pytest.mark.parametrize(("asked", "count"), [("30M", 30_000_000), ("1.5k", 1500), ("250_000", 250_000), (7, 7)])
 def test_images_are_counted_as_people_count(asked, count):
-    assert question_for("sana-600m", "a40", images=asked).images == count
+    assert resolve_request("sana-600m", "a40", images=asked).images == count
 
 
 def test_a_video_has_the_frames_of_its_clip():
-    asked = question_for("wan2.1-t2v-1.3b", "a100-80g-sxm")
+    asked = resolve_request("wan2.1-t2v-1.3b", "a100-80g-sxm")
     assert (asked.resolution, asked.frames) == ((480, 832), 81)
-    assert question_for("wan2.1-t2v-1.3b", "a100-80g-sxm", frames=49).frames == 49
+    assert resolve_request("wan2.1-t2v-1.3b", "a100-80g-sxm", frames=49).frames == 49
 
 
 def test_the_usual_aspect_ratios_keep_the_area():
-    asked = question_for("sana-1600m", "a40")
-    assert asked == question_for("sana-1600m", "a40", buckets="aspect")
+    asked = resolve_request("sana-1600m", "a40")
+    assert asked == resolve_request("sana-1600m", "a40", buckets="aspect")
     assert asked.resolution == (1024, 1024)
     assert asked.buckets == ((896, 1184), (1184, 896), (768, 1376), (1376, 768))
 
 
 def test_models_of_squares_alone_say_so():
-    assert question_for("dit-s-8", "rtx-3060-12g").buckets == ()
+    assert resolve_request("dit-s-8", "rtx-3060-12g").buckets == ()
     assert problems("dit-s-8", "rtx-3060-12g", resolution="256x512") == (
         "--resolution 256x512: dit-s-8 takes only squares, and 256 × 512 was asked for; nearest: 256 × 256",
     )
@@ -335,7 +335,7 @@ def test_unknown_encoders_are_named_where_they_are_wanted():
     assert line.startswith(
         "--features online: flux.2-klein-9b cannot be planned with features online: the catalogue has"
     )
-    assert question_for("flux.2-klein-9b", "b200").constraints.features == "cached"
+    assert resolve_request("flux.2-klein-9b", "b200").constraints.features == "cached"
 
 
 def test_all_that_is_wrong_is_reported_at_once():
@@ -367,21 +367,21 @@ def test_contradictions_are_reported_next_to_what_is_unknown():
 
 
 def test_adapters_over_a_quantised_base_need_no_bf16():
-    assert question_for("sana-600m", "v100-32g-sxm2", lora=8).constraints.lora_rank == 8
+    assert resolve_request("sana-600m", "v100-32g-sxm2", lora=8).constraints.lora_rank == 8
 
 
 @given(st.integers(1, 64), st.integers(1, 32), st.integers(1, 4096))
 def test_the_nearest_global_batches_can_be_shared_out(gpus, micro_batch, global_batch):
     options = {"gpus": gpus, "gpus_per_node": 64, "micro_batch": micro_batch}
     try:
-        question_for("sana-600m", "a40", global_batch=global_batch, **options)
+        resolve_request("sana-600m", "a40", global_batch=global_batch, **options)
     except UserError as error:
         (line,) = error.problems
         near = [int(number) for number in line.rpartition("nearest: ")[2].split(" or ")]
         assert len(near) == (2 if global_batch > gpus * micro_batch else 1)
         assert min(near) <= global_batch < max(near) or global_batch < near[0]
         for each in near:
-            assert question_for("sana-600m", "a40", global_batch=each, **options).global_batch_size == each
+            assert resolve_request("sana-600m", "a40", global_batch=each, **options).global_batch_size == each
     else:
         assert global_batch % (gpus * micro_batch) == 0
 
@@ -412,7 +412,7 @@ def test_what_is_beyond_all_sense_is_refused_at_once(options, line):
 
 
 def test_no_rank_within_the_limit_is_wider_than_the_widest_layer():
-    """Of the catalogue: the limit is none that an honest question meets."""
+    """Of the catalogue: the limit is none that an honest request meets."""
     widths = [
         model.spec.kwargs.get("num_attention_heads", 0) * model.spec.kwargs.get("attention_head_dim", 0)
         for model in models()
@@ -462,12 +462,12 @@ def test_an_argument_that_there_is_not_names_the_nearest():
 
 def test_gpus_that_share_samples_need_fewer_of_them():
     video = {"model": "wan2.1-t2v-14b", "gpu": "h100-sxm", "gpus": 8}
-    assert question_for(**video).degrees == [1, 2, 4, 8]
-    assert question_for(**video, global_batch=2).degrees == [4, 8]
-    assert question_for(**video, global_batch=1).degrees == [8]
-    assert question_for(**video, cp=2).degrees == [2]
-    assert question_for("wan2.1-t2v-1.3b", "h100-sxm", gpus=8).degrees == [1, 2, 4]  # of 12 heads
-    assert question_for("sana-600m", "h100-sxm", gpus=8).degrees == [1]
+    assert resolve_request(**video).degrees == [1, 2, 4, 8]
+    assert resolve_request(**video, global_batch=2).degrees == [4, 8]
+    assert resolve_request(**video, global_batch=1).degrees == [8]
+    assert resolve_request(**video, cp=2).degrees == [2]
+    assert resolve_request("wan2.1-t2v-1.3b", "h100-sxm", gpus=8).degrees == [1, 2, 4]  # of 12 heads
+    assert resolve_request("sana-600m", "h100-sxm", gpus=8).degrees == [1]
     for options, line in (
         ({**video, "gpus": 6, "cp": 4}, "--cp is 4, which does not divide --gpus 6"),
         ({**video, "cp": 3}, "--cp is 3, and 1, 2, 4 or 8 was expected"),
@@ -483,6 +483,6 @@ def test_gpus_that_share_samples_need_fewer_of_them():
         ({"model": "sana-600m", "gpu": "h100-sxm", "gpus": 8, "cp": 2}, "how to split the tokens of Sana"),
     ):
         with pytest.raises(UserError) as found:
-            question_for(**options)
+            resolve_request(**options)
         assert line in found.value.problems[0]
         assert len(found.value.problems) == 1
