@@ -60,6 +60,10 @@ class TrainConfig(Section):
     """Seconds to save a checkpoint and end after SIGTERM, SIGUSR1, SIGHUP or Ctrl-C."""
     timeout: Positive = 600.0
     """Seconds that a process waits for another before the run ends."""
+    compare_replicas_every: Count | None = 100
+    """Steps between comparisons of the weights and optimizer state that several processes hold alike: ZeRO, HSDP. A
+    process that differs is named, and the run ends. Each checkpoint is compared before it is saved. null: nothing
+    is."""
     most_skipped_steps: Count = 10
     """The run ends after more skipped steps in a row than this. A step whose gradients are not finite is skipped."""
     seed: Natural = 0

@@ -27,6 +27,7 @@ from bigdit.train.data import TrainData, largest_batch_shape, open_data
 from bigdit.train.measure import STEPS as MEASURED_STEPS
 from bigdit.train.monitor.metrics import Metrics
 from bigdit.train.monitor.monitor import Monitor, open_monitor
+from bigdit.train.monitor.replicas import ReplicaCheck
 from bigdit.train.oom_fallback import Recovery
 from bigdit.train.prepare import Prepared, log_lines
 from bigdit.train.processes.process import output_lock, process_group
@@ -127,6 +128,7 @@ def _steps(start: Start, data: TrainData, state: TrainState, stop: Stop, began: 
         steps = stack.enter_context(closing(stream.steps(start.step, stage.end)))
         record = _record(start, state)
         saves = _saves(start, data, state, monitor.metrics, record, stack)
+        replicas = _replicas(run, state)
         stop.begin(start.step)
         smaller = state.fallback, state.smaller, state.peers
         recovery = stack.enter_context(Recovery(run, world, device, *smaller, saves, stop))
@@ -151,9 +153,11 @@ def _steps(start: Start, data: TrainData, state: TrainState, stop: Stop, began: 
                 _keep(world, record.model_copy(update={"measured": state.meter.measured}))
                 log_lines(world, _against_plan(state))
             signum = stop.asked(done)
-            if saves.due(done) or signum:
+            whole, snapshot = saves.due(done) or signum, saves.snapshot_due(done)
+            replicas.add(done, saved=bool(whole or snapshot))
+            if whole:
                 saves.save(done)
-            elif saves.snapshot_due(done):
+            elif snapshot:
                 saves.snapshot(done)
             if signum and done < start.ends[-1]:
                 raise Stopped(signum, done, _saved(saves, done))
@@ -172,6 +176,12 @@ def _step(
     engine, family, objective = state.engine, state.family, state.objective
     with state.meter.step() as phase, recovery.step(step, phase) as noted:
         return train_step(engine, family, objective, micro_batches, lr=lr, ema=state.ema, phase=noted, encode=encode)
+
+
+def _replicas(run: RunConfig, state: TrainState) -> ReplicaCheck:
+    """On an emulated GPU, which computes nothing, there is nothing to compare."""
+    every = None if state.meter.emulated else run.train.compare_replicas_every
+    return ReplicaCheck(state.engine, state.ema, state.peers, every)
 
 
 def _against_plan(state: TrainState) -> list[str]:
