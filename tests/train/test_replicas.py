@@ -1,4 +1,7 @@
-"""A process whose weights or moments differ from its replicas' is found, and named, before a checkpoint is saved."""
+"""A process whose weights or moments differ from its replicas' is found, and named, before a checkpoint is saved.
+
+BIGDIT_ROUNDS=25 flips 2,500 bits, and takes 10,000 steps.
+"""
 
 import json
 import os
@@ -8,6 +11,8 @@ import torch
 from commands import HELPERS, run_ranks
 
 from bigdit.train.monitor.replicas import digest, sums
+
+ROUNDS = int(os.environ.get("BIGDIT_ROUNDS", "1"))
 
 _FLIPS = """
 import json, random, sys
@@ -75,7 +80,8 @@ if world.is_main:
 def test_each_flipped_bit_is_found_and_no_step_is_suspected(tmp_path):
     script = tmp_path / "flips.py"
     script.write_text(_FLIPS)
-    done = run_ranks(3, script, tmp_path, 4, 25, PYTHONPATH=HELPERS, DS_ACCELERATOR="cpu")
+    counts, environment = (4 * ROUNDS**2, 25 * ROUNDS), {"PYTHONPATH": HELPERS, "DS_ACCELERATOR": "cpu"}
+    done = run_ranks(3, script, tmp_path, *counts, timeout=300 * ROUNDS, **environment)
     assert done.returncode == 0, done.stderr[-3000:]
     answer = json.loads((tmp_path / "answer.json").read_text())
     assert list(answer) == ["zero0", "zero2", "hsdp", "hsdp, rounded"]
