@@ -136,7 +136,8 @@ def _steps(start: Start, data: TrainData, state: TrainState, stop: Stop, began: 
         cut: list[str] = []
         graphs = CompiledGraphs(strategy.compile_blocks)
         for step in range(start.step, stage.end):
-            micro_batches = next(steps)
+            with monitor.metrics.waiting_for_data():
+                micro_batches = next(steps)
             lr = learning_rate(run, step - stage.start)
             torch.manual_seed(step_seed(run.train.seed, step))  # bf16_sr rounds with it
             graphs.begin()
