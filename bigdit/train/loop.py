@@ -46,6 +46,10 @@ _LESS = {
 }
 
 
+FIRST_STEP_S = 600.0
+"""Seconds that a process waits for another at least until the first step is done: loading and compiling take long."""
+
+
 @dataclass(frozen=True)
 class Ended:
     """How a training ended: `checkpoint` is the last one, of `step` steps; `trained` is False where all were taken
@@ -70,9 +74,10 @@ def train(stages: Sequence[Prepared], world: World, stop: Stop) -> Ended:
     """
     run, needed = stages[0].stage.run, stages[0].strategy.engine != "single"
     on_host = any(each.strategy.cpu_offload for each in stages)
+    timeout = max(run.train.timeout, FIRST_STEP_S)
     with (
-        process_group(world, needed=needed, on_host=on_host, timeout=run.train.timeout) as device,
-        ending_together(world, stop, run.train.timeout),
+        process_group(world, needed=needed, on_host=on_host, timeout=timeout) as device,
+        ending_together(world, stop, timeout),
         output_lock(run.output, world),
         memory_errors("training", device, _LESS[device.type]),
         compile_errors(),
@@ -127,9 +132,9 @@ def _steps(start: Start, data: TrainData, state: TrainState, stop: Stop, began: 
         monitor = open_monitor(start, data, stream, state, stack)
         steps = stack.enter_context(closing(stream.steps(start.step, stage.end)))
         record = _record(start, state)
-        saves = _saves(start, data, state, monitor.metrics, record, stack)
         replicas = _replicas(run, state)
-        stop.begin(start.step)
+        stop.begin(start.step)  # the groups up to here are training's own
+        saves = _saves(start, data, state, monitor.metrics, record, stack)
         smaller = state.fallback, state.smaller, state.peers
         recovery = stack.enter_context(Recovery(run, world, device, *smaller, saves, stop))
         _keep(world, record)
@@ -150,6 +155,8 @@ def _steps(start: Start, data: TrainData, state: TrainState, stop: Stop, began: 
             if not cut and (cut := data.cut_here()):
                 log_lines(world, cut, notes=True)
             del micro_batches  # else they stay allocated while the next ones are read
+            if done == start.step + 1:
+                stop.answer_within(run.train.timeout)
             if done == start.step + MEASURED_STEPS:
                 _keep(world, record.model_copy(update={"measured": state.meter.measured}))
                 log_lines(world, _against_plan(state))
