@@ -276,6 +276,7 @@ UNTRAINED = (
     *("output", "plan", "trackers", "samples", "validation", "stages"),
     *("train.checkpoint_every", "train.keep_checkpoints", "train.keep_every", "train.export_every"),
     *("train.snapshot_every", "train.grace", "train.timeout", "train.most_skipped_steps"),
+    "train.compare_replicas_every",
     *("data.part_size", "data.workers", "data.read_threads", "data.reader", "data.remote_cache"),
     *("encoders.device", "encoders.batch_size", "strategy.optimizer.implementation", "strategy.ema.device"),
     # Another model, or other images, are checked by their content.

@@ -21,7 +21,7 @@ from torch import nn
 from bigdit import libraries, optim
 from bigdit.config.wrong import shown
 from bigdit.engines.backward import LossScaler, Stepped, are_finite
-from bigdit.engines.protocol import Engine, Shard, compute_dtype, whole
+from bigdit.engines.protocol import Engine, Replicas, Shard, compute_dtype, whole
 from bigdit.errors import UserError
 from bigdit.strategy import Strategy
 
@@ -147,6 +147,12 @@ class DeepSpeedEngine(Engine):
         else:
             return whole(trained)
         return [shard for shard in placed if shard is not None]
+
+    def replicas(self) -> Replicas:
+        """ZeRO-3 keeps small parameters whole, the stages below all of them. Stage 0 has all masters too."""
+        held = [*self.model.module.named_parameters(), *self.model.module.named_buffers()]
+        weights = [(name, each) for name, each in held if getattr(each, "ds_persist", True)]
+        return Replicas(tuple(range(dist.get_world_size())), weights, masters=self.strategy.zero_stage == 0)
 
     def _of_stage_3(self, name: str, param: Any) -> Shard | None:
         """ZeRO-3 cuts each parameter into as many equal runs as there are processes, the last ones padded."""

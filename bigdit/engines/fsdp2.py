@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from bigdit import optim
 from bigdit.dist import World
 from bigdit.engines.backward import Backward, Stepped
-from bigdit.engines.protocol import Engine, Shard, compute_dtype
+from bigdit.engines.protocol import Engine, Replicas, Shard, compute_dtype
 from bigdit.models import Family
 from bigdit.models.float8 import gather_in_float8, plain_rows
 from bigdit.optim.factored import sum_over_shards
@@ -38,6 +39,7 @@ class Fsdp2Engine(Engine):
         self.device = device
         _shard(model, [*family.shared(model), *family.blocks(model), model], strategy, device)
         self.model = model
+        self._held = [*model.named_parameters(), *model.named_buffers()]
         # Taken now: in a forward pass the model has whole parameters in their place.
         self._params: dict[str, DTensor] = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.masters = _stepped(strategy, self._params.values())
@@ -111,6 +113,14 @@ class Fsdp2Engine(Engine):
     def shards(self) -> list[Shard]:
         held = enumerate(self._params.items())
         return [_rows(name, param, i) for i, (name, param) in held if param.to_local().numel()]
+
+    def replicas(self) -> Replicas | None:
+        """HSDP's copies of the same shard."""
+        if self.strategy.dp_replicate == 1:
+            return None
+        mesh = self._held[0][1].device_mesh
+        ranks = tuple(dist.get_process_group_ranks(mesh.get_group("dp_replicate")))
+        return Replicas(ranks, self._held, masters=True)
 
 
 @torch.no_grad()

@@ -90,6 +90,10 @@ class Engine(Protocol):
         """What this process's masters hold of the trained parameters, by their names in the plain model."""
         ...
 
+    def replicas(self) -> Replicas | None:
+        """What other processes hold alike; None where each holds its own part."""
+        return None
+
 
 _COMPUTE_DTYPE = {
     "fp32": torch.float32,
@@ -133,6 +137,16 @@ class Shard:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """What processes of these `ranks` hold alike, this one among them: `weights`, and with `masters` also masters,
+    optimizer state and EMA."""
+
+    ranks: tuple[int, ...]
+    weights: Iterable[tuple[str, torch.Tensor]]
+    masters: bool
 
 
 def whole(named: Iterable[tuple[str, torch.Tensor]]) -> list[Shard]:

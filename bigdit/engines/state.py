@@ -100,6 +100,20 @@ def _held(engine: Engine, ema: Ema | None, rank: int) -> Iterator[tuple[str, Any
         yield f"{GROUP}{key}", torch.tensor(value, dtype=torch.float64), None  # with all of its digits
 
 
+def replicated(engine: Engine, ema: Ema | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """What `engine.replicas()` names, each storage once, by name."""
+    held, seen = engine.replicas(), set[tuple[int, int]]()
+    if held is None:
+        return
+    state = ((name, value) for name, value, _ in _held(engine, ema, 0)) if held.masters else ()
+    for name, value in (*held.weights, *state):
+        for each, part in parts(name, torch.as_tensor(value)):
+            place = part.data_ptr(), part.nbytes
+            if part.numel() and place not in seen:
+                seen.add(place)
+                yield each, part.detach()
+
+
 def make_state(engine: Engine, saved: Collection[str], rank: int) -> None:
     """Have the optimizer allocate state for each master that has saved state, by the names of what was saved.
 

@@ -27,6 +27,7 @@ from bigdit.train.data import TrainData, largest_batch_shape, open_data
 from bigdit.train.measure import STEPS as MEASURED_STEPS
 from bigdit.train.monitor.metrics import Metrics
 from bigdit.train.monitor.monitor import Monitor, open_monitor
+from bigdit.train.monitor.replicas import ReplicaCheck
 from bigdit.train.oom_fallback import Recovery
 from bigdit.train.prepare import Prepared, log_lines
 from bigdit.train.processes.process import output_lock, process_group
@@ -43,6 +44,10 @@ _LESS = {
     "less state, strategy.lora, CPU offload, more GPUs",
     "cpu": "a smaller strategy.micro_batch_size takes less, or strategy.checkpointed_blocks all",
 }
+
+
+FIRST_STEP_S = 600.0
+"""Seconds that a process waits for another at least until the first step is done: loading and compiling take long."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +74,10 @@ def train(stages: Sequence[Prepared], world: World, stop: Stop) -> Ended:
     """
     run, needed = stages[0].stage.run, stages[0].strategy.engine != "single"
     on_host = any(each.strategy.cpu_offload for each in stages)
+    timeout = max(run.train.timeout, FIRST_STEP_S)
     with (
-        process_group(world, needed=needed, on_host=on_host, timeout=run.train.timeout) as device,
-        ending_together(world, stop, run.train.timeout),
+        process_group(world, needed=needed, on_host=on_host, timeout=timeout) as device,
+        ending_together(world, stop, timeout),
         output_lock(run.output, world),
         memory_errors("training", device, _LESS[device.type]),
         compile_errors(),
@@ -126,15 +132,17 @@ def _steps(start: Start, data: TrainData, state: TrainState, stop: Stop, began: 
         monitor = open_monitor(start, data, stream, state, stack)
         steps = stack.enter_context(closing(stream.steps(start.step, stage.end)))
         record = _record(start, state)
+        replicas = _replicas(run, state)
+        stop.begin(start.step)  # the groups up to here are training's own
         saves = _saves(start, data, state, monitor.metrics, record, stack)
-        stop.begin(start.step)
         smaller = state.fallback, state.smaller, state.peers
         recovery = stack.enter_context(Recovery(run, world, device, *smaller, saves, stop))
         _keep(world, record)
         cut: list[str] = []
         graphs = CompiledGraphs(strategy.compile_blocks)
         for step in range(start.step, stage.end):
-            micro_batches = next(steps)
+            with monitor.metrics.waiting_for_data():
+                micro_batches = next(steps)
             lr = learning_rate(run, step - stage.start)
             torch.manual_seed(step_seed(run.train.seed, step))  # bf16_sr rounds with it
             graphs.begin()
@@ -147,13 +155,17 @@ def _steps(start: Start, data: TrainData, state: TrainState, stop: Stop, began: 
             if not cut and (cut := data.cut_here()):
                 log_lines(world, cut, notes=True)
             del micro_batches  # else they stay allocated while the next ones are read
+            if done == start.step + 1:
+                stop.answer_within(run.train.timeout)
             if done == start.step + MEASURED_STEPS:
                 _keep(world, record.model_copy(update={"measured": state.meter.measured}))
                 log_lines(world, _against_plan(state))
             signum = stop.asked(done)
-            if saves.due(done) or signum:
+            whole, snapshot = saves.due(done) or signum, saves.snapshot_due(done)
+            replicas.add(done, saved=bool(whole or snapshot))
+            if whole:
                 saves.save(done)
-            elif saves.snapshot_due(done):
+            elif snapshot:
                 saves.snapshot(done)
             if signum and done < start.ends[-1]:
                 raise Stopped(signum, done, _saved(saves, done))
@@ -172,6 +184,12 @@ def _step(
     engine, family, objective = state.engine, state.family, state.objective
     with state.meter.step() as phase, recovery.step(step, phase) as noted:
         return train_step(engine, family, objective, micro_batches, lr=lr, ema=state.ema, phase=noted, encode=encode)
+
+
+def _replicas(run: RunConfig, state: TrainState) -> ReplicaCheck:
+    """On an emulated GPU, which computes nothing, there is nothing to compare."""
+    every = None if state.meter.emulated else run.train.compare_replicas_every
+    return ReplicaCheck(state.engine, state.ema, state.peers, every)
 
 
 def _against_plan(state: TrainState) -> list[str]:

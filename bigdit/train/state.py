@@ -29,6 +29,7 @@ from bigdit.objective_spec import ObjectiveSpec
 from bigdit.strategy import ModelSpec, Strategy
 from bigdit.train.data import TrainData
 from bigdit.train.measure import MemoryMeter
+from bigdit.train.monitor.seconds import Collectives
 from bigdit.train.oom_fallback import OomFallback, read_oom_fallback, smaller_strategy
 from bigdit.train.prepare import Prepared, log_lines
 from bigdit.train.record import PlannedMemory, planned_memory
@@ -41,7 +42,7 @@ class TrainState:
     """An `engine`, what it trains, and the `meter` of its memory, with the `planned` memory.
 
     `fallback`: the strategy after steps that ran out of memory. `smaller`: the next one, None where nothing is left.
-    `peers` answer while main threads are within a step.
+    `peers` answer while main threads are within a step. `collectives`: where several processes run.
     """
 
     engine: Engine
@@ -53,6 +54,7 @@ class TrainState:
     fallback: OomFallback
     smaller: Strategy | None
     peers: checkpoint.Peers
+    collectives: Collectives | None
 
     @property
     def strategy(self) -> Strategy:
@@ -67,6 +69,7 @@ def build_state(start: Start, data: TrainData, world: World, device: torch.devic
     """
     found, spec, run, plan = start.found, start.reached.spec, start.reached.stage.run, start.reached.stage.plan
     family, peers = models.family(spec.class_name), checkpoint.Peers(world)
+    collectives = stack.enter_context(Collectives()) if world.world_size > 1 else None
     (fallback, *_) = peers.gather(read_oom_fallback(run.output, start.reached.strategy) if world.is_main else None)
     assert fallback is not None
     strategy = fallback.now
@@ -90,7 +93,7 @@ def build_state(start: Start, data: TrainData, world: World, device: torch.devic
         checkpoint.restore(found, engine, peers, ema)
         log_lines(world, [f"resuming from {found.folder}, step {start.step}"])
     objective, planned = objective_of(spec, run.objective), planned_memory(plan, strategy, device.type)
-    return TrainState(engine, ema, family, objective, meter, planned, fallback, smaller, peers)
+    return TrainState(engine, ema, family, objective, meter, planned, fallback, smaller, peers, collectives)
 
 
 def _weights(start: Start, strategy: Strategy) -> nn.Module:

@@ -44,8 +44,9 @@ def started(wanted, world, *, seed=0, found=None):
         checkpoint.restore(found, engine, peers, ema)
 
     def step():
-        each = 2 // world.world_size
-        mine = slice(world.rank * each, (world.rank + 1) * each)
+        each = max(1, 2 // world.world_size)
+        first = world.rank * each % 2  # a third process has the first one's sample
+        mine = slice(first, first + each)
         whole = one_batch()
         mine = Batch(whole.latents[mine], whole.text_embeds[mine], whole.text_mask[mine], whole.seeds[mine])
         train_step(engine, family, FlowMatchingSpec(), [mine], lr=1e-3, ema=ema)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import statistics
 import time
 from collections import deque
@@ -35,6 +36,7 @@ from bigdit.loader.batch import Batch
 from bigdit.loader.stream import Micro
 from bigdit.models import Family
 from bigdit.strategy import ModelSpec, Precision, Strategy
+from bigdit.train.monitor.seconds import Collectives, RankSeconds, SlowRanks
 from bigdit.train.monitor.trackers import Trackers
 from bigdit.train.record import read_metrics
 from bigdit.train.step import StepResult
@@ -124,11 +126,13 @@ class Metrics:
         stage: int | None = None,
         mfu: Mfu | None = None,
         trackers: Trackers | None = None,
+        collectives: Collectives | None = None,
     ) -> None:
         """`name_samples(step)` ends a line about the step's loss; `memory()` is a row's memory.
 
         `written`: the digest of the rows at the checkpoint of step `start`. `planned_bytes` and `mfu`: where they are
-        known. `stage`: its number, where a run has several. `trackers` get the rows too.
+        known. `stage`: its number, where a run has several. `trackers` get the rows too. `collectives`: of several
+        processes, which then have seconds by rank.
         """
         self._peers = peers
         self._name_samples = name_samples
@@ -146,6 +150,8 @@ class Metrics:
         self._constants = {key: value for key, value in constants.items() if value is not None}
         self._mfu, self._flops = mfu, 0
         self._trackers = trackers
+        self._collectives, self._slow = collectives, SlowRanks()
+        self._data_seconds = 0.0
         self._display = Display(start, stop, shown=peers.world.is_main)
         if peers.world.is_main:
             self._keep_before(start, written)
@@ -163,8 +169,19 @@ class Metrics:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         began = time.perf_counter()
+        if self._collectives is not None:
+            self._collectives.counting = False
         yield
+        if self._collectives is not None:
+            self._collectives.counting = True
         self._since += time.perf_counter() - began
+
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Time spent within counts as waiting for data."""
+        began = time.perf_counter()
+        yield
+        self._data_seconds += time.perf_counter() - began
 
     def add(
         self,
@@ -179,6 +196,8 @@ class Metrics:
         Raises UserError where a step was taken that is not finite.
         """
         self._pending.append((step, lr, result, more))
+        if self._collectives is not None:
+            self._collectives.settle()
         if self._mfu is not None:
             self._flops += self._mfu.flops(micro_batches) or 0
         if len(self._pending) == FLUSH_EVERY or step == self._stop or not result.taken:
@@ -190,7 +209,8 @@ class Metrics:
             return
         numbers = self._numbers()
         mine = [loss for loss, _ in numbers]
-        losses = [statistics.fmean(each) for each in zip(*self._peers.gather(mine), strict=True)]
+        found = self._peers.gather((mine, self._own_seconds()))
+        losses = [statistics.fmean(each) for each in zip(*(own for own, _ in found), strict=True)]
         now = time.perf_counter()
         self._seconds.append((now - self._since) / len(self._pending))
         rate = self._images / self._seconds[-1]
@@ -200,6 +220,8 @@ class Metrics:
             _row(step, loss, norm, lr, result.taken) | more | self._constants | {**measured}
             for (step, lr, result, measured), loss, (_, norm) in zip(self._pending, losses, numbers, strict=True)
         ]
+        if self._collectives is not None and self._peers.world.is_main:
+            rows[-1] |= self._by_rank(len(rows), [seconds for _, seconds in found])
         self._pending.clear()
         if self._peers.world.is_main:
             self._notice_spikes(rows)
@@ -210,6 +232,21 @@ class Metrics:
                 self._validated |= {key: row[key] for key in VALIDATED if key in row}
             left = (self._stop - rows[-1]["step"]) * self._seconds[-1]
             self._display.show(self._validated | rows[-1] | {"seconds_left": left})
+
+    def _own_seconds(self) -> RankSeconds:
+        """Of the pending steps, on this process."""
+        collectives = 0.0 if self._collectives is None else self._collectives.take()
+        data, self._data_seconds = self._data_seconds, 0.0
+        seconds = (time.perf_counter() - self._since, data, collectives)
+        return RankSeconds(socket.gethostname(), *(each / len(self._pending) for each in seconds))
+
+    def _by_rank(self, steps: int, found: list[RankSeconds]) -> dict[str, Any]:
+        """What the last of so many rows says of all ranks."""
+        for line in self._slow.add(steps, found):
+            log.notice(f"note: {line}")
+        named = {"step_seconds": "step", "data_seconds": "data", "collective_seconds": "collectives"}
+        by_rank: dict[str, Any] = {key: [getattr(each, name) for each in found] for key, name in named.items()}
+        return by_rank | ({"slow_ranks": sorted(self._slow.now)} if self._slow.now else {})
 
     def _numbers(self) -> list[tuple[float, float | None]]:
         """This process's loss and norm of each pending step. It waits for the device once, and allocates nothing there:

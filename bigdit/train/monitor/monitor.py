@@ -86,6 +86,7 @@ def open_monitor(start: Start, data: TrainData, stream: FeatureStream, state: Tr
             stage=stage.number if stage.count > 1 else None,
             mfu=mfu_of(spec, state.family, state.strategy, device, emulated=emulated) if is_main else None,
             trackers=trackers,
+            collectives=state.collectives,
         )
     )
     model = peers, state.engine, state.ema, state.family, state.objective, stage.end

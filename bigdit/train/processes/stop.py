@@ -14,7 +14,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from bigdit.die_with_parent import ENDED, STOPPED, state_of
 from bigdit.dist import World
 from bigdit.errors import EXIT_USER, UserError, refused
 from bigdit.train.processes.end import SIGNALS, heeded
+from bigdit.train.processes.pulse import Pulse, last_place
 
 # One Ctrl-C may come twice, from the terminal and from a launcher.
 ONE_PRESS_S = 0.5
@@ -51,6 +54,8 @@ class Stop:
         self._world = world
         self.signum = 0  # the first that this process got
         self._training = False
+        self.limit_s = math.inf  # how long a process may take to answer another
+        self._groups: list[dist.ProcessGroup] = []
         self._group: dist.ProcessGroup | None = None
         self._wake = -1
 
@@ -82,7 +87,16 @@ class Stop:
         self.step = step
         if self._world.world_size > 1:
             self._group = dist.new_group(backend="gloo")
+            self._groups = list(dist.distributed_c10d._world.pg_map)
         self._training = True
+
+    def answer_within(self, seconds: float) -> None:
+        """From here on a process waits that long for another, in every group that was made before `begin`."""
+        self.limit_s = seconds
+        c10d: Any = dist.distributed_c10d
+        set_timeout = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout  # torch 2.15 has the first
+        for group in self._groups:
+            set_timeout(timedelta(seconds=seconds), group)
 
     def asked(self, step: int) -> int:
         """The signal after which training ends here, with `step` steps taken, or 0; the same on all processes."""
@@ -126,6 +140,8 @@ class Stop:
         os._exit(128 + self.signum)
 
 
+T = TypeVar("T")
+
 # How long a process may take to end, or to note that it lost a peer too, after another's connections broke.
 PATIENCE_S = 5.0
 # Parts of the errors of gloo, NCCL and torch's store where another process has ended, or does not answer.
@@ -163,19 +179,29 @@ class ProcessPlace:
 def ending_together(world: World, stop: Stop, timeout: float) -> Iterator[None]:
     """Inside a process group: one process prints an error that all have; a process prints its own.
 
-    Where a peer has ended, or has not answered for `timeout` seconds, this process prints which, and ends at once: what
-    waits for a device cannot be taken down.
+    Where a peer has ended, or has not answered for `timeout` seconds, or for what `stop.answer_within` says, this
+    process prints which, and ends at once: what waits for a device cannot be taken down.
     """
     if world.world_size == 1:
         yield
         return
-    store = _Store(dist.PrefixStore("bigdit", dist.distributed_c10d._get_default_store()))
+    stop.limit_s, met = timeout, dist.distributed_c10d._get_default_store()
+    store = _Store(dist.PrefixStore("bigdit", met))
     places: list[ProcessPlace] = []  # empty until all have sent theirs: one may be lost before
+
+    def silent(rank: int) -> None:
+        own = _Store(dist.PrefixStore("bigdit", met.clone()))
+        if own.first("a peer", True):
+            _print_lost(_unanswered([rank], own, places, stop), stop)
+        own.leave_word(world.rank)
+        os._exit(EXIT_USER)
+
     try:
         found = [ProcessPlace.here()] * world.world_size
         dist.all_gather_object(found, ProcessPlace.here())
         places = found
-        yield
+        with Pulse(dist.PrefixStore("bigdit", met), world, lambda: stop.limit_s, silent):
+            yield
     except Exception as error:
         problems = error.problems if isinstance(error, UserError) else tuple(filter(None, [refused(error)]))
         for problem in problems:
@@ -188,8 +214,8 @@ def ending_together(world: World, stop: Stop, timeout: float) -> Iterator[None]:
             raise
         gone = _gone(places)
         if not any(store.has_word(rank) for rank in gone) and store.first("a peer", True):
-            lost = f"{_names(gone, places)} was lost" if gone else _silent(store, places, world, timeout, error)
-            _print_error(f"{lost} after step {stop.step}: all end; the same command resumes from the last checkpoint")
+            lost = f"{_names(gone, places)} was lost" if gone else _silent(store, places, world, stop, error)
+            _print_lost(lost, stop)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(EXIT_USER)
@@ -197,6 +223,11 @@ def ending_together(world: World, stop: Stop, timeout: float) -> Iterator[None]:
 
 def _print_error(problem: str) -> None:
     print(f"error: {problem}", file=sys.stderr)
+
+
+def _print_lost(lost: str, stop: Stop) -> None:
+    _print_error(f"{lost} after step {stop.step}: all end; the same command resumes from the last checkpoint")
+    sys.stderr.flush()
 
 
 class _Store:
@@ -218,10 +249,14 @@ class _Store:
         """Whether that process has noted its end."""
         return self._ask(lambda: bool(self._store.check([f"ended/{rank}"])), False)
 
-    def _ask(self, request: Callable[[], bool], otherwise: bool) -> bool:
+    def place(self, rank: int) -> str | None:
+        """Where that process's main thread was last, as far as it told."""
+        return self._ask(lambda: last_place(self._store, rank), None)
+
+    def _ask(self, request: Callable[[], T], otherwise: T) -> T:
         """Its answer. A store that does not answer within the patience is not asked again, since torch sets no
         limit."""
-        heard: list[bool] = []
+        heard: list[T] = []
 
         def ask() -> None:
             with suppress(RuntimeError):
@@ -238,7 +273,7 @@ class _Store:
         return heard[0] if heard else otherwise
 
 
-def _silent(store: _Store, places: list[ProcessPlace], world: World, timeout: float, error: Exception) -> str:
+def _silent(store: _Store, places: list[ProcessPlace], world: World, stop: Stop, error: Exception) -> str:
     """The ranks that did not answer: those that are stopped, else those that noted no end."""
     here = ProcessPlace.here()
     silent = [rank for rank in range(len(places)) if not store.has_word(rank)]
@@ -246,10 +281,17 @@ def _silent(store: _Store, places: list[ProcessPlace], world: World, timeout: fl
         silent = [0] if places and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ else []
     stopped = [rank for rank, place in enumerate(places) if place.state(here) in STOPPED]
     if stopped or silent:
-        state = ", which is stopped," if stopped else ""
-        return f"{_names(stopped or silent, places)}{state} did not answer for {timeout:g} s (train.timeout)"
+        return _unanswered(stopped or silent, store, places, stop)
     found = (str(error).splitlines() or [type(error).__name__])[0][:200]
     return f"of {world.world_size} processes one on another machine, or one that does not answer ({found}), was lost"
+
+
+def _unanswered(ranks: list[int], store: _Store, places: list[ProcessPlace], stop: Stop) -> str:
+    here = ProcessPlace.here()
+    state = ", which is stopped," if places[ranks[0]].state(here) in STOPPED else ""
+    last = ", ".join(place for rank in ranks if (place := store.place(rank)))
+    seen = f", last seen at {last}," if last else ""
+    return f"{_names(ranks, places)}{state} did not answer for {stop.limit_s:g} s (train.timeout){seen}"
 
 
 def _names(ranks: list[int], places: list[ProcessPlace]) -> str:
