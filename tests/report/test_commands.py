@@ -115,7 +115,7 @@ def test_commands_are_those_of_the_engine_and_the_machines(made):
 @pytest.mark.slow
 @pytest.mark.xdist_group("plan")
 def test_a_slurm_job_has_the_time_of_the_run_and_of_a_save(made):
-    """A run of 1,000 steps, by the most that each takes; a save of 100 GB is warned of in time; slow steps save often."""
+    """The most that 1,000 steps take; the warning before the end leaves a save of 100 GB; slow steps save often."""
     step = made.chosen.step.seconds.high
     short = made.run.model_copy(update={"steps": 1000})
     plan = made.model_copy(update={"run": short, "host": made.host.model_copy(update={"checkpoint_bytes": 0})})
