@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -19,13 +20,14 @@ from bigdit.catalog.resolve import CONFIG
 from bigdit.checkout import entry
 from bigdit.config.data import PART_SIZE, VaeCodec, part_size
 from bigdit.config.plan_file import FILE
+from bigdit.config.run import TrainConfig
 from bigdit.documents import parse_yaml
 from bigdit.errors import UserError
 from bigdit.objective_spec import FlowMatchingSpec, partial
 from bigdit.recipes import Beginning, beginning, download, weights_folder
 from bigdit.report.words import samples
 from bigdit.search.of_run import carried, section
-from bigdit.search.plan import Plan, record
+from bigdit.search.plan import HOUR, Plan, record
 from bigdit.strategy import Strategy
 
 _HEAD = """\
@@ -56,7 +58,7 @@ def skeleton(plan: Plan, images: Path | None = None, name: str = "") -> str | No
     sizes = dict.fromkeys((request.resolution, *(() if online else fitting)))
     vae_dtype, text_dtype = _dtypes(plan) if online else ({}, {})
     spec, weights, start = model.spec, _weights(plan), _beginning(plan)
-    steps = plan.run.steps if plan.run else start.steps
+    steps = _steps(plan)
     known = model.params is not None  # in the catalogue; a user's own model is written out
     named = _folder(model)
     source, features, output = (
@@ -86,12 +88,36 @@ def skeleton(plan: Plan, images: Path | None = None, name: str = "") -> str | No
             "steps": steps,
             "warmup_steps": min(start.warmup_steps, steps // 10),
             "lr_schedule": "constant",
+            **_checkpoint_every(plan),
         },
         "plan": FILE,
         "output": output,
     }
     head = _HEAD.format("" if images else "Fill in the folders. ")
     return head + "".join(f"# {note}\n" for note in _notes(plan)) + as_yaml(run)
+
+
+def _steps(plan: Plan) -> int:
+    return plan.run.steps if plan.run else _beginning(plan).steps
+
+
+SAVED_BYTES_PER_S = 140e6
+"""What a process writes of a checkpoint: 5.84 GiB in 42 s, on a busy machine (benchmarks/saving.md)."""
+_LOST_S = 1800
+"""The most work between two checkpoints, in seconds, if none takes a tenth of it."""
+
+
+def _save_seconds(plan: Plan) -> float:
+    return plan.host.checkpoint_bytes / SAVED_BYTES_PER_S
+
+
+def _checkpoint_every(plan: Plan) -> dict[str, int]:
+    """train.checkpoint_every, where its default is too rare for slow steps."""
+    between = max(_LOST_S, 10 * _save_seconds(plan))
+    steps = max(1, int(between / plan.chosen.step.seconds.high))
+    rounded = int(str(steps)[0]) * 10 ** (len(str(steps)) - 1)
+    usual = TrainConfig.model_fields["checkpoint_every"].default
+    return {"checkpoint_every": rounded} if rounded < usual else {}
 
 
 def _learning(strategy: Strategy, lr: float) -> Strategy:
@@ -296,7 +322,29 @@ def commands(plan: Plan, folder: Path) -> list[Command]:
         found += _torchrun(config, spread) + _accelerate(config, spread, "--multi_gpu")
     else:
         found.append(Command("or", ("python", *entry(), *_arguments(config))))
-    return found
+    return found + _sbatch(plan, config, spread)
+
+
+_JOB_HOURS, _GRACE_S = 24, 240
+"""What launch/slurm/train.sbatch asks for, and the GRACE that it leaves."""
+
+
+def _sbatch(plan: Plan, config: Path, spread: Sequence[int]) -> list[Command]:
+    """SLURM's command: as many tasks on each machine, from the repository, which has the job.
+
+    The job asks for the hours of the whole run, of which it gets a day at most: then it is queued again. It is warned a
+    step and a save before its end, and a minute for the rest.
+    """
+    if len(set(spread)) > 1 or entry() != ("launch/train.py",):
+        return []
+    step = plan.chosen.step.seconds.high
+    hours = min(_JOB_HOURS, math.ceil((_steps(plan) * step + _save_seconds(plan)) / HOUR))
+    each = str(spread[0])
+    words = ["sbatch", "--nodes", str(len(spread)), "--ntasks-per-node", each, "--gpus-per-node", each]
+    words += ["--time", f"{hours}:00:00"]
+    if (grace := math.ceil(step + _save_seconds(plan))) > _GRACE_S:
+        words += ["--signal", f"USR1@{grace + 60}", "--export", f"ALL,GRACE={grace}"]
+    return [Command("or under SLURM", (*words, "launch/slurm/train.sbatch", str(config)))]
 
 
 def _deepspeed(config: Path, spread: Sequence[int]) -> Command:

@@ -100,6 +100,7 @@ def _train(parsed: argparse.Namespace, around: Around) -> int:
     except Stopped as stopped:
         if world.is_main:
             log.notice(str(stopped))
+        stop.end_after_main()
         return stopped.status
     if ended.trained:
         log_lines(world, [f"wrote {ended.checkpoint}"])

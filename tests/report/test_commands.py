@@ -1,6 +1,7 @@
 """The commands that a plan prints: right for its engine, its GPUs and its machines, as their launchers read them."""
 
 import json
+import math
 import shlex
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from bigdit.catalog import model
 from bigdit.checkout import entry
-from bigdit.report.how_to_run import PORT, Command, commands, obstacle, skeleton
+from bigdit.report.how_to_run import PORT, SAVED_BYTES_PER_S, Command, commands, obstacle, skeleton
 from bigdit.speed.seconds import Cluster
 from bigdit.strategy import Strategy
 
@@ -67,6 +68,11 @@ def by_accelerate(kind, machines, processes, *placed):
     return " ".join([words, *placed, f"launch/train.py {BY_PLAN}"])
 
 
+def sbatch(nodes, processes, *more):
+    asked = f"sbatch --nodes {nodes} --ntasks-per-node {processes} --gpus-per-node {processes} --time 24:00:00"
+    return " ".join([asked, *more, "launch/slurm/train.sbatch plans/x/run.yaml"])
+
+
 STANDARD = "--deepspeed_multinode_launcher standard"
 PLACED = ("--machine_rank $NODE_RANK", "--main_process_ip $HEAD", f"--main_process_port {PORT}")
 
@@ -76,16 +82,18 @@ PLACED = ("--machine_rank $NODE_RANK", "--main_process_ip $HEAD", f"--main_proce
 def test_commands_are_those_of_the_engine_and_the_machines(made):
     deepspeed = f"launch/train.py {BY_PLAN}"
     zero2 = plans.sharded_plan(8)
-    assert printed(made) == [EXTRACT, SHORT, f"python launch/train.py {BY_PLAN}"]
+    assert printed(made) == [EXTRACT, SHORT, f"python launch/train.py {BY_PLAN}", sbatch(1, 1)]
     assert printed(zero2) == [
         *(EXTRACT, SHORT, f"deepspeed --num_gpus 8 {deepspeed}"),
         by_accelerate("--use_deepspeed", 1, 8),
+        sbatch(1, 8),
     ]
     assert printed(plans.sharded_plan(32)) == [
         *(EXTRACT, f"deepspeed --hostfile hostfile {deepspeed}"),
         by_accelerate("--use_deepspeed", 4, 32, STANDARD, *PLACED),
+        sbatch(4, 8),
     ]
-    _, on_four, _ = commands(plans.sharded_plan(32), Path("plans/x"))
+    _, on_four, *_ = commands(plans.sharded_plan(32), Path("plans/x"))
     assert on_four.comment == "on the first machine, with 4 lines `host slots=8` in hostfile"
     _, uneven = commands(plans.sharded_plan(9), Path("plans/x"))
     assert uneven.comment == "on the first machine, with `host slots=8`, `host slots=1` in hostfile"
@@ -94,12 +102,28 @@ def test_commands_are_those_of_the_engine_and_the_machines(made):
         SHORT,
         f"torchrun --standalone --nproc-per-node 8 launch/train.py {BY_PLAN}",
         by_accelerate("--multi_gpu", 1, 8),
+        sbatch(1, 8),
     ]
     assert printed(on(made, fsdp2(12))) == [
         *(EXTRACT, node(2, 6, "$NODE_RANK")),
         by_accelerate("--multi_gpu", 2, 12, *PLACED),
+        sbatch(2, 6),
     ]
     assert printed(on(made, fsdp2(9))) == [EXTRACT, node(2, 8, 0), node(2, 1, 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("plan")
+def test_a_slurm_job_has_the_time_of_the_run_and_of_a_save(made):
+    """The most that 1,000 steps take; the warning before the end leaves a save of 100 GB; slow steps save often."""
+    step = made.chosen.step.seconds.high
+    short = made.run.model_copy(update={"steps": 1000})
+    plan = made.model_copy(update={"run": short, "host": made.host.model_copy(update={"checkpoint_bytes": 0})})
+    assert f"--time {math.ceil(1000 * step / 3600)}:00:00 launch" in printed(plan)[-1]
+    slow = plan.model_copy(update={"host": made.host.model_copy(update={"checkpoint_bytes": 100 * 10**9})})
+    grace = math.ceil(step + 100e9 / SAVED_BYTES_PER_S)
+    assert f"--signal USR1@{grace + 60} --export ALL,GRACE={grace} launch" in printed(slow)[-1]
+    assert [yaml.safe_load(skeleton(each))["train"]["checkpoint_every"] for each in (plan, slow)] == [40, 100]
 
 
 @pytest.mark.slow
@@ -110,7 +134,7 @@ def test_launchers_read_the_commands_as_they_are_meant(made):
         "\n".join(command.lines())
         for plan in (on(made, fsdp2(8)), on(made, fsdp2(12)), plans.sharded_plan(8), plans.sharded_plan(32))
         for command in commands(plan, FOLDER)
-        if command.words[0] != "bigdit"
+        if command.words[0] not in ("bigdit", "sbatch")
     ]
     parse = """
 import json, shlex, sys

@@ -1,67 +1,141 @@
-"""launch/slurm/train.sbatch under stubs of srun and scontrol: what SLURM's warning does, what the queue is told."""
+"""The jobs of launch/slurm on a real SLURM of two machines: disturbed ones leave what an undisturbed run does, to the
+bit."""
 
+import getpass
 import os
+import re
 import signal
-from pathlib import Path
 
 import pytest
-from commands import BIN, DIGITS, ROOT
-from running import FSDP2, running
+from commands import DIGITS, run_ranks, with_set
+from disturbing import rows_of, weights_of
+from running import FSDP2, ZERO2, arguments, ended, until
+from slurm import NODES, Job, cluster, unpack
 
-# Starts the tasks as srun does, and hands SLURM's warning to each.
-_SRUN = """#!/usr/bin/env python
-import os, signal, subprocess, sys
-command = sys.argv[1:]
-while command[0].startswith("--"):
-    command.pop(0)
-tasks = []
-signal.signal(signal.SIGUSR1, lambda *_: [task.send_signal(signal.SIGUSR1) for task in tasks])
-for rank in range(int(os.environ["SLURM_NTASKS"])):
-    place = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": "0"}
-    tasks.append(subprocess.Popen(command, env=os.environ | place))
-open(os.environ["STUB"] + "/srun.pid", "w").write(str(os.getpid()))
-statuses = [task.wait() for task in tasks]
-sys.exit(max(status if status >= 0 else 128 - status for status in statuses))
-"""
-_SCONTROL = """#!/bin/sh
-if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >> "$STUB/scontrol.log"; fi
-"""
+from bigdit.catalog.resolve import model_spec
+from bigdit.config import load_run
+from bigdit.extract.extract import extract
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+STEPS = ("train.steps=60", "train.checkpoint_every=15")
+TRAIN = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=1", "launch/slurm/train.sbatch")
 
 
-@pytest.fixture
-def slurm(tmp_path):
-    """The environment of a job of two tasks, each on a machine of its own, which is this one."""
-    stub = tmp_path / "stub"
-    stub.mkdir()
-    for name, text in (("srun", _SRUN), ("scontrol", _SCONTROL)):
-        (stub / name).write_text(text)
-        (stub / name).chmod(0o755)
-    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NTASKS": "2"}
-    return job | {"SLURM_JOB_NUM_NODES": "2", "STUB": str(stub), "PATH": f"{stub}:{BIN}:{os.environ['PATH']}"}
+@pytest.fixture(scope="module")
+def slurm(once, tmp_path_factory):
+    with cluster(once("slurm", unpack), tmp_path_factory.mktemp("slurm")) as made:
+        yield made
 
 
-@pytest.mark.slow
-def test_slurms_warning_saves_and_puts_the_job_back_into_the_queue(features, tmp_path, slurm):
-    output, stub = tmp_path / "run", Path(slurm["STUB"])
-    job = ("bash", ROOT / "launch/slurm/train.sbatch", DIGITS)
-    with running(job, features, output, *FSDP2, **slurm) as run:
-        run.until_it_trains()
-        os.kill(int((stub / "srun.pid").read_text()), signal.SIGUSR1)
-        assert run.ends() == 0, run.stderr
-    (step,) = run.saved()
-    assert run.stderr.count(f"SIGUSR1: saved {output}/checkpoints/step-{step:08d}; ") == 1
-    assert (stub / "scontrol.log").read_text() == f"requeue {slurm['SLURM_JOB_ID']}\n"
-
-    ends = ("train.lr_schedule=constant", f"train.steps={step + 2}")
-    with running(job, features, output, *FSDP2, *ends, log=tmp_path / "again.log", **slurm) as again:
-        assert again.ends(within=120) == 0, again.stderr
-    assert again.saved()[-1] == step + 2
-    assert (stub / "scontrol.log").read_text().count("requeue") == 1
+@pytest.fixture(autouse=True)
+def no_job_is_left(slurm):
+    yield
+    slurm.run("scancel", "--full", "--signal=KILL", "--user", getpass.getuser())
+    slurm.run("scancel", "--user", getpass.getuser())
+    until(lambda: not slurm.run("squeue", "-h"), within=60)
 
 
-def test_another_failure_is_not_queued_again(tmp_path, features, slurm):
-    job = ("bash", ROOT / "launch/slurm/train.sbatch", tmp_path / "none.yaml")
-    with running(job, features, tmp_path / "run", "train.seed=-1", **slurm) as run:
-        assert run.ends() == 1
-    assert "train.seed is -1, and 0 or more was expected" in run.stderr
-    assert not (Path(slurm["STUB"]) / "scontrol.log").exists()
+@pytest.fixture(scope="module")
+def undisturbed(features, tmp_path_factory):
+    """Asserts that an output is that of two processes which nobody disturbed."""
+
+    def check(output, *engine):
+        right = tmp_path_factory.mktemp("right") / "run"
+        done = run_ranks(2, "-m", "bigdit.train", *arguments(features, right, *engine, *STEPS))
+        assert done.returncode == 0, done.stderr
+        assert rows_of(output) == rows_of(right)
+        found, wanted = (
+            {name: weight.tobytes() for name, weight in weights_of(each).items()} for each in (output, right)
+        )
+        assert found == wanted
+
+    return check
+
+
+def training(slurm, features, output, *overrides, options=()):
+    _, *words = arguments(features, output, *STEPS, *overrides)
+    return slurm.submit(output, *options, *TRAIN, *words)
+
+
+def send(signum, pids):
+    for pid in pids:
+        os.kill(pid, signum)
+
+
+def test_at_its_time_limit_a_job_saves_is_queued_again_and_resumes(slurm, features, tmp_path, undisturbed):
+    run = training(slurm, features, tmp_path / "run", *ZERO2, options=("--time=60", "--signal=USR1@90"))
+    ranks = run.until_it_trains().ranks()
+    send(signal.SIGSTOP, ranks)  # SLURM looks at the limits of jobs each 30 s, and its signal wakes them
+    run.process.update(f"TimeLimit={run.process.minutes() + 2}")
+    until(lambda: "SIGUSR1: saved" in run.stderr, within=90)
+    run.process.update("TimeLimit=60")
+    assert run.ends(within=120) == 0, run.stderr
+    assert run.process.restarts() == 1
+    (step,) = re.findall(r"SIGUSR1: saved \S+/step-(\d+); ", run.stderr)
+    assert f"step {int(step)}" in run.stderr.partition("resuming from")[2]
+    assert run.stderr.count(f"wrote {tmp_path}/run/report.html\n") == 2
+    undisturbed(tmp_path / "run", *ZERO2)
+
+
+def test_a_job_whose_machine_is_lost_is_queued_again(slurm, features, tmp_path, undisturbed):
+    output = tmp_path / "run"
+    run = training(slurm, features, output, *FSDP2)
+    ranks = run.until_it_trains().ranks()
+    until((output / "checkpoints/latest").exists)
+    send(signal.SIGSTOP, ranks)  # it hangs, as processes do whose peer is gone
+    slurm.run("scontrol", "update", f"NodeName={NODES[1]}", "State=DOWN", "Reason=lost")
+    until(lambda: ended(ranks), within=60)
+    slurm.run("scontrol", "update", f"NodeName={NODES[1]}", "State=RESUME")
+    assert run.ends(within=120) == 0, run.stderr
+    assert run.process.restarts() == 1
+    assert f"resuming from {output}/checkpoints/step-" in " ".join(run.stderr.split())
+    undisturbed(output, *FSDP2)
+
+
+def test_a_preempted_job_saves_and_resumes(slurm, features, tmp_path, undisturbed):
+    output = tmp_path / "run"
+    run = training(slurm, features, output, *FSDP2)
+    run.until_it_trains()
+    slurm.run("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
+    assert run.ends(within=120) == 0, run.stderr
+    assert run.process.restarts() == 1
+    assert run.stderr.count("SIGTERM: saved ") == 1
+    undisturbed(output, *FSDP2)
+
+
+def test_a_second_job_on_an_output_is_refused_and_the_first_ends_when_it_is_cancelled(slurm, features, tmp_path):
+    output = tmp_path / "run"
+    run = training(slurm, features, output, *FSDP2, "train.steps=1000000")
+    ranks = run.until_it_trains().ranks()
+    send(signal.SIGSTOP, ranks)  # it leaves its cores to the other
+    second = training(slurm, features, output, *FSDP2, options=("--output", tmp_path / "second.log"))
+    assert second.ends(within=120) == 1
+    printed = (tmp_path / "second.log").read_text()
+    assert printed.count(f"error: output {output} is in use by process {ranks[0]} on ") == 1, printed
+    assert second.process.restarts() == 0
+    send(signal.SIGCONT, ranks)
+    slurm.run("scancel", run.process.name)
+    run.ends()
+    until(lambda: ended(ranks))
+    assert run.process.shows()["JobState"] == "CANCELLED"
+    assert run.process.restarts() == 0
+    assert run.stderr.count(f"SIGTERM: saved {output}/checkpoints/step-{run.saved()[-1]:08d}; ") == 1
+
+
+def test_an_array_encodes_what_one_machine_does_though_a_task_is_lost(slurm, images, tmp_path):
+    """One of its tasks is queued again while it encodes."""
+    settings = [f"data.images={images}", "data.part_size=20"]
+    right = load_run(DIGITS, [*settings, f"data.features={tmp_path}/right"])
+    extract(right, model_spec(right.model), workers=1)
+    store = tmp_path / "run"
+    words = ("--array=1-2", "--cpus-per-task=1", "launch/slurm/extract.sbatch", DIGITS)
+    array = slurm.submit(store, *words, *with_set([*settings, f"data.features={store}"]))
+    until(lambda: list(store.glob("workers/*")))
+    slurm.run("scontrol", "requeue", f"{array.process.name}_1")
+    for task in (f"{array.process.name}_{number}" for number in (1, 2)):
+        assert Job(slurm, task).wait(120) == 0, array.stderr
+    made, wanted = (
+        {file.name: file.read_bytes() for file in each.glob("part-*")} for each in (store, tmp_path / "right")
+    )
+    assert made == wanted

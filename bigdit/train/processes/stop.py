@@ -57,6 +57,7 @@ class Stop:
         self.limit_s = math.inf  # how long a process may take to answer another
         self._groups: list[dist.ProcessGroup] = []
         self._group: dist.ProcessGroup | None = None
+        self._store: dist.Store | None = None
         self._wake = -1
 
     @contextmanager
@@ -88,6 +89,7 @@ class Stop:
         if self._world.world_size > 1:
             self._group = dist.new_group(backend="gloo")
             self._groups = list(dist.distributed_c10d._world.pg_map)
+            self._store = dist.PrefixStore("stopped", dist.distributed_c10d._get_default_store())
         self._training = True
 
     def answer_within(self, seconds: float) -> None:
@@ -108,6 +110,19 @@ class Stop:
         if not self.signum and signum:
             self._hear(int(signum))
         return int(signum)
+
+    def end_after_main(self) -> None:
+        """Wait, after training has ended, until the main process is done too, within the grace.
+
+        It writes the run's page last, and srun and torchrun kill all when one has ended with a status other than 0.
+        """
+        if self._store is None:
+            return
+        with suppress(RuntimeError):  # the store has ended with the main process
+            if self._world.is_main:
+                self._store.set("main", "")
+            else:
+                self._store.wait(["main"], timedelta(seconds=self._grace))
 
     def _hear(self, signum: int) -> None:
         """As if this process had got the signal that another one got."""
