@@ -477,7 +477,7 @@ def test_gpus_that_share_samples_need_fewer_of_them():
         ),
         (
             {**video, "model": "wan2.1-t2v-1.3b", "global_batch": 1},
-            "--global-batch is 1, and 8 GPUs / --cp 4 come to multiples of 2; nearest: 2",
+            "--global-batch is 1, but must be a multiple of 2 (8 GPUs / --cp 4); nearest: 2",
         ),
         ({"model": "qwen-image", "gpu": "h100-sxm", "gpus": 8, "cp": 2}, "--cp is 2, and latents of 16 × 166 × 166"),
         ({"model": "sana-600m", "gpu": "h100-sxm", "gpus": 8, "cp": 2}, "how to split the tokens of Sana"),
