@@ -1,5 +1,7 @@
 """Stores from which samples were taken away: what a run trains on and validates, before and after the change."""
 
+from pathlib import Path
+
 import pytest
 from stores import make_store
 
@@ -41,6 +43,8 @@ def test_a_fresh_run_has_no_sample_that_is_gone(tmp_path):
     order, notices = plan_order(store, 1, 0, None, 0, tmp_path)
     assert (epoch(store, order, 0), notices) == (live, [])
     assert epoch(store, order, 1) == live
+    remote = FeatureStore.open(Path(f"file:{tmp_path}"))
+    assert trained(remote, plan_order(remote, 1, 0, None, 0, tmp_path)[0], range(9)) == trained(store, order, range(9))
     order, _ = plan_order(store, 1, 0, None, 0, tmp_path, validated=9)
     kept = held(store, order)
     assert len(kept) == 9

@@ -87,6 +87,8 @@ def test_values_of_wrong_types_under_a_right_checksum_are_one_line_or_read(root,
     plain = {name: each for name, each in json.loads(file.read_text()).items() if name != "checksum"}
     plain["text_encoder"] |= {"streams": {"more": {"max_tokens": 2, "dim": 3}}, "components": {"part": {}}}
     plain["first_frame"] = {"tokens": 2, "dim": 3}
+    plain["sources"].append({"kind": "added", "count": 2, "of": 0})
+    plain["changes"] = [{"sources": [{"count": 8}], "gone": [[0, 1, -1], [2, 3, 4]]}]
     refused = 0
     for place in places_of(plain):
         for value in (None, True, -1, 1.5, float("inf"), "x", [], [[]], {}, {"a": 1}):
