@@ -53,6 +53,23 @@ def indexed_files(index: Path) -> list[Path]:
     return [index.parent / name for name in sorted(set(names.values()))]
 
 
+_VARIANTS = (None, "bf16", "fp16", "fp32")
+
+
+def weight_files(folder: Path, *names: str) -> tuple[list[Path], str | None]:
+    """The files of a folder's weights, by the first of `names` that it has, and their variant: None, or bf16 of
+    model.bf16.safetensors. Raises OSError or ValueError for an unreadable index."""
+    for name in names:
+        for variant in _VARIANTS:
+            of = f".{variant}" if variant else ""
+            index, file = folder / f"{name}.index{of}.json", folder / f"{Path(name).stem}{of}.safetensors"
+            if index.exists():
+                return indexed_files(index), variant
+            if file.exists():
+                return [file], variant
+    return [], None
+
+
 def read_file(path: Path, name: str, where_missing: str = "") -> bytes:
     """The bytes of a file, named `name` in errors. Raises UserError, with the hint `where_missing`."""
     try:

@@ -342,6 +342,8 @@ def check_exported(folder: Path) -> None:
 
     A folder without checksums, as others write it, is not judged.
     """
+    if folder.is_file():
+        return
     file = folder / CHECKSUMS
     try:
         sums: dict[str, str] = read_json(file)

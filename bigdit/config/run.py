@@ -25,7 +25,8 @@ class ModelConfig(Section):
     kwargs: dict[str, Any] = {}
     """The arguments of `class_name`."""
     init_from: Path | None = None
-    """A folder of diffusers weights to start from, or a checkpoint. null: random weights from train.seed."""
+    """Weights to start from: a folder of diffusers, a checkpoint, or one safetensors file in the names of the original
+    project or of ComfyUI. null: random weights from train.seed."""
     lora_from: Path | None = None
     """LoRA weights to start from, over init_from: a checkpoint or an export, or a safetensors file in the names of
     diffusers, ComfyUI or kohya's scripts. null: new ones."""

@@ -9,8 +9,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from bigdit.catalog.families import too_large
-from bigdit.documents import indexed_files, read_json
-from bigdit.encoders.host_bytes import weight_files
+from bigdit.documents import indexed_files, read_json, weight_files
+from bigdit.encoders.host_bytes import WEIGHTS
 from bigdit.errors import UserError
 from bigdit.files import check_regular, leads_out, lfs_pointer
 from bigdit.store.tensors import weights_digest
@@ -57,7 +57,7 @@ def check_files(key: str, folder: Path) -> None:
                 raise UserError(f"{key}: {pointer}")
             if file.name == "adapter_config.json":
                 raise UserError(f"{key}: {file} belongs to adapters; merge them into the weights, or delete it")
-            if file.name.endswith(".safetensors.index.json"):
+            if ".safetensors.index." in file.name:
                 indexed_files(file)
         except OSError as error:
             raise UserError(f"{key}: {file} cannot be read: {error.strerror}") from None
@@ -79,6 +79,7 @@ def load_from(kind: Any, key: str, folder: Path, **arguments: Any) -> Any:
             folder,
             local_files_only=True,
             use_safetensors=True,
+            variant=weight_files(folder, *WEIGHTS)[1],
             trust_remote_code=False,
             output_loading_info=True,
             **arguments,
@@ -100,7 +101,7 @@ def weights_sample(folder: Path, dtype: str) -> str | None:
     """
     rows: dict[str, torch.Tensor] = {}
     try:
-        for file in weight_files(folder):
+        for file in weight_files(folder, *WEIGHTS)[0]:
             with safe_open(file, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118  # it is no mapping
                     tensor = opened.get_slice(name)

@@ -9,31 +9,20 @@ from safetensors import SafetensorError, safe_open
 
 from bigdit.catalog.conditions import IMAGE_ENCODER
 from bigdit.config.data import EncodersConfig, TextEncoderConfig, VaeCodec
-from bigdit.documents import indexed_files, read_json
+from bigdit.documents import read_json, weight_files
 from bigdit.numbers import Natural
 from bigdit.strategy import Strict
 from bigdit.units import gib
 
-_WEIGHTS = ("model.safetensors", "diffusion_pytorch_model.safetensors")  # transformers' and diffusers' names
+WEIGHTS = ("model.safetensors", "diffusion_pytorch_model.safetensors")  # transformers' and diffusers' names
 _SIZES = {"fp32": 4, "bf16": 2}
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The weight files of a model's folder. Raises OSError or ValueError for an unreadable index."""
-    for name in _WEIGHTS:
-        index = folder / f"{name}.index.json"
-        if index.is_file():
-            return indexed_files(index)
-        if (folder / name).is_file():
-            return [folder / name]
-    return []
 
 
 def weights_bytes(folder: Path, dtype: str) -> int | None:
     """Bytes of the weights in a folder after loading in a dtype; None if they cannot be read."""
     sizes = []
     try:
-        for file in weight_files(folder):
+        for file in weight_files(folder, *WEIGHTS)[0]:
             with safe_open(file, "np") as opened:  # this reads headers only
                 slices = [opened.get_slice(name) for name in opened.keys()]  # noqa: SIM118  # it is no mapping
                 sizes += [math.prod(each.get_shape()) * _itemsize(each.get_dtype(), dtype) for each in slices]

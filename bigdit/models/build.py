@@ -18,11 +18,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from bigdit.documents import indexed_files
+from bigdit.documents import weight_files
 from bigdit.errors import UserError, nearest
 from bigdit.files import check_regular, leads_out, lfs_pointer
 from bigdit.models.families import family
 from bigdit.models.paper_dit import PaperDiT
+from bigdit.models.single_file import dequantised, read_single_file
 from bigdit.shortage import ran_out
 from bigdit.strategy import ModelSpec
 from bigdit.units import how_many
@@ -44,14 +45,14 @@ def build(spec: ModelSpec, *, device: torch.device | str, dtype: torch.dtype, se
 
 
 def load(spec: ModelSpec, folder: Path, *, dtype: torch.dtype) -> nn.Module:
-    """The model in CPU memory with the safetensors weights in `folder`.
+    """The model in CPU memory with the safetensors weights in `folder`, or in one file.
 
-    Raises UserError where the folder does not hold weights of this very model.
+    Raises UserError where it does not hold weights of this very model.
     """
     check_folder(spec, folder)
     model_class = _model_class(spec)
     try:
-        config = model_class.load_config(folder, local_files_only=True)
+        config = {} if folder.is_file() else model_class.load_config(folder, local_files_only=True)
         with init_empty_weights(include_buffers=False):
             model = model_class.from_config(config, **spec.kwargs)  # the spec wins over the folder's config
         missing, unexpected = fill(model, folder, dtype=dtype)
@@ -164,14 +165,19 @@ _FILE = "diffusion_pytorch_model.safetensors"
 
 def lacking(folder: Path) -> str | None:
     """Why a folder is none of diffusers' weights; None where it has their files."""
+    if folder.is_file():
+        return not_safetensors(folder)
     if not folder.is_dir():
         return "there is no such folder; name one of diffusers, or a checkpoint"
     if not (folder / "config.json").is_file():
         within = folder / "transformer"
         return f"it has no config.json{f'; {within} has' if (within / 'config.json').is_file() else ''}"
-    if not (folder / _FILE).exists() and not _index(folder).exists():
-        return f"it has no {_FILE}"
-    return lfs_pointer(folder)
+    try:
+        found, _ = weight_files(folder, _FILE)
+    except (OSError, ValueError):
+        return None  # loading it reports that
+    others = (not_safetensors(each) for each in sorted(folder.iterdir()) if each.suffix.lower() in _NOT_WEIGHTS)
+    return lfs_pointer(folder) if found else "; ".join([f"it has no {_FILE}", *filter(None, others)])
 
 
 _NOT_WEIGHTS = {
@@ -197,14 +203,18 @@ def not_safetensors(file: Path) -> str | None:
 
 
 def fill(model: nn.Module, folder: Path, *, dtype: torch.dtype) -> tuple[int, int]:
-    """Load the folder's tensors into the model, by name, in `dtype`; how many the folder lacks, and how many are too
-    many.
+    """Load the tensors of a folder or a single file into the model, by name, in `dtype`; how many it lacks, and how
+    many are too many.
 
     Tensors in `dtype` already stay mapped: processes share the pages of the file until they write to them. Raises
     OSError, ValueError or RuntimeError where a file cannot be read, or a tensor has another shape.
     """
     lacking, unexpected = set(model.state_dict()), set()
-    for file in _files(folder):
+    if folder.is_file():
+        tensors = read_single_file(type(model).__name__, folder, model.state_dict(), dtype=dtype)
+        found = model.load_state_dict(tensors, strict=False, assign=True)
+        return len(found.missing_keys), len(found.unexpected_keys)
+    for file in weight_files(folder, _FILE)[0]:
         check_regular(file)
         if leads_out(folder, file):
             raise OSError(f"{file.name} is a link out of its folder; copy there what it leads to")
@@ -212,17 +222,7 @@ def fill(model: nn.Module, folder: Path, *, dtype: torch.dtype) -> tuple[int, in
             tensors = load_file(file)
         except SafetensorError as error:
             raise OSError(f"{file.name}: {error}") from error
-        rounded = {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()}
-        found = model.load_state_dict(rounded, strict=False, assign=True)
+        found = model.load_state_dict(dequantised(tensors, dtype), strict=False, assign=True)
         unexpected.update(found.unexpected_keys)
         lacking -= tensors.keys()
     return len(lacking), len(unexpected)
-
-
-def _files(folder: Path) -> list[Path]:
-    index = _index(folder)
-    return indexed_files(index) if index.exists() else [folder / _FILE]
-
-
-def _index(folder: Path) -> Path:
-    return folder / f"{_FILE}.index.json"
