@@ -37,8 +37,8 @@ def run(
         list[Path],
         typer.Option(
             "--image",
-            help="First frame, for image-to-video models: an image, or a video whose first frame is used. "
-            "Once for all captions, or repeated for each.",
+            help="Image to edit, for edit models; first frame, for image-to-video models: an image, or a video whose "
+            "first frame is used. Once for all captions, or repeated for each.",
         ),
     ] = [],  # noqa: B006
     size: Annotated[

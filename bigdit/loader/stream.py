@@ -193,24 +193,25 @@ class BatchReader:
         return own.states, self._held(own.mask()), extras
 
     def _frame_shapes(self, bucket: Shape) -> dict[str, tuple[int, ...]]:
-        """The shapes of a sample's first-frame tensors, by name. The mask is part of the condition."""
+        """The shapes of a sample's first-frame tensors, or of its references, by name. The mask is part of the
+        condition."""
         kept = dict(self._store.frame_shapes(bucket))
-        if not kept:
-            return {}
+        if FIRST_FRAME not in kept:
+            return kept
         channels, *sides = kept.pop(FIRST_FRAME)
         return {IMAGE_CONDITION: (self._mask + channels, *sides), **kept}
 
     def _frames(self, bucket: Shape, parts: Ints, rows: Ints) -> dict[str, torch.Tensor]:
-        """The condition and embeddings for image-to-video models, in bf16."""
+        """The condition and embeddings for image-to-video models, or the references for edit models, in bf16."""
         shapes, count = self._frame_shapes(bucket), len(rows)
         found = {name: self._buffers.take(name, (count, *shape), torch.bfloat16)[0] for name, shape in shapes.items()}
         if not found:
             return {}
-        condition = mark_first(found[IMAGE_CONDITION], self._mask)
-        stored = {name: each for name, each in found.items() if name != IMAGE_CONDITION}
+        stored = dict(found)
+        if (condition := stored.pop(IMAGE_CONDITION, None)) is not None:
+            stored[FIRST_FRAME] = mark_first(condition, self._mask)[:, self._mask :]
         for place in np.lexsort((rows, parts)).tolist():
-            memories = {FIRST_FRAME: bytes_of(condition[place, self._mask :])}
-            memories |= {name: bytes_of(each[place]) for name, each in stored.items()}
+            memories = {name: bytes_of(each[place]) for name, each in stored.items()}
             self._store.part(int(parts[place])).read_frame(bucket, int(rows[place]), memories)
         return found
 

@@ -9,7 +9,7 @@ from bigdit.models.build import build, check_folder, load, outline, skeleton
 from bigdit.models.context import split_context
 from bigdit.models.equip import adapt, arrange, equip
 from bigdit.models.families import families, family
-from bigdit.models.family import Conditions, Extra, Family, take_through
+from bigdit.models.family import Conditions, Extra, Family, references, take_through
 
 __all__ = [
     "Conditions",
@@ -25,6 +25,7 @@ __all__ = [
     "load",
     "loaded_by",
     "outline",
+    "references",
     "save_adapters",
     "save_for_comfyui",
     "skeleton",

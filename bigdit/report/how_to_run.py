@@ -65,6 +65,7 @@ def skeleton(plan: Plan) -> str | None:
             **({} if online else {"features": f"{FOLDER}/features"}),
             "buckets": [[*_frames(plan), *sides] for sides in sizes],
             **({} if model.clip is None else {"fps": model.clip.fps}),
+            **({"references": model.references} if model.references else {}),
             **_part_size(plan),
         },
         "encoders": {
@@ -266,6 +267,8 @@ def obstacle(plan: Plan) -> str | None:
         return plan.question.model.training_obstacle
     if plan.chosen.strategy.features == "online" and takes_first_frame(plan.question.model.spec):
         return "strategy.features online cannot give the first frame that the model needs"
+    if plan.chosen.strategy.features == "online" and plan.batch.references:
+        return "strategy.features online cannot give the images that the model edits"
     return None
 
 

@@ -122,7 +122,12 @@ def _question(document: dict[str, Any], asked: Mapping[str, Any]) -> Question:
         fixed = question.constraints.model_copy(update={"checkpointed_segments": segments})
         question = question.model_copy(update={"constraints": fixed})
     validated = 0 if run.validation is None else run.validation.samples
-    update: dict[str, Any] = {"validated": validated, "samples": run.samples and host_weights(run.encoders)}
+    edits = question.model.model_copy(update={"references": run.data.references})
+    update: dict[str, Any] = {
+        "model": edits,
+        "validated": validated,
+        "samples": run.samples and host_weights(run.encoders),
+    }
     if question.images is not None and question.images <= validated:
         raise UserError(f"validation.samples is {validated}, and --images {question.images} leaves none to train on")
     if run.train.epochs is not None:

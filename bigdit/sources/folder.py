@@ -42,6 +42,7 @@ from bigdit.sources.image import SUFFIXES, decode
 from bigdit.sources.metadata import NAMES as METADATA
 from bigdit.sources.metadata import Metadata
 from bigdit.sources.protocol import Caption, Contents, Entry, Item, Unusable
+from bigdit.sources.references import is_reference, reference_of, with_reference
 from bigdit.sources.videos import SUFFIXES as VIDEOS
 from bigdit.sources.videos import Clip, contents_of, is_video, resampled, video_frames
 
@@ -82,7 +83,7 @@ class FolderItem(Item):
     `beside`: the names of its captions, where they are not the usual ones. `row`: its captions in the metadata of a
     folder, if there are none beside it; or the problem of its row. `follow_links`: it and its captions may be links out
     of `root`. `labelled`: its folder is its class. `captioned`: its own captions are read. `clip`: the part of a video
-    to read.
+    to read. `reference`: the name of the file that it is an edit of, if it must be one.
     """
 
     index: int
@@ -94,6 +95,7 @@ class FolderItem(Item):
     labelled: bool = False
     captioned: bool = True
     clip: Clip | None = None
+    reference: str | None = None
 
     @property
     def path(self) -> Path:
@@ -110,7 +112,16 @@ class FolderItem(Item):
             return Contents(frames, partial(sampled_digest, self.path), captions, label)
         with self._error_if_gone():
             data = read_file(self.path, IMAGE_BYTES)
-        return contents_of(data, self.clip, max_pixels, captions, label)
+        contents = contents_of(data, self.clip, max_pixels, captions, label)
+        return contents if self.reference is None else with_reference(contents, self._referred(), max_pixels)
+
+    def _referred(self) -> bytes:
+        path = self.path.with_name(self.reference or "")
+        check_link(self.root, path, self.follow_links)
+        try:
+            return read_file(path, IMAGE_BYTES)
+        except FileNotFoundError:
+            raise Unusable(f"reference {path.name} is missing") from None
 
     def _captions(self) -> tuple[Caption, ...]:
         files = self.beside or usual(self.path.stem)
@@ -140,9 +151,11 @@ class FolderItem(Item):
 class ImageFolder:
     """All images below `root`, in the order of their relative paths. Linked folders are ignored."""
 
-    def __init__(self, config: SourceConfig, key: str = "data.images", clip: Clip | None = None) -> None:
-        """List the folder; with a `clip`, videos too. Raises UserError, which names `key`, if it is missing or
-        empty."""
+    def __init__(
+        self, config: SourceConfig, key: str = "data.images", clip: Clip | None = None, references: int = 0
+    ) -> None:
+        """List the folder; with a `clip`, videos too; with `references`, edits of other images. Raises UserError, which
+        names `key`, if it is missing or empty, or no image is an edit."""
         self.root = root = config.path
         self._links = config.follow_links
         self._labelled, self._captioned = config.label is not None, reads_captions(config)
@@ -150,7 +163,7 @@ class ImageFolder:
         suffixes = SUFFIXES if clip is None else (*SUFFIXES, *VIDEOS)
         self.class_names: set[str] = set()
         digest = xxhash.xxh3_128(b"follow_links\n" if self._links else b"")
-        found = Listing(suffixes, config, key)
+        found = Listing(suffixes, config, key, edits=references > 0)
         try:
             self._names = Names(self._classified(_digested(found, digest)))
         except NotADirectoryError:
@@ -168,6 +181,11 @@ class ImageFolder:
                 f"{key}: {root} is a folder without {' or '.join(METADATA)}, so it has no columns; leave out image and "
                 "captions"
             )
+        if references and not found.references:
+            raise UserError(
+                f"{key}: data.references is {references}, and {root} holds no references; put x.reference.png beside "
+                "x.png, or set it to 0"
+            )
         log_ignored(key, root, found.ignored)
         self.identity = {"kind": "folder", "count": len(self._names), "digest": digest.hexdigest()}
 
@@ -177,11 +195,10 @@ class ImageFolder:
     def items(self, start: int, end: int) -> list[FolderItem]:
         """Images [start, end) of the order."""
         found = enumerate(map(_stored, self._names.range(start, end)), start)
+        how = self._links, self._labelled, self._captioned, self._clip
         return [
-            FolderItem(
-                index, self.root, entry.name, *captions, self._links, self._labelled, self._captioned, self._clip
-            )
-            for index, (entry, captions) in found
+            FolderItem(index, self.root, entry.name, files, row, *how, reference)
+            for index, (entry, (files, row, reference)) in found
         ]
 
     def entries(self) -> Iterator[Entry]:
@@ -205,40 +222,42 @@ def _lists_within(root: Path) -> str:
 def _digested(found: Listing, digest: xxhash.xxh3_128) -> Iterator[str]:
     """Sorted entries of images. Names and sizes of images and captions, and rows of metadata, are digested: all change
     the features."""
-    for name, files, captioned, row in found.images():
+    for name, files, captioned, row, reference in found.images():
         sizes, times = zip(*files, strict=True)
         told = "" if row is None else f" {xxhash.xxh3_64_hexdigest(row.encode())}"
         digest.update(os.fsencode(f"{name}\0{sizes}{told}\n"))
-        captions = " ".join(map(str, sizes[1:])) + told
-        kept = "" if captioned is None and row is None else json.dumps([captioned, row])
-        yield _BETWEEN.join([name, str(sizes[0]), captions, " ".join(map(str, times)), kept])
+        images, captions = (" ".join(map(str, each)) for each in ((sizes[0], *sizes[3:]), sizes[1:3]))
+        kept = [captioned, row, reference]
+        stored = json.dumps(kept) if any(each is not None for each in kept) else ""
+        yield _BETWEEN.join([name, images, captions + told, " ".join(map(str, times)), stored])
 
 
-def _stored(text: str) -> tuple[Entry, tuple[Beside | None, tuple[Caption, ...] | str | None]]:
-    """An entry, and the `beside` and `row` of its item."""
+def _stored(text: str) -> tuple[Entry, tuple[Beside | None, tuple[Caption, ...] | str | None, str | None]]:
+    """An entry, and the `beside`, `row` and `reference` of its item."""
     name, image, captions, times, kept = text.split(_BETWEEN, 4)
-    captioned, row = json.loads(kept) if kept else (None, None)
+    captioned, row, reference = json.loads(kept) if kept else (None, None, None)
     told = None if row is None else json.loads(row)
     found = tuple(Caption(*each) for each in told) if isinstance(told, list) else told
-    return Entry(name, 1, image, captions, times), (captioned and tuple(captioned), found)
+    return Entry(name, 1, image, captions, times), (captioned and tuple(captioned), found, reference)
 
 
-_Found = tuple[str, list[tuple[int, int]], Beside | None, str | None]
-"""The relative path of an image; bytes and times of image, JSON and text, -1 for a missing one; the names of these two,
-where they are not the usual ones; its row of metadata in JSON."""
+_Found = tuple[str, list[tuple[int, int]], Beside | None, str | None, str | None]
+"""The relative path of an image; bytes and times of image, JSON and text, and of a reference, -1 for a missing one; the
+names of JSON and text, where they are not the usual ones; its row of metadata in JSON; the name of its reference."""
 
 
 class Listing:
-    """The images with `suffixes` below a folder. Other files are counted in `ignored`, files of metadata in `tables`.
+    """The images with `suffixes` below a folder. Other files are counted in `ignored`, files of metadata in `tables`,
+    and, if images are `edits`, those that they are of in `references`.
 
     A folder is sorted as if its name ended in a slash, which is the order of whole paths. So memory holds one folder of
     each level, never the whole tree.
     """
 
-    def __init__(self, suffixes: Collection[str], config: SourceConfig, key: str) -> None:
-        self._suffixes, self._config, self._key = suffixes, config, key
+    def __init__(self, suffixes: Collection[str], config: SourceConfig, key: str, *, edits: bool = False) -> None:
+        self._suffixes, self._config, self._key, self._edits = suffixes, config, key, edits
         self.ignored: Counter[str] = Counter()
-        self.tables = 0
+        self.tables = self.references = 0
 
     def images(self, folder: str = "", above: Metadata | None = None) -> Iterator[_Found]:
         """The images below a relative folder. `above`: the metadata of the nearest folder above that has some."""
@@ -253,14 +272,18 @@ class Listing:
                 suffix = os.path.splitext(name)[1]
                 if name.endswith("/"):
                     yield from self.images(folder + name, own or above)
+                elif suffix.lower() in self._suffixes and self._edits and is_reference(name):
+                    self.references += 1
                 elif suffix.lower() in self._suffixes:
                     captions = beside(name, entries, odd)
                     # The listing shows what is missing. A stat would be a round trip on a network file system.
                     known = entries if captioned else {name}
                     files = [_seen(file, descriptor) if file in known else _MISSING for file in (name, *captions)]
+                    reference = reference_of(name, entries) if self._edits else None
+                    files += [] if reference is None else [_seen(reference, descriptor)]
                     row = None if (table := own or above) is None else table.row(folder + name, captions[1] in entries)
                     stem = os.path.splitext(name)[0]
-                    yield folder + name, files, None if captions == usual(stem) else captions, row
+                    yield folder + name, files, None if captions == usual(stem) else captions, row, reference
                 elif suffix.lower() not in CAPTIONS and name not in METADATA:
                     self.ignored[f"{suffix or 'other'} file"[:20]] += 1
             if own is not None:

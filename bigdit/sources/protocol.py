@@ -30,29 +30,33 @@ class Caption:
 class Sample:
     """A decoded image (upright, opaque, mode RGB or L) or the frames of a video, which are decoded lazily.
 
-    It has at least one caption, or a label: the name or the number of its class.
+    It has at least one caption, or a label: the name or the number of its class. `references`: images that it is an
+    edit of.
     """
 
     image: Image.Image | Iterator[Image.Image]
     captions: tuple[Caption, ...] = ()
     label: str | int | None = None
+    references: tuple[Image.Image, ...] = ()
 
 
 @dataclass(frozen=True)
 class Contents:
-    """An item after its files were read: functions that decode and digest its image; its captions or label."""
+    """An item after its files were read: functions that decode and digest its image; its captions or label; functions
+    that decode the images that it is an edit of, which the digest is of too."""
 
     decode: Callable[[], Image.Image | Iterator[Image.Image]]
     digest: Callable[[], int]
     captions: tuple[Caption, ...] = ()
     label: str | int | None = None
+    references: tuple[Callable[[], Image.Image], ...] = ()
 
     def sample(self) -> Sample:
-        """Decode the image. Raises Unusable for a damaged one."""
-        return Sample(self.decode(), self.captions, self.label)
+        """Decode the images. Raises Unusable for a damaged one."""
+        return Sample(self.decode(), self.captions, self.label, tuple(decode() for decode in self.references))
 
     def digests(self) -> tuple[int, int]:
-        """xxh3-64 of the image's file, and of its captions or label."""
+        """xxh3-64 of the files of its images, and of its captions or label."""
         text = [[each.text, each.weight] for each in self.captions] or self.label
         return self.digest(), xxhash.xxh3_64_intdigest(json.dumps(text).encode())
 

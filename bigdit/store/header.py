@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
+from bigdit.catalog.families import REFERENCE
 from bigdit.errors import UserError, shown
 from bigdit.files import open_file
 from bigdit.store.part import FIRST_FRAME, FRAME_COLUMNS, Shape, Skipped, parse_shape, part_range, range_text
@@ -38,7 +39,7 @@ _CUT = TypeAdapter(Cut)
 _MOST_ELEMENTS = 1 << 48
 _MOST_DIMENSIONS = 8
 _STREAM = re.compile(r"stream/[a-z][a-z0-9_]{0,63}")
-_SHAPED = re.compile(r"(latent|row|label|frame|first_frame|image_embeds)/[1-9]\d{0,8}(x[1-9]\d{0,8}){2,3}")
+_SHAPED = re.compile(r"(latent|row|label|frame|first_frame|image_embeds|reference)/[1-9]\d{0,8}(x[1-9]\d{0,8}){2,3}")
 
 
 @dataclass(frozen=True)
@@ -192,10 +193,12 @@ def _wanted_texts(header: Header) -> Wanted:
 
 
 def _wanted_latents(header: Header) -> Wanted:
-    """The columns of each shape: latents, rows, and, if any shape has them, labels and first frames."""
+    """The columns of each shape: latents, rows, and, if any shape has them, labels, and first frames or references."""
     path, columns = header.path, header.columns
     frames = tuple(f"{each}/" for each in ("frame", *FRAME_COLUMNS))
-    labelled, framed = (any(name.startswith(kind) for name in columns) for kind in ("label/", frames))
+    labelled, framed, edited = (
+        any(name.startswith(kind) for name in columns) for kind in ("label/", frames, f"{REFERENCE}/")
+    )
     wanted: Wanted = {}
     for name in [name for name in columns if name.startswith(("latent/", "row/", "label/", *frames))]:
         if not _SHAPED.fullmatch(name):
@@ -211,7 +214,8 @@ def _wanted_latents(header: Header) -> Wanted:
         if framed:
             sides = name.partition("/")[2]
             wanted[f"frame/{sides}"] = ((torch.int64,), (count,))
-            wanted[f"{FIRST_FRAME}/{sides}"] = ((torch.bfloat16,), (count, *shape))
+            kept = (f"{REFERENCE}/{sides}", (None, *shape)) if edited else (f"{FIRST_FRAME}/{sides}", shape)
+            wanted[kept[0]] = ((torch.bfloat16,), (count, *kept[1]))
         if framed and name.startswith(FRAME_COLUMNS[1]):
             wanted[name] = ((torch.bfloat16,), (count, None, None))
     return wanted

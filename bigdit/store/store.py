@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from bigdit.catalog.families import REFERENCE
 from bigdit.errors import UserError
 from bigdit.store.files import LocalParts, ReaderName, RemoteParts, open_remote, read_column
 from bigdit.store.growth import is_growth
@@ -326,10 +327,10 @@ class FeatureStore:
         return {TEXT: self.text_shape} | {name: (each["max_tokens"], each["dim"]) for name, each in streams}
 
     def frame_shapes(self, bucket: Shape) -> dict[str, tuple[int, ...]]:
-        """The shapes of first-frame columns for latents of this shape, by name."""
-        found = self.schema.first_frame
+        """The shapes of the columns of first frames or references for latents of this shape, by name."""
+        found, references = self.schema.first_frame, self.schema.references
         if found is None:
-            return {}
+            return {REFERENCE: (references, *bucket)} if references else {}
         embeds = {FRAME_COLUMNS[1]: (int(found["tokens"]), int(found["dim"]))} if "dim" in found else {}
         return {FIRST_FRAME: bucket, **embeds}
 
