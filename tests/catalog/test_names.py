@@ -15,6 +15,7 @@ from bigdit.errors import UserError
 
 FOUND = {
     "black-forest-labs/FLUX.1-dev": "flux.1-dev",
+    **dict.fromkeys(("black-forest-labs/FLUX.1-Kontext-dev", "flux kontext", "kontext"), "flux.1-kontext-dev"),
     "Efficient-Large-Model/Sana_1600M_1024px_diffusers": "sana-1600m-1024",
     "Sana_1600M_1024px_diffusers": "sana-1600m-1024",
     "efficient-large-model/sana_1600m_4kpx_bf16_diffusers": "sana-1600m-4096",
