@@ -40,7 +40,11 @@ def _check_images(run: RunConfig) -> list[str]:
         return []
     images, captions = len(run.samples.images), len(run.samples.captions)
     if run.encoders.first_frame is None and not run.data.references:
-        return ["samples.images is set, and encoders.first_frame is not; leave it out"] if images else []
+        return (
+            ["samples.images is set, and encoders.first_frame and data.references are not; leave it out"]
+            if images
+            else []
+        )
     if images in (1, captions):
         return []
     needs = "data.references needs an image" if run.data.references else "encoders.first_frame needs an image"

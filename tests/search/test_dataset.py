@@ -141,7 +141,7 @@ def test_references_are_counted():
     plain, edits = (need(name, images=10) for name in ("flux.1-dev", "flux.1-kontext-dev"))
     more = plain.latent_bytes + 8  # the latents of another image, and its digest
     assert edits.store_bytes.low / 10 == plain.store_bytes.low / 10 + more
-    assert any(note.startswith("the image that each sample edits takes 0.52 MB more; ") for note in edits.notes)
+    assert any(note.startswith("the image that each sample edits takes 524 kB more; ") for note in edits.notes)
 
 
 def test_without_images_there_is_no_data_set():
