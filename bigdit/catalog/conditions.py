@@ -1,4 +1,4 @@
-"""Conditions of models: classes and first frames, and whether a run and a store have them."""
+"""Conditions of models: classes, first frames and references, and whether a run and a store have them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from bigdit.catalog.families import FAMILIES, begins_with_an_image
+from bigdit.catalog.models import models
 from bigdit.config.run import RunConfig
 from bigdit.strategy import ModelSpec
+from bigdit.units import how_many
 
 IMAGE_CONDITION = "image_condition"
 """An extra of a batch: a mask, 1 where a latent frame is given, and the latents of the first frame."""
@@ -77,6 +79,23 @@ def first_frame_misfits(
 LOSS_MASK = "loss_mask"
 """An extra: the weight of the loss at each place of the latents [B, H, W]."""
 
+
+def reference_misfits(model: ModelSpec, found: int) -> list[str]:
+    """Why the model cannot take samples that are edits of so many images."""
+    most = FAMILIES[model.class_name].references if model.class_name in FAMILIES else 0
+    edits = sum(each.references for each in models() if each.name == model.name)
+    if found > most:
+        return [f"{how_many(found, 'reference')} a sample, and {model.class_name} takes {most or 'none'}"]
+    if edits and found != edits:
+        return [f"{how_many(found, 'reference')} a sample, and {model.name} edits {how_many(edits, 'image')}"]
+    return []
+
+
+def _reference_problems(run: RunConfig, model: ModelSpec) -> list[str]:
+    fix = "leave it out" if run.data.references else "set it to 1"
+    return [f"data.references gives {each}; {fix}" for each in reference_misfits(model, run.data.references)]
+
+
 CLASS_LABEL = "class_label"
 """The name of class labels among a batch's extras."""
 DEFAULT_CLASSES = 1000
@@ -113,7 +132,7 @@ def condition_problems(run: RunConfig, model: ModelSpec) -> list[str]:
     labelled = run.data.images[0].label is not None
     if not takes_classes(model):
         problem = f"data.images has a label, and {model.class_name} takes text; leave it out, and set encoders.text"
-        return [*([problem] if labelled else []), *first_frame_problems(run, model)]
+        return [*([problem] if labelled else []), *first_frame_problems(run, model), *_reference_problems(run, model)]
     if not labelled:
         return [
             f"data.images has no label, and {model.class_name} takes classes; set it, such as to folder, and leave "

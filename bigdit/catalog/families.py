@@ -33,7 +33,8 @@ class Inputs(Strict):
     texts: each has a mask, `…_mask`. `classes`: the argument with the number of
     classes, for a family that takes one. `packs`: latents go in as 2 × 2 patches in the channels.
     `video`: latents have frames; `first_frame`: its models that begin with an image can be trained; `blank`:
-    all its models can begin with one, and get zeros instead. `square`:
+    all its models can begin with one, and get zeros instead. `references`: the most images that a sample can be an edit
+    of. `square`:
     height and width are one number to it; `fixed`: that of `sample_size`.
     `depths`: the lists of like blocks, in the order of the forward pass, each with the constructor argument that
     says its length. `even`: the number of blocks must be even, and skips join the halves.
@@ -53,6 +54,7 @@ class Inputs(Strict):
     video: bool = False
     first_frame: bool = False
     blank: bool = False
+    references: int = 0
     square: bool = False
     fixed: bool = False
     depths: dict[str, str] = {"transformer_blocks": "num_layers"}
@@ -64,6 +66,10 @@ class Inputs(Strict):
     def further_inputs(self) -> tuple[str, ...]:
         """The names of all further inputs, in the order of its adapter."""
         return (*self.extras, *(each for name in self.streams for each in (name, mask_of(name))))
+
+
+REFERENCE = "reference"
+"""An extra of a batch, [B, references, C, H, W]: the latents of the images that a sample is an edit of."""
 
 
 def mask_of(stream: str) -> str:
@@ -181,7 +187,7 @@ FAMILIES: dict[str, Inputs] = {
     "PixArtTransformer2DModel": Inputs(text_dim="caption_channels", objective=DDPM),
     "SD3Transformer2DModel": Inputs(text_dim="joint_attention_dim", extras=("pooled_text",)),
     "FluxTransformer2DModel": Inputs(
-        text_dim="joint_attention_dim", extras=("pooled_text",), packs=True, depths=_TWO_LISTS
+        text_dim="joint_attention_dim", extras=("pooled_text",), packs=True, references=1, depths=_TWO_LISTS
     ),
     "ChromaTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True, depths=_TWO_LISTS),
     "OvisImageTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True, depths=_TWO_LISTS),
@@ -235,6 +241,8 @@ PIPELINES = {
     "ZImageTransformer2DModel": "ZImagePipeline",
 }
 """The diffusers pipeline with the VAE and the text encoders of a class."""
+EDITS = {"FluxKontextPipeline": 1}
+"""How many images a sample of these pipelines is an edit of."""
 _BY_WIDTH = {
     ("Flux2Transformer2DModel", 7680): "Flux2KleinPipeline",
     ("Flux2Transformer2DModel", 12288): "Flux2KleinPipeline",

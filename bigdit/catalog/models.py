@@ -56,7 +56,8 @@ class CatalogModel(Strict):
     packing outside the model; `patch_frames` frames of latents go into one token, for which they are padded;
     `resolution` is the side in pixels of the squares it was published for, None where none is stated and for video,
     which has its `clip`; `unverified` what about the entry was not verified; `pipeline` the folder in diffusers' layout
-    that a user's own model lies in, with its VAE and text encoders; `folder` the one of its weights in such a layout.
+    that a user's own model lies in, with its VAE and text encoders; `folder` the one of its weights in such a layout;
+    `references` how many images a sample is an edit of.
     """
 
     spec: ModelSpec
@@ -76,6 +77,7 @@ class CatalogModel(Strict):
     notes: str | None
     pipeline: str | None = None
     folder: str = "transformer"
+    references: NonNegativeInt = 0
 
     @property
     def name(self) -> str:
@@ -229,10 +231,10 @@ def batch_shape(
     latents = latent_shape(model, height, width, frames)
     text = model.text
     if text is None:
-        return BatchShape(latents=latents)
+        return BatchShape(latents=latents, references=model.references)
     if text.tokens is None or text.dim is None:
         raise UserError(f"the text input of {model.name} is no single (tokens, dim) sequence: {text.notes}")
-    return BatchShape(latents=latents, text=(text.tokens, text.dim))
+    return BatchShape(latents=latents, text=(text.tokens, text.dim), references=model.references)
 
 
 def _sides(resolution: int | tuple[int, int]) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bigdit.catalog.families import FAMILIES, Inputs, argument_problems
+from bigdit.catalog.families import EDITS, FAMILIES, Inputs, argument_problems
 from bigdit.catalog.models import CatalogModel, TextInput, Vae, model, models
 from bigdit.catalog.names import load_json, refusal
 from bigdit.config.run import ModelConfig
@@ -136,7 +136,9 @@ def user_model(path: Path) -> CatalogModel:
     pipeline, assumed = None if folder is None else str(folder), made.unverified
     if folder is not None and own is None and (other := config_of(folder / "vae" / CONFIG).get("_class_name")):
         assumed = f"vae/config.json is of {other}, which is not known here: {assumed}"
-    return made.model_copy(update={"source": (str(path),), "pipeline": pipeline, "unverified": assumed})
+    edits = 0 if folder is None else EDITS.get(str(index_of(folder).get("_class_name")), 0)
+    update = {"source": (str(path),), "pipeline": pipeline, "unverified": assumed, "references": edits}
+    return made.model_copy(update=update)
 
 
 def of_arguments(spec: ModelSpec, own: Vae | None = None) -> CatalogModel:
@@ -146,7 +148,7 @@ def of_arguments(spec: ModelSpec, own: Vae | None = None) -> CatalogModel:
     """
     inputs, sibling = FAMILIES[spec.class_name], _sibling(spec, own)
     more = {"spec": spec, "params": None, "buffer_elems": None, "notes": None, "source": (), "pipeline": None}
-    return sibling.model_copy(update=_read(spec, inputs, sibling, own) | more)
+    return sibling.model_copy(update=_read(spec, inputs, sibling, own) | more | {"references": 0})
 
 
 def _read(spec: ModelSpec, inputs: Inputs, sibling: CatalogModel, own: Vae | None) -> dict[str, Any]:

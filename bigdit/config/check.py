@@ -36,17 +36,23 @@ def check(run: RunConfig, model: ModelSpec) -> None:
 
 
 def _check_images(run: RunConfig) -> list[str]:
-    """Problems of samples.images: one or as many as captions are needed where encoders.first_frame is set."""
+    """Problems of samples.images: one or as many as captions are needed where samples begin with an image, or are edits
+    of one."""
     if run.samples is None:
         return []
     images, captions = len(run.samples.images), len(run.samples.captions)
-    if run.encoders.first_frame is None:
-        return ["samples.images is set, and encoders.first_frame is not; leave it out"] if images else []
+    if run.encoders.first_frame is None and not run.data.references:
+        return (
+            ["samples.images is set, and encoders.first_frame and data.references are not; leave it out"]
+            if images
+            else []
+        )
     if images in (1, captions):
         return []
+    needs = "data.references needs an image" if run.data.references else "encoders.first_frame needs an image"
     return [
-        f"samples.images has {images} for {captions} of samples.captions, and encoders.first_frame needs an image "
-        "for each video; name one for all, or one for each"
+        f"samples.images has {images} for {captions} of samples.captions, and {needs} for each "
+        f"{'edit' if run.data.references else 'video'}; name one for all, or one for each"
     ]
 
 
@@ -68,6 +74,8 @@ def _not_online(run: RunConfig) -> list[str]:
         found.append("validation needs samples of a store")
     if run.encoders.first_frame is not None:
         found.append("encoders.first_frame needs a store")
+    if run.data.references:
+        found.append(f"data.references is {run.data.references}, which needs a store")
     if run.encoders.device != "auto":
         found.append(
             f"encoders.device is {run.encoders.device}: encoders must be on the model's device; set it to auto"

@@ -93,6 +93,8 @@ class SourceConfig(Section):
     """What the path is, if bigdit cannot recognise it."""
     image: str | None = None
     """For lists, tables and metadata of a folder: the column of images, or of their paths."""
+    reference: str = "reference"
+    """For lists and tables, with data.references: the column of the images that samples are edits of."""
     captions: dict[str, float | str] = {}
     """For lists, tables and metadata of a folder: the column of captions, a list of columns, or a mapping of columns to
     weights (numbers or columns)."""
@@ -184,6 +186,9 @@ class DataConfig(Section):
     ratio, and a video to the most frames that it can fill."""
     fps: Positive | None = None
     """Frames per second that are read from videos."""
+    references: Annotated[Natural, Field(le=1)] = 0
+    """For edit models: images that each sample is an edit of. 1: x.reference.png beside x.png, or the column
+    reference."""
     max_pixels: Count = MAX_PIXELS
     """The most pixels of an image or frame; larger ones are skipped. Each worker needs four bytes per pixel."""
     min_side: Count = 1
@@ -237,6 +242,11 @@ class DataConfig(Section):
             raise ValueError(
                 f"fps is {self.fps:g}, and buckets has no frames; give [frames, height, width], such as "
                 f"{[17, *self.buckets[0]]}, or leave fps out"
+            )
+        if self.references and videos:
+            raise ValueError(
+                f"references is {self.references}, and buckets has {written_bucket(videos[0])} of videos; references "
+                "are for images, so leave them out"
             )
         return self
 

@@ -131,6 +131,10 @@ def run_misfits(run: RunConfig, schema: StoreSchema) -> list[str]:
     ]
     if run.data.classes is not None and schema.classes != list(run.data.classes):
         problems.append("it was encoded with other classes than data.classes, or in another order")
+    if run.data.references != schema.references:
+        problems.append(
+            f"it was encoded with data.references {schema.references}, and the run has {run.data.references}"
+        )
     if run.data.fps != schema.fps:
         problems.append(f"it was encoded with data.fps {schema.fps}, and the run has {run.data.fps}")
     if set(run.data.buckets) != set(schema.buckets):

@@ -87,6 +87,10 @@ class ImageCodec(Protocol):
         image-to-video models. They are always the mode."""
         ...
 
+    def encode_mode(self, pixels: torch.Tensor) -> torch.Tensor:
+        """As `encode`, but always the mode, for images that a sample is an edit of."""
+        ...
+
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents [B, C, (f,) h, w] to pixels [B, 1 or 3, (F,) H, W] fp32, not clipped. Latents of one frame give an
         image."""
@@ -124,6 +128,9 @@ class PixelCodec:
 
     def encode_first(self, pixels: torch.Tensor) -> torch.Tensor:
         return self.encode(first_alone(pixels))
+
+    def encode_mode(self, pixels: torch.Tensor) -> torch.Tensor:
+        return self.encode(pixels)
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         if latents.dim() == 5:

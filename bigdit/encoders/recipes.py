@@ -85,6 +85,7 @@ RECIPES: dict[str, EncodingRecipe] = {
     ),
     "Flux2KleinPipeline": EncodingRecipe(("states", "-"), "kept"),
     "Flux2Pipeline": EncodingRecipe(("states", "-"), "kept"),
+    "FluxKontextPipeline": EncodingRecipe(("states", "pooled", "-"), "kept"),
     "FluxPipeline": EncodingRecipe(("states", "pooled", "-"), "kept"),
     "HiDreamImagePipeline": EncodingRecipe(  # each block reads one of Llama's layers
         ("states", "null_states", "llama_text", "null_llama_text", "pooled", "null_pooled"), "kept"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import diffusers
@@ -102,11 +102,15 @@ class DiffusersVae:
         return self.channels, (frames_of(bucket) - 1) // self.temporal_downsample + 1, height, width
 
     def encode(self, pixels: torch.Tensor, indices: Sequence[int] = ()) -> torch.Tensor:
-        def encode(places: Sequence[int]) -> torch.Tensor:
-            rows = slice(places[0], places[-1] + 1)
-            return self._encode(pixels[rows], indices[rows])
+        return self._mapped(pixels, lambda rows: self._encode(self._taken(pixels[rows]), indices[rows]))
 
-        latents = torch.stack(self._size.map(encode, range(len(pixels))))
+    def encode_mode(self, pixels: torch.Tensor) -> torch.Tensor:
+        return self._mapped(pixels, lambda rows: self._encode_mode(self._taken(pixels[rows])))
+
+    def _mapped(self, pixels: torch.Tensor, encode: Callable[[slice], torch.Tensor]) -> torch.Tensor:
+        """The latents of rows of pixels, as many at once as memory has room for."""
+        found = self._size.map(lambda rows: encode(slice(rows[0], rows[-1] + 1)), range(len(pixels)))
+        latents = torch.stack(found)
         self._check_sizes(tuple(pixels.shape[2:]), latents.shape)
         return latents
 
@@ -123,11 +127,8 @@ class DiffusersVae:
     @torch.no_grad()
     def _encode(self, pixels: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
         """Encode one batch. Memory may run out."""
-        pixels = pixels.to(self._device, DTYPES[self._config.dtype])
-        if self._frames and pixels.dim() == 4:
-            pixels = pixels.unsqueeze(2)
         if self._config.latents == "mode":
-            return encode_latents(self._vae, pixels).float()
+            return self._encode_mode(pixels)
         moments = encode_moments(self._vae, pixels).float()
         if self._config.latents == "moments":
             return moments
@@ -136,6 +137,15 @@ class DiffusersVae:
             raise ValueError(f"sampling latents of {len(mean)} images needs as many indices; got {len(indices)}")
         noise = torch.stack([_noise(self._config.seed, index, mean.shape[1:]) for index in indices])
         return mean + deviation * noise.to(mean)
+
+    @torch.no_grad()
+    def _encode_mode(self, pixels: torch.Tensor) -> torch.Tensor:
+        return encode_latents(self._vae, pixels).float()
+
+    def _taken(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Pixels as the VAE takes them."""
+        taken = pixels.to(self._device, DTYPES[self._config.dtype])
+        return taken.unsqueeze(2) if self._frames and pixels.dim() == 4 else taken
 
     @torch.no_grad()
     def encode_first(self, pixels: torch.Tensor) -> torch.Tensor:

@@ -115,6 +115,7 @@ def _prepare(run: RunConfig, model: ModelSpec, source: SourceList, by_content: b
         classes=classes,
         fps=run.data.fps,
         first_frame=first_frame,
+        references=run.data.references,
     )
     root = run.data.store
     remove_left(root)

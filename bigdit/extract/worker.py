@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from bigdit.catalog.conditions import LOSS_MASK
+from bigdit.catalog.families import REFERENCE
 from bigdit.config.data import EncodersConfig, frames_of
 from bigdit.die_with_parent import end_with_parent, undisturbed
 from bigdit.encoders.latents import bucket_pixels, mask_latents
@@ -183,7 +184,7 @@ OnImages = Callable[[int, int], None]
 
 
 class UnitEncoder:
-    """Encodes the items of one unit: latents, texts or classes, and first frames. Unusable items are skipped.
+    """Encodes the items of one unit: latents, texts or classes, first frames or references. Unusable items are skipped.
 
     All images are encoded before the captions, in the turn of their encoders. `watch` adds up the seconds of `reading`
     and `encoding`.
@@ -200,6 +201,7 @@ class UnitEncoder:
         self._encoders, self._buckets, self._classes = encoders, buckets, classes
         self._on_progress, self._watch = on_progress, watch or Stopwatch()
         self._waiting: dict[tuple[int, ...], list[npt.NDArray[np.uint8]]] = defaultdict(list)
+        self._references: dict[tuple[int, ...], list[npt.NDArray[np.uint8]]] = defaultdict(list)
         self._latents: dict[Shape, list[torch.Tensor]] = defaultdict(list)
         self._frames: dict[Shape, list[dict[str, torch.Tensor]]] = defaultdict(list)
         self._indices: dict[Shape, list[int]] = defaultdict(list)
@@ -248,6 +250,7 @@ class UnitEncoder:
                 self._contents[item.index] = contents.digests()
                 sample = contents.sample()
                 bucket, pixels = bucket_pixels(sample.image, self._buckets, codec.color, sample.fit)
+                references = [bucket_pixels(each, [bucket], codec.color, sample.fit)[1] for each in sample.references]
                 if self._classes:
                     self._labels[item.index] = _number(sample, self._classes)
         except Unusable as error:
@@ -261,6 +264,7 @@ class UnitEncoder:
         self._masked |= sample.mask is not None
         self._masks[shape].append(mask_latents(sample, bucket, shape))
         self._waiting[bucket].append(pixels)
+        self._references[bucket] += references
         if len(self._waiting[bucket]) * frames_of(bucket) >= codec.batch_size:
             self._encode(bucket)
 
@@ -275,6 +279,10 @@ class UnitEncoder:
             encoded = turn(lambda: codec.encode(pixels, places)).to("cpu", codec.stored_dtype).contiguous()
             if first is not None:
                 self._frames[shape].append(turn(lambda: first.encode(shown)))
+            if given := self._references.pop(bucket, []):
+                edited = to_unit_range(torch.from_numpy(np.stack(given)))
+                found = turn(lambda: codec.encode_mode(edited)).to("cpu", torch.bfloat16).contiguous()
+                self._frames[shape].append({REFERENCE: found.unflatten(0, (len(encoded), -1))})
         self._latents[shape].append(encoded)
         self._on_progress(len(encoded), 0)
 

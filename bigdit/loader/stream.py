@@ -194,8 +194,8 @@ class BatchReader:
         return own.states, self._held(own.mask()), extras
 
     def _frame_shapes(self, bucket: Shape) -> dict[str, tuple[int, ...]]:
-        """The shapes of a sample's first-frame tensors and mask of the loss, by name. The mask of the first frame is
-        part of the condition."""
+        """The shapes of a sample's first-frame tensors, its references and its mask of the loss, by name. The mask of
+        the first frame is part of the condition."""
         kept = dict(self._store.frame_shapes(bucket))
         if FIRST_FRAME not in kept:
             return kept
@@ -203,20 +203,21 @@ class BatchReader:
         return {IMAGE_CONDITION: (self._mask + channels, *sides), **kept}
 
     def _frames(self, bucket: Shape, parts: Ints, rows: Ints) -> dict[str, torch.Tensor]:
-        """The condition and embeddings for image-to-video models, and masks of the loss, in bf16."""
+        """The condition and embeddings for image-to-video models, references for edit models, and masks of the loss,
+        in bf16."""
         shapes, count = self._frame_shapes(bucket), len(rows)
         found = {name: self._buffers.take(name, (count, *shape), torch.bfloat16)[0] for name, shape in shapes.items()}
         if not found:
             return {}
         if LOSS_MASK in found:
             found[LOSS_MASK].fill_(1)  # of parts without masks
-        condition = mark_first(found[IMAGE_CONDITION], self._mask) if IMAGE_CONDITION in found else None
-        stored = {name: each for name, each in found.items() if name != IMAGE_CONDITION}
+        stored = dict(found)
+        if (condition := stored.pop(IMAGE_CONDITION, None)) is not None:
+            stored[FIRST_FRAME] = mark_first(condition, self._mask)[:, self._mask :]
         for place in np.lexsort((rows, parts)).tolist():
-            memories = {} if condition is None else {FIRST_FRAME: bytes_of(condition[place, self._mask :])}
-            memories |= {name: bytes_of(each[place]) for name, each in stored.items()}
             part = self._store.part(int(parts[place]))
             if part.frame_shapes(bucket):
+                memories = {name: bytes_of(each[place]) for name, each in stored.items()}
                 part.read_frame(bucket, int(rows[place]), memories)
         return found
 

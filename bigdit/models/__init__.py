@@ -9,7 +9,7 @@ from bigdit.models.build import build, check_folder, load, not_safetensors, outl
 from bigdit.models.context import split_context
 from bigdit.models.equip import adapt, arrange, equip
 from bigdit.models.families import families, family
-from bigdit.models.family import Conditions, Extra, Family, take_through
+from bigdit.models.family import Conditions, Extra, Family, references, take_through
 from bigdit.models.lora_files import read_adapters, start_adapters
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "not_safetensors",
     "outline",
     "read_adapters",
+    "references",
     "save_adapters",
     "save_for_comfyui",
     "skeleton",

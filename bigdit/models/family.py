@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from bigdit.catalog.families import FAMILIES, mask_of, stream_shapes
+from bigdit.catalog.families import FAMILIES, REFERENCE, mask_of, stream_shapes
 from bigdit.errors import UserError
 from bigdit.models import packing
 from bigdit.strategy import BatchShape
@@ -94,6 +94,11 @@ def streams(class_name: str, model: nn.Module) -> dict[str, Extra]:
     return extras
 
 
+def references(sample: BatchShape) -> dict[str, Extra]:
+    """The latents of the images that a sample is an edit of, if it is one."""
+    return {REFERENCE: Extra((sample.references, *sample.latents))} if sample.references else {}
+
+
 def text(conditions: Conditions) -> tuple[torch.Tensor, torch.Tensor]:
     """text_embeds and text_mask, for a model that needs them. Raises UserError where there are none."""
     if conditions.text_embeds is None or conditions.text_mask is None:
@@ -123,7 +128,7 @@ def take_through(model: nn.Module, family: Family, sample: BatchShape) -> None:
             text_mask=None if text is None else torch.ones(1, text[0]),
             extras={
                 name: torch.full((1, *each.sample_shape(sample.latents)), each.fill, dtype=each.dtype)
-                for name, each in family.extras(model).items()
+                for name, each in (family.extras(model) | references(sample)).items()
             },
         )
         family.predict(model, torch.zeros(1, *sample.latents), torch.full((1,), 0.5), conditions)

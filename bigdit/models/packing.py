@@ -26,11 +26,15 @@ def unpack(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
     return tiles.permute(0, 3, 1, 4, 2, 5).reshape(batch, channels // FACTOR**2, height, width)
 
 
-def positions(latents: torch.Tensor, text: torch.Tensor) -> dict[str, torch.Tensor]:
-    """FLUX.1's `img_ids` [H/2 · W/2, 3], 0, row and column of patches, and `txt_ids` [T, 3], zeros; latents' dtype."""
-    height, width = latents.shape[2:]
+def positions(latents: torch.Tensor, text: torch.Tensor, references: int = 0) -> dict[str, torch.Tensor]:
+    """FLUX.1's `img_ids` [H/2 · W/2, 3], 0, row and column of patches, and `txt_ids` [T, 3], zeros; latents' dtype.
+
+    The patches of `references` follow, whose first numbers are 1, 2, …, as in diffusers' FluxKontextPipeline.
+    """
+    sides = [length // FACTOR for length in latents.shape[2:]]
+    own, *more = (grid(1, *sides, device=latents.device, start=(at, 0, 0)) for at in range(1 + references))
     return {
-        "img_ids": grid(1, height // FACTOR, width // FACTOR, device=latents.device).to(latents.dtype),
+        "img_ids": (torch.cat([own, *more]) if more else own).to(latents.dtype),
         "txt_ids": torch.zeros(text.shape[1], 3, device=latents.device, dtype=latents.dtype),
     }
 

@@ -75,6 +75,7 @@ def skeleton(plan: Plan, images: Path | None = None, name: str = "") -> str | No
             **({} if online else {"features": features}),
             "buckets": [[*_frames(plan), *sides] for sides in sizes],
             **({} if model.clip is None else {"fps": model.clip.fps}),
+            **({"references": model.references} if model.references else {}),
             **_part_size(plan),
         },
         "encoders": {
@@ -301,6 +302,8 @@ def obstacle(plan: Plan) -> str | None:
         return plan.request.model.training_obstacle
     if plan.chosen.strategy.features == "online" and takes_first_frame(plan.request.model.spec):
         return "strategy.features online cannot give the first frame that the model needs"
+    if plan.chosen.strategy.features == "online" and plan.batch.references:
+        return "strategy.features online cannot give the images that the model edits"
     return None
 
 

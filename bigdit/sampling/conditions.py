@@ -1,4 +1,5 @@
-"""The conditions of images: captions, classes and first frames, encoded one after another before anything is generated.
+"""The conditions of images, encoded one after another before anything is generated: captions, classes, first frames and
+references.
 
 Guidance leads away from a negative condition (Ho & Salimans, arXiv:2207.12598).
 """
@@ -14,12 +15,13 @@ import torch
 from PIL import Image
 
 from bigdit.catalog.conditions import CLASS_LABEL, no_class
+from bigdit.catalog.families import REFERENCE
 from bigdit.config import RunConfig
 from bigdit.config.data import MAX_PIXELS, TextEncoderConfig
 from bigdit.encoders.first_frame import FirstFrames, load_first_frames
 from bigdit.encoders.latents import bucket_pixels
 from bigdit.encoders.load import load_text_encoder
-from bigdit.encoders.protocol import ImageCodec, shapes_of
+from bigdit.encoders.protocol import ImageCodec, shapes_of, to_unit_range
 from bigdit.errors import UserError
 from bigdit.loader.batch import condition
 from bigdit.loader.buffers import extras_of, padded
@@ -218,7 +220,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class EncodedConditions:
-    """The conditions of so many images; `begun`: the extras of their first frames, a row each."""
+    """The conditions of so many images; `begun`: the extras of their first frames or references, a row each."""
 
     count: int
     guided: bool
@@ -227,7 +229,7 @@ class EncodedConditions:
 
     def of(self, numbers: Sequence[int], device: torch.device, dtype: torch.dtype) -> Given:
         """The conditions of these images. With guidance, those that it leads away from follow, with the same first
-        frames."""
+        frames or references."""
         asked = [*numbers, *([self.count] * len(numbers) if self.guided else [])]
         given = self.texts.of(asked)
         frames = [*numbers, *numbers] if self.guided else list(numbers)
@@ -267,9 +269,18 @@ def _begun(
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
     frames = load_first_frames(run.encoders.first_frame, codec, device)
-    if frames is None:
+    if frames is None and not run.data.references:
         return {}
     codec.move(device)
-    begun = first_frame_extras(frames, images, options.bucket)
+    if frames is not None:
+        begun = first_frame_extras(frames, images, options.bucket)
+    else:
+        begun = {REFERENCE: torch.cat([_reference(each, options.bucket, codec) for each in images])}
     codec.move(_CPU)
     return begun
+
+
+def _reference(image: Image.Image, bucket: tuple[int, ...], codec: ImageCodec) -> torch.Tensor:
+    """The latents [1, 1, C, h, w] fp32 of an image to edit, in CPU memory, rounded as in a store."""
+    _, pixels = bucket_pixels(image, [bucket], codec.color)
+    return codec.encode_mode(to_unit_range(torch.from_numpy(pixels)[None])).to(_CPU, torch.bfloat16).float()[None]

@@ -73,7 +73,9 @@ class Sampler:
         self._dtype = compute_dtype(Strategy.model_validate(checkpoint.state["strategy"]))
         self._codec = load_image_codec(run.encoders.image, _CPU)
         self._known: Any = (checkpoint.state["data"] or {}).get("classes")
-        self._begins = run.encoders.first_frame is not None
+        self._takes = (
+            "edits" if run.data.references else "begins with" if run.encoders.first_frame is not None else None
+        )
         self._objective = objective_of(spec, run.objective)
         if (why := partial(self._objective)) is not None:
             raise UserError(f"--checkpoint {checkpoint.folder}: {why}")
@@ -113,8 +115,8 @@ class Sampler:
     ) -> Iterator[torch.Tensor]:
         """One image a caption, or a class by its name or number: uint8 [channels, (frames,) height, width].
 
-        Image i depends on caption i and seed + i; for image-to-video models also on image i, where one image serves for
-        all. An image comes after its batch; where the decoder does not fit next to the model, after all batches.
+        Image i depends on caption i and seed + i; for image-to-video and edit models also on image i, where one serves
+        for all. An image comes after its batch; where the decoder does not fit next to the model, after all batches.
         `shown` sees what is generated, and what is decoded at the end. Raises UserError as `generate` and `decode`.
         """
         waiting: list[torch.Tensor] = []
@@ -202,12 +204,12 @@ class Sampler:
         return shape
 
     def _check_images(self, images: int, captions: int) -> None:
-        if not self._begins and images:
-            raise UserError("--image: the model's videos begin with no image; leave it out")
-        if self._begins and images not in (1, captions):
+        if self._takes is None and images:
+            raise UserError("--image: the model neither edits an image nor begins with one; leave it out")
+        if self._takes is not None and images not in (1, captions):
             raise UserError(
-                f"--image: the model's videos begin with an image: {images} were given for {captions} captions; pass "
-                "one for all, or one for each"
+                f"--image: the model {self._takes} an image: {images} were given for {captions} captions; pass one for "
+                "all, or one for each"
             )
 
     def _attempt(

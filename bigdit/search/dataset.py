@@ -96,7 +96,7 @@ def dataset_need(request: ResolvedRequest, batch: BatchShape, encoding: Encoding
     text = sum((each.stored for each in texts), Interval(low=0, high=0))
     kind = "video" if request.model.video else "image"
     sample = latents + (LABELLED_ROW_BYTES if batch.text is None else ROW_BYTES)
-    first = _first_frame_bytes(request.model, batch)
+    first = _first_frame_bytes(request.model, batch) + latents * batch.references
     sample += first + FRAMED_BYTES if first else 0
     sample += STREAM_BYTES * max(len(texts) - 1, 0)
     store = (text + Interval(low=sample, high=sample)) * images
@@ -111,7 +111,7 @@ def dataset_need(request: ResolvedRequest, batch: BatchShape, encoding: Encoding
         extraction_seconds=extraction,
         notes=(
             *(_text_notes(texts, padded, text, images, kind) if texts else ()),
-            *([_first_frame_note(first)] if first else ()),
+            *([_first_frame_note(first, batch)] if first else ()),
             _disk_note(store),
             *_part_notes(sample + text.high),
             *_extraction_notes(request.model, batch, known=bool(encoding)),
@@ -177,7 +177,12 @@ def _first_frame_bytes(model: CatalogModel, batch: BatchShape) -> int:
     return (math.prod(batch.latents) + CLIP_TOKENS * (model.spec.kwargs.get("image_dim") or 0)) * STORED_BYTES
 
 
-def _first_frame_note(nbytes: int) -> str:
+def _first_frame_note(nbytes: int, batch: BatchShape) -> str:
+    if batch.references:
+        return (
+            f"the image that each sample edits takes {on_disk(nbytes)} more; the VAE's pass over it is not in the time "
+            "of extraction"
+        )
     return (
         f"the first frame of each video takes {on_disk(nbytes)} more; a second pass of the VAE, as long as that "
         "over the video, and the image encoder's are not in the time of extraction"

@@ -123,7 +123,11 @@ def _request(document: dict[str, Any], asked: Mapping[str, Any]) -> ResolvedRequ
         fixed = request.constraints.model_copy(update={"checkpointed_segments": segments})
         request = request.model_copy(update={"constraints": fixed})
     validated = 0 if run.validation is None else run.validation.samples
-    update: dict[str, Any] = {"validated": validated, "samples": run.samples and host_weights(run.encoders)}
+    update: dict[str, Any] = {
+        "model": request.model.model_copy(update={"references": run.data.references}),
+        "validated": validated,
+        "samples": run.samples and host_weights(run.encoders),
+    }
     if request.images is not None and request.images <= validated:
         raise UserError(f"validation.samples is {validated}, and --images {request.images} leaves none to train on")
     if run.train.epochs is not None:

@@ -43,6 +43,7 @@ from bigdit.sources.image import SUFFIXES, alpha, decode
 from bigdit.sources.metadata import NAMES as METADATA
 from bigdit.sources.metadata import Metadata
 from bigdit.sources.protocol import Caption, Contents, Entry, Item, Unusable
+from bigdit.sources.references import is_reference, reference_of, with_reference
 from bigdit.sources.videos import SUFFIXES as VIDEOS
 from bigdit.sources.videos import Clip, contents_of, is_video, resampled, video_frames
 
@@ -91,7 +92,7 @@ class FolderItem(Item):
     `beside`: the names of its captions, where they are not the usual ones. `row`: its captions in the metadata of a
     folder, if there are none beside it; or the problem of its row. `follow_links`: it and its captions may be links out
     of `root`. `labelled`: its folder is its class. `captioned`: its own captions are read. `mask`: as SourceConfig has
-    it. `clip`: the part of a video to read.
+    it. `clip`: the part of a video to read. `reference`: the name of the file that it is an edit of, if it must be one.
     """
 
     index: int
@@ -104,6 +105,7 @@ class FolderItem(Item):
     captioned: bool = True
     mask: Literal["file", "alpha"] | None = None
     clip: Clip | None = None
+    reference: str | None = None
 
     @property
     def path(self) -> Path:
@@ -121,17 +123,25 @@ class FolderItem(Item):
         with self._error_if_gone():
             data = read_file(self.path, IMAGE_BYTES)
         contents = contents_of(data, self.clip, max_pixels, captions, label)
+        if self.reference is not None:
+            if (referred := self._beside(self.reference)) is None:
+                raise Unusable(f"reference {self.reference} is missing")
+            contents = with_reference(contents, referred, max_pixels)
         if self.mask == "alpha":
             return replace(contents, mask=partial(alpha, data, max_pixels))
-        beside = self._mask_file() if self.mask == "file" else None
+        beside = self._beside(mask_name(self.path.name)) if self.mask == "file" else None
         if beside is None:
             return contents
-        digest = partial(xxhash.xxh3_64_intdigest, data + beside)
-        return replace(contents, mask=lambda: decode(beside, max_pixels).convert("L"), digest=digest)
+        told = contents.digest
+        return replace(
+            contents,
+            mask=lambda: decode(beside, max_pixels).convert("L"),
+            digest=lambda: xxhash.xxh3_64_intdigest(beside, told()),
+        )
 
-    def _mask_file(self) -> bytes | None:
-        """The bytes of the mask beside the image, if there is one."""
-        path = self.path.with_name(mask_name(self.path.name))
+    def _beside(self, name: str) -> bytes | None:
+        """The bytes of a file beside the image, if there is one."""
+        path = self.path.with_name(name)
         with contextlib.suppress(FileNotFoundError):
             check_link(self.root, path, self.follow_links)
             return read_file(path, IMAGE_BYTES)
@@ -165,9 +175,11 @@ class FolderItem(Item):
 class ImageFolder:
     """All images below `root`, in the order of their relative paths. Linked folders are ignored."""
 
-    def __init__(self, config: SourceConfig, key: str = "data.images", clip: Clip | None = None) -> None:
-        """List the folder; with a `clip`, videos too. Raises UserError, which names `key`, if it is missing or
-        empty."""
+    def __init__(
+        self, config: SourceConfig, key: str = "data.images", clip: Clip | None = None, references: int = 0
+    ) -> None:
+        """List the folder; with a `clip`, videos too; with `references`, edits of other images. Raises UserError, which
+        names `key`, if it is missing or empty, or no image is an edit."""
         self.root = root = config.path
         self._links = config.follow_links
         self._mask = config.mask
@@ -176,7 +188,7 @@ class ImageFolder:
         suffixes = SUFFIXES if clip is None else (*SUFFIXES, *VIDEOS)
         self.class_names: set[str] = set()
         digest = xxhash.xxh3_128(b"follow_links\n" if self._links else b"")
-        found = Listing(suffixes, config, key)
+        found = Listing(suffixes, config, key, edits=references > 0)
         try:
             self._names = Names(self._classified(_digested(found, digest)))
         except NotADirectoryError:
@@ -194,6 +206,11 @@ class ImageFolder:
                 f"{key}: {root} is a folder without {' or '.join(METADATA)}, so it has no columns; leave out image and "
                 "captions"
             )
+        if references and not found.references:
+            raise UserError(
+                f"{key}: data.references is {references}, and {root} holds no references; put x.reference.png beside "
+                "x.png, or set it to 0"
+            )
         log_ignored(key, root, found.ignored)
         masks = {"masks": config.mask} if config.mask else {}
         self.identity = {"kind": "folder", "count": len(self._names), "digest": digest.hexdigest(), **masks}
@@ -203,11 +220,11 @@ class ImageFolder:
 
     def items(self, start: int, end: int) -> list[FolderItem]:
         """Images [start, end) of the order."""
-        how = (self._links, self._labelled, self._captioned)
         found = enumerate(map(_stored, self._names.range(start, end)), start)
+        how = self._links, self._labelled, self._captioned, self._mask, self._clip
         return [
-            FolderItem(index, self.root, entry.name, *captions, *how, mask=self._mask, clip=self._clip)
-            for index, (entry, captions) in found
+            FolderItem(index, self.root, entry.name, files, row, *how, reference)
+            for index, (entry, (files, row, reference)) in found
         ]
 
     def entries(self) -> Iterator[Entry]:
@@ -231,40 +248,42 @@ def _lists_within(root: Path) -> str:
 def _digested(found: Listing, digest: xxhash.xxh3_128) -> Iterator[str]:
     """Sorted entries of images. Names and sizes of images and captions, and rows of metadata, are digested: all change
     the features."""
-    for name, files, captioned, row in found.images():
+    for name, files, captioned, row, reference in found.images():
         sizes, times = zip(*files, strict=True)
         told = "" if row is None else f" {xxhash.xxh3_64_hexdigest(row.encode())}"
         digest.update(os.fsencode(f"{name}\0{sizes}{told}\n"))
-        image, captions = (" ".join(map(str, each)) for each in ((sizes[0], *sizes[3:]), sizes[1:3]))
-        kept = "" if captioned is None and row is None else json.dumps([captioned, row])
-        yield _BETWEEN.join([name, image, captions + told, " ".join(map(str, times)), kept])
+        images, captions = (" ".join(map(str, each)) for each in ((sizes[0], *sizes[3:]), sizes[1:3]))
+        kept = [captioned, row, reference]
+        stored = json.dumps(kept) if any(each is not None for each in kept) else ""
+        yield _BETWEEN.join([name, images, captions + told, " ".join(map(str, times)), stored])
 
 
-def _stored(text: str) -> tuple[Entry, tuple[Beside | None, tuple[Caption, ...] | str | None]]:
-    """An entry, and the `beside` and `row` of its item."""
+def _stored(text: str) -> tuple[Entry, tuple[Beside | None, tuple[Caption, ...] | str | None, str | None]]:
+    """An entry, and the `beside`, `row` and `reference` of its item."""
     name, image, captions, times, kept = text.split(_BETWEEN, 4)
-    captioned, row = json.loads(kept) if kept else (None, None)
+    captioned, row, reference = json.loads(kept) if kept else (None, None, None)
     told = None if row is None else json.loads(row)
     found = tuple(Caption(*each) for each in told) if isinstance(told, list) else told
-    return Entry(name, 1, image, captions, times), (captioned and tuple(captioned), found)
+    return Entry(name, 1, image, captions, times), (captioned and tuple(captioned), found, reference)
 
 
-_Found = tuple[str, list[tuple[int, int]], Beside | None, str | None]
-"""The relative path of an image; bytes and times of image, JSON and text, -1 for a missing one; the names of these two,
-where they are not the usual ones; its row of metadata in JSON."""
+_Found = tuple[str, list[tuple[int, int]], Beside | None, str | None, str | None]
+"""The relative path of an image; bytes and times of image, JSON and text, and of a reference, -1 for a missing one; the
+names of JSON and text, where they are not the usual ones; its row of metadata in JSON; the name of its reference."""
 
 
 class Listing:
-    """The images with `suffixes` below a folder. Other files are counted in `ignored`, files of metadata in `tables`.
+    """The images with `suffixes` below a folder. Other files are counted in `ignored`, files of metadata in `tables`,
+    and, if images are `edits`, those that they are of in `references`.
 
     A folder is sorted as if its name ended in a slash, which is the order of whole paths. So memory holds one folder of
     each level, never the whole tree.
     """
 
-    def __init__(self, suffixes: Collection[str], config: SourceConfig, key: str) -> None:
-        self._suffixes, self._config, self._key = suffixes, config, key
+    def __init__(self, suffixes: Collection[str], config: SourceConfig, key: str, *, edits: bool = False) -> None:
+        self._suffixes, self._config, self._key, self._edits = suffixes, config, key, edits
         self.ignored: Counter[str] = Counter()
-        self.tables = 0
+        self.tables = self.references = 0
 
     def images(self, folder: str = "", above: Metadata | None = None) -> Iterator[_Found]:
         """The images below a relative folder. `above`: the metadata of the nearest folder above that has some."""
@@ -281,15 +300,19 @@ class Listing:
                     yield from self.images(folder + name, own or above)
                 elif masks and name.endswith(_MASK):
                     continue
+                elif suffix.lower() in self._suffixes and self._edits and is_reference(name):
+                    self.references += 1
                 elif suffix.lower() in self._suffixes:
                     captions = beside(name, entries, odd)
                     # The listing shows what is missing. A stat would be a round trip on a network file system.
                     known = entries if captioned else entries & {name, mask_name(name)}
                     asked = [name, *captions, *([mask_name(name)] if masks else [])]
                     files = [_seen(file, descriptor) if file in known else _MISSING for file in asked]
+                    reference = reference_of(name, entries) if self._edits else None
+                    files += [] if reference is None else [_seen(reference, descriptor)]
                     row = None if (table := own or above) is None else table.row(folder + name, captions[1] in entries)
                     stem = os.path.splitext(name)[0]
-                    yield folder + name, files, None if captions == usual(stem) else captions, row
+                    yield folder + name, files, None if captions == usual(stem) else captions, row, reference
                 elif suffix.lower() not in CAPTIONS and name not in METADATA:
                     self.ignored[f"{suffix or 'other'} file"[:20]] += 1
             if own is not None:

@@ -159,6 +159,11 @@ def _clips(config: SourceConfig, data: DataConfig, key: str) -> Source:
 def _checked_kind(config: SourceConfig, data: DataConfig, key: str) -> SourceKind:
     kind = kind_of(config, key)
     _refuse_columns(config, kind, key)
+    if kind == "webdataset" and data.references:
+        raise UserError(
+            f"{key}: data.references is {data.references}, and {config.path} is of kind {kind}, which has none here; "
+            "use a folder or a table"
+        )
     if config.frame_rate is not None and data.fps is None:
         raise UserError(f"{key}.frame_rate is for videos, and data.buckets has no frames; leave it out")
     if config.mask is not None and data.fps is not None:
@@ -173,11 +178,11 @@ def _open(config: SourceConfig, data: DataConfig, key: str, clip: Clip | None) -
     if kind == "folder":
         rate = config.frame_rate
         if rate is None:
-            return ImageFolder(config, key, clip)
+            return ImageFolder(config, key, clip, data.references)
         assert clip is not None  # without frames, frame_rate is rejected
         return FrameFolders(config, key, rate, clip)
     if kind in ("csv", "json"):
-        return TableSource(kind, text_rows(config.path, key, kind), config, key, clip)
+        return TableSource(kind, text_rows(config.path, key, kind), config, key, clip, data.references)
     if kind == "webdataset":
         if data.features is None:
             raise UserError(
@@ -187,10 +192,10 @@ def _open(config: SourceConfig, data: DataConfig, key: str, clip: Clip | None) -
         tars = files_of(config, ".tar", key)
         return WebDataset(tars, data.features / INDEX, data.workers, key, config, clip)
     if kind == "datasets" and any((config.path / name).exists() for name in (STATE, SPLITS)):
-        return TableSource(kind, FileRows(saved_files(config, key), "arrow", str(config.path), key), config, key, clip)
-    return TableSource(
-        kind, FileRows(files_of(config, ".parquet", key), "parquet", str(config.path), key), config, key, clip
-    )
+        rows = FileRows(saved_files(config, key), "arrow", str(config.path), key)
+    else:
+        rows = FileRows(files_of(config, ".parquet", key), "parquet", str(config.path), key)
+    return TableSource(kind, rows, config, key, clip, data.references)
 
 
 def _refuse_columns(config: SourceConfig, kind: SourceKind, key: str) -> None:

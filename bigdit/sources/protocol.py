@@ -46,7 +46,7 @@ class Sample:
     """A decoded image (upright, opaque, mode RGB or L) or the frames of a video, which are decoded lazily.
 
     It has at least one caption, or a label: the name or the number of its class. `fit`: how it is fitted to its bucket.
-    `mask`: the weight of the loss at each pixel, mode L.
+    `mask`: the weight of the loss at each pixel, mode L. `references`: images that it is an edit of.
     """
 
     image: Image.Image | Iterator[Image.Image]
@@ -54,12 +54,13 @@ class Sample:
     label: str | int | None = None
     fit: Fit = CENTRED
     mask: Image.Image | None = None
+    references: tuple[Image.Image, ...] = ()
 
 
 @dataclass(frozen=True)
 class Contents:
-    """An item after its files were read: functions that decode and digest its image, its captions or label, and what
-    decodes its mask."""
+    """An item after its files were read: functions that decode and digest its image, its captions or label, what
+    decodes its mask, and what decodes the images that it is an edit of, which the digest is of too."""
 
     decode: Callable[[], Image.Image | Iterator[Image.Image]]
     digest: Callable[[], int]
@@ -67,17 +68,19 @@ class Contents:
     label: str | int | None = None
     fit: Fit = CENTRED
     mask: Callable[[], Image.Image | None] | None = None
+    references: tuple[Callable[[], Image.Image], ...] = ()
 
     def sample(self) -> Sample:
-        """Decode the image and its mask. Raises Unusable for damaged ones, and a mask of another size."""
+        """Decode the images and the mask. Raises Unusable for damaged ones, and a mask of another size."""
         image, mask = self.decode(), None if self.mask is None else self.mask()
         if mask is not None and isinstance(image, Image.Image) and mask.size != image.size:
             sizes = [f"{each.width} × {each.height} pixels" for each in (mask, image)]
             raise Unusable(f"mask of {sizes[0]} for an image of {sizes[1]}")
-        return Sample(image, self.captions, self.label, self.fit, mask)
+        references = tuple(decode() for decode in self.references)
+        return Sample(image, self.captions, self.label, self.fit, mask, references)
 
     def digests(self) -> tuple[int, int]:
-        """xxh3-64 of the image's file, and of its captions or label."""
+        """xxh3-64 of the files of its images, and of its captions or label."""
         text = [[each.text, each.weight] for each in self.captions] or self.label
         return self.digest(), xxhash.xxh3_64_intdigest(json.dumps(text).encode())
 

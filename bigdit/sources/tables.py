@@ -6,7 +6,7 @@ import contextlib
 import os
 import unicodedata
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -19,6 +19,7 @@ from bigdit.errors import UserError, nearest
 from bigdit.sources.captions import label_of, reads_captions, weighted
 from bigdit.sources.disk import IMAGE_BYTES, check_size, read_file, sampled_digest, unreadable
 from bigdit.sources.protocol import Caption, Contents, Entry, Item, Unusable
+from bigdit.sources.references import with_reference
 from bigdit.sources.videos import Clip, contents_of, is_video, video_frames
 from bigdit.units import how_many
 
@@ -104,7 +105,8 @@ def _holds_files(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class TableItem(Item):
-    """One row: its image, and the cells of its captions or label. `clip`: the part of a video to read."""
+    """One row: its image, the cells of its captions or label, and the image that it is an edit of. `clip`: the part of
+    a video to read."""
 
     index: int
     name: str
@@ -112,6 +114,7 @@ class TableItem(Item):
     columns: Columns
     image: ImageBytes | None
     clip: Clip | None = None
+    reference: ImageBytes | None = None
 
     def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
         """As Item.read."""
@@ -125,9 +128,21 @@ class TableItem(Item):
         if self.clip is not None and isinstance(self.image, ImageFile) and is_video(self.image.path):
             frames = partial(self.image.frames, self.clip, max_pixels)
             return Contents(frames, partial(sampled_digest, self.image.path), captions, label)
-        data = self.image.read()
-        check_size("image", len(data), IMAGE_BYTES)
-        return contents_of(data, self.clip, max_pixels, captions, label)
+        contents = contents_of(_bytes(self.image), self.clip, max_pixels, captions, label)
+        if self.columns.reference is None:
+            return contents
+        if self.reference is None:
+            raise Unusable(f"column {self.columns.reference} names no image")
+        try:
+            return with_reference(contents, _bytes(self.reference), max_pixels)
+        except Unusable as error:
+            raise Unusable(f"reference: {error}") from None
+
+
+def _bytes(image: ImageBytes) -> bytes:
+    data = image.read()
+    check_size("image", len(data), IMAGE_BYTES)
+    return data
 
 
 class TableSource:
@@ -135,14 +150,26 @@ class TableSource:
 
     class_names: Collection[str] = ()
 
-    def __init__(self, kind: SourceKind, rows: Rows, config: SourceConfig, key: str, clip: Clip | None = None) -> None:
-        """`clip`: the part of videos to read. Raises UserError, which names `key`, for missing columns or no rows."""
-        self._columns = choose(config, rows.columns, rows.where, key)
+    def __init__(
+        self,
+        kind: SourceKind,
+        rows: Rows,
+        config: SourceConfig,
+        key: str,
+        clip: Clip | None = None,
+        references: int = 0,
+    ) -> None:
+        """`clip`: the part of videos to read; with `references`, rows are edits of images.
+
+        Raises UserError, which names `key`, for missing columns or no rows.
+        """
+        self._columns = choose(config, rows.columns, rows.where, key, references)
         if not len(rows):
             raise UserError(f"{key}: {rows.where} has no rows")
         self._rows, self._clip = rows, clip
         # The columns are digested too: others give other features.
-        digest = xxhash.xxh3_128_hexdigest(f"{rows.digest} {self._columns}".encode())
+        edits = f" {self._columns.reference}" if references else ""
+        digest = xxhash.xxh3_128_hexdigest(f"{rows.digest} {self._columns}{edits}".encode())
         self.identity = {"kind": kind, "count": len(rows), "digest": digest}
 
     def __len__(self) -> int:
@@ -158,14 +185,21 @@ class TableSource:
         return [self._item(index, row) for index, row in enumerate(rows, start)]
 
     def _item(self, index: int, row: Row) -> TableItem:
-        name, image = self._rows.name(index), None
-        if not isinstance(row, Unusable):
-            cell = row[self._columns.image]
-            if isinstance(cell, ImageBytes):
-                image = cell
-            elif isinstance(cell, str) and cell:
-                name, image = cell, ImageFile(self._rows.base(index) / cell)
-        return TableItem(index, name, row, self._columns, image, self._clip)
+        name, columns, base = self._rows.name(index), self._columns, self._rows.base(index)
+        if isinstance(row, Unusable):
+            return TableItem(index, name, row, columns, None, self._clip)
+        image, edited = (
+            None if each is None else _image(row[each], base) for each in (columns.image, columns.reference)
+        )
+        name = str(row[columns.image]) if isinstance(image, ImageFile) else name
+        return TableItem(index, name, row, columns, image, self._clip, edited)
+
+
+def _image(cell: Any, base: Path) -> ImageBytes | None:
+    """The image of a cell: its bytes, or its path relative to `base`."""
+    if isinstance(cell, ImageBytes):
+        return cell
+    return ImageFile(base / cell) if isinstance(cell, str) and cell else None
 
 
 # The kind of a column's cells. Cells of CSV are always text.
@@ -177,7 +211,8 @@ CAPTION_COLUMNS = ("caption", "captions", "text")
 
 @dataclass(frozen=True)
 class Columns:
-    """The column of images or their paths; the caption columns with their weights; or the column of labels.
+    """The column of images or their paths; the caption columns with their weights; or the column of labels; the one of
+    the images that they are edits of.
 
     A weight is a number, or the name of the column that holds it.
     """
@@ -185,22 +220,25 @@ class Columns:
     image: str
     captions: tuple[tuple[str, float | str], ...]
     label: str | None = None
+    reference: str | None = field(default=None, repr=False)  # identities of sources without it have none
 
     @property
     def names(self) -> list[str]:
         """All columns, each once."""
         weights = [weight for _, weight in self.captions if isinstance(weight, str)]
-        labels = [] if self.label is None else [self.label]
-        return list(dict.fromkeys([self.image, *(column for column, _ in self.captions), *weights, *labels]))
+        others = [each for each in (self.label, self.reference) if each is not None]
+        return list(dict.fromkeys([self.image, *(column for column, _ in self.captions), *weights, *others]))
 
 
-def choose(config: SourceConfig, found: Mapping[str, Cells], where: str, key: str) -> Columns:
+def choose(config: SourceConfig, found: Mapping[str, Cells], where: str, key: str, references: int = 0) -> Columns:
     """The columns that `config` names, or those with usual names, in the table `where`.
 
     Raises UserError with every column that is missing, has another type, or must be named.
     """
     problems: list[str] = []
-    image = config.image or _usual(found, IMAGE_COLUMNS, ("image", "text"), problems, where, f"{key}.image")
+    edited = config.reference if references else None
+    images = {name: cells for name, cells in found.items() if name != edited}
+    image = config.image or _usual(images, IMAGE_COLUMNS, ("image", "text"), problems, where, f"{key}.image")
     captions = config.captions
     if not captions and reads_captions(config):
         usual = _usual(found, CAPTION_COLUMNS, ("text", "texts"), problems, where, f"{key}.captions")
@@ -212,6 +250,8 @@ def choose(config: SourceConfig, found: Mapping[str, Cells], where: str, key: st
             wanted.append(("captions", weight, ("numbers", "text")))  # in CSV, numbers are text
     if config.label is not None:
         wanted.append(("label", config.label, ("text", "numbers")))
+    if edited is not None:
+        wanted.append(("reference", edited, ("image", "text")))
     for setting, column, kinds in wanted:
         if column not in found:
             problems.append(f"{key}.{setting}: {where} has no column {column}; {nearest(column, found)}")
@@ -219,7 +259,7 @@ def choose(config: SourceConfig, found: Mapping[str, Cells], where: str, key: st
             problems.append(f"{key}.{setting}: column {column} of {where} holds {found[column]}, not {kinds[0]}")
     if problems or image is None:
         raise UserError(*problems)
-    return Columns(image, tuple(captions.items()), config.label)
+    return Columns(image, tuple(captions.items()), config.label, edited)
 
 
 def captions_of(row: Mapping[str, Any], columns: Columns) -> tuple[Caption, ...]:

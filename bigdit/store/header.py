@@ -19,6 +19,7 @@ import torch
 from pydantic import TypeAdapter
 
 from bigdit.catalog.conditions import LOSS_MASK
+from bigdit.catalog.families import REFERENCE
 from bigdit.errors import UserError, shown
 from bigdit.files import open_file
 from bigdit.store.part import FIRST_FRAME, FRAME_COLUMNS, Shape, Skipped, parse_shape, part_range, range_text
@@ -39,7 +40,9 @@ _CUT = TypeAdapter(Cut)
 _MOST_ELEMENTS = 1 << 48
 _MOST_DIMENSIONS = 8
 _STREAM = re.compile(r"stream/[a-z][a-z0-9_]{0,63}")
-_SHAPED = re.compile(r"(latent|row|label|frame|first_frame|image_embeds|loss_mask)/[1-9]\d{0,8}(x[1-9]\d{0,8}){2,3}")
+_SHAPED = re.compile(
+    r"(latent|row|label|frame|first_frame|image_embeds|loss_mask|reference)/[1-9]\d{0,8}(x[1-9]\d{0,8}){2,3}"
+)
 
 
 @dataclass(frozen=True)
@@ -193,11 +196,13 @@ def _wanted_texts(header: Header) -> Wanted:
 
 
 def _wanted_latents(header: Header) -> Wanted:
-    """The columns of each shape: latents, rows, and, if any shape has them, labels and first frames."""
+    """The columns of each shape: latents, rows, and, if any shape has them, labels, and first frames or references."""
     path, columns = header.path, header.columns
     frames = tuple(f"{each}/" for each in ("frame", *FRAME_COLUMNS))
     labelled, framed = (any(name.startswith(kind) for name in columns) for kind in ("label/", frames))
-    first, masked = (any(name.startswith(f"{kind}/") for name in columns) for kind in (FIRST_FRAME, LOSS_MASK))
+    first, masked, edited = (
+        any(name.startswith(f"{kind}/") for name in columns) for kind in (FIRST_FRAME, LOSS_MASK, REFERENCE)
+    )
     wanted: Wanted = {}
     for name in [name for name in columns if name.startswith(("latent/", "row/", "label/", *frames))]:
         if not _SHAPED.fullmatch(name):
@@ -215,7 +220,9 @@ def _wanted_latents(header: Header) -> Wanted:
             wanted[f"frame/{sides}"] = ((torch.int64,), (count,))
             if masked:
                 wanted[f"{LOSS_MASK}/{sides}"] = ((torch.bfloat16,), (count, *shape[-2:]))
-            if first or not masked:
+            if edited:
+                wanted[f"{REFERENCE}/{sides}"] = ((torch.bfloat16,), (count, None, *shape))
+            elif first or not masked:
                 wanted[f"{FIRST_FRAME}/{sides}"] = ((torch.bfloat16,), (count, *shape))
         if framed and name.startswith(FRAME_COLUMNS[1]):
             wanted[name] = ((torch.bfloat16,), (count, None, None))

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from bigdit.catalog.families import REFERENCE
 from bigdit.errors import UserError
 from bigdit.store.files import READERS, File, ReaderName
 from bigdit.store.header import Column, Header, check_part, damaged, read_header
@@ -34,8 +35,8 @@ class Part:
     """An open part, with the tables of part.py.
 
     `content`: uint64 [range, 2]. By shape: `rows`, int64 [n, 4]; `labels`, int64 [n], if images have classes; `frames`,
-    digests [n] of first frames, if it has any. `captions`: int64 [m, 5]; `weights`: [m]. A caption's sequences are TEXT
-    and `streams`.
+    digests [n] of first frames or references, if it has any. `captions`: int64 [m, 5]; `weights`: [m]. A caption's
+    sequences are TEXT and `streams`.
     """
 
     def __init__(self, header: Header, file: File, identity: str | None = None) -> None:
@@ -133,7 +134,7 @@ class Part:
         return self.read_latents(shape, row, bytes_of(latents)), latents
 
     def frame_shapes(self, shape: Shape) -> dict[str, tuple[int, ...]]:
-        """The shapes of the first-frame columns for latents of this shape, by name."""
+        """The shapes of the columns of first frames or references for latents of this shape, by name."""
         return {name: column.shape[1:] for name, column in self._framed.get(shape, {}).items()}
 
     def read_frame(self, shape: Shape, row: int, memories: Mapping[str, memoryview]) -> None:
@@ -142,9 +143,8 @@ class Part:
             self._file.read_into(memories[name], column.offset + row * column.row_bytes)
         found = chained_digest([memories[name] for name in self._framed[shape]], int(self.rows[shape][row, 0]))
         if found != int(self.frames[shape][row]):
-            raise self._damaged(
-                f"is damaged in the first frame of row {row} of {shape_name(shape)}: its digest differs"
-            )
+            what = "reference" if REFERENCE in memories else "first frame"
+            raise self._damaged(f"is damaged in the {what} of row {row} of {shape_name(shape)}: its digest differs")
 
     def text(self, caption: int) -> Text:
         """A caption's states [len, dim] and vector [p] in bf16. Raises UserError if they are damaged."""

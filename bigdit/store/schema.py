@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import PositiveInt, ValidationError, model_validator
+from pydantic import NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from bigdit.documents import read_json
 from bigdit.errors import UserError, nearest
@@ -79,7 +79,8 @@ class StoreSchema(Strict):
     """The contents of a store: encoders, buckets in pixels, sources of `source["count"]` images each, parts.
 
     `classes`: their names or their number; None if images have captions. `fps`: the frame rate of videos.
-    `first_frame`: the columns of first frames and their image encoder. Parts never change. What is added to source n
+    `first_frame`: the columns of first frames and their image encoder. `references`: images that a sample is an edit
+    of. Parts never change. What is added to source n
     later has its own entry in `sources`, with `of` n, and `changes` say which images are no longer used.
     """
 
@@ -92,6 +93,7 @@ class StoreSchema(Strict):
     classes: Known | None = None
     fps: float | None = None
     first_frame: dict[str, Any] | None = None
+    references: NonNegativeInt = 0
     changes: list[Change] = []
 
     @model_validator(mode="after")
@@ -160,7 +162,8 @@ class StoreSchema(Strict):
 
 def store_identity(schema: StoreSchema) -> str:
     """A digest that all parts of a store share, however it is extended: of version, encoders, buckets and classes."""
-    return _digest(schema.model_dump(mode="json", exclude={"sources", "part_size", "changes"}))
+    newer = set() if schema.references else {"references"}  # older stores have none
+    return _digest(schema.model_dump(mode="json", exclude={"sources", "part_size", "changes"} | newer))
 
 
 def part_identity(schema: StoreSchema, start: int) -> str:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from bigdit.catalog.conditions import LOSS_MASK
+from bigdit.catalog.families import REFERENCE
 from bigdit.errors import UserError
 from bigdit.store.files import LocalParts, ReaderName, RemoteParts, open_remote, read_column
 from bigdit.store.growth import is_growth
@@ -327,13 +328,14 @@ class FeatureStore:
         return {TEXT: self.text_shape} | {name: (each["max_tokens"], each["dim"]) for name, each in streams}
 
     def frame_shapes(self, bucket: Shape) -> dict[str, tuple[int, ...]]:
-        """The shapes of the columns of first frames and masks for latents of this shape, by name."""
-        found = self.schema.first_frame
-        masks: dict[str, tuple[int, ...]] = {LOSS_MASK: bucket[-2:]} if self.schema.has_masks else {}
+        """The shapes of the columns of first frames, masks and references for latents of this shape, by name."""
+        found, references = self.schema.first_frame, self.schema.references
+        more: dict[str, tuple[int, ...]] = {LOSS_MASK: bucket[-2:]} if self.schema.has_masks else {}
+        more |= {REFERENCE: (references, *bucket)} if references else {}
         if found is None:
-            return masks
+            return more
         embeds = {FRAME_COLUMNS[1]: (int(found["tokens"]), int(found["dim"]))} if "dim" in found else {}
-        return {FIRST_FRAME: bucket, **embeds, **masks}
+        return {FIRST_FRAME: bucket, **embeds, **more}
 
     @functools.cached_property
     def null_text(self) -> Text:

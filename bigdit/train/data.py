@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bigdit.catalog.conditions import class_misfits, first_frame_misfits, no_class
+from bigdit.catalog.conditions import class_misfits, first_frame_misfits, no_class, reference_misfits
 from bigdit.catalog.context import context_misfits
 from bigdit.checkpoint import Peers
 from bigdit.config import RunConfig
@@ -154,17 +154,20 @@ def _condition_misfits(run: RunConfig, spec: ModelSpec, store: FeatureStore) -> 
 
 
 def _frame_misfits(spec: ModelSpec, store: FeatureStore) -> list[str]:
-    """What of the store's first frames does not fit the model."""
+    """What of the store's first frames or references does not fit the model."""
     channels, text = next(iter(store.buckets))[0], store.text_shape
     found = first_frame_misfits(spec, channels, store.schema.first_frame, None if text is None else text[0])
-    return [f"it has {misfit}" for misfit in found]
+    return [f"it has {misfit}" for misfit in [*found, *reference_misfits(spec, store.schema.references)]]
 
 
 def largest_batch_shape(store: FeatureStore | RawStore) -> BatchShape:
     """Shapes of a store's largest bucket, with text of its max_tokens where it has text."""
     latents = max(store.buckets, key=math.prod)
     wide = store.has_deviation or store.latents_dtype == torch.float32
-    return BatchShape(latents=latents, latents_dtype="fp32" if wide else "bf16", text=store.text_shape)
+    references = 0 if isinstance(store, RawStore) else store.schema.references
+    return BatchShape(
+        latents=latents, latents_dtype="fp32" if wide else "bf16", text=store.text_shape, references=references
+    )
 
 
 @dataclass(frozen=True)

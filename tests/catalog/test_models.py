@@ -23,7 +23,7 @@ NAMES = [m.name for m in models()]
 
 
 def test_counts():
-    assert len(models()) == 87
+    assert len(models()) == 88
     assert len(gpus()) == 80
     document = load_json("models.json")
     assert (len(document["text_encoders"]), len(document["native_dit"])) == (17, 12)
@@ -38,6 +38,12 @@ def test_sana_1600m():
     assert sana.trainable
     assert batch_shape(sana) == BatchShape(latents=(32, 32, 32), text=(300, 2304))
     assert batch_shape(sana, 512).latents == (32, 16, 16)
+
+
+def test_a_sample_of_an_edit_model_has_a_reference():
+    kontext = model("FLUX.1-Kontext-dev")
+    assert kontext.trainable
+    assert batch_shape(kontext) == batch_shape(model("flux.1-dev")).model_copy(update={"references": 1})
 
 
 def test_every_model_has_what_a_plan_needs():

@@ -27,7 +27,7 @@ CALLS = {
     "CogView4Pipeline": {"max_sequence_length": 1024},
     "Flux2KleinPipeline": {"max_sequence_length": 512},
     "Flux2Pipeline": {"max_sequence_length": 512},
-    "FluxPipeline": {"max_sequence_length": 512, "prompt_2": None},
+    **{name: {"max_sequence_length": 512, "prompt_2": None} for name in ("FluxKontextPipeline", "FluxPipeline")},
     "HiDreamImagePipeline": {"max_sequence_length": 128},
     "HunyuanDiTPipeline": {"text_encoder_index": 1},
     "HunyuanImagePipeline": {},
@@ -157,7 +157,7 @@ def test_captions_that_a_tokenizer_cuts_are_reported_from_those_that_just_fit(cl
 def max_tokens_raise(class_name):
     """The tokenizers whose length encoders.text.max_tokens says; the others have their own."""
     several = {
-        "FluxPipeline": {"tokenizer_2"},
+        **{name: {"tokenizer_2"} for name in ("FluxKontextPipeline", "FluxPipeline")},
         "HiDreamImagePipeline": {"tokenizer", "tokenizer_2", "tokenizer_3", "tokenizer_4"},
         "HunyuanDiTPipeline": set(),
         "StableDiffusion3Pipeline": {"tokenizer_3"},

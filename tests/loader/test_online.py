@@ -15,6 +15,7 @@ from tiny_pipelines import (
     BRIA,
     COGVIEW3,
     COGVIEW4,
+    FLUX,
     FLUX2,
     HI_DREAM,
     HUNYUAN_DIT,
@@ -46,17 +47,6 @@ from bigdit.train.processes.stop import Stop
 from bigdit.train.resume import with_steps
 from bigdit.train.step import encode
 
-FLUX = {
-    "patch_size": 1,
-    "in_channels": 16,
-    "num_layers": 1,
-    "num_single_layers": 1,
-    "num_attention_heads": 2,
-    "attention_head_dim": 8,
-    "axes_dims_rope": [2, 2, 4],
-    "joint_attention_dim": 16,
-    "pooled_projection_dim": 8,
-}
 # By pipeline: the transformer, its arguments, and the VAE.
 CASES = {
     "StableDiffusion3Pipeline": ("SD3Transformer2DModel", SD3, "AutoencoderKL"),

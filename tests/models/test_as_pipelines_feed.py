@@ -1,10 +1,14 @@
 """A family feeds its transformer what diffusers' own pipeline does: a call of each pipeline, and of its transformer."""
 
+import math
+
 import diffusers
+import numpy as np
 import pytest
 import tiny_pipelines
 import torch
-from tiny_pipelines import BRIA, COGVIEW3, COGVIEW4, LONGCAT_IMAGE, OVIS_IMAGE
+from PIL import Image
+from tiny_pipelines import BRIA, COGVIEW3, COGVIEW4, FLUX, LONGCAT_IMAGE, OVIS_IMAGE
 
 from bigdit import models
 from bigdit.catalog import FAMILIES
@@ -13,6 +17,8 @@ from bigdit.models.packing import unpack
 from bigdit.strategy import ModelSpec
 
 LATENTS = (8, 12)  # of 64 × 96 pixels
+EDITED = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 96, 3), np.uint8))
+KONTEXT = {"image": EDITED, "max_area": 64 * 96, "_auto_resize": False}
 # By pipeline: the transformer and its arguments, what a t of 1 is to it, and what else the pipeline's call is told.
 CASES = {
     "BriaPipeline": ("BriaTransformer2DModel", BRIA, 1000, {}),
@@ -25,6 +31,7 @@ CASES = {
         {"enable_prompt_rewrite": False},
     ),
     "OvisImagePipeline": ("OvisImageTransformer2DModel", OVIS_IMAGE, 1, {}),
+    "FluxKontextPipeline": ("FluxTransformer2DModel", FLUX, 1, KONTEXT),
 }
 
 
@@ -37,7 +44,7 @@ def scheduler(class_name):
 def vae():
     """Which makes a latent of 8 × 8 pixels, as the published ones."""
     blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
-    return diffusers.AutoencoderKL(block_out_channels=(4,) * 4, norm_num_groups=2, **blocks)
+    return diffusers.AutoencoderKL(block_out_channels=(4,) * 4, norm_num_groups=2, shift_factor=0.1, **blocks)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -58,16 +65,24 @@ def test_the_family_feeds_what_the_pipeline_feeds(name):
         lambda module, args, fed, answer: calls.append((fed, answer[0])), with_kwargs=True
     )
     pixels = {"height": 8 * LATENTS[0], "width": 8 * LATENTS[1]}
-    pipeline("a cat", num_inference_steps=2, guidance_scale=1.0, output_type="latent", **pixels, **asked)
+    pipeline(prompt="a cat", num_inference_steps=2, guidance_scale=1.0, output_type="latent", **pixels, **asked)
 
     packs, family = FAMILIES[class_name].packs, models.family(class_name)
     assert len(calls) == 2
     for fed, answer in list(calls):
-        latents, answer = (unpack(each, *LATENTS) if packs else each for each in (fed["hidden_states"], answer))
+        tokens = fed["hidden_states"]
+        own = math.prod(LATENTS) // 4 if packs else None
+        latents, answer = (unpack(each[:, :own], *LATENTS) if packs else each for each in (tokens, answer))
         text = fed["encoder_hidden_states"]
-        batch = Batch(latents, text, torch.ones(text.shape[:2]), (0,))
+        extras = {"pooled_text": fed["pooled_projections"]} if "pooled_text" in FAMILIES[class_name].extras else {}
+        if "image" in asked:
+            extras["reference"] = unpack(tokens[:, own:], *LATENTS)[:, None]
+        batch = Batch(latents, text, torch.ones(text.shape[:2]), (0,), extras)
         assert latents.shape[2:] == LATENTS
         t = fed["timestep"] / scale
         assert 0 < t.item() <= 1
         with torch.no_grad():
             assert torch.allclose(family.predict(transformer, latents, t, batch), answer, rtol=1e-5, atol=1e-5)
+        again, _ = calls.pop()
+        positions = [each for each in ("img_ids", "txt_ids") if each in fed]
+        assert all(torch.equal(again[each].float(), fed[each].float()) for each in ("hidden_states", *positions))

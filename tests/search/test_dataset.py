@@ -137,6 +137,13 @@ def test_first_frames_are_counted():
     assert any(note.startswith("the first frame of each video takes 4.85 MB more; a second") for note in begun.notes)
 
 
+def test_references_are_counted():
+    plain, edits = (need(name, images=10) for name in ("flux.1-dev", "flux.1-kontext-dev"))
+    more = plain.latent_bytes + 8  # the latents of another image, and its digest
+    assert edits.store_bytes.low / 10 == plain.store_bytes.low / 10 + more
+    assert any(note.startswith("the image that each sample edits takes 524 kB more; ") for note in edits.notes)
+
+
 def test_without_images_there_is_no_data_set():
     assert need("dit-xl-2") is None
 

@@ -1,6 +1,6 @@
 """FLUX.1: two-stream blocks, then single-stream blocks, on 2 × 2 patches of latents with rotary positions.
 
-Source: Black Forest Labs' FLUX.1; diffusers' FluxTransformer2DModel and FluxPipeline.
+Source: Black Forest Labs' FLUX.1; diffusers' FluxTransformer2DModel, FluxPipeline and FluxKontextPipeline.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from bigdit.catalog.families import REFERENCE
 from bigdit.models.family import Conditions, Extra, Family, arguments, guidance, text
 from bigdit.models.packing import pack, positions, unpack
 
@@ -15,21 +16,24 @@ from bigdit.models.packing import pack, positions, unpack
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
     """Velocity [B, C, H, W] for latents [B, C, H, W], t [B], text_embeds [B, T, D] and the extra pooled_text [B, P].
 
-    H and W are even. Padding is attended to, as in the published training: there is no mask.
+    H and W are even. Padding is attended to, as in the published training: there is no mask. The tokens of references
+    follow those of the latents, and what is predicted of them is dropped.
     """
     embeds, _ = text(conditions)
     height, width = latents.shape[2:]
     guided = guidance(model, latents)
+    own = pack(latents)
+    given = conditions.extras[REFERENCE].unbind(1) if REFERENCE in conditions.extras else ()
     tokens = model(
-        hidden_states=pack(latents),
+        hidden_states=torch.cat([own, *map(pack, given)], dim=1) if given else own,
         encoder_hidden_states=embeds,
         pooled_projections=conditions.extras["pooled_text"],
         timestep=t,
-        **positions(latents, embeds),
+        **positions(latents, embeds, len(given)),
         guidance=guided,
         return_dict=False,
     )[0]
-    return unpack(tokens, height, width)
+    return unpack(tokens[:, : own.shape[1]], height, width)
 
 
 def extras(model: nn.Module) -> dict[str, Extra]:

@@ -357,7 +357,10 @@ PARTS = {
     "CogView4Pipeline": lambda: _one(glm_tokenizer, glm),
     "Flux2KleinPipeline": lambda: _one(qwen_tokenizer, lambda made: qwen3(made, layers=28)),
     "Flux2Pipeline": lambda: _one(mistral_processor, mistral),
-    "FluxPipeline": lambda: _one(clip_tokenizer, clip) | _second(_one(t5_tokenizer, t5)),
+    **dict.fromkeys(
+        ("FluxKontextPipeline", "FluxPipeline"),
+        lambda: _one(clip_tokenizer, clip) | _second(_one(t5_tokenizer, t5)),
+    ),
     "HiDreamImagePipeline": _of_hidream,
     "HunyuanImagePipeline": lambda: _one(qwen_tokenizer, qwen_vl) | _second(_one(transformers.ByT5Tokenizer, byt5)),
     "HunyuanDiTPipeline": lambda: _one(bert_tokenizer, bert) | _second(_one(t5_tokenizer, t5)),
@@ -456,6 +459,8 @@ BRIA = _PACKED | {"axes_dims_rope": [0, 4, 4]}
 """Of BriaPipeline."""
 LONGCAT_IMAGE = _PACKED | {"pooled_projection_dim": 16, "axes_dims_rope": [2, 2, 4]}
 """Of LongCatImagePipeline."""
+FLUX = _PACKED | {"patch_size": 1, "axes_dims_rope": [2, 2, 4], "pooled_projection_dim": 8}
+"""Of FluxPipeline and FluxKontextPipeline."""
 FLUX2 = _PACKED | {"joint_attention_dim": 48, "timestep_guidance_channels": 16, "axes_dims_rope": [2, 2, 2, 2]}
 """Of Flux2Pipeline, which reads three layers."""
 OVIS_IMAGE = _PACKED | {"out_channels": 16, "axes_dims_rope": [2, 2, 4]}
