@@ -237,8 +237,10 @@ def _compared(
         if then is None or len(indices) != len(here):
             continue
         del left[key]
-        kept = np.full(len(here), then == now and not by_content)
-        kept |= absent[indices]  # what is not encoded yet is encoded as it is now
+        if then == now and not by_content:
+            changes.places[here] = indices
+            continue
+        kept = absent[indices]  # what is not encoded yet is encoded as it is now
         changes.places[here[kept]] = indices[kept]
         paired |= zip(here[~kept].tolist(), indices[~kept].tolist(), strict=True)
         changes.names |= dict.fromkeys(indices[~kept].tolist(), now.name)
@@ -435,9 +437,15 @@ def _write_listing(path: Path, inner: Source, indices: Ints, numbered: bool) -> 
     """Write a listing; `numbered`: with runs [first index, indices], which are those in order otherwise."""
     with replacing(path) as temporary, gzip.open(temporary, "wt", compresslevel=1) as file:
         for entry, here in _with_indices(inner.entries(), indices):
-            cuts = np.flatnonzero(np.diff(here) != 1) + 1
-            runs = [[int(run[0]), len(run)] for run in np.split(here, cuts) if len(run)]
-            file.write(json.dumps([*astuple(entry), runs] if numbered else astuple(entry)) + "\n")
+            file.write(json.dumps([*astuple(entry), _indices_in_runs(here)] if numbered else astuple(entry)) + "\n")
+
+
+def _indices_in_runs(indices: Ints) -> list[tuple[int, int]]:
+    """Runs (first index, indices)."""
+    if len(indices) == 1:  # of a million images that are files, in a second
+        return [(int(indices[0]), 1)]
+    runs = np.split(indices, np.flatnonzero(np.diff(indices) != 1) + 1)
+    return [(int(run[0]), len(run)) for run in runs if len(run)]
 
 
 def _read_listing(root: Path, schema: StoreSchema, number: int) -> list[Listed] | None:
