@@ -207,7 +207,9 @@ def test_a_process_that_does_not_answer(capfd, monkeypatch):
     status, stderr = grouped(capfd, "hangs", timeout=2.0)
     assert status == 1
     assert stderr.startswith("error: rank 1 (process ")
-    assert f" on {os.uname().nodename}) did not answer for 2 s (train.timeout), last seen at bigdit/errors.py:" in stderr
+    assert (
+        f" on {os.uname().nodename}) did not answer for 2 s (train.timeout), last seen at bigdit/errors.py:" in stderr
+    )
     assert ", after step 6: all end; " in stderr
     assert stderr.count("\n") == 1
     assert time.monotonic() - began < 60
