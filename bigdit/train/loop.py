@@ -30,6 +30,7 @@ from bigdit.train.monitor.monitor import Monitor, open_monitor
 from bigdit.train.monitor.replicas import ReplicaCheck
 from bigdit.train.oom_fallback import Recovery
 from bigdit.train.prepare import Prepared, log_lines
+from bigdit.train.processes.alike import check_alike
 from bigdit.train.processes.process import output_lock, process_group
 from bigdit.train.processes.stop import Stop, Stopped, ending_together
 from bigdit.train.record import RunRecord
@@ -89,6 +90,7 @@ def train(stages: Sequence[Prepared], world: World, stop: Stop) -> Ended:
 
 
 def _train(stages: Sequence[Prepared], world: World, stop: Stop, device: torch.device) -> Ended:
+    check_alike([each.stage for each in stages], world, device)
     output = stages[0].stage.run.output
     for folder in (output, *(output / each for each in (CHECKPOINTS, EMA_SNAPSHOTS, EXPORTS))) if world.is_main else ():
         checkpoint.remove_unfinished(folder)
