@@ -56,7 +56,7 @@ def unpack(folder):
     """Debian's Slurm into `folder`, installed nowhere. Skips the test where it cannot be had."""
     if not shutil.which("apt-get") or not shutil.which("dpkg"):
         pytest.skip("SLURM cannot be had here: no apt-get and dpkg")
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     got = subprocess.run(
         ["apt-get", "download", "-q", *PACKAGES, *LIBRARIES], cwd=folder, capture_output=True, text=True
     )
@@ -94,10 +94,12 @@ class Cluster:
         known = {"host": host, "user": getpass.getuser(), "port": free_port(), "nodes": nodes}
         (self.folder / "slurm.conf").write_text(_CONF.format(folder=self.folder, libraries=libraries, **known))
 
-    def run(self, *command):
+    def run(self, *command, environment=None):
         """What one of SLURM's commands prints."""
         words = [str(word) for word in command]
-        done = subprocess.run(words, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            words, cwd=ROOT, env=environment or self.environment, capture_output=True, text=True, timeout=300
+        )
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
 
