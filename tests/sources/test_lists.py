@@ -93,7 +93,7 @@ def test_columns_of_metadata_are_chosen_as_of_a_table(tmp_path, capsys):
         opened({"path": str(tmp_path), "captions": "txt"})
 
 
-ONE, TWO = "pictures/1.png", "pictures/2.png"
+ONE, TWO = "images/1.png", "images/2.png"
 LISTS = {
     "list.jsonl": lines({"file_name": ONE, "text": "one"}, {"file_name": TWO, "text": ["a", "b"]}),
     "lines.json": lines({"path": ONE, "caption": "one"}, {"path": TWO, "caption": ["a", "b"]}),
@@ -113,9 +113,9 @@ def test_lists_in_json(folder, name, encoding):
 
 
 def test_a_bad_line_of_jsonl_is_one_row(folder):
-    good = [{"image": f"pictures/{number % 10}.png", "caption": f"number {number}"} for number in range(3000)]
-    bad = ["{", "", "[1]", {"image": 3, "caption": "x"}, {"image": "pictures/1.png", "caption": []}, {"caption": "x"}]
-    bad += [{"image": "pictures/1.png", "caption": 3}, {"image": "pictures/77.png", "caption": "x"}]
+    good = [{"image": f"images/{number % 10}.png", "caption": f"number {number}"} for number in range(3000)]
+    bad = ["{", "", "[1]", {"image": 3, "caption": "x"}, {"image": "images/1.png", "caption": []}, {"caption": "x"}]
+    bad += [{"image": "images/1.png", "caption": 3}, {"image": "images/77.png", "caption": "x"}]
     (folder / "list.jsonl").write_text(lines(*good[:2000], *bad, *good[2000:]))
     source = opened(str(folder / "list.jsonl"))
     assert len(source) == 3008
@@ -124,10 +124,10 @@ def test_a_bad_line_of_jsonl_is_one_row(folder):
         ("list.jsonl row 2002", "line is empty"),
         ("list.jsonl row 2003", "line holds list, not an object"),
         ("list.jsonl row 2004", "column image names no image"),
-        ("pictures/1.png", "caption column caption is empty"),
+        ("images/1.png", "caption column caption is empty"),
         ("list.jsonl row 2006", "column image names no image"),
-        ("pictures/1.png", "caption column caption holds int, not text"),
-        ("pictures/77.png", "image 77.png is missing"),
+        ("images/1.png", "caption column caption holds int, not text"),
+        ("images/77.png", "image 77.png is missing"),
     ]
     assert [texts(item) for item in source.items(2008, 3008)] == [[(each["caption"], 1)] for each in good[2000:]]
 
@@ -136,15 +136,15 @@ def test_a_bad_line_of_jsonl_is_one_row(folder):
 @pytest.mark.parametrize("delimiter", ["\t", ";"])
 def test_tables_as_excel_writes_them(folder, name, delimiter):
     delimiter = "\t" if name.endswith("tsv") else delimiter
-    rows = [("image", "caption"), ("pictures/1.png", "größer, schöner"), ("pictures/2.png", "two")]
+    rows = [("image", "caption"), ("images/1.png", "größer, schöner"), ("images/2.png", "two")]
     (folder / name).write_text("\r\n".join(map(delimiter.join, rows)) + "\r\n", "utf-16")
     one, two = opened(str(folder / name)).items(0, 9)
     assert (value(one.load()), texts(one), texts(two)) == (1, [("größer, schöner", 1)], [("two", 1)])
 
 
 def test_a_table_may_name_an_image_in_another_normal_form(folder):
-    (folder / "pictures/1.png").rename(folder / "pictures" / unicodedata.normalize("NFD", "é.png"))
-    (folder / "list.csv").write_text(unicodedata.normalize("NFC", "path,caption\npictures/é.png,one\n"))
+    (folder / "images/1.png").rename(folder / "images" / unicodedata.normalize("NFD", "é.png"))
+    (folder / "list.csv").write_text(unicodedata.normalize("NFC", "path,caption\nimages/é.png,one\n"))
     assert value(opened(str(folder / "list.csv")).items(0, 1)[0].load()) == 1
 
 
