@@ -193,7 +193,9 @@ FAMILIES: dict[str, Inputs] = {
     "OvisImageTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True, depths=_TWO_LISTS),
     "LongCatImageTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True, depths=_TWO_LISTS),
     "BriaTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True, depths=_TWO_LISTS),
-    "Flux2Transformer2DModel": Inputs(text_dim="joint_attention_dim", joined=3, packs=True, depths=_TWO_LISTS),
+    "Flux2Transformer2DModel": Inputs(
+        text_dim="joint_attention_dim", joined=3, packs=True, references=1, depths=_TWO_LISTS
+    ),
     "AuraFlowTransformer2DModel": Inputs(
         text_dim="joint_attention_dim",
         depths={"joint_transformer_blocks": "num_mmdit_layers", "single_transformer_blocks": "num_single_dit_layers"},
