@@ -193,7 +193,9 @@ FAMILIES: dict[str, Inputs] = {
     "OvisImageTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True, depths=_TWO_LISTS),
     "LongCatImageTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True, depths=_TWO_LISTS),
     "BriaTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True, depths=_TWO_LISTS),
-    "Flux2Transformer2DModel": Inputs(text_dim="joint_attention_dim", joined=3, packs=True, depths=_TWO_LISTS),
+    "Flux2Transformer2DModel": Inputs(
+        text_dim="joint_attention_dim", joined=3, packs=True, references=1, depths=_TWO_LISTS
+    ),
     "AuraFlowTransformer2DModel": Inputs(
         text_dim="joint_attention_dim",
         depths={"joint_transformer_blocks": "num_mmdit_layers", "single_transformer_blocks": "num_single_dit_layers"},
@@ -269,15 +271,15 @@ PUBLISHED: dict[str, FlowMatchingSpec | DdpmSpec] = {
     "wan2.2-t2v-a14b-low": FlowMatchingSpec(shift=12.0, t_range=(0.0, 0.875)),
     "wan2.2-i2v-a14b-high": FlowMatchingSpec(shift=5.0, t_range=(0.9, 1.0)),
     "wan2.2-i2v-a14b-low": FlowMatchingSpec(shift=5.0, t_range=(0.0, 0.9)),
-    "flux.1-dev": FlowMatchingSpec(shift=ExponentialShift()),
+    **dict.fromkeys(("flux.1-dev", "flux.1-kontext-dev"), FlowMatchingSpec(shift=ExponentialShift())),
     "flux.1-schnell": FlowMatchingSpec(),
     "qwen-image": FlowMatchingSpec(shift=ExponentialShift(max_tokens=8192, max_mu=0.9)),
     "cogvideox-2b": _COGVIDEOX.model_copy(update={"snr_shift": 3.0}),
     **dict.fromkeys(("cogvideox-5b", "cogvideox1.5-5b"), _COGVIDEOX),
 }
 """Objectives of published models that differ from their family's: shift and noise of the scheduler in the model's own
-repository. Wan 2.1's shift is for 480 pixels; its README has 5 for 720. Wan 2.2's experts: sample_shift and boundary of
-wan_t2v_A14B.py and wan_i2v_A14B.py in Wan-Video/Wan2.2, wan/configs."""
+repository. Kontext's is FluxKontextPipeline's default. Wan 2.1's shift is for 480 pixels; its README has 5 for 720. Wan
+2.2's experts: sample_shift and boundary of wan_t2v_A14B.py and wan_i2v_A14B.py in Wan-Video/Wan2.2, wan/configs."""
 
 
 def family_objective(model: ModelSpec) -> FlowMatchingSpec | DdpmSpec:

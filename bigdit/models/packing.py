@@ -19,10 +19,20 @@ def pack(latents: torch.Tensor) -> torch.Tensor:
     return tiles.permute(0, 2, 4, 1, 3, 5).reshape(batch, tokens, channels * FACTOR**2)
 
 
+def pack_edit(latents: torch.Tensor, references: torch.Tensor | None) -> tuple[torch.Tensor, int]:
+    """The tokens of latents, and after them those of `references` [B, references, C, H, W]; and how many there are."""
+    if references is None:
+        return pack(latents), 0
+    images = references.unbind(1)
+    return torch.cat([pack(latents), *map(pack, images)], dim=1), len(images)
+
+
 def unpack(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Latents [B, C, height, width] from tokens [B, height/2 · width/2, 4 C]: the inverse of `pack`."""
+    """Latents [B, C, height, width] from tokens [B, height/2 · width/2, 4 C]: the inverse of `pack`. Further tokens are
+    dropped."""
     batch, _, channels = tokens.shape
-    tiles = tokens.view(batch, height // FACTOR, width // FACTOR, channels // FACTOR**2, FACTOR, FACTOR)
+    own = tokens[:, : height // FACTOR * (width // FACTOR)]
+    tiles = own.view(batch, height // FACTOR, width // FACTOR, channels // FACTOR**2, FACTOR, FACTOR)
     return tiles.permute(0, 3, 1, 4, 2, 5).reshape(batch, channels // FACTOR**2, height, width)
 
 
@@ -32,9 +42,8 @@ def positions(latents: torch.Tensor, text: torch.Tensor, references: int = 0) ->
     The patches of `references` follow, whose first numbers are 1, 2, …, as in diffusers' FluxKontextPipeline.
     """
     sides = [length // FACTOR for length in latents.shape[2:]]
-    own, *more = (grid(1, *sides, device=latents.device, start=(at, 0, 0)) for at in range(1 + references))
     return {
-        "img_ids": (torch.cat([own, *more]) if more else own).to(latents.dtype),
+        "img_ids": grids(1, *sides, device=latents.device, more=references).to(latents.dtype),
         "txt_ids": torch.zeros(text.shape[1], 3, device=latents.device, dtype=latents.dtype),
     }
 
@@ -43,6 +52,13 @@ def grid(*lengths: int, device: torch.device, start: tuple[int, ...] | None = No
     """Positions [product of lengths, axes] int64 in a grid from `start` or zero, the last axis varying fastest."""
     axes = zip(start or (0,) * len(lengths), lengths, strict=True)
     return torch.cartesian_prod(*(torch.arange(first, first + length, device=device) for first, length in axes))
+
+
+def grids(*lengths: int, device: torch.device, more: int, apart: int = 1) -> torch.Tensor:
+    """The positions of a grid from zero, and of as many `more` like it, whose first numbers are `apart`."""
+    places = (grid(*lengths, device=device, start=(at * apart, *(0,) * (len(lengths) - 1))) for at in range(1 + more))
+    own, *others = places
+    return torch.cat([own, *others]) if others else own
 
 
 def diagonal(tokens: int, *, device: torch.device) -> torch.Tensor:

@@ -101,3 +101,10 @@ def test_every_repository_that_is_written_is_read_as_its_model(name, tmp_path):
         shape = found.vae.downsample, found.vae.temporal_downsample, found.vae.latent_channels
         assert shape == (known.vae.downsample, known.vae.temporal_downsample, known.vae.latent_channels)
         assert found.text == known.text
+
+
+def test_the_folder_of_an_edit_pipeline_has_references(tmp_path):
+    folder = pipeline_folder(tmp_path / "mine", "black-forest-labs/FLUX.1-dev")
+    assert find_model(str(folder)).references == 0
+    changed(folder / "model_index.json", _class_name="FluxKontextPipeline")
+    assert batch_shape(find_model(str(folder))) == batch_shape(model("flux.1-kontext-dev"))

@@ -44,7 +44,7 @@ def test_a_user_s_model_under_zero(config, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
     found = json.loads(bigdit("profile", *options, "--json").stdout)  # from the cache
-    assert found["batch"] == {"latents": [32, 16, 8], "latents_dtype": "fp32", "text": [300, 2304]}
+    assert found["batch"] == {"latents": [32, 16, 8], "latents_dtype": "fp32", "text": [300, 2304], "references": 0}
     assert (found["emulated"], found["fits"]) == (cuda_build(cuda_python()), True)
     for phase in found["ledger"]["phases"]:
         assert sum(phase["at_peak"].values()) == phase["peak_bytes"]

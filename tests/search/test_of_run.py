@@ -53,6 +53,12 @@ def test_each_stage_is_asked_with_what_is_reported_of_it(tmp_path):
     assert (low.global_batch_size, low.epochs, high.epochs) == (32, 3.2, 0.32)
 
 
+def test_references_are_those_of_the_run(tmp_path):
+    data = PIXART["data"] | {"references": 1}
+    (edits,) = asked(written(tmp_path, model={"name": "flux.2-klein-4b"}, data=data, train={"steps": 9}))
+    assert edits.model.references == 1
+
+
 def test_epochs_are_asked_as_they_are(tmp_path):
     """Of as many images as are named, or of none: these and the global batch are the plan's to say."""
     stages = written(tmp_path, {"train": {"epochs": 2.5}}, HIGH)

@@ -10,7 +10,7 @@ from torch import nn
 
 from bigdit.catalog.families import REFERENCE
 from bigdit.models.family import Conditions, Extra, Family, arguments, guidance, text
-from bigdit.models.packing import pack, positions, unpack
+from bigdit.models.packing import pack_edit, positions, unpack
 
 
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
@@ -22,18 +22,17 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
     embeds, _ = text(conditions)
     height, width = latents.shape[2:]
     guided = guidance(model, latents)
-    own = pack(latents)
-    given = conditions.extras[REFERENCE].unbind(1) if REFERENCE in conditions.extras else ()
+    packed, references = pack_edit(latents, conditions.extras.get(REFERENCE))
     tokens = model(
-        hidden_states=torch.cat([own, *map(pack, given)], dim=1) if given else own,
+        hidden_states=packed,
         encoder_hidden_states=embeds,
         pooled_projections=conditions.extras["pooled_text"],
         timestep=t,
-        **positions(latents, embeds, len(given)),
+        **positions(latents, embeds, references),
         guidance=guided,
         return_dict=False,
     )[0]
-    return unpack(tokens[:, : own.shape[1]], height, width)
+    return unpack(tokens, height, width)
 
 
 def extras(model: nn.Module) -> dict[str, Extra]:
