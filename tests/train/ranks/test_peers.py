@@ -153,6 +153,8 @@ def main():
         dist.barrier()
         if sys.argv[1] == "both":
             raise UserError("the same on both")
+        if sys.argv[1] == "waits":
+            os.kill(os.getpid(), 19) if not world.is_main else time.sleep(100)
         if sys.argv[1] == "stops" and world.is_main:
             os.kill(os.getpid(), 19)
         elif not world.is_main and sys.argv[1] != "stops":
@@ -211,6 +213,21 @@ def test_a_process_that_does_not_answer(capfd, monkeypatch):
         f" on {os.uname().nodename}) did not answer for 2 s (train.timeout), last seen at bigdit/errors.py:" in stderr
     )
     assert ", after step 6: all end; " in stderr
+    assert stderr.count("\n") == 1
+    assert time.monotonic() - began < 60
+
+
+def test_a_stopped_process_is_found_by_one_that_no_error_reaches(capfd, monkeypatch):
+    """As one that waits for a GPU."""
+    monkeypatch.setattr(launch, "PATIENCE_S", 1.0)
+    began = time.monotonic()
+    status, stderr = grouped(capfd, "waits", timeout=2.0)
+    assert status == 1
+    where = (
+        f" on {os.uname().nodename}), which is stopped, did not answer for 2 s (train.timeout), last seen at bigdit/"
+    )
+    assert stderr.startswith("error: rank 1 (process ")
+    assert where in stderr
     assert stderr.count("\n") == 1
     assert time.monotonic() - began < 60
 
