@@ -112,7 +112,7 @@ class Cluster:
         """The cluster's daemons, until `stack` ends."""
         where, sbin = self.folder, self._programs / "usr/sbin"
         files = {"socket": "munge.socket", "key-file": "munge.key", "pid-file": "munged.pid"}
-        files |= {"log-file": "munged.log", "seed-file": "munge.seed"}
+        files |= {"log-file": "munge.log", "seed-file": "munge.seed"}
         munge = [f"--{option}={where}/{name}" for option, name in files.items()]
         self._daemon(stack, "munged", sbin / "munged", "--foreground", "--force", *munge)
         until((where / "munge.socket").exists, within=30)
@@ -144,7 +144,7 @@ class Job:
     def poll(self):
         """Its exit status, 128 + n where signal n ended it; None before."""
         shows = self.shows()
-        if shows["JobState"] in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED"):
+        if shows["JobState"] not in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"):
             return None
         status, signum = map(int, shows["ExitCode"].split(":"))
         return status or (signum and 128 + signum)
