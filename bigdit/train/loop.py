@@ -171,6 +171,7 @@ def _steps(start: Start, data: TrainData, state: TrainState, stop: Stop, began: 
                 saves.snapshot(done)
             if signum and done < start.ends[-1]:
                 raise Stopped(signum, done, _saved(saves, done))
+        stop.answer_within(max(run.train.timeout, FIRST_STEP_S))  # the main process still decodes its last images
         last = _saved(saves, stage.end)
         log_lines(world, data.cut(state.peers, state.strategy.cp), notes=True)
         if world.is_main:
