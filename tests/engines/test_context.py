@@ -68,7 +68,7 @@ def test_what_cannot_be_split_is_refused_by_a_line():
         ("fsdp2,world_size=4,cp=3", "cp is 3, and 1, 2, 4 or 8 was expected"),
         (
             "fsdp2,world_size=8,cp=4,micro_batch_size=2,global_batch_size=6",
-            "8 processes (world_size) × micro_batch_size 2 / cp 4 come to multiples of 4; nearest: 4 or 8",
+            "but must be a multiple of 4 (8 processes × micro_batch_size 2 / cp 4); nearest: 4 or 8",
         ),
     ],
 )

@@ -9,7 +9,7 @@ from gpus import of_blocks
 from bigdit import catalog
 from bigdit.report.page import page
 from bigdit.search.answer import make_plan
-from bigdit.search.plan import Constraints, Plan, Question, record
+from bigdit.search.plan import Constraints, Plan, ResolvedRequest, record
 from bigdit.speed.seconds import Cluster
 
 SHORT = of_blocks(catalog.model("wan2.1-t2v-1.3b"), 3, "short-wan")
@@ -24,7 +24,7 @@ def _cache(own_cache: None) -> None:
 
 def planned(mib: int, **changes: object) -> Plan:
     gpu = catalog.gpu("rtx-4090").model_copy(update={"usable_mib": mib})
-    asked = Question(
+    asked = ResolvedRequest(
         model=SHORT,
         gpu=gpu,
         cluster=Cluster(gpus=2),
