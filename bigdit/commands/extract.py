@@ -60,8 +60,8 @@ def run(
     libraries.prepare()
     from bigdit.catalog.resolve import model_spec
     from bigdit.config.stages import load_chosen
+    from bigdit.extract.batch_size import with_batch_size
     from bigdit.extract.extract import extract
-    from bigdit.search.dataset import with_batch_size
     from bigdit.train.prepare import check_paths
 
     asked, reports = _engine(engine, tasks, resources), []

@@ -8,19 +8,33 @@ from pathlib import Path
 from typing import Any
 
 from bigdit.catalog import FAMILIES
-from bigdit.catalog.conditions import IMAGE_ENCODER, fed_more
+from bigdit.catalog.conditions import IMAGE_ENCODER, class_misfits, fed_more
 from bigdit.catalog.families import stream_shapes, streams_of
 from bigdit.config.data import IdentityCodec, TextEncoderConfig, VaeCodec, written_bucket
 from bigdit.config.plan_file import PlanFile
 from bigdit.config.run import RunConfig
 from bigdit.documents import read_json
 from bigdit.encoders.folder import weights_sample
+from bigdit.encoders.protocol import ImageCodec, TextEncoder, shapes_of
 from bigdit.encoders.recipes import RECIPES
 from bigdit.store.part import Shape, shape_name
 from bigdit.store.schema import StoreSchema
 from bigdit.store.tensors import config_digest
 from bigdit.store.text import TEXT
 from bigdit.strategy import ModelSpec
+
+
+def unfit_model(
+    model: ModelSpec, codec: ImageCodec, text: TextEncoder | None, classes: list[str] | int | None
+) -> list[str]:
+    """Why the model cannot take the latents, texts or classes."""
+    latents = [f"encoders.image gives {misfit}" for misfit in latent_misfits(model, codec.channels)]
+    if text is not None:
+        return [
+            *latents,
+            *(f"encoders.text gives {each}" for each in text_misfits(model, shapes_of(text), text.pooled_dim)),
+        ]
+    return [*latents, *(f"data.images has {misfit}" for misfit in class_misfits(model, classes or []))]
 
 
 def latent_misfits(model: ModelSpec, channels: int) -> list[str]:

@@ -11,19 +11,19 @@ from typing import Any
 import torch
 
 from bigdit import log
-from bigdit.catalog.conditions import class_count, class_misfits, condition_problems, first_frame_misfits, takes_classes
+from bigdit.catalog.conditions import class_count, condition_problems, first_frame_misfits, takes_classes
 from bigdit.config.run import RunConfig
 from bigdit.encoders.first_frame import load_first_frames
-from bigdit.encoders.fit import latent_misfits, size_misfits, text_misfits
+from bigdit.encoders.fit import size_misfits, unfit_model
 from bigdit.encoders.load import load_image_codec, load_text_encoder
-from bigdit.encoders.protocol import ImageCodec, TextEncoder, shapes_of
+from bigdit.encoders.protocol import ImageCodec, TextEncoder
 from bigdit.errors import UserError
-from bigdit.extract.changes import Items, grow, numbered, remove_old_listings, write_listings
 from bigdit.extract.job import Job, encode_here, parse_split
 from bigdit.extract.report import FILE as REPORT
 from bigdit.extract.report import ExtractReport, StoreReport, extract_report, store_report
 from bigdit.files import write_text
 from bigdit.sources.open import SourceList, open_source
+from bigdit.store.changes import Items, grow, numbered, remove_old_listings, write_listings
 from bigdit.store.files import url_of
 from bigdit.store.growth import commit_growth, latest_schema
 from bigdit.store.lease import missing, own_folder, remove_left
@@ -139,19 +139,6 @@ def _latent_shapes(run: RunConfig, codec: ImageCodec) -> tuple[list[Shape], list
         except UserError as error:
             problems += error.problems
     return shapes, problems
-
-
-def unfit_model(
-    model: ModelSpec, codec: ImageCodec, text: TextEncoder | None, classes: list[str] | int | None
-) -> list[str]:
-    """Why the model cannot take the latents, texts or classes."""
-    latents = [f"encoders.image gives {misfit}" for misfit in latent_misfits(model, codec.channels)]
-    if text is not None:
-        return [
-            *latents,
-            *(f"encoders.text gives {each}" for each in text_misfits(model, shapes_of(text), text.pooled_dim)),
-        ]
-    return [*latents, *(f"data.images has {misfit}" for misfit in class_misfits(model, classes or []))]
 
 
 def _unfit_frames(

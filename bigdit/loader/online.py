@@ -10,11 +10,10 @@ import torch
 from bigdit.catalog.conditions import class_count, takes_classes
 from bigdit.config import RunConfig
 from bigdit.config.plan_file import PlanFile
-from bigdit.encoders.fit import plan_misfits, size_misfits
+from bigdit.encoders.fit import plan_misfits, size_misfits, unfit_model
 from bigdit.encoders.load import load_image_codec, load_text_encoder
 from bigdit.encoders.protocol import EncodedBatch, TextEncoder, shapes_of, to_unit_range
 from bigdit.errors import UserError
-from bigdit.extract.extract import unfit_model
 from bigdit.loader.batch import Captions
 from bigdit.loader.buffers import padded
 from bigdit.loader.raw_store import RawStore

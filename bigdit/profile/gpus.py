@@ -19,16 +19,7 @@ from bigdit.emulator import emulated_environment
 from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
-from bigdit.profile.attempt import (
-    UNLIMITED,
-    Attempt,
-    AttemptJob,
-    Counted,
-    Profile,
-    StepRequest,
-    TookTooLong,
-    check,
-)
+from bigdit.profile.attempt import UNLIMITED, Attempt, AttemptJob, Counted, Profile, StepRequest, TookTooLong, check
 from bigdit.profile.pool import Pool, WorkerError, environment
 from bigdit.strategy import OptimizerSpec
 from bigdit.units import GIB

@@ -25,16 +25,7 @@ from bigdit.profile.attempt import float8_problems, model_problems, parse_resolu
 from bigdit.search.plan import Constraints, EngineChoice, ResolvedRequest
 from bigdit.search.request import Asked, PlanRequest, Size, option
 from bigdit.speed.seconds import Cluster
-from bigdit.strategy import (
-    MOST_GPUS,
-    BatchShape,
-    EmaSpec,
-    LoraSpec,
-    OptimizerSpec,
-    Precision,
-    Strategy,
-    Strict,
-)
+from bigdit.strategy import MOST_GPUS, BatchShape, EmaSpec, LoraSpec, OptimizerSpec, Precision, Strategy, Strict
 from bigdit.units import A_SIZE, gib, parse_bytes, parse_memory
 
 _ASKED = {

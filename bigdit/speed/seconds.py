@@ -61,30 +61,15 @@ class Interval:
         return Interval(low=amount / self.high, high=amount / self.low)
 
 
-PARTS = (
-    "matrix products",
-    "attention",
-    "convolutions",
-    "memory-bound operators",
-    "encoders",
-    "optimizer",
-    "launches",
-    "CPU",
-    "collectives",
-    "copies to and from CPU memory",
-)
-"""Parts of a step's seconds. `launches`: the GPU waits for the next kernel. `CPU`: optimizer and EMA that run on its
-cores."""
-
 NO_TIME = Interval(low=0, high=0)
 
 
 class StepTime(Strict):
     """Seconds of one optimizer step on every GPU of the cluster.
 
-    `parts` (of PARTS) add up to `seconds`, low to low and high to high. Launches, collectives and copies can overlap
-    with kernels: the low bound has only what lasts beyond them, the high bound all of it. `launches`: all launches,
-    also overlapped ones, without calibration.
+    `parts` (PARTS in step.py) add up to `seconds`, low to low and high to high. Launches, collectives and copies can
+    overlap with kernels: the low bound has only what lasts beyond them, the high bound all of it. `launches`: all
+    launches, also overlapped ones, without calibration.
     """
 
     seconds: Interval

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 
 from bigdit.catalog import Gpu
-from bigdit.speed.roofline import LAUNCH_SECONDS, kernel_seconds
+from bigdit.speed.roofline import KINDS, LAUNCH_SECONDS, kernel_seconds
 from bigdit.speed.seconds import (
     LAUNCHED_SECONDS,
     NO_TIME,
-    PARTS,
     Cluster,
     Handed,
     Interval,
@@ -20,6 +19,10 @@ from bigdit.speed.seconds import (
 )
 from bigdit.speed.work import Amount, Exchange, Load, Work
 from bigdit.strategy import Strategy
+
+PARTS = (*KINDS, "launches", "CPU", "collectives", "copies to and from CPU memory")
+"""Parts of a step's seconds. `launches`: the GPU waits for the next kernel. `CPU`: optimizer and EMA that run on its
+cores."""
 
 
 def step_time(

@@ -26,7 +26,6 @@ from bigdit.encoders.fit import (
     text_misfits,
 )
 from bigdit.errors import UserError
-from bigdit.extract.changes import not_encoded
 from bigdit.loader.online import RunEncoders, more_than_planned, open_online
 from bigdit.loader.order import Order
 from bigdit.loader.raw_store import RawStore
@@ -35,6 +34,7 @@ from bigdit.loader.stream import FeatureStream
 from bigdit.sampling.conditions import asked_image
 from bigdit.sources.open import check_sources, kind_of, open_source
 from bigdit.store import FeatureStore
+from bigdit.store.changes import not_encoded
 from bigdit.store.files import url_of
 from bigdit.store.schema import Classes
 from bigdit.store.text import cut_line, summed
