@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bigdit.catalog.families import FAMILIES, begins_with_an_image
+from bigdit.catalog.families import FAMILIES, begins_with_an_image, is_controlled
 from bigdit.catalog.models import models
 from bigdit.config.run import RunConfig
 from bigdit.strategy import ModelSpec
@@ -30,8 +30,9 @@ def takes_first_frame(model: ModelSpec) -> bool:
 
 
 def fed_more(model: ModelSpec) -> bool:
-    """Whether the model's input has more channels than latents: a first frame's, or zeros instead."""
-    return takes_first_frame(model) or (model.class_name in FAMILIES and FAMILIES[model.class_name].blank)
+    """Whether the model's input has more channels than latents: a reference's, a first frame's, or zeros instead."""
+    blank = model.class_name in FAMILIES and FAMILIES[model.class_name].blank
+    return blank or takes_first_frame(model) or is_controlled(model)
 
 
 def first_frame_problems(run: RunConfig, model: ModelSpec) -> list[str]:
@@ -83,11 +84,11 @@ LOSS_MASK = "loss_mask"
 def reference_misfits(model: ModelSpec, found: int) -> list[str]:
     """Why the model cannot take samples that are edits of so many images."""
     most = FAMILIES[model.class_name].references if model.class_name in FAMILIES else 0
-    edits = sum(each.references for each in models() if each.name == model.name)
+    edits = sum(each.references for each in models() if each.name == model.name) or int(is_controlled(model))
     if found > most:
         return [f"{how_many(found, 'reference')} a sample, and {model.class_name} takes {most or 'none'}"]
     if edits and found != edits:
-        return [f"{how_many(found, 'reference')} a sample, and {model.name} edits {how_many(edits, 'image')}"]
+        return [f"{how_many(found, 'reference')} a sample, and {model.name} takes {how_many(edits, 'image')}"]
     return []
 
 

@@ -243,7 +243,7 @@ PIPELINES = {
     "ZImageTransformer2DModel": "ZImagePipeline",
 }
 """The diffusers pipeline with the VAE and the text encoders of a class."""
-EDITS = {"FluxKontextPipeline": 1}
+EDITS = {"FluxControlPipeline": 1, "FluxKontextPipeline": 1}
 """How many images a sample of these pipelines is an edit of."""
 _BY_WIDTH = {
     ("Flux2Transformer2DModel", 7680): "Flux2KleinPipeline",
@@ -271,7 +271,10 @@ PUBLISHED: dict[str, FlowMatchingSpec | DdpmSpec] = {
     "wan2.2-t2v-a14b-low": FlowMatchingSpec(shift=12.0, t_range=(0.0, 0.875)),
     "wan2.2-i2v-a14b-high": FlowMatchingSpec(shift=5.0, t_range=(0.9, 1.0)),
     "wan2.2-i2v-a14b-low": FlowMatchingSpec(shift=5.0, t_range=(0.0, 0.9)),
-    **dict.fromkeys(("flux.1-dev", "flux.1-kontext-dev"), FlowMatchingSpec(shift=ExponentialShift())),
+    **dict.fromkeys(
+        ("flux.1-dev", "flux.1-kontext-dev", "flux.1-canny-dev", "flux.1-depth-dev"),
+        FlowMatchingSpec(shift=ExponentialShift()),
+    ),
     "flux.1-schnell": FlowMatchingSpec(),
     "qwen-image": FlowMatchingSpec(shift=ExponentialShift(max_tokens=8192, max_mu=0.9)),
     "cogvideox-2b": _COGVIDEOX.model_copy(update={"snr_shift": 3.0}),
@@ -365,6 +368,13 @@ def no_adapter(class_name: str) -> str:
     """That a class has no adapter, with similar names."""
     near = nearest(class_name, FAMILIES)
     return f"no family adapter yet: {class_name}" + (f", {near}" if near.startswith("did you mean") else "")
+
+
+def is_controlled(spec: ModelSpec) -> bool:
+    """Whether an image model takes one reference in as many further channels as its latents have."""
+    channels, out = (spec.kwargs.get(key) for key in ("in_channels", "out_channels"))
+    takes = spec.class_name in FAMILIES and FAMILIES[spec.class_name].references > 0
+    return takes and isinstance(channels, int) and isinstance(out, int) and channels == 2 * out
 
 
 def begins_with_an_image(spec: ModelSpec) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bigdit.catalog.families import EDITS, FAMILIES, Inputs, argument_problems
+from bigdit.catalog.families import EDITS, FAMILIES, Inputs, argument_problems, is_controlled
 from bigdit.catalog.models import CatalogModel, TextInput, Vae, model, models
 from bigdit.catalog.names import load_json, refusal
 from bigdit.config.run import ModelConfig
@@ -136,7 +136,7 @@ def user_model(path: Path) -> CatalogModel:
     pipeline, assumed = None if folder is None else str(folder), made.unverified
     if folder is not None and own is None and (other := config_of(folder / "vae" / CONFIG).get("_class_name")):
         assumed = f"vae/config.json is of {other}, which is not known here: {assumed}"
-    edits = 0 if folder is None else EDITS.get(str(index_of(folder).get("_class_name")), 0)
+    edits = made.references if folder is None else EDITS.get(str(index_of(folder).get("_class_name")), made.references)
     update = {"source": (str(path),), "pipeline": pipeline, "unverified": assumed, "references": edits}
     return made.model_copy(update=update)
 
@@ -148,7 +148,9 @@ def of_arguments(spec: ModelSpec, own: Vae | None = None) -> CatalogModel:
     """
     inputs, sibling = FAMILIES[spec.class_name], _sibling(spec, own)
     more = {"spec": spec, "params": None, "buffer_elems": None, "notes": None, "source": (), "pipeline": None}
-    return sibling.model_copy(update=_read(spec, inputs, sibling, own) | more | {"references": 0})
+    return sibling.model_copy(
+        update=_read(spec, inputs, sibling, own) | more | {"references": int(is_controlled(spec))}
+    )
 
 
 def _read(spec: ModelSpec, inputs: Inputs, sibling: CatalogModel, own: Vae | None) -> dict[str, Any]:
@@ -225,9 +227,10 @@ def _block_lists(spec: ModelSpec, inputs: Inputs, sibling: CatalogModel) -> tupl
 def _sibling(spec: ModelSpec, vae: Vae | None) -> CatalogModel:
     """The catalogue's model of the class with the most equal arguments; of several that with this VAE."""
 
-    def alike(candidate: CatalogModel) -> tuple[int, bool]:
+    def alike(candidate: CatalogModel) -> tuple[bool, int, bool]:
         equal = sum(spec.kwargs.get(key) == value for key, value in candidate.spec.kwargs.items())
-        return equal, vae is not None and vae.name == candidate.vae.name
+        as_fed = is_controlled(spec) == is_controlled(candidate.spec)
+        return as_fed, equal, vae is not None and vae.name == candidate.vae.name
 
     return max((m for m in models() if m.spec.class_name == spec.class_name), key=alike)
 

@@ -17,6 +17,7 @@ from bigdit.encoders.load import load_text_encoder
 from bigdit.encoders.recipes import RECIPES
 from bigdit.errors import UserError
 
+FLUX_PIPELINES = ("FluxControlPipeline", "FluxKontextPipeline", "FluxPipeline")
 # What each pipeline's own call asks of its encode_prompt, written out: its defaults, read in diffusers 0.42.1.
 CALLS = {
     "AuraFlowPipeline": {"max_sequence_length": 256},
@@ -27,7 +28,7 @@ CALLS = {
     "CogView4Pipeline": {"max_sequence_length": 1024},
     "Flux2KleinPipeline": {"max_sequence_length": 512},
     "Flux2Pipeline": {"max_sequence_length": 512},
-    **{name: {"max_sequence_length": 512, "prompt_2": None} for name in ("FluxKontextPipeline", "FluxPipeline")},
+    **{name: {"max_sequence_length": 512, "prompt_2": None} for name in FLUX_PIPELINES},
     "HiDreamImagePipeline": {"max_sequence_length": 128},
     "HunyuanDiTPipeline": {"text_encoder_index": 1},
     "HunyuanImagePipeline": {},
@@ -157,7 +158,7 @@ def test_captions_that_a_tokenizer_cuts_are_reported_from_those_that_just_fit(cl
 def max_tokens_raise(class_name):
     """The tokenizers whose length encoders.text.max_tokens says; the others have their own."""
     several = {
-        **{name: {"tokenizer_2"} for name in ("FluxKontextPipeline", "FluxPipeline")},
+        **{name: {"tokenizer_2"} for name in FLUX_PIPELINES},
         "HiDreamImagePipeline": {"tokenizer", "tokenizer_2", "tokenizer_3", "tokenizer_4"},
         "HunyuanDiTPipeline": set(),
         "StableDiffusion3Pipeline": {"tokenizer_3"},

@@ -8,7 +8,7 @@ import pytest
 import tiny_pipelines
 import torch
 from PIL import Image
-from tiny_pipelines import BRIA, COGVIEW3, COGVIEW4, FLUX, FLUX2, LONGCAT_IMAGE, OVIS_IMAGE
+from tiny_pipelines import BRIA, COGVIEW3, COGVIEW4, FLUX, FLUX2, FLUX_CONTROL, LONGCAT_IMAGE, OVIS_IMAGE
 
 from bigdit import models
 from bigdit.catalog import FAMILIES
@@ -32,6 +32,7 @@ CASES = {
     ),
     "OvisImagePipeline": ("OvisImageTransformer2DModel", OVIS_IMAGE, 1, {}),
     "FluxKontextPipeline": ("FluxTransformer2DModel", FLUX, 1, KONTEXT),
+    "FluxControlPipeline": ("FluxTransformer2DModel", FLUX_CONTROL, 1, {"control_image": EDITED}),
     "Flux2Pipeline": ("Flux2Transformer2DModel", FLUX2, 1, {"image": EDITED}),
 }
 
@@ -76,11 +77,14 @@ def test_the_family_feeds_what_the_pipeline_feeds(name):
     for fed, answer in list(calls):
         tokens = fed["hidden_states"]
         own = math.prod(LATENTS) // 4 if packs else None
+        given = tokens[:, own:] if "image" in asked else None
+        if "control_image" in asked:
+            tokens, given = tokens.chunk(2, dim=2)
         latents, answer = (unpack(each[:, :own], *LATENTS) if packs else each for each in (tokens, answer))
         text = fed["encoder_hidden_states"]
         extras = {"pooled_text": fed["pooled_projections"]} if "pooled_text" in FAMILIES[class_name].extras else {}
-        if "image" in asked:
-            extras["reference"] = unpack(tokens[:, own:], *LATENTS)[:, None]
+        if given is not None:
+            extras["reference"] = unpack(given, *LATENTS)[:, None]
         batch = Batch(latents, text, torch.ones(text.shape[:2]), (0,), extras)
         assert latents.shape[2:] == LATENTS
         t = fed["timestep"] / scale

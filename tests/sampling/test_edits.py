@@ -157,6 +157,37 @@ def test_the_pipeline_edits_with_exported_adapters_as_training_would(encoded):
     assert (loaded - without).abs().max() > 0.01
 
 
+def test_a_control_model_takes_its_reference_in_further_channels(encoded, tmp_path):
+    folder, pipeline = encoded
+    model = {"class_name": "FluxTransformer2DModel", "kwargs": tiny_pipelines.FLUX_CONTROL}
+    settings = with_set((f"model={json.dumps(model)}", f"output={tmp_path / 'run'}"))
+    receipt, _ = benched("--config", folder / "run.yaml", *settings)
+    assert receipt["predicted_peak_allocated_bytes"] == receipt["measured_peak_allocated_bytes"]
+    done = bigdit("train", "--config", folder / "run.yaml", *settings)
+    assert done.returncode == 0, done.stderr
+    done = bigdit("export", "--checkpoint", tmp_path / "run", "--out", tmp_path / "exported")
+    assert done.returncode == 0, done.stderr
+    transformer = diffusers.FluxTransformer2DModel.from_pretrained(tmp_path / "exported/transformer")
+    parts = {name: part for name, part in pipeline.components.items() if part is not None}
+    whole = tiny_pipelines.pipeline_of("FluxControlPipeline", parts | {"transformer": transformer})
+    whole.set_progress_bar_config(disable=True)
+    asked = {"height": 16, "width": 16, "num_inference_steps": 2, "output_type": "latent", "max_sequence_length": 16}
+    with torch.no_grad():
+        made = [
+            whole(
+                "a square",
+                control_image=reference_of(folder, number),
+                generator=torch.Generator().manual_seed(0),
+                **asked,
+            ).images
+            for number in (1, 2)
+        ]
+    assert not torch.equal(*made)
+    done = bigdit("train", "--config", folder / "run.yaml", *settings, *with_set(("data.references=0",)))
+    assert done.returncode == 1
+    assert "data.references gives 0 references a sample" in " ".join(done.stderr.split())
+
+
 def test_what_does_not_fit_is_refused_in_a_line(encoded, tmp_path):
     folder, _ = encoded
     (tmp_path / "alone").mkdir()
@@ -165,7 +196,7 @@ def test_what_does_not_fit_is_refused_in_a_line(encoded, tmp_path):
     kontext = ("model={name: flux.1-kontext-dev}", "data.references=0")
     fresh = f"output={tmp_path / 'run'}"
     refused = {
-        ("train", kontext): "data.references gives 0 references a sample, and flux.1-kontext-dev edits 1 image",
+        ("train", kontext): "data.references gives 0 references a sample, and flux.1-kontext-dev takes 1 image",
         ("train", ("data.references=0",)): "it was encoded with data.references 1, and the run has 0",
         ("train", ("data.references=2",)): "data.references is 2, and 1 or less was expected",
         (

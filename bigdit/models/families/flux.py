@@ -1,6 +1,7 @@
 """FLUX.1: two-stream blocks, then single-stream blocks, on 2 × 2 patches of latents with rotary positions.
 
-Source: Black Forest Labs' FLUX.1; diffusers' FluxTransformer2DModel, FluxPipeline and FluxKontextPipeline.
+Source: Black Forest Labs' FLUX.1; diffusers' FluxTransformer2DModel, FluxPipeline, FluxKontextPipeline and
+FluxControlPipeline.
 """
 
 from __future__ import annotations
@@ -10,19 +11,24 @@ from torch import nn
 
 from bigdit.catalog.families import REFERENCE
 from bigdit.models.family import Conditions, Extra, Family, arguments, guidance, text
-from bigdit.models.packing import pack_edit, positions, unpack
+from bigdit.models.packing import FACTOR, pack, pack_edit, positions, unpack
 
 
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
     """Velocity [B, C, H, W] for latents [B, C, H, W], t [B], text_embeds [B, T, D] and the extra pooled_text [B, P].
 
     H and W are even. Padding is attended to, as in the published training: there is no mask. The tokens of references
-    follow those of the latents, and what is predicted of them is dropped.
+    follow those of the latents, and what is predicted of them is dropped. A model of twice the channels (Canny, Depth)
+    takes its one reference in these.
     """
     embeds, _ = text(conditions)
     height, width = latents.shape[2:]
     guided = guidance(model, latents)
-    packed, references = pack_edit(latents, conditions.extras.get(REFERENCE))
+    given = conditions.extras.get(REFERENCE)
+    if given is not None and arguments(model).in_channels == 2 * FACTOR**2 * latents.shape[1]:
+        packed, references = torch.cat([pack(latents), pack(given[:, 0])], dim=2), 0
+    else:
+        packed, references = pack_edit(latents, given)
     tokens = model(
         hidden_states=packed,
         encoder_hidden_states=embeds,
