@@ -19,8 +19,8 @@ from bigdit.emulator import emulated_environment, shared_state
 from bigdit.emulator.emulation import EmulatedRun
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.emulator.run import run_emulated, workplace
+from bigdit.extract.batch_size import EncodeBatch, encode_batch
 from bigdit.recipes import MEASURED, Extraction, Recipe
-from bigdit.search.dataset import EncodeBatch, encode_batch
 
 ROOT = Path(__file__).parents[2]
 MOST = 8
