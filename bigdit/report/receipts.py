@@ -55,8 +55,8 @@ def margins(learned: Sequence[Learnt]) -> Table:
     columns = ("GPU", "memory", "from")
     rows = table("the safety margin of plans", columns, numeric=("memory",))
     for each in learned:
-        share = DASH if each.margin_share is None else f"+{100 * each.margin_share:.1f} %"
-        rows.add_row(each.gpu, share, each.margin_source or "no receipt has reserved bytes")
+        share = DASH if each.margin is None else f"+{100 * each.margin.share:.1f} %"
+        rows.add_row(each.gpu, share, each.margin.source if each.margin else "no receipt has reserved bytes")
     return rows
 
 

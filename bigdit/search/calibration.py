@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import NonNegativeFloat, PositiveInt, ValidationError
+from pydantic import PositiveInt, ValidationError
 
 from bigdit import receipt
 from bigdit.catalog import Gpu, gpu
@@ -110,13 +110,12 @@ class Checked:
 
 
 class Learnt(Strict):
-    """What plans of a GPU take from its receipts: by which share of the reserved peak it may be off, and for each kind
-    of strategy what its seconds are multiplied by. None and empty where nothing was measured."""
+    """What plans of a GPU take from its receipts: how far off the reserved peak may be, and for each kind of strategy
+    what its seconds are multiplied by. None and empty where nothing was measured."""
 
     gpu: str
     receipts: PositiveInt
-    margin_share: NonNegativeFloat | None
-    margin_source: str | None
+    margin: Margin | None
     speeds: dict[str, StepRatio]
 
 
@@ -179,14 +178,12 @@ class Calibration:
 
     def learnt(self, gpu: Gpu) -> Learnt:
         """All that these receipts say to plans of `gpu`, kind by kind of strategy."""
-        margin = self.measured_margin
         kinds = {_kind(each.receipt.strategy): each.receipt.strategy for each in self.checked}
         speeds = {kind: self.ratio(strategy) for kind, strategy in sorted(kinds.items())}
         return Learnt(
             gpu=gpu.name,
             receipts=len(self.checked),
-            margin_share=None if margin is None else margin.share,
-            margin_source=None if margin is None else margin.source,
+            margin=self.measured_margin,
             speeds={kind: speed for kind, speed in speeds.items() if speed is not None},
         )
 

@@ -46,9 +46,6 @@ which leaves 167.6 × 4096 states for each.
 PARTS_HELD = 3
 """Parts that a worker of extraction has in memory: one that it encodes, and those that wait in store/part.py."""
 
-DISK_BYTES = 3_840_000_000_000
-"""A disk for training data in a server. Source: NVIDIA DGX A100 640GB and DGX H100 user guides: 8 × 3.84 TB NVMe."""
-
 ENCODED_AT_ONCE = 16
 """Images in one pass of the encoders, as in extract/worker.py; of videos, one."""
 
@@ -106,7 +103,6 @@ def dataset_need(request: ResolvedRequest, batch: BatchShape, encoding: Encoding
         notes=(
             *(_text_notes(texts, padded, text, images, kind) if texts else ()),
             *([_first_frame_note(first, batch)] if first else ()),
-            _disk_note(store),
             *_part_notes(sample + text.high),
             *_extraction_notes(request.model, batch, known=bool(encoding)),
             *(_room_notes(encoders_need(encoding), request) if encoding else ()),
@@ -208,15 +204,6 @@ def _part_notes(sample_bytes: float) -> list[str]:
         f"a worker of `bigdit extract` holds up to {PARTS_HELD} parts in CPU memory: {on_disk(held)} with "
         f"data.part_size {PART_SIZE}, {on_disk(less)} with {size}"
     ]
-
-
-def _disk_note(store: Interval) -> str:
-    disks = math.ceil(store.high / DISK_BYTES)
-    least = f"{on_disk(store.low)} to " if store.low < store.high else ""
-    size = f"the store takes {least}{on_disk(store.high)}"
-    if disks == 1:
-        return f"{size}, {store.high / DISK_BYTES:.1%} of a disk of {on_disk(DISK_BYTES)}"
-    return f"{size}: up to {disks} disks of {on_disk(DISK_BYTES)}"
 
 
 def _extraction_notes(model: CatalogModel, batch: BatchShape, *, known: bool) -> list[str]:

@@ -23,16 +23,8 @@ WORTH_SAYING = 0.005
 """Of the bytes before: smaller effects are called nothing."""
 
 
-class WaterfallBar(NamedTuple):
-    """Allocated bytes by phase, and what torch reserved."""
-
-    peaks: Mapping[str, int]
-    reserved_bytes: int
-
-    @property
-    def phase(self) -> str:
-        """The peak phase."""
-        return max(self.peaks, key=lambda phase: self.peaks[phase])
+Bar = tuple[Mapping[str, int], int]
+"""Allocated bytes by phase, and what torch reserved."""
 
 
 def waterfall(planner: Planner, chosen: Estimate) -> tuple[tuple[WaterfallStep, ...], tuple[str, ...]]:
@@ -44,30 +36,32 @@ def waterfall(planner: Planner, chosen: Estimate) -> tuple[tuple[WaterfallStep, 
             problem = attempt.out_of_memory if isinstance(attempt, Attempt) else attempt
             notices.append(f"not shown on the way to the recommended one: {change.title}: {problem}".splitlines()[0])
             continue
-        bar = WaterfallBar(attempt.peaks, attempt.peak_reserved_bytes)
-        taken = process(bar.reserved_bytes, planner.non_torch(change.strategy), planner.margin)
+        bar = attempt.peaks, attempt.peak_reserved_bytes
+        taken = process(attempt.peak_reserved_bytes, planner.non_torch(change.strategy), planner.margin)
         verdict, why = verdict_of(taken, planner.request.gpu.usable_bytes), effect(change, before, bar)
         shown.append(WaterfallStep(change=change.title, process_bytes=taken.high_bytes, verdict=verdict, saved_by=why))
         before = bar
-    why, high = effect(last, before, WaterfallBar(chosen.phases, chosen.peak_reserved_bytes)), chosen.process.high_bytes
+    why, high = effect(last, before, (chosen.phases, chosen.peak_reserved_bytes)), chosen.process.high_bytes
     shown.append(WaterfallStep(change=last.title, process_bytes=high, verdict=chosen.verdict, saved_by=why))
     return tuple(shown), tuple(notices)
 
 
-def effect(change: Change, before: WaterfallBar | None, bar: WaterfallBar) -> str:
+def effect(change: Change, before: Bar | None, bar: Bar) -> str:
     """Why the bar is as long as it is: `VAE and text encoders leave the GPU: 8.55 GiB less`."""
+    peaks, reserved = bar
+    phase = max(peaks, key=peaks.__getitem__)
     if before is None:
-        return f"peak phase: {bar.phase}"
-    less = before.reserved_bytes - bar.reserved_bytes
-    least = before.reserved_bytes * WORTH_SAYING
+        return f"peak phase: {phase}"
+    peaks_before, reserved_before = before
+    less, least = reserved_before - reserved, reserved_before * WORTH_SAYING
     amount = f"{gib(abs(less))} {'less' if less > 0 else 'more'}" if abs(less) >= least else "nothing at the peak"
-    drops = {phase: before.peaks[phase] - peak for phase, peak in bar.peaks.items() if phase in before.peaks}
-    most = max(drops, key=lambda phase: drops[phase])
+    drops = {each: peaks_before[each] - peak for each, peak in peaks.items() if each in peaks_before}
+    most = max(drops, key=drops.__getitem__)
     parts = [f"{change.why}: {amount}"]
-    if most != bar.phase and drops[most] > max(less, 0) + least:
+    if most != phase and drops[most] > max(less, 0) + least:
         parts.append(f"{gib(drops[most])} less in the {most}, which is not the peak")
-    if bar.phase != before.phase:
-        parts.append(f"peak phase: {bar.phase}")
+    if phase != max(peaks_before, key=peaks_before.__getitem__):
+        parts.append(f"peak phase: {phase}")
     return "; ".join(parts)
 
 

@@ -86,7 +86,7 @@ def test_what_plans_take_from_them_is_shown_by_gpu(folder):
     # One receipt has bytes: twice its error, and half of what is assumed without any. One has seconds: the factor is
     # what it took of what is predicted.
     off = abs(2 * GIB / row["predicted_peak_reserved_bytes"] - 1)
-    assert gpu["margin_share"] == pytest.approx(min(2 * off + UNPROVED.share / 2, 0.99))
+    assert gpu["margin"]["share"] == pytest.approx(min(2 * off + UNPROVED.share / 2, 0.99))
     seconds = row["predicted_seconds_per_step"]
     (speed,) = gpu["speeds"].values()
     assert list(gpu["speeds"]) == ["one GPU"]
@@ -95,7 +95,7 @@ def test_what_plans_take_from_them_is_shown_by_gpu(folder):
     done = in_process("receipts", "calibrate", "--receipts", folder, "--gpu", "a100-80g-sxm")
     assert done.returncode == 0, done.stderr
     assert "note: 1 receipt left out, made on emulated GPUs: plans learn" in done.stderr
-    assert f"+{100 * gpu['margin_share']:.1f} %" in done.stdout
+    assert f"+{100 * gpu['margin']['share']:.1f} %" in done.stdout
     assert f"× {speed['ratio']:.3g}" in done.stdout
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
 

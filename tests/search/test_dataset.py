@@ -59,7 +59,6 @@ def test_padded_text_is_reported_before_it_fills_a_disk():
         "stored without padding: 401 kB to 1.38 MB each, with captions of 49 tokens (two or three sentences) to "
         "168 (detailed ones) on the mean"
     )
-    assert found.notes[1] == "the store takes 16 TB to 45.2 TB: up to 12 disks of 3.84 TB"
 
 
 def test_captions_are_cut_to_what_the_model_is_fed():
@@ -72,7 +71,6 @@ def test_without_captions_the_store_is_known_exactly():
     found = need("dit-xl-2", images=1_281_167)
     assert found.text_bytes.high == found.padded_text_bytes == 0
     assert found.store_bytes.low == found.store_bytes.high == 1_281_167 * (4 * 32 * 32 * 2 + 40)
-    assert found.notes[0] == "the store takes 10.5 GB, 0.3% of a disk of 3.84 TB"
 
 
 def test_a_real_store_of_classes_takes_as_many_bytes(tmp_path):
@@ -110,8 +108,7 @@ def test_llamas_layers_are_what_a_store_of_hidream_is_made_of():
         "padded to 128 × 4096 and 4096 × 4096 (llama_text) in bf16, the text of each image takes 34.6 MB"
         in found.notes[0]
     )
-    assert found.notes[1] == "the store takes 35.1 TB: up to 10 disks of 3.84 TB"
-    assert found.notes[2] == (
+    assert found.notes[1] == (
         "a worker of `bigdit extract` holds up to 3 parts in CPU memory: 27 GB with data.part_size 256, 1.69 GB with 16"
     )
 
