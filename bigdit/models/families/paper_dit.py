@@ -15,6 +15,8 @@ from diffusers import ConfigMixin, ModelMixin
 from diffusers.configuration_utils import register_to_config
 from torch import nn
 
+from bigdit.models.family import Conditions, Extra, Family
+
 FREQUENCIES = 256
 MAX_PERIOD = 10000.0
 
@@ -185,3 +187,24 @@ def sin_cos_positions(hidden_size: int, side: int) -> torch.Tensor:
     table = torch.cat([angles.sin(), angles.cos()], dim=1)
     columns, rows = table.repeat(side, 1), table.repeat_interleave(side, dim=0)
     return torch.cat([columns, rows], dim=1).float().unsqueeze(0)
+
+
+# The published models see 1000 training timesteps.
+TIMESTEP_SCALE = 1000.0
+
+
+def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
+    """Output [B, C, S, S] for latents of the model's own size, t [B] and the extra class_label [B]; 2 C channels of a
+    model with learned sigma.
+
+    A label dropped for classifier-free guidance comes as the class after the last.
+    """
+    return model(latents, t * TIMESTEP_SCALE, conditions.extras["class_label"])
+
+
+def extras(model: nn.Module) -> dict[str, Extra]:
+    """The class, 0 … num_classes - 1, and num_classes for none."""
+    return {"class_label": Extra(shape=(), dtype=torch.int64)}
+
+
+FAMILY = Family("PaperDiT", predict, lists=("blocks",), extras=extras)
