@@ -28,7 +28,7 @@ from bigdit.documents import differences, written
 from bigdit.engines import Ema, Engine
 from bigdit.engines.state import EMA, SavedSlice, adopt, make_state, places
 from bigdit.errors import UserError
-from bigdit.models.adapters import FILE as ADAPTERS
+from bigdit.models.lora_files import FILE as ADAPTERS
 from bigdit.objective_spec import ObjectiveSpec, learned
 from bigdit.strategy import LoraSpec, ModelSpec, OptimizerSpec, Strategy
 from bigdit.units import MIB, how_many

@@ -4,13 +4,12 @@ Checkpointing, offload, FP8, compiled blocks and LoRA are added here, alike for 
 torch.
 """
 
-from bigdit.models.adapters import loaded_by, save_adapters, save_for_comfyui
 from bigdit.models.build import build, check_folder, load, not_safetensors, outline, skeleton
 from bigdit.models.context import split_context
 from bigdit.models.equip import adapt, arrange, equip
 from bigdit.models.families import families, family
 from bigdit.models.family import Conditions, Extra, Family, references, take_through
-from bigdit.models.lora_files import read_adapters, start_adapters
+from bigdit.models.lora_files import loaded_by, read_adapters, save_adapters, save_for_comfyui, start_adapters
 
 __all__ = [
     "Conditions",

@@ -22,8 +22,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from bigdit.errors import UserError, nearest
-from bigdit.models.adapters import ADAPTER
 from bigdit.models.family import Family
+from bigdit.models.lora_files import ADAPTER
 from bigdit.strategy import LoraSpec
 
 

@@ -1,28 +1,95 @@
-"""LoRA weights to start from: in the names of diffusers, ComfyUI and kohya's scripts, at a run's rank.
+"""Files of LoRA weights: what is saved, in the layouts of diffusers' `load_lora_weights` and of ComfyUI; and what a run
+starts from, in the names of diffusers, ComfyUI and kohya's scripts, at its rank.
 
 Names that neither the model nor ComfyUI has are converted by the pipelines of diffusers, as their own loaders do.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from bigdit.catalog.families import PIPELINES
 from bigdit.errors import UserError
 from bigdit.models import comfyui
-from bigdit.models.adapters import ADAPTER
 from bigdit.models.build import outline
 from bigdit.models.comfyui import Adapter
 from bigdit.strategy import LoraSpec, ModelSpec
 from bigdit.units import how_many
+
+FILE = "pytorch_lora_weights.safetensors"
+PREFIX = "transformer."  # pipelines tell a transformer's adapters from a text encoder's by it
+ADAPTER = "default"  # peft's name of the only adapter, which files leave out
+_DOWN = f".lora_A.{ADAPTER}.weight"
+
+
+def save_adapters(folder: Path, spec: LoraSpec, weights: Mapping[str, torch.Tensor]) -> None:
+    """Write adapters, by their names in the model, in diffusers' layout. Raises OSError, SafetensorError.
+
+    B is multiplied by alpha / rank, because most other loaders do not read that in the metadata.
+    """
+    tensors = {_name_in_file(name): _scaled(name, tensor, spec).contiguous() for name, tensor in weights.items()}
+    layers = {name.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for name in tensors}
+    config = {"r": spec.rank, "lora_alpha": spec.rank, "target_modules": sorted(layers), "use_dora": spec.dora}
+    described = json.dumps({PREFIX + key: value for key, value in config.items()})
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / FILE, metadata={"format": "pt", "lora_adapter_metadata": described})
+
+
+def save_for_comfyui(
+    folder: Path, model: ModelSpec, spec: LoraSpec, weights: Mapping[str, torch.Tensor], base: Callable[[], nn.Module]
+) -> None:
+    """Write adapters in ComfyUI's layout, where ComfyUI has the model and cannot read diffusers' file.
+
+    `base`: the frozen model, which only DoRA needs. Raises UserError where ComfyUI has no place for the model or a
+    layer; what `base` raises; OSError, SafetensorError.
+    """
+    if not comfyui.needed(model.class_name, dora=spec.dora):
+        return
+    linears = {name: each for name, each in outline(model).named_modules() if isinstance(each, nn.Linear)}
+    rows = {name: each.out_features for name, each in linears.items()}
+    adapters = {
+        name.removesuffix(_DOWN): comfyui.Adapter(
+            down,
+            _scaled(up := name.replace(".lora_A.", ".lora_B."), weights[up], spec),
+            weights.get(name.replace(".lora_A.", ".lora_magnitude_vector.")),
+        )
+        for name, down in weights.items()
+        if name.endswith(_DOWN)
+    }
+    frozen = dict(base().named_parameters()) if spec.dora else {}
+    tensors = comfyui.tensors(model.class_name, adapters, rows, lambda name: frozen[f"{name}.weight"].detach())
+    save_file(tensors, folder / comfyui.FILE, metadata={"format": "pt"})
+
+
+def _scaled(name: str, tensor: torch.Tensor, spec: LoraSpec) -> torch.Tensor:
+    return tensor * (spec.alpha / spec.rank) if ".lora_B." in name else tensor
+
+
+def loaded_by(class_name: str, pipeline: str | None) -> str | None:
+    """What of diffusers loads adapters of a class: its pipeline, or the class alone; None where nothing does."""
+    if not hasattr(getattr(diffusers, class_name, None), "load_lora_adapter"):
+        return None  # the pipeline's loader is for a U-Net
+    if hasattr(getattr(diffusers, pipeline or "", None), "load_lora_weights"):
+        return f"{pipeline}'s load_lora_weights"
+    return f"{class_name}'s load_lora_adapter"
+
+
+def _name_in_file(name: str) -> str:
+    if ".lora_magnitude_vector." in name:  # a module in peft, a tensor in files
+        name = name.removesuffix(f".{ADAPTER}.weight")
+    return PREFIX + name.replace(f".{ADAPTER}.", ".")
+
 
 _PREFIXES = re.compile(
     r"^(base_model\.model\.)?(transformer\.|(model\.)?diffusion_model\.|lora_unet_|lora_transformer_|lycoris_)?"
@@ -53,7 +120,10 @@ def read_adapters(
     found: dict[str, Adapter] = {}
     for layer, part in parts.items():
         if _plain(layer) not in places:
-            raise UserError(f"its layer {layer} is none of {spec.class_name}: it is of another model")
+            raise UserError(
+                f"its layer {layer} is none of {spec.class_name}: it is of another model, or in names that are not "
+                "read; take a file in diffusers' names"
+            )
         for name, rows in places[_plain(layer)]:
             found[name] = _adapter(name, layer, part, rows, linears[name])
     if not found:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import assert_never
 
 import torch
 from torch.optim import Optimizer
@@ -18,7 +19,7 @@ from bigdit.optim.adafactor import Adafactor
 from bigdit.optim.came import Came
 from bigdit.optim.groups import Groups, groups
 from bigdit.optim.muon import Muon
-from bigdit.strategy import BITSANDBYTES, TORCHAO, OptimizerSpec
+from bigdit.strategy import OptimizerSpec
 
 __all__ = [
     "averaged",
@@ -42,41 +43,48 @@ def build(spec: OptimizerSpec, params: Groups, *, stochastic_rounding: bool = Fa
     `stochastic_rounding`: `params` are bf16 without fp32 masters, and updates are rounded into them so that their
     expectation is exact. `spec.eps` is Adam's alone.
     """
-    if spec.name in BITSANDBYTES:
-        return libraries.bitsandbytes(spec, params)
-    if spec.name in TORCHAO or (spec.name == "adamw" and stochastic_rounding):
-        return libraries.torchao(spec, params, stochastic_rounding=stochastic_rounding)
-    if spec.name == "muon":
-        return Muon(params, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay)
     if spec.missing_package is not None:
         raise UserError(f"strategy.optimizer.name: {spec.missing_package}")
-    if spec.name == "prodigy":
-        from bigdit.optim.prodigy import Prodigy
+    match spec.name:
+        case "adamw" if not stochastic_rounding:
+            # fused: one kernel, and no temporary; foreach: one of the size of all parameters; a loop: two of the
+            # largest.
+            return torch.optim.AdamW(
+                params,
+                lr=spec.lr,
+                betas=spec.betas,
+                eps=spec.eps,
+                weight_decay=spec.weight_decay,
+                fused=spec.implementation == "fused",
+                foreach=spec.implementation == "foreach",
+            )
+        case "adamw" | "adamw_8bit_ao" | "adamw_4bit_ao":
+            return libraries.torchao(spec, params, stochastic_rounding=stochastic_rounding)
+        case "adamw_8bit" | "paged_adamw_8bit" | "lion_8bit":
+            return libraries.bitsandbytes(spec, params)
+        case "muon":
+            return Muon(params, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay)
+        case "prodigy":
+            from bigdit.optim.prodigy import Prodigy
 
-        return Prodigy(spec, params)
-    if spec.name == "adamw_schedulefree":
-        return libraries.schedulefree(spec, params)
-    if spec.name == "adafactor":
-        return Adafactor(params, lr=spec.lr, weight_decay=spec.weight_decay, stochastic_rounding=stochastic_rounding)
-    if spec.name in ("came", "came_8bit"):
-        return Came(
-            params,
-            lr=spec.lr,
-            betas=(*spec.betas, spec.beta3),
-            weight_decay=spec.weight_decay,
-            eight_bit=spec.name == "came_8bit",
-            stochastic_rounding=stochastic_rounding,
-        )
-    # fused: one kernel, and no temporary; foreach: one of the size of all parameters; a loop: two of the largest.
-    return torch.optim.AdamW(
-        params,
-        lr=spec.lr,
-        betas=spec.betas,
-        eps=spec.eps,
-        weight_decay=spec.weight_decay,
-        fused=spec.implementation == "fused",
-        foreach=spec.implementation == "foreach",
-    )
+            return Prodigy(spec, params)
+        case "adamw_schedulefree":
+            return libraries.schedulefree(spec, params)
+        case "adafactor":
+            return Adafactor(
+                params, lr=spec.lr, weight_decay=spec.weight_decay, stochastic_rounding=stochastic_rounding
+            )
+        case "came" | "came_8bit":
+            return Came(
+                params,
+                lr=spec.lr,
+                betas=(*spec.betas, spec.beta3),
+                weight_decay=spec.weight_decay,
+                eight_bit=spec.name == "came_8bit",
+                stochastic_rounding=stochastic_rounding,
+            )
+        case _:
+            assert_never(spec.name)
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:

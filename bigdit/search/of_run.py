@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -171,8 +170,10 @@ def _engine(strategy: Strategy) -> str:
 def _by_key(problem: str) -> str:
     """The problem by the keys of the run, in the place of options."""
     problem = problem.replace("--gpus is", "strategy.world_size is")
-    keys = {option(name): known["key"] for name, known in OPTIONS.items() if known["key"]}
-    return re.sub("|".join(rf"{name}(?![\w-])" for name in keys), lambda found: keys[found[0]], problem)
+    for name in sorted(OPTIONS, key=len, reverse=True):  # `lora_base` before `lora`
+        if key := OPTIONS[name]["key"]:
+            problem = problem.replace(option(name), key)
+    return problem
 
 
 def carried(document: Any, planned: Strategy) -> Strategy:

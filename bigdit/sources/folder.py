@@ -39,11 +39,9 @@ from bigdit.sources.captions import (
     SUFFIXES as CAPTIONS,
 )
 from bigdit.sources.disk import IMAGE_BYTES, IMPOSSIBLE, read_file, sampled_digest, unreadable
-from bigdit.sources.image import SUFFIXES, alpha, decode
-from bigdit.sources.metadata import NAMES as METADATA
-from bigdit.sources.metadata import Metadata
+from bigdit.sources.image import SUFFIXES, alpha, decode, is_reference, reference_of, with_reference
 from bigdit.sources.protocol import Caption, Contents, Entry, Item, Unusable
-from bigdit.sources.references import is_reference, reference_of, with_reference
+from bigdit.sources.text_rows import METADATA, Metadata
 from bigdit.sources.videos import SUFFIXES as VIDEOS
 from bigdit.sources.videos import Clip, contents_of, is_video, resampled, video_frames
 

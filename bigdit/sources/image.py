@@ -1,19 +1,26 @@
-"""Decodes the bytes of a file to an image for encoders: upright, opaque, 8 bits, RGB or gray."""
+"""Decodes the bytes of a file to an image for encoders: upright, opaque, 8 bits, RGB or gray.
+
+References are the images that samples are edits of: `x.reference.png` beside `x.png`, or a column of a table.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
+import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 
 import numpy as np
+import xxhash
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from bigdit.config.data import MAX_PIXELS
 from bigdit.files import IS_LFS_POINTER, is_lfs_pointer
-from bigdit.sources.protocol import Unusable
+from bigdit.sources.protocol import Contents, Unusable
 
 # The formats of data sets. Pillow's other decoders are never tried: some start programs.
 FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "BMP", "TIFF", "GIF")
@@ -122,3 +129,34 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     if transparent is not None:
         gray[deep == transparent] = 255
     return Image.fromarray(gray)
+
+
+_MARK = ".reference"
+
+
+def is_reference(name: str) -> bool:
+    """Whether a file of a folder is the reference of another one, by its name."""
+    return os.path.splitext(name)[0].endswith(_MARK)
+
+
+def reference_of(image: str, names: Collection[str]) -> str:
+    """The name of an image's reference among the `names` of its folder; `x.reference.png` where there is none."""
+    stem, suffix = os.path.splitext(image)
+    asked = [f"{stem}{_MARK}{each}" for each in (suffix, *SUFFIXES)]
+    return next((each for each in asked if each in names), f"{stem}{_MARK}.png")
+
+
+def with_reference(contents: Contents, data: bytes, max_pixels: int) -> Contents:
+    """The contents of an edit of the image whose file is `data`."""
+
+    def digest() -> int:
+        return xxhash.xxh3_64_intdigest(data, contents.digest())
+
+    return replace(contents, digest=digest, references=(functools.partial(_decoded, data, max_pixels),))
+
+
+def _decoded(data: bytes, max_pixels: int) -> Image.Image:
+    try:
+        return decode(data, max_pixels)
+    except Unusable as error:
+        raise Unusable(f"reference: {error}") from None

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, assert_never
 
 import xxhash
 
@@ -23,7 +23,7 @@ from bigdit.sources.folder import FrameFolders, ImageFolder
 from bigdit.sources.image import SUFFIXES
 from bigdit.sources.protocol import Contents, Entry, Item, Source
 from bigdit.sources.rules import Ruled, Rules, Varied
-from bigdit.sources.tables import TableSource
+from bigdit.sources.tables import Rows, TableSource
 from bigdit.sources.text_rows import text_rows
 from bigdit.sources.videos import Clip, Clips
 from bigdit.sources.webdataset import WebDataset
@@ -175,26 +175,29 @@ def _checked_kind(config: SourceConfig, data: DataConfig, key: str) -> SourceKin
 
 def _open(config: SourceConfig, data: DataConfig, key: str, clip: Clip | None) -> Source:
     kind = _checked_kind(config, data, key)
-    if kind == "folder":
-        rate = config.frame_rate
-        if rate is None:
-            return ImageFolder(config, key, clip, data.references)
-        assert clip is not None  # without frames, frame_rate is rejected
-        return FrameFolders(config, key, rate, clip)
-    if kind in ("csv", "json"):
-        return TableSource(kind, text_rows(config.path, key, kind), config, key, clip, data.references)
-    if kind == "webdataset":
-        if data.features is None:
-            raise UserError(
-                f"{key}: {config.path} holds tars. Their index needs data.features, and strategy.features is online; "
-                "set it to cached, and run `bigdit extract`"
-            )
-        tars = files_of(config, ".tar", key)
-        return WebDataset(tars, data.features / INDEX, data.workers, key, config, clip)
-    if kind == "datasets" and any((config.path / name).exists() for name in (STATE, SPLITS)):
-        rows = FileRows(saved_files(config, key), "arrow", str(config.path), key)
-    else:
-        rows = FileRows(files_of(config, ".parquet", key), "parquet", str(config.path), key)
+    rows: Rows
+    match kind:
+        case "folder":
+            if config.frame_rate is None:
+                return ImageFolder(config, key, clip, data.references)
+            assert clip is not None  # without frames, frame_rate is rejected
+            return FrameFolders(config, key, config.frame_rate, clip)
+        case "webdataset":
+            if data.features is None:
+                raise UserError(
+                    f"{key}: {config.path} holds tars. Their index needs data.features, and strategy.features is "
+                    "online; set it to cached, and run `bigdit extract`"
+                )
+            tars = files_of(config, ".tar", key)
+            return WebDataset(tars, data.features / INDEX, data.workers, key, config, clip)
+        case "csv" | "json":
+            rows = text_rows(config.path, key, kind)
+        case "datasets" if any((config.path / name).exists() for name in (STATE, SPLITS)):
+            rows = FileRows(saved_files(config, key), "arrow", str(config.path), key)
+        case "datasets" | "parquet":
+            rows = FileRows(files_of(config, ".parquet", key), "parquet", str(config.path), key)
+        case _:
+            assert_never(kind)
     return TableSource(kind, rows, config, key, clip, data.references)
 
 

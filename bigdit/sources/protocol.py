@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -145,3 +146,30 @@ class Source(Protocol):
     def items(self, start: int, end: int) -> Sequence[Item]:
         """Items [start, end). No image is read before `load`."""
         ...
+
+
+class Several(ABC):
+    """`count` items of each item of a source, one after another. `how`: what they are, for the digest."""
+
+    def __init__(self, source: Source, count: int, how: str) -> None:
+        self._source, self._count, self.class_names = source, count, source.class_names
+        inner = source.identity
+        digest = xxhash.xxh3_128_hexdigest(f"{inner['digest']} {how}".encode())
+        self.identity: dict[str, Any] = {**inner, "count": len(self), "digest": digest}
+
+    def __len__(self) -> int:
+        return len(self._source) * self._count
+
+    def entries(self) -> Iterator[Entry]:
+        """As Source.entries."""
+        return (dataclasses.replace(each, count=each.count * self._count) for each in self._source.entries())
+
+    def items(self, start: int, end: int) -> list[Item]:
+        """As Source.items."""
+        first, end = start // self._count, min(end, len(self))
+        inner = self._source.items(first, -(-end // self._count))
+        return [self._item(index, inner[index // self._count - first]) for index in range(start, end)]
+
+    @abstractmethod
+    def _item(self, index: int, item: Item) -> Item:
+        """The item `index`, made of `item`."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import xxhash
 from PIL import Image
 
 from bigdit.config.data import MAX_PIXELS, SourceConfig, TagsConfig
-from bigdit.sources.protocol import Caption, Contents, Entry, Fit, Item, Source
+from bigdit.sources.protocol import Caption, Contents, Fit, Item, Several, Source
 
 
 @dataclass(frozen=True)
@@ -74,26 +73,15 @@ class RuledItem(Item):
         return dataclasses.replace(contents, captions=self.rules.apply(contents.captions))
 
 
-class Ruled:
+class Ruled(Several):
     """A source whose captions follow `rules`."""
 
     def __init__(self, source: Source, rules: Rules) -> None:
-        self._source, self._rules = source, rules
-        self.class_names = source.class_names
-        inner = source.identity
-        digest = xxhash.xxh3_128_hexdigest(f"{inner['digest']} with {rules}".encode())
-        self.identity: dict[str, Any] = {**inner, "digest": digest}
+        super().__init__(source, 1, f"with {rules}")
+        self._rules = rules
 
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def entries(self) -> Iterator[Entry]:
-        """As Source.entries."""
-        return self._source.entries()
-
-    def items(self, start: int, end: int) -> list[RuledItem]:
-        """Items [start, end)."""
-        return [RuledItem(item.index, item.name, item, self._rules) for item in self._source.items(start, end)]
+    def _item(self, index: int, item: Item) -> RuledItem:
+        return RuledItem(index, item.name, item, self._rules)
 
 
 @dataclass(frozen=True)
@@ -125,31 +113,14 @@ def _flipped(image: Image.Image) -> Image.Image:
     return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
 
 
-class Varied:
+class Varied(Several):
     """The crops of each item of a source, one after another, and their mirror images."""
 
     def __init__(self, source: Source, crops: int, flip: bool) -> None:
         places = [0.5] if crops == 1 else [number / (crops - 1) for number in range(crops)]
         self._variants = [(place, flipped) for flipped in (False, True)[: 1 + flip] for place in places]
-        self._source, self._crops, self.class_names = source, crops, source.class_names
-        inner = source.identity
-        digest = xxhash.xxh3_128_hexdigest(f"{inner['digest']} as {self._variants}".encode())
-        self.identity: dict[str, Any] = {**inner, "count": len(self), "digest": digest}
-
-    def __len__(self) -> int:
-        return len(self._source) * len(self._variants)
-
-    def entries(self) -> Iterator[Entry]:
-        """As Source.entries."""
-        count = len(self._variants)
-        return (dataclasses.replace(each, count=each.count * count) for each in self._source.entries())
-
-    def items(self, start: int, end: int) -> list[VariedItem]:
-        """Variants [start, end)."""
-        count = len(self._variants)
-        first, end = start // count, min(end, len(self))
-        inner = self._source.items(first, -(-end // count))
-        return [self._item(index, inner[index // count - first]) for index in range(start, end)]
+        self._crops = crops
+        super().__init__(source, len(self._variants), f"as {self._variants}")
 
     def _item(self, index: int, item: Item) -> VariedItem:
         place, flipped = self._variants[index % len(self._variants)]

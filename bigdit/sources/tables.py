@@ -18,8 +18,8 @@ from bigdit.config.data import MAX_PIXELS, SourceConfig, SourceKind
 from bigdit.errors import UserError, nearest
 from bigdit.sources.captions import label_of, reads_captions, weighted
 from bigdit.sources.disk import IMAGE_BYTES, check_size, read_file, sampled_digest, unreadable
+from bigdit.sources.image import with_reference
 from bigdit.sources.protocol import Caption, Contents, Entry, Item, Unusable
-from bigdit.sources.references import with_reference
 from bigdit.sources.videos import Clip, contents_of, is_video, video_frames
 from bigdit.units import how_many
 

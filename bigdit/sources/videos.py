@@ -20,7 +20,7 @@ from bigdit.errors import UserError
 from bigdit.files import IS_LFS_POINTER, is_lfs_pointer
 from bigdit.sources.disk import opened_file
 from bigdit.sources.image import check_pixels, decode, flat, opened
-from bigdit.sources.protocol import Caption, Contents, Entry, Item, Source, Unusable
+from bigdit.sources.protocol import Caption, Contents, Item, Several, Source, Unusable
 
 T = TypeVar("T")
 
@@ -268,31 +268,15 @@ class ClipItem(Item):
         return _at_least_one(found)
 
 
-class Clips:
+class Clips(Several):
     """`count` clips of each item of a source, one after another.
 
     The length of a video is known when it is decoded, so loading a clip beyond its end raises Unusable.
     """
 
     def __init__(self, source: Source, count: int, clip: Clip) -> None:
-        self._source, self._count, self._clip = source, count, clip
-        self.class_names = source.class_names
-        inner = source.identity
-        digest = xxhash.xxh3_128_hexdigest(f"{inner['digest']} in {count} clips".encode())
-        self.identity: dict[str, Any] = {**inner, "count": len(self), "digest": digest}
-
-    def __len__(self) -> int:
-        return len(self._source) * self._count
-
-    def entries(self) -> Iterator[Entry]:
-        """As Source.entries."""
-        return (dataclasses.replace(each, count=each.count * self._count) for each in self._source.entries())
-
-    def items(self, start: int, end: int) -> list[ClipItem]:
-        """Clips [start, end)."""
-        first, end = start // self._count, min(end, len(self))
-        inner = self._source.items(first, -(-end // self._count))
-        return [self._item(index, inner[index // self._count - first]) for index in range(start, end)]
+        super().__init__(source, count, f"in {count} clips")
+        self._clip = clip
 
     def _item(self, index: int, item: Item) -> ClipItem:
         number = index % self._count

@@ -27,10 +27,9 @@ from bigdit.train.data import TrainData, largest_batch_shape, open_data
 from bigdit.train.measure import STEPS as MEASURED_STEPS
 from bigdit.train.monitor.metrics import Metrics
 from bigdit.train.monitor.monitor import Monitor, open_monitor
-from bigdit.train.monitor.replicas import ReplicaCheck
 from bigdit.train.oom_fallback import Recovery
 from bigdit.train.prepare import Prepared, log_lines
-from bigdit.train.processes.alike import check_alike
+from bigdit.train.processes.alike import ReplicaCheck, check_alike
 from bigdit.train.processes.process import output_lock, process_group
 from bigdit.train.processes.stop import Stop, Stopped, ending_together
 from bigdit.train.record import RunRecord

@@ -17,8 +17,8 @@ from bigdit import engines, models
 from bigdit.config import load_run
 from bigdit.dist import World
 from bigdit.errors import UserError
-from bigdit.models.adapters import FILE as ADAPTERS
 from bigdit.models.lora import dequantised, quantised
+from bigdit.models.lora_files import FILE as ADAPTERS
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.sampling import Sampler
 from bigdit.strategy import LoraSpec, OptimizerSpec, Strategy

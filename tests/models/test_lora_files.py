@@ -11,8 +11,8 @@ from torch import nn
 from bigdit import models
 from bigdit.errors import UserError
 from bigdit.models import comfyui
-from bigdit.models.adapters import FILE
 from bigdit.models.lora import apply_lora
+from bigdit.models.lora_files import FILE
 from bigdit.strategy import LoraSpec, ModelSpec
 
 FLUX = spec_of("flux")

@@ -14,7 +14,7 @@ from bigdit.catalog.names import load_json
 from bigdit.dist import World
 from bigdit.engines import create
 from bigdit.loader.batch import Batch
-from bigdit.models.paper_dit import PaperDiT
+from bigdit.models.families.paper_dit import PaperDiT
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.strategy import ModelSpec, Strategy
 from bigdit.train.step import train_step

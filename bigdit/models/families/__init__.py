@@ -1,17 +1,17 @@
 """One file a family of transformers: how its model is called, and which modules are its blocks.
 
-Each ends with its `FAMILY`. A file that is here, or in a folder here, is known.
+Each ends with its `FAMILY`. A file that is here is known.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from pkgutil import walk_packages
+from pkgutil import iter_modules
 
 from bigdit.errors import UserError, nearest
 from bigdit.models.family import Family
 
-_MODULES = [module.name for module in walk_packages(__path__, f"{__name__}.") if not module.ispkg]
+_MODULES = [module.name for module in iter_modules(__path__, f"{__name__}.")]
 _FOUND: list[Family] = [import_module(name).FAMILY for name in _MODULES]
 _FAMILIES = {each.CLASS_NAME: each for each in _FOUND}
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from commands import HELPERS, run_ranks
 
-from bigdit.train.monitor.replicas import digest, sums
+from bigdit.train.processes.alike import digest, sums
 
 ROUNDS = int(os.environ.get("BIGDIT_ROUNDS", "1"))
 
@@ -23,7 +23,7 @@ from bigdit.dist import world_from_env
 from bigdit.engines.state import replicated
 from bigdit.errors import UserError
 from bigdit.strategy import LoraSpec
-from bigdit.train.monitor.replicas import ReplicaCheck
+from bigdit.train.processes.alike import ReplicaCheck
 from bigdit.train.processes.process import process_group
 
 folder, steps, flips = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])

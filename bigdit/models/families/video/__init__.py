@@ -1,1 +1,0 @@
-"""Families of video models, one file each."""
