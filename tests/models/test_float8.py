@@ -10,6 +10,7 @@ from stepping import one_batch
 from tiny_models import DIT, SANA
 
 from bigdit import catalog, engines, models
+from bigdit.cache import cache_root
 from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.models.float8 import check_gpu, float8_notices
@@ -158,6 +159,16 @@ def test_an_emulated_gpu_counts_what_fp8_takes():
     for name in ("tensorwise", "alone"):
         assert products_in_fp8(found[name]) > 0.4, name
     assert gathered_bytes(found["tensorwise"]) < gathered_bytes(found["bf16"])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_cache")
+def test_what_torch_traces_of_compiled_fp8_is_kept():
+    """By itself torch keeps its kernels, and not what it calls them by: each size was traced again in each plan."""
+    compiled = Strategy(compile_blocks=True, float8="rowwise")
+    with EmulatedGpus(H100, 1) as gpus:
+        gpus.attempt(StepRequest(model=DIT, batch=IMAGES, strategy=compiled))
+    assert any((cache_root() / "emulator/compiled/inductor/aotautograd").iterdir())
 
 
 def products_in_fp8(attempt):
