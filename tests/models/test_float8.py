@@ -10,7 +10,6 @@ from stepping import one_batch
 from tiny_models import DIT, SANA
 
 from bigdit import catalog, engines, models
-from bigdit.cache import cache_root
 from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.models.float8 import check_gpu, float8_notices
@@ -163,12 +162,13 @@ def test_an_emulated_gpu_counts_what_fp8_takes():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_cache")
-def test_what_torch_traces_of_compiled_fp8_is_kept():
+def test_what_torch_traces_of_compiled_fp8_is_kept(tmp_path, monkeypatch):
     """By itself torch keeps its kernels, and not what it calls them by: each size was traced again in each plan."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     compiled = Strategy(compile_blocks=True, float8="rowwise")
     with EmulatedGpus(H100, 1) as gpus:
         gpus.attempt(StepRequest(model=DIT, batch=IMAGES, strategy=compiled))
-    assert any((cache_root() / "emulator/compiled/inductor/aotautograd").iterdir())
+    assert any((tmp_path / "aotautograd").iterdir())
 
 
 def products_in_fp8(attempt):
