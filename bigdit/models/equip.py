@@ -108,9 +108,12 @@ def compile_errors() -> Iterator[None]:
         ) from error
 
 
-def compile_notices(strategy: Strategy) -> list[str]:
-    """What to log about compiled blocks, before the first step."""
-    return ["strategy.compile_blocks: the first step waits for torch's compiler"] if strategy.compile_blocks else []
+def compile_notices(strategy: Strategy, buckets: int) -> list[str]:
+    """What to log about compiled blocks of so many buckets, before the first step."""
+    if not strategy.compile_blocks:
+        return []
+    waits = f"the first step of each of {how_many(buckets, 'bucket')} waits" if buckets > 1 else "the first step waits"
+    return [f"strategy.compile_blocks: {waits} for torch's compiler"]
 
 
 class CompiledGraphs:

@@ -71,6 +71,11 @@ def _answer(line: str) -> str:
     job = AttemptJob.model_validate_json(line)
     if not job.values:
         leave_values()
+    strategy = job.request.strategy
+    if strategy.compile_blocks and strategy.float8 != "none":
+        from bigdit.profile.compiled import keep_float8
+
+        keep_float8()
     if job.request.part == "encoders":
         return encode(job).model_dump_json()
     ((built, host_bytes),) = _built

@@ -6,10 +6,11 @@ launched, and has the bytes that Inductor expects it to move. What is allocated 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 import sys
-from importlib.metadata import requires
+from importlib.metadata import requires, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -33,8 +34,40 @@ def without_machine_code() -> None:
     from torch._inductor.async_compile import AsyncCompile
 
     importlib.import_module("torch._inductor.compile_fx")
+    codecache = importlib.import_module("torch._inductor.codecache")
+    codecache.torch_key()  # it reads all of Inductor: once, and not in each fork
+    codecache.CacheBase.get_system()  # and this all of Triton
     torch._inductor.config.profile_bandwidth = True  # it writes a kernel's bytes beside its source
     AsyncCompile.triton = lambda self, name, source, **device: _Kernel(source)  # type: ignore[method-assign]
+
+
+_FLOAT8 = (
+    *("config.CastConfig", "config.Float8GemmConfig", "config.Float8LinearConfig"),
+    *("float8_training_tensor.LinearMMConfig", "float8_training_tensor.ScaledMMConfig"),
+)
+_PRODUCT = "matmul_with_hp_or_float8_args"
+
+
+def keep_float8() -> None:
+    """Have torch keep what it traces of torchao's FP8, whose functions it knows nothing of: their code is the same as
+    long as torchao is. By default it keeps the kernels alone, and tracing again takes three times as long."""
+    from torch._dynamo.variables import misc
+
+    named = [f"torchao.float8.{name}" for name in _FLOAT8]
+    safe = dict.fromkeys([*named, f"{misc.__name__}.{_PRODUCT}"], version("torchao"))
+    torch._inductor.config.unsafe_marked_cacheable_functions = safe
+    produce = misc.produce_trampoline_autograd_apply
+
+    @functools.cache
+    def findable(function: Any) -> Any:
+        """torch calls a function of autograd by one that has no name, and so cannot be in a key of the cache."""
+        apply = produce(function)
+        apply.__name__ = apply.__qualname__ = function.__name__
+        apply._origin = findable  # type: ignore[attr-defined]
+        setattr(misc, function.__name__, apply)
+        return apply
+
+    misc.produce_trampoline_autograd_apply = findable
 
 
 class _Kernel:

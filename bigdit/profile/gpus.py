@@ -99,6 +99,7 @@ class EmulatedGpus:
         self._timeout_s, self._made = timeout_s, 0
         self._follows: dict[str, bool] = {}  # whether memory depends on values, by kind, where both were compared
         self._unread: set[str] = set()  # kinds that read nothing from the GPU
+        self._refused: dict[tuple[str, ...], UserError] = {}  # what cannot be compiled takes as long again
         self._first: dict[str, Lock] = {}  # held by the job that finds that out
         self._free: SimpleQueue[int] = SimpleQueue()
         for slot in range(self.count):
@@ -149,7 +150,14 @@ class EmulatedGpus:
             for each in more:
                 found = found or _ATTEMPTS.find(self._key(job.model_copy(update={"counted": each})))
             if found is None:
-                found = self._valueless_or_with(job, slot)
+                if key in self._refused:
+                    raise self._refused[key]
+                try:
+                    found = self._valueless_or_with(job, slot)
+                except UserError as error:
+                    if not isinstance(error, TookTooLong):
+                        self._refused[key] = error
+                    raise
                 _ATTEMPTS.keep(key, found)
             return found
 

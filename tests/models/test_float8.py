@@ -160,6 +160,17 @@ def test_an_emulated_gpu_counts_what_fp8_takes():
     assert gathered_bytes(found["tensorwise"]) < gathered_bytes(found["bf16"])
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_cache")
+def test_what_torch_traces_of_compiled_fp8_is_kept(tmp_path, monkeypatch):
+    """By itself torch keeps its kernels, and not what it calls them by: each size was traced again in each plan."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    compiled = Strategy(compile_blocks=True, float8="rowwise")
+    with EmulatedGpus(H100, 1) as gpus:
+        gpus.attempt(StepRequest(model=DIT, batch=IMAGES, strategy=compiled))
+    assert any((tmp_path / "aotautograd").iterdir())
+
+
 def products_in_fp8(attempt):
     """The share of FLOPs."""
     every = attempt.work.operators

@@ -18,7 +18,7 @@ from tiny_models import SANA, SHAPE
 
 from bigdit.errors import UserError, guard
 from bigdit.profile import gpus as module
-from bigdit.profile.attempt import StepRequest, TookTooLong
+from bigdit.profile.attempt import UNLIMITED, StepRequest, TookTooLong
 from bigdit.profile.gpus import EmulatedGpus, worker_environment
 from bigdit.profile.pool import WorkerError, WorkerKilled
 from bigdit.strategy import BatchShape, Strategy
@@ -205,6 +205,14 @@ def test_a_class_that_refuses_its_arguments_is_one_line(gpus: EmulatedGpus) -> N
     refused = SANA.model_copy(update={"kwargs": SANA.kwargs | {"num_layers": "many"}})
     with pytest.raises(UserError, match=r"^model\.kwargs\.num_layers is 'many'"):
         gpus.attempt(asked(model=refused))
+
+
+def test_what_was_refused_is_not_run_again(gpus: EmulatedGpus) -> None:
+    """A compiler that cannot compile a block takes as long each time."""
+    found = gpus.attempts([(asked(strategy=Strategy(checkpointed_blocks=9)), UNLIMITED)] * 2)
+    (again,) = gpus.attempts([(asked(strategy=Strategy(checkpointed_blocks=9)), UNLIMITED)])
+    assert isinstance(again, UserError)
+    assert all(each is again for each in found)
 
 
 def test_the_worker_sees_one_gpu_and_no_launched_group(monkeypatch: pytest.MonkeyPatch) -> None:
