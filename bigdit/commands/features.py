@@ -184,7 +184,7 @@ def _flat(prefix: str, identity: dict[str, Any]) -> Iterator[str]:
 
 def _print_info(report: StoreReport) -> None:
     from bigdit import log
-    from bigdit.commands.extract import encoded, print_cut, print_skipped
+    from bigdit.commands.extract import encoded, print_captions, print_skipped
     from bigdit.report.tables import lines, table
     from bigdit.units import gib, how_many
 
@@ -220,5 +220,5 @@ def _print_info(report: StoreReport) -> None:
         log.say(f"{held.worker} {what}; leased: {', '.join(held.parts)}, {gib(held.bytes)}")
     if any(held.fate != "alive" for held in report.at_work):
         log.say(f"`bigdit features clean {report.features}` removes what dead workers left; see --other-machines")
-    print_cut(report)
+    print_captions(report)
     print_skipped(report.skipped)
