@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from fractions import Fraction
 from pathlib import Path
@@ -118,6 +119,8 @@ class SourceConfig(Section):
     mask: Literal["file", "alpha"] | None = None
     """For folders of images: what weights the loss of each place, from 0 (black) to 1 (white). file: x.mask.png beside
     x.png; alpha: the opacity. An image without a mask counts in full."""
+    buckets: Annotated[tuple[Bucket, ...], Field(min_length=1)] | None = None
+    """Sizes of this source, in place of data.buckets."""
     flip: Switch = False
     """Encode each image or video mirrored too, as a sample of its own."""
     crops: Annotated[Count, Field(le=100)] = 1
@@ -128,7 +131,7 @@ class SourceConfig(Section):
     weight: Annotated[Number, Field(ge=0.001, le=1000)] = 1.0
     """A factor of repeats. With 0.5 an epoch has half of the samples, and the next one the other half."""
     clips: Annotated[Count, Field(le=10_000)] = 1
-    """The most clips from a video, each as long as the longest of data.buckets."""
+    """The most clips from a video, each as long as the longest of its buckets."""
 
     @property
     def rate(self) -> Fraction:
@@ -183,7 +186,7 @@ class DataConfig(Section):
     numbers."""
     buckets: tuple[Bucket, ...] = Field(min_length=1)
     """Sizes in pixels: [height, width], for videos [frames, height, width]. Each sample goes to the nearest aspect
-    ratio, and a video to the most frames that it can fill."""
+    ratio, and a video to the most frames that it can fill. A source may have its own."""
     fps: Positive | None = None
     """Frames per second that are read from videos."""
     references: Annotated[Natural, Field(le=1)] = 0
@@ -218,9 +221,21 @@ class DataConfig(Section):
         return self.features
 
     @property
+    def keyed_buckets(self) -> dict[str, tuple[Bucket, ...]]:
+        """The buckets that samples can have, by their keys: data.buckets, unless all sources have their own."""
+        own = {f"data.images[{number}].buckets": each.buckets for number, each in enumerate(self.images)}
+        shared = {"data.buckets": self.buckets} if None in own.values() else {}
+        return shared | {key: buckets for key, buckets in own.items() if buckets is not None}
+
+    @property
+    def all_buckets(self) -> list[Bucket]:
+        """The buckets that samples can have, each once."""
+        return list(dict.fromkeys(itertools.chain.from_iterable(self.keyed_buckets.values())))
+
+    @property
     def samples(self) -> str:
         """`images`, `videos`, or `samples` for both."""
-        kinds = {len(bucket) for bucket in self.buckets}
+        kinds = {len(bucket) for bucket in self.all_buckets}
         return "samples" if len(kinds) > 1 else "videos" if 3 in kinds else "images"
 
     @field_validator("images", mode="before")
@@ -232,7 +247,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _rate_of_videos(self) -> DataConfig:
-        videos = [bucket for bucket in self.buckets if len(bucket) == 3]
+        videos = [bucket for bucket in self.all_buckets if len(bucket) == 3]
         if videos and self.fps is None:
             raise ValueError(
                 f"buckets has {written_bucket(videos[0])} of videos, and fps is missing; set it to the frames per "
@@ -241,7 +256,7 @@ class DataConfig(Section):
         if self.fps is not None and not videos:
             raise ValueError(
                 f"fps is {self.fps:g}, and buckets has no frames; give [frames, height, width], such as "
-                f"{[17, *self.buckets[0]]}, or leave fps out"
+                f"{[17, *self.all_buckets[0]]}, or leave fps out"
             )
         if self.references and videos:
             raise ValueError(

@@ -133,11 +133,12 @@ def _latent_shapes(run: RunConfig, codec: ImageCodec) -> tuple[list[Shape], list
     """The latents' shapes of the buckets, and why the codec cannot encode others."""
     shapes: list[Shape] = []
     problems: list[str] = []
-    for bucket in run.data.buckets:
-        try:
-            shapes.append(codec.latent_shape(bucket))
-        except UserError as error:
-            problems += error.problems
+    for key, buckets in run.data.keyed_buckets.items():
+        for bucket in buckets:
+            try:
+                shapes.append(codec.latent_shape(bucket))
+            except UserError as error:
+                problems += [each.replace("data.buckets", key, 1) for each in error.problems]
     return shapes, problems
 
 
