@@ -130,6 +130,8 @@ class SourceConfig(Section):
     """How often an epoch has each sample."""
     weight: Annotated[Number, Field(ge=0.001, le=1000)] = 1.0
     """A factor of repeats. With 0.5 an epoch has half of the samples, and the next one the other half."""
+    loss_weight: Annotated[Number, Field(ge=0.001, le=1000)] = 1.0
+    """A factor of the loss of its samples, such as 0.5 for a regularisation set."""
     clips: Annotated[Count, Field(le=10_000)] = 1
     """The most clips from a video, each as long as the longest of its buckets."""
 

@@ -213,6 +213,7 @@ class TrainData:
             seed=run.train.seed,
             caption_dropout=run.data.caption_dropout,
             no_class=no_class(reached.spec),
+            loss_weights=[source.loss_weight for source in run.data.images],
             read_ahead_steps=strategy.read_ahead_steps,
             threads=run.data.read_threads,
             pin_memory=device.type == "cuda",
