@@ -66,6 +66,13 @@ LARGE_PART = 1e9
 """The most bytes of a part: several parts are in memory at once."""
 
 
+def _named(value: Any) -> Any:
+    """A path; an empty one would be the current folder."""
+    if value == "":
+        raise ValueError("it is empty; a path was expected, and . is the current folder")
+    return value
+
+
 class TagsConfig(Section):
     """Variants of captions that are lists of tags. Each is encoded, and steps draw one of them."""
 
@@ -86,7 +93,7 @@ class TagsConfig(Section):
 class SourceConfig(Section):
     """Images or videos with captions or classes. A string stands for `path` alone."""
 
-    path: Path
+    path: Annotated[Path, BeforeValidator(_named)]
     """A folder of images or videos with captions in .txt or .json files; a list of paths and captions in CSV, JSON,
     JSONL or Parquet; Parquet files or WebDataset tars (a file, a folder or a pattern: {000..099}.tar); a folder of
     datasets."""
@@ -99,7 +106,7 @@ class SourceConfig(Section):
     captions: dict[str, float | str] = {}
     """For lists, tables and metadata of a folder: the column of captions, a list of columns, or a mapping of columns to
     weights (numbers or columns)."""
-    caption: Annotated[str, Field(min_length=1)] | None = None
+    caption: str | None = None
     """One caption for all images or videos, in place of their own."""
     caption_prefix: str = ""
     """Text before each caption, such as a trigger word."""
@@ -154,6 +161,8 @@ class SourceConfig(Section):
         ]
         if self.label is not None and rules:
             raise ValueError(f"{rules[0]} and label are both set, and a model takes one of them; leave out the other")
+        if self.caption is not None and not self.caption.strip():
+            raise ValueError("caption is blank; leave it out, and captions of their own are read")
         if self.caption is not None and self.captions:
             raise ValueError("caption replaces the captions of all images, and captions names columns; leave out one")
         return self
@@ -180,7 +189,7 @@ class DataConfig(Section):
 
     images: tuple[SourceConfig, ...]
     """The source of images or videos, or a list of sources. You may append more later."""
-    features: Path | None = None
+    features: Annotated[Path | None, BeforeValidator(_named)] = None
     """The latent and embedding cache that `bigdit extract` fills: a folder or a URL (s3://, gs://, az://). Left out
     with strategy.features online."""
     classes: tuple[str, ...] | None = Field(default=None, min_length=1)

@@ -95,6 +95,8 @@ def _unknown_format(data: bytes) -> str:
     """What a file is that Pillow does not know or must not try, by its first bytes."""
     if is_lfs_pointer(data):
         return f"image {IS_LFS_POINTER}"
+    if not data:
+        return "damaged image: the file is empty"
     for start, kind in _UNREAD.items():
         if re.match(start, data, re.DOTALL):
             return f"image in {kind}, which is not supported; convert it to PNG or JPEG"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import unicodedata
+from pathlib import Path
 
 from bigdit import log
 from bigdit.config.data import SourceConfig
@@ -16,6 +18,11 @@ from bigdit.units import how_many
 
 NAMES = ("metadata.jsonl", "metadata.csv")
 _NAMED = 3  # rows that a message names
+
+
+def has_metadata(root: Path) -> bool:
+    """Whether a folder or one below it has a file of these names."""
+    return any(name in names for _, _, names in os.walk(root) for name in NAMES)
 
 
 class Metadata:

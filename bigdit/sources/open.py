@@ -21,6 +21,7 @@ from bigdit.sources.captions import FOLDER
 from bigdit.sources.file_rows import FileRows
 from bigdit.sources.folder import FrameFolders, ImageFolder
 from bigdit.sources.image import SUFFIXES
+from bigdit.sources.metadata import NAMES, has_metadata
 from bigdit.sources.protocol import Contents, Entry, Item, Source
 from bigdit.sources.rules import Ruled, Rules, Varied
 from bigdit.sources.tables import TableSource
@@ -139,6 +140,7 @@ def check_sources(data: DataConfig, *, listed: bool) -> list[str]:
     kinds, missing, problems = set[SourceKind](), list[str](), list[str]()
     for number, config in enumerate(data.images):
         key, there = _key(data, number), config.path.exists() or is_pattern(config.path)
+        problems += _of_other_machines(config.path, key)
         missing += [] if there else [f"{key}: {config.path}"]
         if there or config.kind is not None:  # else its kind is unknown
             try:
@@ -172,7 +174,16 @@ def _frames(config: SourceConfig, data: DataConfig) -> int | None:
     return max(map(frames_of, videos), default=None)
 
 
+def _of_other_machines(path: Path, key: str) -> list[str]:
+    """Why a URL is no source."""
+    if not re.match(r"\w{2,}:/", str(path)):
+        return []
+    return [f"{key}: {path} is a URL, and images are read from this machine; download them, and name their folder"]
+
+
 def _checked_kind(config: SourceConfig, data: DataConfig, key: str) -> SourceKind:
+    if problems := _of_other_machines(config.path, key):
+        raise UserError(*problems)
     kind = kind_of(config, key)
     _refuse_columns(config, kind, key)
     if kind == "webdataset" and data.references:
@@ -219,6 +230,16 @@ def _refuse_columns(config: SourceConfig, kind: SourceKind, key: str) -> None:
     """Raise UserError for columns and splits that the kind of the path does not have."""
     if kind == "webdataset" and (config.image or config.captions):
         raise UserError(f"{key}: {config.path} is of kind {kind}, which has no columns; leave out image and captions")
+    if (
+        kind == "folder"
+        and (config.captions or config.image)
+        and config.path.is_dir()
+        and not has_metadata(config.path)
+    ):
+        raise UserError(
+            f"{key}: {config.path} is a folder without {' or '.join(NAMES)}, so it has no columns; leave out image and "
+            "captions"
+        )
     if kind == "folder" and config.label not in (None, FOLDER):
         raise UserError(
             f"{key}.label: {config.path} is of kind folder, which has no columns; set it to {FOLDER}, and the first "

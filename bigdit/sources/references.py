@@ -1,9 +1,11 @@
-"""References: the images that samples are edits of, `x.reference.png` beside `x.png` or a column of a table."""
+"""References, the images that samples are edits of: `x.reference.png` beside `x.png`, or a column of a table. Masks,
+`x.mask.png`, are found likewise."""
 
 from __future__ import annotations
 
 import functools
 import os
+import unicodedata
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -13,19 +15,30 @@ from PIL import Image
 from bigdit.sources.image import SUFFIXES, decode
 from bigdit.sources.protocol import Contents, Unusable
 
-_MARK = ".reference"
+MASK, REFERENCE = ".mask", ".reference"
+"""How the stems of masks and references end."""
 
 
-def is_reference(name: str) -> bool:
-    """Whether a file of a folder is the reference of another one, by its name."""
-    return os.path.splitext(name)[0].endswith(_MARK)
+def usual(image: str, mark: str) -> str:
+    """`a.mask.png`, of `a.jpg`."""
+    return f"{os.path.splitext(image)[0]}{mark}.png"
 
 
-def reference_of(image: str, names: Collection[str]) -> str:
-    """The name of an image's reference among the `names` of its folder; `x.reference.png` where there is none."""
-    stem, suffix = os.path.splitext(image)
-    asked = [f"{stem}{_MARK}{each}" for each in (suffix, *SUFFIXES)]
-    return next((each for each in asked if each in names), f"{stem}{_MARK}.png")
+def marked(names: Collection[str], mark: str) -> dict[str, str]:
+    """The images among the `names` of a folder whose stem ends with a mark, whatever their suffix and capitals are, and
+    what they belong to, as `owner` has it. PNG come last."""
+    found = {}
+    for name in names:
+        if mark in name.lower():
+            stem, suffix = os.path.splitext(name)
+            if suffix.lower() in SUFFIXES and stem.lower().endswith(mark):
+                found[name] = unicodedata.normalize("NFC", stem[: -len(mark)])
+    return dict(sorted(found.items(), key=lambda each: (each[0].endswith(".png"), each[0])))
+
+
+def owner(image: str) -> str:
+    """What marks of an image name: its stem, composed."""
+    return unicodedata.normalize("NFC", os.path.splitext(image)[0])
 
 
 def with_reference(contents: Contents, data: bytes, max_pixels: int) -> Contents:

@@ -214,6 +214,10 @@ class JsonRows(TextRows):
             self.columns.setdefault(name, _cells(cell))
         if not rows:
             lines = how_many(self._expected(0), "line")
+            if self._text(0).lstrip().startswith("["):
+                raise UserError(
+                    f"{key}: {path} holds a list in JSON, and each line of a .jsonl is an object; name it .json"
+                )
             raise UserError(
                 f"{key}: {path} holds no objects in its first {lines}; a line of JSONL is such as "
                 '{"image": "1.png", "caption": "a cat"}'
