@@ -33,9 +33,9 @@ from bigdit.encoders.load import load_image_codec, load_text_encoder
 from bigdit.encoders.protocol import to_unit_range
 from bigdit.extract.extract import extract
 from bigdit.extract.job import encode_in_workers
-from bigdit.extract.report import read_units, worker_speed
 from bigdit.extract.worker import Unit
 from bigdit.sources.open import open_source
+from bigdit.store.report import read_units, worker_speed
 from bigdit.store.schema import StoreSchema, claim
 
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,8 @@ from bigdit.commands.options import Config, Json, Set, StageOption
 if TYPE_CHECKING:
     from bigdit.config import RunConfig
     from bigdit.extract.extract import RunJob
-    from bigdit.extract.report import ExtractReport, StoreReport
     from bigdit.store.part import Skipped
+    from bigdit.store.report import ExtractReport, StoreReport
 
 
 def run(
@@ -138,7 +138,7 @@ def _parse(resources: list[str]) -> dict[str, Any]:
 
 def _print(report: ExtractReport, samples: str) -> None:
     from bigdit import log
-    from bigdit.extract.report import FILE as REPORT
+    from bigdit.store.report import FILE as REPORT
     from bigdit.units import duration, how_many
 
     speed = f"{report.images_per_s:.1f} {samples}/s" if report.parts else "nothing was left to do"
@@ -151,7 +151,7 @@ def _print(report: ExtractReport, samples: str) -> None:
     buckets = ", ".join(f"{count} of {shape}" for shape, count in report.store.buckets.items())
     log.say(f"{report.features}: {encoded(report.store)} ({buckets})")
     log.say(f"{done}; report: {report.features / REPORT}")
-    print_cut(report.store)
+    print_captions(report.store)
     print_skipped(report.store.skipped)
 
 
@@ -164,13 +164,13 @@ def encoded(store: StoreReport) -> str:
     return f"{store.encoded} of {how_many(store.images, kind)} encoded"
 
 
-def print_cut(store: StoreReport) -> None:
-    """Log how many captions each tokenizer cut."""
+def print_captions(store: StoreReport) -> None:
+    """Log how long captions are, and how many each tokenizer cut."""
     from bigdit import log
-    from bigdit.store.text import cut_line
+    from bigdit.store.report import caption_lines
 
-    for cut in store.cut:
-        log.say(cut_line(cut, store.captions))
+    for line in caption_lines(store):
+        log.say(line)
 
 
 def print_skipped(skipped: list[Skipped]) -> None:

@@ -11,8 +11,8 @@ import typer
 from bigdit.commands.options import Json, Set
 
 if TYPE_CHECKING:
-    from bigdit.extract.report import StoreReport
     from bigdit.extract.verify import Damaged
+    from bigdit.store.report import StoreReport
     from bigdit.store.schema import Known
 
 HELP = "Inspect, verify and repair a latent and embedding cache."
@@ -26,9 +26,9 @@ Folder = Annotated[Path, typer.Argument(metavar="FEATURES", help="The cache: dat
 def info(folder: Folder, as_json: Json = False) -> None:
     """Show counts, buckets, sizes, encoders, the speed of each worker, and what was truncated, skipped or leased."""
     from bigdit import log
-    from bigdit.extract.report import store_report
     from bigdit.extract.verify import open_schema
     from bigdit.store.growth import latest_schema
+    from bigdit.store.report import store_report
     from bigdit.store.schema import EXTRACT
 
     schema = open_schema(folder)
@@ -184,7 +184,7 @@ def _flat(prefix: str, identity: dict[str, Any]) -> Iterator[str]:
 
 def _print_info(report: StoreReport) -> None:
     from bigdit import log
-    from bigdit.commands.extract import encoded, print_cut, print_skipped
+    from bigdit.commands.extract import encoded, print_captions, print_skipped
     from bigdit.report.tables import lines, table
     from bigdit.units import gib, how_many
 
@@ -220,5 +220,5 @@ def _print_info(report: StoreReport) -> None:
         log.say(f"{held.worker} {what}; leased: {', '.join(held.parts)}, {gib(held.bytes)}")
     if any(held.fate != "alive" for held in report.at_work):
         log.say(f"`bigdit features clean {report.features}` removes what dead workers left; see --other-machines")
-    print_cut(report)
+    print_captions(report)
     print_skipped(report.skipped)

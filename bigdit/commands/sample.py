@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from bigdit.commands.options import EmaWidth, Json
+from bigdit.commands.options import EmaWidth, Json, Set
 from bigdit.units import LARGEST, how_many
 
 if TYPE_CHECKING:
@@ -19,14 +19,25 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from bigdit.objective_spec import SamplerName
-    from bigdit.sampling import Sampler, SamplingOptions
+    from bigdit.sampling import Base, Sampler, SamplingOptions
+
+MOST = 100_000
+"""Of --count; a caption's images have numbers of five digits."""
 
 
 def run(
-    checkpoint: Annotated[
-        Path, typer.Option(metavar="DIR", help="A checkpoint, or the output of a run: its latest checkpoint.")
-    ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for images and grid.png, or videos and grid.webp.")],
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A checkpoint, or the output of a run: its latest checkpoint.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="In place of --checkpoint: a run's YAML. The model that it starts from (model.init_from) generates.",
+        ),
+    ] = None,
+    overrides: Set = [],  # noqa: B006  # typer reads the default; it is not changed
     caption: Annotated[
         list[str],
         typer.Option("--caption", metavar="TEXT", help="A caption, or a class as with --label; repeatable."),
@@ -68,11 +79,22 @@ def run(
         typer.Option(metavar="TEXT", help="Negative prompt. Default: the empty caption, or no class."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=LARGEST, metavar="N", help="Image i is generated from seed + i.")] = 0,
+    count: Annotated[
+        int, typer.Option(min=1, max=MOST, metavar="N", help="Images or videos of each caption or class.")
+    ] = 1,
+    with_captions: Annotated[
+        bool,
+        typer.Option(
+            "--with-captions",
+            help="Write each caption beside its image, and no grid. So the folder is a source of data.images, such as "
+            "a regularisation set.",
+        ),
+    ] = False,
     ema: Annotated[bool, typer.Option("--ema", help="Use the EMA of the weights (strategy.ema).")] = False,
     ema_width: EmaWidth = None,
     as_json: Json = False,
 ) -> None:
-    """Generate one image or video for each caption or class with a trained checkpoint."""
+    """Generate images or videos for captions or classes, with a checkpoint or the model that a run starts from."""
     from bigdit import libraries, log
     from bigdit.errors import UserError
     from bigdit.files import check_writable
@@ -80,8 +102,14 @@ def run(
     libraries.prepare()  # before what reads --image imports them
     from bigdit.sampling.conditions import asked_image
 
+    if (checkpoint is None) == (config is None):
+        raise UserError("give one of --checkpoint DIR and --config FILE: what was trained, or what a run starts from")
+    if config is None and overrides:
+        raise UserError("--set goes with --config; a checkpoint has its own run")
+    if config is not None and (ema or ema_width is not None):
+        raise UserError("--ema and --ema-width are of a checkpoint; with --config leave them out")
     given = {"--label": label, "--caption": caption, f"--captions {captions}": _lines(captions)}
-    prompts = [each for texts in given.values() for each in texts]
+    prompts = [each for texts in given.values() for each in texts for _ in range(count)]
     if not prompts:
         raise UserError("no caption was given; pass --caption TEXT, --label CLASS, or --captions FILE")
     bucket = _size(size) if size else None
@@ -97,21 +125,29 @@ def run(
 
     import torch
 
-    from bigdit.checkpoint import PostHoc, find_checkpoint
+    from bigdit.checkpoint import Checkpoint, PostHoc, find_checkpoint
     from bigdit.files import write_json
     from bigdit.sampling import Sampler, SamplingOptions
     from bigdit.shortage import bounded, memory_errors
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found, notices = find_checkpoint(checkpoint)
-    for line in notices:
-        log.notice(line)
+    found: Checkpoint | Base
+    if checkpoint is None:
+        assert config is not None
+        found, name = _base(config, overrides), f"--config {config}"
+    else:
+        found, notices = find_checkpoint(checkpoint)
+        name = f"--checkpoint {found.folder}"
+        for line in notices:
+            log.notice(line)
     with bounded(device):
-        with memory_errors(f"--checkpoint {found.folder}: loading it", device, "a device with more memory is needed"):
-            posthoc = None if ema_width is None else PostHoc(found, ema_width)
+        with memory_errors(f"{name}: loading it", device, "a device with more memory is needed"):
+            posthoc = PostHoc(found, ema_width) if isinstance(found, Checkpoint) and ema_width is not None else None
             if posthoc is not None:
                 log.notice(posthoc.message)
             loaded = Sampler(found, device, ema=ema, posthoc=posthoc)
+            if with_captions and not loaded.captions:
+                raise UserError("--with-captions: this model takes classes; leave it out")
             if label and loaded.captions:
                 raise UserError(f"--label is {label[0]!r}, and this model takes captions; pass --caption TEXT")
             *frames, height, width = bucket or loaded.buckets[0]
@@ -119,9 +155,11 @@ def run(
                 height, width, steps, guidance, negative, sampler_name, seed, frames=frames[0] if frames else None
             )
             loaded.check(options, given, len(images))
-        rows, grid = _generate(loaded, prompts, options, images, out)
+        images = images if len(images) == 1 else [each for each in images for _ in range(count)]
+        rows, grid = _generate(loaded, prompts, options, images, out, with_captions)
     report = {
-        "checkpoint": str(found.folder),
+        "checkpoint": str(found.folder) if isinstance(found, Checkpoint) else None,
+        "init_from": None if isinstance(found, Checkpoint) else str(found.run.model.init_from),
         "ema": ema,
         "ema_width": ema_width,
         "steps": steps,
@@ -132,23 +170,51 @@ def run(
     write_json(out / "samples.json", report)
     if as_json:
         log.emit_json(report)
-    log.notice(f"wrote {how_many(len(rows), 'video' if frames else 'image')}, samples.json and {grid}")
+    wrote = f"{how_many(len(rows), 'video' if frames else 'image')}{' with captions' if with_captions else ''}"
+    log.notice(f"wrote {wrote}, samples.json and {grid}" if grid else f"wrote {wrote} and samples.json to {out}")
+
+
+def _base(config: Path, overrides: list[str]) -> Base:
+    """What a run starts from. Raises UserError where the run cannot train, or starts from random weights."""
+    from bigdit.config import load_stages
+    from bigdit.errors import UserError
+    from bigdit.sampling import Base
+    from bigdit.train.prepare import check_paths, prepare
+
+    run = load_stages(config, overrides)[0].run
+    check_paths(config, [run])
+    spec = prepare(run)
+    if run.model.init_from is None:
+        raise UserError(f"--config {config}: model.init_from is missing, and random weights generate noise; set it")
+    return Base(run, spec)
 
 
 def _generate(
-    sampler: Sampler, prompts: Sequence[str], options: SamplingOptions, images: Sequence[Image.Image], out: Path
-) -> tuple[list[dict[str, Any]], Path]:
-    """Write a file for each prompt, and a grid of all. Returns a row for each file, and the grid's path."""
+    sampler: Sampler,
+    prompts: Sequence[str],
+    options: SamplingOptions,
+    images: Sequence[Image.Image],
+    out: Path,
+    with_captions: bool,
+) -> tuple[list[dict[str, Any]], Path | None]:
+    """Write a file for each prompt, and a grid of all, or the prompts. Returns a row for each file, and the grid's
+    path."""
     from bigdit.sampling.grid import grid_png, moving_grid, png, webp
 
     moving, fps = options.frames is not None, sampler.fps or 1.0  # only videos have one
     suffix, shown = ".webp" if moving else ".png", functools.partial(_shown, unit="videos" if moving else "images")
     generated, rows = [], []
     for i, pixels in enumerate(sampler.sample(prompts, options, images, shown)):
-        generated.append(pixels.squeeze(0).numpy() if len(pixels) == 1 else pixels.movedim(0, -1).numpy())
+        found = pixels.squeeze(0).numpy() if len(pixels) == 1 else pixels.movedim(0, -1).numpy()
         path = out / f"{i:05d}{suffix}"
-        _write(path, webp(generated[-1], fps) if moving else png(generated[-1]))
+        _write(path, webp(found, fps) if moving else png(found))
         rows.append({"file": path.name, "caption": prompts[i], "seed": options.seed + i})
+        if with_captions:
+            _write(path.with_suffix(".txt"), prompts[i].encode())
+        else:
+            generated.append(found)
+    if with_captions:
+        return rows, None
     grid = out / f"grid{suffix}"
     _write(grid, webp(moving_grid(generated), fps) if moving else grid_png(generated, prompts))
     return rows, grid

@@ -66,10 +66,8 @@ def online_problems(run: RunConfig) -> list[str]:
 
 def _not_online(run: RunConfig) -> list[str]:
     image, text, found = run.encoders.image, run.encoders.text, []
-    if len(run.data.buckets) > 1:
-        found.append(
-            f"data.buckets has {len(run.data.buckets)}: the bucket of an image is known only after all were read"
-        )
+    if len(buckets := run.data.all_buckets) > 1:
+        found.append(f"data.buckets has {len(buckets)}: the bucket of an image is known only after all were read")
     if run.validation is not None:
         found.append("validation needs samples of a store")
     if run.encoders.first_frame is not None:
@@ -107,13 +105,13 @@ def _check_latents(run: RunConfig, model: ModelSpec) -> list[str]:
     patch = model.kwargs.get("patch_size", 1)  # the model itself rejects what is no number
     patch = patch[-1] if isinstance(patch, list | tuple) and patch else patch  # (frames, height, width) of videos
     side = codec.factor * (patch if isinstance(patch, int) and patch > 0 else 1)
-    for bucket in run.data.buckets:
-        if any(length % side for length in bucket[-2:]):
-            problems.append(
-                f"data.buckets: {written_bucket(bucket)} does not divide by {side} (factor × patch_size); nearest: "
-                f"{written_bucket(fitting_bucket(bucket, side))}"
-            )
-    return problems
+    return problems + [
+        f"{key}: {written_bucket(bucket)} does not divide by {side} (factor × patch_size); nearest: "
+        f"{written_bucket(fitting_bucket(bucket, side))}"
+        for key, buckets in run.data.keyed_buckets.items()
+        for bucket in buckets
+        if any(length % side for length in bucket[-2:])
+    ]
 
 
 def _fitting(codec: IdentityCodec, wanted: Any) -> str:

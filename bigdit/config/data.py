@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from fractions import Fraction
 from pathlib import Path
@@ -65,6 +66,13 @@ LARGE_PART = 1e9
 """The most bytes of a part: several parts are in memory at once."""
 
 
+def _named(value: Any) -> Any:
+    """A path; an empty one would be the current folder."""
+    if value == "":
+        raise ValueError("it is empty; a path was expected, and . is the current folder")
+    return value
+
+
 class TagsConfig(Section):
     """Variants of captions that are lists of tags. Each is encoded, and steps draw one of them."""
 
@@ -85,7 +93,7 @@ class TagsConfig(Section):
 class SourceConfig(Section):
     """Images or videos with captions or classes. A string stands for `path` alone."""
 
-    path: Path
+    path: Annotated[Path, BeforeValidator(_named)]
     """A folder of images or videos with captions in .txt or .json files; a list of paths and captions in CSV, JSON,
     JSONL or Parquet; Parquet files or WebDataset tars (a file, a folder or a pattern: {000..099}.tar); a folder of
     datasets."""
@@ -98,7 +106,7 @@ class SourceConfig(Section):
     captions: dict[str, float | str] = {}
     """For lists, tables and metadata of a folder: the column of captions, a list of columns, or a mapping of columns to
     weights (numbers or columns)."""
-    caption: Annotated[str, Field(min_length=1)] | None = None
+    caption: str | None = None
     """One caption for all images or videos, in place of their own."""
     caption_prefix: str = ""
     """Text before each caption, such as a trigger word."""
@@ -118,6 +126,8 @@ class SourceConfig(Section):
     mask: Literal["file", "alpha"] | None = None
     """For folders of images: what weights the loss of each place, from 0 (black) to 1 (white). file: x.mask.png beside
     x.png; alpha: the opacity. An image without a mask counts in full."""
+    buckets: Annotated[tuple[Bucket, ...], Field(min_length=1)] | None = None
+    """Sizes of this source, in place of data.buckets."""
     flip: Switch = False
     """Encode each image or video mirrored too, as a sample of its own."""
     crops: Annotated[Count, Field(le=100)] = 1
@@ -127,8 +137,10 @@ class SourceConfig(Section):
     """How often an epoch has each sample."""
     weight: Annotated[Number, Field(ge=0.001, le=1000)] = 1.0
     """A factor of repeats. With 0.5 an epoch has half of the samples, and the next one the other half."""
+    loss_weight: Annotated[Number, Field(ge=0.001, le=1000)] = 1.0
+    """A factor of the loss of its samples, such as 0.5 for a regularisation set."""
     clips: Annotated[Count, Field(le=10_000)] = 1
-    """The most clips from a video, each as long as the longest of data.buckets."""
+    """The most clips from a video, each as long as the longest of its buckets."""
 
     @property
     def rate(self) -> Fraction:
@@ -149,6 +161,8 @@ class SourceConfig(Section):
         ]
         if self.label is not None and rules:
             raise ValueError(f"{rules[0]} and label are both set, and a model takes one of them; leave out the other")
+        if self.caption is not None and not self.caption.strip():
+            raise ValueError("caption is blank; leave it out, and captions of their own are read")
         if self.caption is not None and self.captions:
             raise ValueError("caption replaces the captions of all images, and captions names columns; leave out one")
         return self
@@ -175,7 +189,7 @@ class DataConfig(Section):
 
     images: tuple[SourceConfig, ...]
     """The source of images or videos, or a list of sources. You may append more later."""
-    features: Path | None = None
+    features: Annotated[Path | None, BeforeValidator(_named)] = None
     """The latent and embedding cache that `bigdit extract` fills: a folder or a URL (s3://, gs://, az://). Left out
     with strategy.features online."""
     classes: tuple[str, ...] | None = Field(default=None, min_length=1)
@@ -183,7 +197,7 @@ class DataConfig(Section):
     numbers."""
     buckets: tuple[Bucket, ...] = Field(min_length=1)
     """Sizes in pixels: [height, width], for videos [frames, height, width]. Each sample goes to the nearest aspect
-    ratio, and a video to the most frames that it can fill."""
+    ratio, and a video to the most frames that it can fill. A source may have its own."""
     fps: Positive | None = None
     """Frames per second that are read from videos."""
     references: Annotated[Natural, Field(le=1)] = 0
@@ -218,9 +232,21 @@ class DataConfig(Section):
         return self.features
 
     @property
+    def keyed_buckets(self) -> dict[str, tuple[Bucket, ...]]:
+        """The buckets that samples can have, by their keys: data.buckets, unless all sources have their own."""
+        own = {f"data.images[{number}].buckets": each.buckets for number, each in enumerate(self.images)}
+        shared = {"data.buckets": self.buckets} if None in own.values() else {}
+        return shared | {key: buckets for key, buckets in own.items() if buckets is not None}
+
+    @property
+    def all_buckets(self) -> list[Bucket]:
+        """The buckets that samples can have, each once."""
+        return list(dict.fromkeys(itertools.chain.from_iterable(self.keyed_buckets.values())))
+
+    @property
     def samples(self) -> str:
         """`images`, `videos`, or `samples` for both."""
-        kinds = {len(bucket) for bucket in self.buckets}
+        kinds = {len(bucket) for bucket in self.all_buckets}
         return "samples" if len(kinds) > 1 else "videos" if 3 in kinds else "images"
 
     @field_validator("images", mode="before")
@@ -232,7 +258,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _rate_of_videos(self) -> DataConfig:
-        videos = [bucket for bucket in self.buckets if len(bucket) == 3]
+        videos = [bucket for bucket in self.all_buckets if len(bucket) == 3]
         if videos and self.fps is None:
             raise ValueError(
                 f"buckets has {written_bucket(videos[0])} of videos, and fps is missing; set it to the frames per "
@@ -241,7 +267,7 @@ class DataConfig(Section):
         if self.fps is not None and not videos:
             raise ValueError(
                 f"fps is {self.fps:g}, and buckets has no frames; give [frames, height, width], such as "
-                f"{[17, *self.buckets[0]]}, or leave fps out"
+                f"{[17, *self.all_buckets[0]]}, or leave fps out"
             )
         if self.references and videos:
             raise ValueError(

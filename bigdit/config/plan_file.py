@@ -162,7 +162,7 @@ def _larger(run: RunConfig, plan: PlanFile) -> list[str]:
     lines, (height, width), frames = [], plan.request.resolution, plan.request.frames or 1
     larger = [
         written_bucket(bucket)
-        for bucket in run.data.buckets
+        for bucket in run.data.all_buckets
         if math.prod(bucket[-2:]) * frames_of(bucket) > plan.most_pixels * frames
     ]
     planned = f"{height} × {width}" + (f" of {how_many(frames, 'frame')}" if plan.request.frames else "")

@@ -47,6 +47,9 @@ _NAMES: dict[Meant, str] = {
     ),
     Meant("data.images.crops", "a number, of each source; 1 is centred"): "random_crop center_crop crop_aspect",
     Meant("data.images.mask", "file or alpha, of each source"): "masked_loss alpha_mask masked_training use_masks",
+    Meant("data.images.loss_weight", "of a regularisation set, a source of its own", ("--with-captions",)): (
+        "prior_loss_weight with_prior_preservation class_data_dir reg_data_dir is_reg num_class_images"
+    ),
     Meant("data.min_side", "pixels"): "minimum_image_size min_image_size min_size",
     Meant("data.max_upscale", "1 enlarges no image"): "bucket_no_upscale no_upscale",
     Meant("data.images.caption", "one caption for all images of a source"): (
@@ -277,6 +280,7 @@ _BOUNDS = {
     "less_than_equal": ("{} or less", "le"),
     "too_short": ("a list of at least {}", "min_length"),
     "too_long": ("a list of {}", "max_length"),
+    "string_too_short": ("a text of {} or more characters", "min_length"),
 }
 _MOST_SHOWN = 60
 

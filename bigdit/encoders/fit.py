@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -151,13 +151,20 @@ def run_misfits(run: RunConfig, schema: StoreSchema) -> list[str]:
         )
     if run.data.fps != schema.fps:
         problems.append(f"it was encoded with data.fps {schema.fps}, and the run has {run.data.fps}")
-    if set(run.data.buckets) != set(schema.buckets):
-        there, asked = (", ".join(map(written_bucket, sizes)) for sizes in (schema.buckets, run.data.buckets))
-        problems.append(
-            f"it was encoded with the buckets {there}, and data.buckets is {asked}; set data.buckets to "
-            f"{[list(size) for size in schema.buckets]}, or set another data.features and extract again"
-        )
-    return problems
+    return problems + list(dict.fromkeys(_bucket_misfits(run, schema)))
+
+
+def _bucket_misfits(run: RunConfig, schema: StoreSchema) -> Iterator[str]:
+    """Sources with other buckets than in the store."""
+    for number, (source, known) in enumerate(zip(run.data.images, schema.current, strict=False)):
+        asked, found = source.buckets or run.data.buckets, list(map(tuple, known.get("buckets", schema.buckets)))
+        if set(asked) != set(found):
+            key = "data.buckets" if source.buckets is None else f"data.images[{number}].buckets"
+            there, here = (", ".join(map(written_bucket, sizes)) for sizes in (found, asked))
+            yield (
+                f"it was encoded with the buckets {there}, and {key} is {here}; set {key} to "
+                f"{[list(size) for size in found]}, or set another data.features and extract again"
+            )
 
 
 def plan_misfits(plan: PlanFile, buckets: Iterable[Shape], max_tokens: int) -> list[str]:

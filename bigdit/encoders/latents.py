@@ -89,7 +89,7 @@ def mask_latents(sample: Sample, bucket: tuple[int, ...], shape: tuple[int, ...]
     if sample.mask is None:
         return torch.ones(shape[-2:], dtype=torch.bfloat16)
     _, pixels = bucket_pixels(sample.mask, [bucket], "gray", sample.fit)
-    mean = F.adaptive_avg_pool2d(torch.from_numpy(pixels).float() / 255, shape[-2:])
+    mean = F.adaptive_avg_pool2d(torch.tensor(pixels).float() / 255, shape[-2:])
     return mean[0].to(torch.bfloat16)
 
 

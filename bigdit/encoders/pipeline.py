@@ -20,7 +20,7 @@ from bigdit.encoders.protocol import MAX_TOKENS, BatchSize, Keep, as_it_is, enco
 from bigdit.encoders.recipes import RECIPES, EncodingRecipe, Padding
 from bigdit.errors import UserError
 from bigdit.shortage import ran_out
-from bigdit.store.text import Cut, Text
+from bigdit.store.text import Length, Text
 
 _PROBE = 16  # tokens; at this length an encoder costs nothing
 _LENGTH = "max_sequence_length"
@@ -126,29 +126,29 @@ class PipelineTextEncoder:
     def _call(self, captions: list[str], length: int, prefix: str = "", **arguments: bool) -> list[Text]:
         """Texts by `encode_prompt` of captions padded to `length`. `prefix` selects the returned values."""
         texts = texts_of(self._recipe, self._returned(self._recipe, captions, length, **arguments), prefix)
-        cuts = self._cuts(self._recipe, captions, length)
+        lengths = self._lengths(self._recipe, captions, length)
         for name, recipe in self._recipe.separate.items():
             more = texts_of(recipe, self._returned(recipe, captions, length, **arguments), prefix)
             texts = with_streams(texts, {name: more})
-            cuts = [one + two for one, two in zip(cuts, self._cuts(recipe, captions, length), strict=True)]
-        return [replace(text, cuts=cut) if cut else text for text, cut in zip(texts, cuts, strict=True)]
+            further = self._lengths(recipe, captions, length)
+            lengths = [one + two for one, two in zip(lengths, further, strict=True)]
+        return [replace(text, lengths=each) for text, each in zip(texts, lengths, strict=True)]
 
-    def _cuts(self, recipe: EncodingRecipe, captions: list[str], length: int) -> list[tuple[Cut, ...]]:
-        """The cuts of each of the captions that were encoded last."""
-        found: list[tuple[Cut, ...]] = [()] * len(captions)
+    def _lengths(self, recipe: EncodingRecipe, captions: list[str], length: int) -> list[tuple[Length, ...]]:
+        """The lengths of each of the captions that were encoded last."""
+        found: list[tuple[Length, ...]] = [()] * len(captions)
         for name, (tokens, limit) in self._calls.lengths(captions).items():
             if tokens is None:  # this tokenizer reads only some of the captions
-                return [self._cuts_of_one(recipe, caption, length) for caption in captions]
+                return [self._lengths_of_one(recipe, caption, length) for caption in captions]
             at, key = self._limit(name, limit, length)
-            shown = length if key else at
+            template, most = (at - length, self._longest) if key else (0, at)
             for place, count in enumerate(tokens):
-                if count > at:
-                    found[place] += (Cut(name, 1, count - at + shown, shown, key),)
+                found[place] += (Length(name, count - template, most, key),)
         return found
 
-    def _cuts_of_one(self, recipe: EncodingRecipe, caption: str, length: int) -> tuple[Cut, ...]:
+    def _lengths_of_one(self, recipe: EncodingRecipe, caption: str, length: int) -> tuple[Length, ...]:
         self._returned(recipe, [caption], length)
-        return self._cuts(recipe, [caption], length)[0]
+        return self._lengths(recipe, [caption], length)[0]
 
     def _limit(self, name: str, limit: int | None, length: int) -> tuple[int, str | None]:
         """The tokens, with the template, at which captions of `length` are cut, and the key that sets it."""

@@ -19,7 +19,7 @@ from bigdit.encoders.folder import DTYPES, check_files, load_from, read_config, 
 from bigdit.encoders.protocol import CPU_BATCH, MAX_TOKENS, BatchSize, Keep, as_it_is, encode_by_length
 from bigdit.errors import UserError, nearest
 from bigdit.store.tensors import config_digest, weights_digest
-from bigdit.store.text import Cut, Text
+from bigdit.store.text import Length, Text
 
 _KEY = "encoders.text"
 # The encoder's arguments. Other arguments of T5Config belong to the decoder or the tokenizer.
@@ -96,12 +96,11 @@ class T5TextEncoder:
         return self.encode([""])[0]
 
     def _noted(self, caption: str, text: Text) -> Text:
-        """The text, with its cut if it was cut."""
-        if len(text.states) < self.max_tokens:
-            return text
-        tokens = full_length(self._tokenizer, caption)
-        cut = Cut("tokenizer", 1, tokens, self.max_tokens, MAX_TOKENS)
-        return replace(text, cuts=(cut,)) if tokens > self.max_tokens else text
+        """The text with its length, which is that before the cut."""
+        tokens = len(text.states)
+        if tokens == self.max_tokens:
+            tokens = full_length(self._tokenizer, caption)
+        return replace(text, lengths=(Length("tokenizer", tokens, self.max_tokens, MAX_TOKENS),))
 
     @torch.no_grad()
     def _read(self, ids: list[list[int]]) -> list[Text]:

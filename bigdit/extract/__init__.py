@@ -6,5 +6,5 @@
 3. `job.py` gives units to worker processes. `worker.py` encodes one unit while the one before it is written. Encoders
    that do not fit a GPU together take turns (`encoders/load.py`).
 4. A worker marks its range in `workers/NAME/`, and `store/lease.py` tells whether its process still lives.
-5. `report.py` counts the finished store; `verify.py` reads every byte.
+5. `store/report.py` counts the finished store; `verify.py` reads every byte.
 """

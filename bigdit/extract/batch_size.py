@@ -124,7 +124,7 @@ def _less(name: str, run: RunConfig, processes: int) -> str:
 
 
 def _largest(run: RunConfig) -> tuple[int, ...]:
-    return max(run.data.buckets, key=math.prod)
+    return max(run.data.all_buckets, key=math.prod)
 
 
 def _requests(run: RunConfig, gpu: Gpu) -> dict[int, StepRequest]:

@@ -19,8 +19,6 @@ from bigdit.encoders.load import load_image_codec, load_text_encoder
 from bigdit.encoders.protocol import ImageCodec, TextEncoder
 from bigdit.errors import UserError
 from bigdit.extract.job import Job, encode_here, parse_split
-from bigdit.extract.report import FILE as REPORT
-from bigdit.extract.report import ExtractReport, StoreReport, extract_report, store_report
 from bigdit.files import write_text
 from bigdit.sources.open import SourceList, open_source
 from bigdit.store.changes import Items, grow, numbered, remove_old_listings, write_listings
@@ -28,6 +26,8 @@ from bigdit.store.files import url_of
 from bigdit.store.growth import commit_growth, latest_schema
 from bigdit.store.lease import missing, own_folder, remove_left
 from bigdit.store.part import Shape
+from bigdit.store.report import FILE as REPORT
+from bigdit.store.report import ExtractReport, StoreReport, extract_report, store_report
 from bigdit.store.schema import Range, StoreSchema, claim, store_identity
 from bigdit.store.store import write_null_text
 from bigdit.strategy import ModelSpec
@@ -133,11 +133,12 @@ def _latent_shapes(run: RunConfig, codec: ImageCodec) -> tuple[list[Shape], list
     """The latents' shapes of the buckets, and why the codec cannot encode others."""
     shapes: list[Shape] = []
     problems: list[str] = []
-    for bucket in run.data.buckets:
-        try:
-            shapes.append(codec.latent_shape(bucket))
-        except UserError as error:
-            problems += error.problems
+    for key, buckets in run.data.keyed_buckets.items():
+        for bucket in buckets:
+            try:
+                shapes.append(codec.latent_shape(bucket))
+            except UserError as error:
+                problems += [each.replace("data.buckets", key, 1) for each in error.problems]
     return shapes, problems
 
 

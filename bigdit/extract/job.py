@@ -15,11 +15,11 @@ from pathlib import Path
 from bigdit import log
 from bigdit.config.data import DataConfig, EncodersConfig
 from bigdit.errors import UserError
-from bigdit.extract.report import UnitSpeed, shares_of
 from bigdit.extract.worker import Done, Failed, Finished, Note, Progress, Ready, Unit, server, work
 from bigdit.sources.open import open_source
 from bigdit.store.changes import Items, numbered
 from bigdit.store.lease import missing, pull, remove_left
+from bigdit.store.report import UnitSpeed, shares_of
 from bigdit.store.schema import EXTRACT, Range, StoreSchema, check_same
 
 

@@ -30,14 +30,14 @@ from bigdit.encoders.latents import bucket_pixels, mask_latents
 from bigdit.encoders.load import Encoders, load_encoders
 from bigdit.encoders.protocol import to_unit_range
 from bigdit.errors import UserError
-from bigdit.extract.report import Stopwatch, UnitSpeed, append
 from bigdit.libraries import switched_on
 from bigdit.sources.protocol import Caption, Item, Sample, Unusable
 from bigdit.store.lease import own_folder
 from bigdit.store.part import EncodedRange, PartWriter, Shape, Skipped, part_path
+from bigdit.store.report import Stopwatch, UnitSpeed, append
 from bigdit.store.schema import Classes, StoreSchema, check_same, part_identity, store_identity
 from bigdit.store.store import write_null_text
-from bigdit.store.text import Cut, Text, summed
+from bigdit.store.text import Cut, Length, Text, lengths_of, summed
 
 
 @dataclass(frozen=True)
@@ -239,6 +239,7 @@ class UnitEncoder:
             frames or None,
             summed(self._cuts(texts)),
             self._contents,
+            lengths_of(self._lengths(texts)),
         )
 
     def _take(self, item: Item) -> None:
@@ -249,7 +250,9 @@ class UnitEncoder:
                 contents = item.read()
                 self._contents[item.index] = contents.digests()
                 sample = contents.sample()
-                bucket, pixels = bucket_pixels(sample.image, self._buckets, codec.color, sample.fit)
+                bucket, pixels = bucket_pixels(
+                    sample.image, sample.fit.buckets or self._buckets, codec.color, sample.fit
+                )
                 references = [bucket_pixels(each, [bucket], codec.color, sample.fit)[1] for each in sample.references]
                 if self._classes:
                     self._labels[item.index] = _number(sample, self._classes)
@@ -291,6 +294,12 @@ class UnitEncoder:
         for index, captions in self._captions.items():
             for cut in (cut for caption in captions for cut in texts[caption.text].cuts):
                 yield replace(cut, samples=[self._names[index]])
+
+    def _lengths(self, texts: Mapping[str, Text]) -> Iterator[tuple[str, Length]]:
+        """The name of each image, and the lengths of its captions."""
+        for index, captions in self._captions.items():
+            for caption in captions:
+                yield from ((self._names[index], each) for each in texts[caption.text].lengths)
 
 
 def _joined(batches: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

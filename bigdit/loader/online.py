@@ -95,7 +95,7 @@ def open_online(
     classes = (source.class_names or class_count(spec)) if takes_classes(spec) else None
     encoders = RunEncoders(run, device, chunk, source)
     image, text = encoders.image, encoders.text
-    (bucket,) = run.data.buckets
+    (bucket,) = run.data.all_buckets
     shape, tokens = image.latent_shape(bucket), 0 if text is None else text.max_tokens
     problems = unfit_model(spec, image, text, classes)
     problems += [f"data.buckets gives {each}" for each in size_misfits(spec, [shape])]

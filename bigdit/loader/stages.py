@@ -14,7 +14,7 @@ import xxhash
 from pydantic import NonNegativeInt, PositiveInt, ValidationError
 
 from bigdit.errors import UserError
-from bigdit.loader.order import WINDOW_PARTS, EpochStage, LeftOut, Order, Rates, ValidationSplit
+from bigdit.loader.order import WINDOW_PARTS, EpochStage, Ints, LeftOut, Order, Rates, ValidationSplit
 from bigdit.loader.raw_store import RawStore
 from bigdit.store import FeatureStore
 from bigdit.store.part import shape_name
@@ -133,14 +133,19 @@ def rates_of(store: FeatureStore | RawStore, rates: Sequence[Fraction]) -> Rates
     """The rates of a store's parts. Raises UserError if they are of fewer sources than the store has."""
     if all(rate == 1 for rate in rates):
         return Rates((), np.zeros(len(store.index.parts), np.int64))
-    owners = store.schema.owners
-    if len(rates) <= max(owners):
+    sources = max(store.schema.owners) + 1
+    if len(rates) < sources:
         raise UserError(
             f"data.images has {how_many(len(rates), 'source')} with repeats or weight, and {store.root} has "
-            f"{max(owners) + 1}; list the sources that it was extracted from"
+            f"{sources}; list the sources that it was extracted from"
         )
+    return Rates(rates, source_of_part(store))
+
+
+def source_of_part(store: FeatureStore | RawStore) -> Ints:
+    """The number of the run's source that each part of a store is of."""
     entries = np.searchsorted(store.schema.ends(), store.index.parts[:, 0], "right")
-    return Rates(rates, np.array(owners, np.int64)[entries])
+    return np.array(store.schema.owners, np.int64)[entries]
 
 
 def _other_rates(store: FeatureStore | RawStore, state: DataState, where: Path, rates: Rates) -> list[str]:
@@ -301,7 +306,7 @@ def _scarce(order: Order, store: FeatureStore | RawStore) -> list[str]:
     """Notes on buckets that are empty, or smaller than a global batch."""
     batch, totals = order.global_batch_size, [float(total) for total in order.samples_of_epoch]
     filled = {shape_name(shape): total for shape, total in zip(store.index.shapes, totals, strict=True) if total}
-    asked, limit = len(set(store.schema.buckets)), f"fewer than a global batch of {batch} (strategy.global_batch_size)"
+    asked, limit = len(store.schema.all_buckets), f"fewer than a global batch of {batch} (strategy.global_batch_size)"
     empty = f"{asked - len(filled)} of {asked} data.buckets have no samples: all are in "
     lines = [empty + ", ".join(filled)] if len(filled) < asked else []
     if sum(totals) < batch:

@@ -6,8 +6,10 @@ import math
 import threading
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 
@@ -19,6 +21,7 @@ from bigdit.loader.batch import Batch, CaptionedBatch, read_ahead
 from bigdit.loader.buffers import Buffers, Padded, mark_first
 from bigdit.loader.order import Ints, Order, draw, sample_seed
 from bigdit.loader.raw_store import RawReader, RawStore
+from bigdit.loader.stages import source_of_part
 from bigdit.store import FeatureStore
 from bigdit.store.part import FIRST_FRAME, Shape
 from bigdit.store.reader import Part
@@ -48,18 +51,26 @@ class FeatureStream:
         seed: int,
         caption_dropout: float,
         no_class: int | None = None,
+        loss_weights: Sequence[float] = (),
         read_ahead_steps: int = 2,
         threads: int = 2,
         pin_memory: bool = False,
     ) -> None:
+        """`loss_weights`: factors of the loss, of the samples of each source; 1 for those that it does not have."""
         self.order = order
         self._world = world
         self._micro_batch_size = micro_batch_size
         self._grad_accum_steps = grad_accum_steps
         self._seed = seed
         self._read_ahead_steps = read_ahead_steps
-        self._threads = threads
+        self._threads, self._pinned = threads, pin_memory
         self._buckets = list(store.buckets)
+        self._weights: npt.NDArray[np.float32] | None = None
+        if any(weight != 1 for weight in loss_weights):
+            sources = source_of_part(store)
+            weights = np.ones(max(int(sources.max()) + 1, len(loss_weights)), np.float32)
+            weights[: len(loss_weights)] = loss_weights
+            self._weights = weights[sources]
         self._reader: BatchReader | RawReader = (
             RawReader(store, caption_dropout, pinned=pin_memory, no_class=no_class)
             if isinstance(store, RawStore)
@@ -80,7 +91,20 @@ class FeatureStream:
 
     def micro_batches(self, step: int) -> list[Micro]:
         """The grad_accum_steps micro-batches of this process in this step."""
-        return [self._reader.read(*each) for each in self.samples(step)]
+        samples = self.samples(step)
+        found: list[Micro] = [self._reader.read(*each) for each in samples]
+        if self._weights is None:
+            return found
+        weighted = [
+            (batch, self._weights[parts], bucket) for batch, (bucket, parts, *_) in zip(found, samples, strict=True)
+        ]
+        return [self._weighted(*each) for each in weighted]
+
+    def _weighted(self, batch: Micro, weights: npt.NDArray[np.float32], bucket: Shape) -> Micro:
+        """The batch with a factor of each sample's loss in its mask."""
+        mask = batch.extras.get(LOSS_MASK, torch.ones(len(weights), *bucket[-2:], dtype=torch.bfloat16))
+        mask = (mask * torch.from_numpy(weights)[:, None, None]).to(torch.bfloat16)
+        return replace(batch, extras={**batch.extras, LOSS_MASK: mask.pin_memory() if self._pinned else mask})
 
     def _fetched(self, step: int, stop: int) -> list[Micro]:
         """The micro-batches of a step. The following ones are prefetched."""

@@ -1,9 +1,10 @@
-"""Images and videos from captions or classes, by a checkpoint or by the model that trains: conditions, sampler, grids.
+"""Images and videos from captions or classes: conditions, sampler, grids.
 
+A checkpoint generates, the model that a run starts from, or the one that trains.
 `objectives` integrates a prediction; `train` decides when a run generates.
 """
 
 from bigdit.sampling.conditions import SamplingOptions
-from bigdit.sampling.sampler import Sampler
+from bigdit.sampling.sampler import Base, Sampler
 
-__all__ = ["Sampler", "SamplingOptions"]
+__all__ = ["Base", "Sampler", "SamplingOptions"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from PIL import Image
 from torch import nn
 
 from bigdit import log, models, objectives
+from bigdit.catalog.conditions import class_count, takes_classes
 from bigdit.catalog.families import objective_of
 from bigdit.checkpoint import Checkpoint, PostHoc, load_model, load_weights, verify
 from bigdit.config import RunConfig
@@ -49,44 +51,75 @@ _LESS = "a smaller --size or fewer captions take less"
 _MORE = "a device with more memory is needed"
 
 
+@dataclass(frozen=True)
+class Base:
+    """The model that a `run` of `spec` starts from: model.init_from."""
+
+    run: RunConfig
+    spec: ModelSpec
+
+
 class Sampler:
-    """Generates with a checkpoint's model, in the dtype of its run, and the encoders it was trained with.
+    """Generates with a checkpoint's model or the one that a run starts from, in the dtype and with the encoders of the
+    run.
 
     `captions`: whether its conditions are captions, and not classes.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, device: torch.device, *, ema: bool = False, posthoc: PostHoc | None = None
+        self, source: Checkpoint | Base, device: torch.device, *, ema: bool = False, posthoc: PostHoc | None = None
     ) -> None:
-        """With `ema` from the EMA of the weights, with `posthoc` from that one. Only the decoder is loaded now, in CPU
-        memory.
+        """With `ema` from the EMA of a checkpoint's weights, with `posthoc` from that one. Only the decoder is loaded
+        now, in CPU memory.
 
         Raises UserError where it cannot be loaded, or there is no EMA.
         """
-        if ema and not checkpoint.has_ema:
-            raise UserError(f"--ema: {checkpoint.folder} holds no EMA of the weights; train with strategy.ema")
-        run = parse_run(checkpoint.state["run"], str(checkpoint.folder))
-        spec = ModelSpec.model_validate(checkpoint.state["model"])
-        self._checkpoint, self._run, self._spec, self._device = checkpoint, run, spec, device
-        self._ema, self._posthoc = ema, posthoc
+        if isinstance(source, Base):
+            run, spec, strategy = source.run, source.spec, source.run.strategy
+            self._name = f"model.init_from {run.model.init_from}"
+            self._known: Any = (run.data.classes or class_count(spec)) if takes_classes(spec) else None
+        else:
+            folder, state = source.folder, source.state
+            if ema and not source.has_ema:
+                raise UserError(f"--ema: {folder} holds no EMA of the weights; train with strategy.ema")
+            run, spec = parse_run(state["run"], str(folder)), ModelSpec.model_validate(state["model"])
+            strategy = Strategy.model_validate(state["strategy"])
+            self._name, self._known = f"--checkpoint {folder}", (state["data"] or {}).get("classes")
+        self._source, self._run, self._spec, self._device = source, run, spec, device
+        self._strategy, self._ema, self._posthoc = strategy, ema, posthoc
         self._family = models.family(spec.class_name)
-        self._dtype = compute_dtype(Strategy.model_validate(checkpoint.state["strategy"]))
+        self._dtype = compute_dtype(strategy)
         self._codec = load_image_codec(run.encoders.image, _CPU)
-        self._known: Any = (checkpoint.state["data"] or {}).get("classes")
         self._takes = (
             "edits" if run.data.references else "begins with" if run.encoders.first_frame is not None else None
         )
         self._objective = objective_of(spec, run.objective)
         if (why := partial(self._objective)) is not None:
-            raise UserError(f"--checkpoint {checkpoint.folder}: {why}")
+            raise UserError(f"{self._name}: {why}")
         self.buckets, self.fps, self.captions = run.data.buckets, run.data.fps, run.encoders.text is not None
 
     def model(self) -> nn.Module:
         """The model that generates, newly loaded. Raises UserError where weights cannot be read, or memory runs out."""
-        if self._posthoc is None:  # else it has verified all its files
-            verify(self._checkpoint)
-        with memory_errors(f"--checkpoint {self._checkpoint.folder}: loading it", self._device, _MORE):
-            return model_of(self._checkpoint, self._run, self._spec, self._device, ema=self._ema, posthoc=self._posthoc)
+        if isinstance(self._source, Checkpoint) and self._posthoc is None:  # else it has verified all its files
+            verify(self._source)
+        with memory_errors(f"{self._name}: loading it", self._device, _MORE):
+            return self._loaded()
+
+    def _loaded(self) -> nn.Module:
+        """With the weights of a checkpoint, which was verified, or with those of model.init_from alone: adapters that
+        nothing is loaded into change nothing."""
+        source, strategy, init_from = self._source, self._strategy, self._run.model.init_from
+        swapped = strategy.blocks_to_swap if self._device.type == "cuda" else 0  # on a CPU it would save nothing
+        if init_from is None or (isinstance(source, Checkpoint) and strategy.lora is None):
+            model = models.skeleton(self._spec, dtype=self._dtype)
+        else:
+            model = load_model(self._spec, init_from, dtype=self._dtype)
+        model = models.equip(model, self._family, strategy.forward_only.model_copy(update={"blocks_to_swap": swapped}))
+        if self._posthoc is not None:
+            self._posthoc.load(model)
+        elif isinstance(source, Checkpoint):
+            load_weights(source, model, ema=self._ema)
+        return moved(model, self._device).eval()
 
     def check(self, options: SamplingOptions, captions: Mapping[str, Sequence[str]], images: int = 0) -> None:
         """Raise UserError for captions or classes, by their options, and so many `images` that this model cannot take,
@@ -140,7 +173,7 @@ class Sampler:
         """
         self.check(options, {ConditionOptions().label: captions}, len(images))
         shape = self._latents(options)
-        with memory_errors(f"--checkpoint {self._checkpoint.folder}: encoding captions", self._device, _MORE):
+        with memory_errors(f"{self._name}: encoding captions", self._device, _MORE):
             fed = self._run, self._spec, self._known, captions, images
             given = encoded(*fed, options, self._codec, self._device, ConditionOptions())
         model = self.model()
@@ -263,25 +296,3 @@ def _least_bytes(shape: Shape, guidance: float) -> int:
     A CPU does not refuse memory: the kernel ends the process.
     """
     return (3 if guidance == 1 else 5) * 4 * math.prod(shape)
-
-
-def model_of(
-    checkpoint: Checkpoint, run: RunConfig, spec: ModelSpec, device: torch.device, *, ema: bool, posthoc: PostHoc | None
-) -> nn.Module:
-    """The model on `device`, with the weights, their EMA with `ema`, or that EMA. The checkpoint was verified.
-
-    Raises UserError where weights cannot be read.
-    """
-    strategy = Strategy.model_validate(checkpoint.state["strategy"])
-    family, dtype = models.family(spec.class_name), compute_dtype(strategy)
-    swapped = strategy.blocks_to_swap if device.type == "cuda" else 0  # on a CPU it would save nothing
-    if strategy.lora is None or run.model.init_from is None:
-        model = models.skeleton(spec, dtype=dtype)
-    else:
-        model = load_model(spec, run.model.init_from, dtype=dtype)
-    model = models.equip(model, family, strategy.forward_only.model_copy(update={"blocks_to_swap": swapped}))
-    if posthoc is None:
-        load_weights(checkpoint, model, ema=ema)
-    else:
-        posthoc.load(model)
-    return moved(model, device).eval()

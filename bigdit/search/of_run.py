@@ -91,7 +91,7 @@ def _request(document: dict[str, Any], asked: Mapping[str, Any]) -> ResolvedRequ
     if None not in (gpus, asked.get("gpus")) and gpus != asked["gpus"]:
         raise UserError(f"strategy.world_size is {gpus}, and --gpus {asked['gpus']}; leave one of them out")
     gpus = gpus or asked.get("gpus")
-    largest, *_ = buckets = sorted(run.data.buckets, key=math.prod, reverse=True)
+    largest, *_ = buckets = sorted(run.data.all_buckets, key=math.prod, reverse=True)
     batch, segments = _global_batch(strategy, document, gpus or 1), strategy.checkpointed_segments
     blocks = strategy.checkpointed_blocks
     if segments is None:

@@ -16,6 +16,7 @@ from bigdit import log
 from bigdit.config.data import WEIGHTS, SourceConfig, is_weight
 from bigdit.files import IS_LFS_POINTER, is_lfs_pointer, leads_out
 from bigdit.sources.disk import CAPTION_BYTES, read_file
+from bigdit.sources.image import SUFFIXES as IMAGES
 from bigdit.sources.protocol import Caption, Unusable
 from bigdit.units import how_many
 
@@ -75,9 +76,12 @@ def _decoded(data: bytes, name: str) -> str:
     if is_lfs_pointer(data):
         raise Unusable(f"caption {name} {IS_LFS_POINTER}")
     try:
-        return data.decode("utf-16" if data.startswith(UTF_16) else "utf-8-sig")
+        text = data.decode("utf-16" if data.startswith(UTF_16) else "utf-8-sig")
     except UnicodeDecodeError:
         raise Unusable(f"caption {name} is not UTF-8") from None
+    if "\0" in text:  # of UTF-32, or of UTF-16 that does not begin with its mark
+        raise Unusable(f"caption {name} has zero bytes, as other encodings do; save it as UTF-8")
+    return text
 
 
 def _sound(text: str, name: str) -> str:
@@ -145,7 +149,7 @@ def odd_names(names: Collection[str]) -> dict[str, str]:
     """Files of captions whose names differ from their usual form: suffixes in capitals, or letters that are decomposed
     (NFD), as macOS writes them. By their usual form."""
     found = (name for name in names if os.path.splitext(name)[1].lower() in SUFFIXES)
-    return {plain: name for name in found if (plain := _plain(name)) != name}
+    return {usually: name for name in found if (usually := plain(name)) != name}
 
 
 def beside(image: str, names: Collection[str], odd: Mapping[str, str]) -> Beside:
@@ -160,15 +164,17 @@ def beside(image: str, names: Collection[str], odd: Mapping[str, str]) -> Beside
 
 
 def _there(name: str, names: Collection[str], odd: Mapping[str, str]) -> str | None:
-    if name in names or name.isascii():  # the suffixes asked for are plain
-        return name if name in names else odd.get(name)
-    plain = _plain(name)
-    return plain if plain in names else odd.get(plain)
+    if name in names or (not odd and name.isascii()):
+        return name if name in names else None
+    usually = plain(name)
+    return usually if usually in names else odd.get(usually)
 
 
-def _plain(name: str) -> str:
-    stem, suffix = os.path.splitext(name)
-    return unicodedata.normalize("NFC", stem) + suffix.lower()
+def plain(name: str) -> str:
+    """The name in NFC, with the suffixes of captions and images in small letters."""
+    stem, suffix = os.path.splitext(unicodedata.normalize("NFC", name))
+    first, inner = os.path.splitext(stem)
+    return f"{first}{inner.lower() if inner.lower() in IMAGES else inner}{suffix.lower()}"
 
 
 def read_captions(files: Beside, read: Callable[[str], bytes | None]) -> tuple[Caption, ...]:

@@ -10,7 +10,7 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -20,8 +20,9 @@ from typing import Literal
 import xxhash
 from PIL import Image
 
+from bigdit import log
 from bigdit.config.data import MAX_PIXELS, SourceConfig
-from bigdit.errors import UserError
+from bigdit.errors import UserError, shown
 from bigdit.sources.captions import (
     LISTS,
     Beside,
@@ -32,6 +33,7 @@ from bigdit.sources.captions import (
     folder_label,
     log_ignored,
     odd_names,
+    plain,
     reads_captions,
     usual,
 )
@@ -39,13 +41,15 @@ from bigdit.sources.captions import (
     SUFFIXES as CAPTIONS,
 )
 from bigdit.sources.disk import IMAGE_BYTES, IMPOSSIBLE, read_file, sampled_digest, unreadable
-from bigdit.sources.image import SUFFIXES, alpha, decode, is_reference, reference_of, with_reference
+from bigdit.sources.image import MASK, REFERENCE, SUFFIXES, alpha, decode, marked, owner, usual_mark, with_reference
 from bigdit.sources.protocol import Caption, Contents, Entry, Item, Unusable
 from bigdit.sources.text_rows import METADATA, Metadata
 from bigdit.sources.videos import SUFFIXES as VIDEOS
 from bigdit.sources.videos import Clip, contents_of, is_video, resampled, video_frames
+from bigdit.units import how_many
 
 BLOCK = 1024
+_NAMED = 3  # files that a message names
 
 
 class Names:
@@ -71,14 +75,6 @@ class Names:
             yield from map(os.fsdecode, names[max(start - first, 0) : end - first])
 
 
-_MASK = ".mask.png"
-
-
-def mask_name(name: str) -> str:
-    """`a.mask.png`, of `a.jpg`."""
-    return os.path.splitext(name)[0] + _MASK
-
-
 _BETWEEN = "//"  # separates the parts of a stored entry; no relative path has it
 _MISSING = -1, -1
 
@@ -90,7 +86,8 @@ class FolderItem(Item):
     `beside`: the names of its captions, where they are not the usual ones. `row`: its captions in the metadata of a
     folder, if there are none beside it; or the problem of its row. `follow_links`: it and its captions may be links out
     of `root`. `labelled`: its folder is its class. `captioned`: its own captions are read. `mask`: as SourceConfig has
-    it. `clip`: the part of a video to read. `reference`: the name of the file that it is an edit of, if it must be one.
+    it. `mask_file`: the name of its mask, where it is not the usual one. `clip`: the part of a video to read.
+    `reference`: the name of the file that it is an edit of, if it must be one.
     """
 
     index: int
@@ -104,6 +101,7 @@ class FolderItem(Item):
     mask: Literal["file", "alpha"] | None = None
     clip: Clip | None = None
     reference: str | None = None
+    mask_file: str | None = None
 
     @property
     def path(self) -> Path:
@@ -127,13 +125,14 @@ class FolderItem(Item):
             contents = with_reference(contents, referred, max_pixels)
         if self.mask == "alpha":
             return replace(contents, mask=partial(alpha, data, max_pixels))
-        beside = self._beside(mask_name(self.path.name)) if self.mask == "file" else None
+        masked = self.mask_file or usual_mark(self.path.name, MASK)
+        beside = self._beside(masked) if self.mask == "file" else None
         if beside is None:
             return contents
         told = contents.digest
         return replace(
             contents,
-            mask=lambda: decode(beside, max_pixels).convert("L"),
+            mask=lambda: _decoded_mask(beside, max_pixels),
             digest=lambda: xxhash.xxh3_64_intdigest(beside, told()),
         )
 
@@ -170,6 +169,13 @@ class FolderItem(Item):
             raise unreadable(self.path, error) from None
 
 
+def _decoded_mask(data: bytes, max_pixels: int) -> Image.Image:
+    try:
+        return decode(data, max_pixels).convert("L")
+    except Unusable as error:
+        raise Unusable(f"mask: {error}") from None
+
+
 class ImageFolder:
     """All images below `root`, in the order of their relative paths. Linked folders are ignored."""
 
@@ -199,17 +205,16 @@ class ImageFolder:
         if not len(self._names):
             wanted = f"images{' or videos' if clip else ''} ({', '.join(suffixes)})"
             raise UserError(f"{key}: {root} holds no {wanted}{_lists_within(root)}")
-        if (config.captions or config.image) and not found.tables:
-            raise UserError(
-                f"{key}: {root} is a folder without {' or '.join(METADATA)}, so it has no columns; leave out image and "
-                "captions"
-            )
         if references and not found.references:
             raise UserError(
                 f"{key}: data.references is {references}, and {root} holds no references; put x.reference.png beside "
                 "x.png, or set it to 0"
             )
         log_ignored(key, root, found.ignored)
+        if config.mask == "file" and not found.masks:
+            log.notice(f"{key}.mask is file, and {root} holds no x.mask.png beside x.png: all images count in full")
+        if found.unread:
+            log.notice(_unread(key, root, found.unread))
         masks = {"masks": config.mask} if config.mask else {}
         self.identity = {"kind": "folder", "count": len(self._names), "digest": digest.hexdigest(), **masks}
 
@@ -221,8 +226,8 @@ class ImageFolder:
         found = enumerate(map(_stored, self._names.range(start, end)), start)
         how = self._links, self._labelled, self._captioned, self._mask, self._clip
         return [
-            FolderItem(index, self.root, entry.name, files, row, *how, reference)
-            for index, (entry, (files, row, reference)) in found
+            FolderItem(index, self.root, entry.name, files, row, *how, *marks)
+            for index, (entry, (files, row, *marks)) in found
         ]
 
     def entries(self) -> Iterator[Entry]:
@@ -238,6 +243,11 @@ class ImageFolder:
             yield entry
 
 
+def _unread(key: str, root: Path, names: Sequence[str]) -> str:
+    first = ", ".join(names[:_NAMED]) + (", …" if len(names) > _NAMED else "")
+    return f"{key}: {how_many(len(names), 'caption')} in {root} with the name of no image: {shown(first)}"
+
+
 def _lists_within(root: Path) -> str:
     lists = sorted(name for name in os.listdir(root) if os.path.splitext(name)[1].lower() in LISTS)
     return f"; it holds the list {lists[0]}: give its path instead" if lists else ""
@@ -246,33 +256,38 @@ def _lists_within(root: Path) -> str:
 def _digested(found: Listing, digest: xxhash.xxh3_128) -> Iterator[str]:
     """Sorted entries of images. Names and sizes of images and captions, and rows of metadata, are digested: all change
     the features."""
-    for name, files, captioned, row, reference in found.images():
+    for name, files, captioned, row, *marks in found.images():
         sizes, times = zip(*files, strict=True)
         told = "" if row is None else f" {xxhash.xxh3_64_hexdigest(row.encode())}"
         digest.update(os.fsencode(f"{name}\0{sizes}{told}\n"))
         images, captions = (" ".join(map(str, each)) for each in ((sizes[0], *sizes[3:]), sizes[1:3]))
-        kept = [captioned, row, reference]
+        kept = [captioned, row, *marks]
         stored = json.dumps(kept) if any(each is not None for each in kept) else ""
         yield _BETWEEN.join([name, images, captions + told, " ".join(map(str, times)), stored])
 
 
-def _stored(text: str) -> tuple[Entry, tuple[Beside | None, tuple[Caption, ...] | str | None, str | None]]:
-    """An entry, and the `beside`, `row` and `reference` of its item."""
+_Kept = tuple[Beside | None, tuple[Caption, ...] | str | None, str | None, str | None]
+"""The `beside`, `row`, `reference` and `mask_file` of an item."""
+
+
+def _stored(text: str) -> tuple[Entry, _Kept]:
+    """An entry, and what its item has."""
     name, image, captions, times, kept = text.split(_BETWEEN, 4)
-    captioned, row, reference = json.loads(kept) if kept else (None, None, None)
+    captioned, row, reference, mask = json.loads(kept) if kept else (None, None, None, None)
     told = None if row is None else json.loads(row)
     found = tuple(Caption(*each) for each in told) if isinstance(told, list) else told
-    return Entry(name, 1, image, captions, times), (captioned and tuple(captioned), found, reference)
+    return Entry(name, 1, image, captions, times), (captioned and tuple(captioned), found, reference, mask)
 
 
-_Found = tuple[str, list[tuple[int, int]], Beside | None, str | None, str | None]
+_Found = tuple[str, list[tuple[int, int]], Beside | None, str | None, str | None, str | None]
 """The relative path of an image; bytes and times of image, JSON and text, and of a reference, -1 for a missing one; the
-names of JSON and text, where they are not the usual ones; its row of metadata in JSON; the name of its reference."""
+names of JSON and text, where they are not the usual ones; its row of metadata in JSON; the name of its reference, and
+that of its mask, where it is not the usual one."""
 
 
 class Listing:
-    """The images with `suffixes` below a folder. Other files are counted in `ignored`, files of metadata in `tables`,
-    and, if images are `edits`, those that they are of in `references`.
+    """The images with `suffixes` below a folder. Other files are counted in `ignored`, and in `masks` and `references`
+    those of images. `unread`: captions that have the name of no image. `edits`: whether images have references.
 
     A folder is sorted as if its name ended in a slash, which is the order of whole paths. So memory holds one folder of
     each level, never the whole tree.
@@ -281,7 +296,8 @@ class Listing:
     def __init__(self, suffixes: Collection[str], config: SourceConfig, key: str, *, edits: bool = False) -> None:
         self._suffixes, self._config, self._key, self._edits = suffixes, config, key, edits
         self.ignored: Counter[str] = Counter()
-        self.tables = self.references = 0
+        self.masks = self.references = 0
+        self.unread: list[str] = []
 
     def images(self, folder: str = "", above: Metadata | None = None) -> Iterator[_Found]:
         """The images below a relative folder. `above`: the metadata of the nearest folder above that has some."""
@@ -289,30 +305,39 @@ class Listing:
         descriptor = os.open(root / folder, os.O_RDONLY)  # paths from here are short, so the kernel walks less
         try:
             entries = _entries(descriptor, self.ignored)
-            captioned, masks = self._config.caption is None, self._config.mask == "file"
+            captioned, masked = self._config.caption is None, self._config.mask == "file"
             odd = odd_names(entries)
             own = self._metadata(folder, entries)
+            beside_images, masks, references = self._marked(entries)
+            taken, left = 0, list[str]()
             for name in sorted(entries):
                 suffix = os.path.splitext(name)[1]
                 if name.endswith("/"):
                     yield from self.images(folder + name, own or above)
-                elif masks and name.endswith(_MASK):
+                elif name in beside_images:
                     continue
-                elif suffix.lower() in self._suffixes and self._edits and is_reference(name):
-                    self.references += 1
                 elif suffix.lower() in self._suffixes:
                     captions = beside(name, entries, odd)
+                    taken += sum(each in entries for each in captions)
+                    usual_mask = usual_mark(name, MASK)
+                    mask = (masks and masks.get(owner(name))) or usual_mask
                     # The listing shows what is missing. A stat would be a round trip on a network file system.
-                    known = entries if captioned else entries & {name, mask_name(name)}
-                    asked = [name, *captions, *([mask_name(name)] if masks else [])]
+                    known = entries if captioned else entries & {name, mask}
+                    asked = [name, *captions, *([mask] if masked else [])]
                     files = [_seen(file, descriptor) if file in known else _MISSING for file in asked]
-                    reference = reference_of(name, entries) if self._edits else None
+                    edited = (references and references.get(owner(name))) or usual_mark(name, REFERENCE)
+                    reference = edited if self._edits else None
                     files += [] if reference is None else [_seen(reference, descriptor)]
                     row = None if (table := own or above) is None else table.row(folder + name, captions[1] in entries)
                     stem = os.path.splitext(name)[0]
-                    yield folder + name, files, None if captions == usual(stem) else captions, row, reference
-                elif suffix.lower() not in CAPTIONS and name not in METADATA:
+                    own_mask = mask if masked and mask != usual_mask else None
+                    yield folder + name, files, None if captions == usual(stem) else captions, row, reference, own_mask
+                elif suffix.lower() in CAPTIONS:
+                    left.append(name)
+                elif name not in METADATA:
                     self.ignored[f"{suffix or 'other'} file"[:20]] += 1
+            if len(left) > taken and reads_captions(self._config):
+                self.unread += _of_no_image(folder, left, entries)
             if own is not None:
                 own.log_unused()
         finally:
@@ -320,8 +345,33 @@ class Listing:
 
     def _metadata(self, folder: str, entries: Collection[str]) -> Metadata | None:
         names = [name for name in METADATA if name in entries and reads_captions(self._config)]
-        self.tables += len(names)
         return Metadata(folder, names[0], self._config, self._key) if names else None
+
+    def _marked(self, entries: Collection[str]) -> tuple[set[str], dict[str, str], dict[str, str]]:
+        """The masks and references in a folder, which are no images of their own; and of both the name by the owner.
+        Those that the source does not ask for are counted in `ignored`."""
+        marked_by, beside = [], set[str]()
+        for mark, used in ((MASK, self._config.mask == "file"), (REFERENCE, self._edits)):
+            found = marked(entries, mark)
+            if found and not used:
+                owners = {owner(name) for name in entries if name not in found and _is_image(name)}
+                found = {name: stem for name, stem in found.items() if stem in owners}
+                self.ignored[mark.removeprefix(".")] += len(found)
+            beside |= found.keys()
+            marked_by.append({stem: name for name, stem in found.items()} if used else {})
+        self.masks, self.references = self.masks + len(marked_by[0]), self.references + len(marked_by[1])
+        return beside, marked_by[0], marked_by[1]
+
+
+def _is_image(name: str) -> bool:
+    return os.path.splitext(name)[1].lower() in SUFFIXES
+
+
+def _of_no_image(folder: str, names: Sequence[str], entries: Collection[str]) -> list[str]:
+    """Files of captions of a folder that have the name of no image or video there."""
+    images = [plain(name) for name in entries if os.path.splitext(name)[1].lower() in (*SUFFIXES, *VIDEOS)]
+    stems = {each for name in images for each in (name, os.path.splitext(name)[0])}
+    return [folder + name for name in names if plain(os.path.splitext(name)[0]) not in stems]
 
 
 def _entries(descriptor: int, ignored: Counter[str]) -> set[str]:

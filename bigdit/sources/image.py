@@ -10,6 +10,7 @@ import functools
 import io
 import os
 import re
+import unicodedata
 import warnings
 from collections.abc import Collection, Iterator
 from dataclasses import replace
@@ -102,6 +103,8 @@ def _unknown_format(data: bytes) -> str:
     """What a file is that Pillow does not know or must not try, by its first bytes."""
     if is_lfs_pointer(data):
         return f"image {IS_LFS_POINTER}"
+    if not data:
+        return "damaged image: the file is empty"
     for start, kind in _UNREAD.items():
         if re.match(start, data, re.DOTALL):
             return f"image in {kind}, which is not supported; convert it to PNG or JPEG"
@@ -131,19 +134,30 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     return Image.fromarray(gray)
 
 
-_MARK = ".reference"
+MASK, REFERENCE = ".mask", ".reference"
+"""How the stems of masks and references end."""
 
 
-def is_reference(name: str) -> bool:
-    """Whether a file of a folder is the reference of another one, by its name."""
-    return os.path.splitext(name)[0].endswith(_MARK)
+def usual_mark(image: str, mark: str) -> str:
+    """`a.mask.png`, of `a.jpg`."""
+    return f"{os.path.splitext(image)[0]}{mark}.png"
 
 
-def reference_of(image: str, names: Collection[str]) -> str:
-    """The name of an image's reference among the `names` of its folder; `x.reference.png` where there is none."""
-    stem, suffix = os.path.splitext(image)
-    asked = [f"{stem}{_MARK}{each}" for each in (suffix, *SUFFIXES)]
-    return next((each for each in asked if each in names), f"{stem}{_MARK}.png")
+def marked(names: Collection[str], mark: str) -> dict[str, str]:
+    """The images among the `names` of a folder whose stem ends with a mark, whatever their suffix and capitals are, and
+    what they belong to, as `owner` has it. PNG come last."""
+    found = {}
+    for name in names:
+        if mark in name.lower():
+            stem, suffix = os.path.splitext(name)
+            if suffix.lower() in SUFFIXES and stem.lower().endswith(mark):
+                found[name] = unicodedata.normalize("NFC", stem[: -len(mark)])
+    return dict(sorted(found.items(), key=lambda each: (each[0].endswith(".png"), each[0])))
+
+
+def owner(image: str) -> str:
+    """What marks of an image name: its stem, composed."""
+    return unicodedata.normalize("NFC", os.path.splitext(image)[0])
 
 
 def with_reference(contents: Contents, data: bytes, max_pixels: int) -> Contents:

@@ -24,7 +24,7 @@ from bigdit.sources.image import SUFFIXES
 from bigdit.sources.protocol import Contents, Entry, Item, Source
 from bigdit.sources.rules import Ruled, Rules, Varied
 from bigdit.sources.tables import Rows, TableSource
-from bigdit.sources.text_rows import text_rows
+from bigdit.sources.text_rows import METADATA, has_metadata, text_rows
 from bigdit.sources.videos import Clip, Clips
 from bigdit.sources.webdataset import WebDataset
 
@@ -32,16 +32,18 @@ INDEX = "index"  # the folder within data.features for listings and indices of s
 
 
 class Limits(NamedTuple):
-    """The sizes of images that are used: see DataConfig."""
+    """The sizes of a source's images that are used, and those to train at: see DataConfig and SourceConfig."""
 
     max_pixels: int = MAX_PIXELS
     min_side: int = 1
     max_upscale: float | None = None
+    buckets: tuple[tuple[int, ...], ...] = ()
 
     @property
     def changed(self) -> dict[str, Any]:
-        """Those that are not the defaults."""
-        return {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
+        """Those that are not the defaults, as JSON has them."""
+        found = {name: value for name, value in self._asdict().items() if value != self._field_defaults[name]}
+        return found | ({"buckets": [list(bucket) for bucket in self.buckets]} if self.buckets else {})
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class ListedItem(Item):
     def read(self, max_pixels: int | None = None) -> Contents:
         """As Item.read. The default of `max_pixels` is the run's."""
         contents = self.item.read(max_pixels or self.limits.max_pixels)
-        fit = replace(contents.fit, min_side=self.limits.min_side, max_upscale=self.limits.max_upscale)
+        _, min_side, max_upscale, buckets = self.limits
+        fit = replace(contents.fit, min_side=min_side, max_upscale=max_upscale, buckets=buckets)
         return replace(contents, fit=fit)
 
 
@@ -67,14 +70,19 @@ class SourceList:
     """
 
     def __init__(
-        self, sources: Sequence[Source], titles: Sequence[str], class_names: Sequence[str] | None, limits: Limits
+        self,
+        sources: Sequence[Source],
+        titles: Sequence[str],
+        class_names: Sequence[str] | None,
+        limits: Sequence[Limits],
     ) -> None:
         self.sources = sources
         self._titles, self._limits = titles, limits
         known = {name for source in sources for name in source.class_names}
         self.class_names = sorted(known) if class_names is None else list(class_names)
         self._ends = list(itertools.accumulate(len(source) for source in sources))
-        identities = [source.identity | limits.changed for source in sources]  # other images are skipped
+        # Other limits skip other images, and other buckets give other latents.
+        identities = [source.identity | each.changed for source, each in zip(sources, limits, strict=True)]
         digest = xxhash.xxh3_128_hexdigest("\n".join(identity["digest"] for identity in identities).encode())
         self.identity: dict[str, Any] = {
             "kind": "list",
@@ -99,7 +107,8 @@ class SourceList:
                 break
             prefix = f"{self._titles[number]}: " if len(self.sources) > 1 else ""
             inner = self.sources[number].items(max(start - first, 0), min(end, self._ends[number]) - first)
-            found += [ListedItem(first + item.index, prefix + item.name, item, self._limits) for item in inner]
+            limits = self._limits[number]
+            found += [ListedItem(first + item.index, prefix + item.name, item, limits) for item in inner]
         return found
 
 
@@ -117,7 +126,7 @@ def open_source(data: DataConfig) -> SourceList:
             problems += error.problems
     if problems:
         raise UserError(*problems)
-    limits = Limits(data.max_pixels, data.min_side, data.max_upscale)
+    limits = [Limits(data.max_pixels, data.min_side, data.max_upscale, each.buckets or ()) for each in data.images]
     return SourceList(sources, [str(config.path) for config in data.images], data.classes, limits)
 
 
@@ -130,6 +139,7 @@ def check_sources(data: DataConfig, *, listed: bool) -> list[str]:
     kinds, missing, problems = set[SourceKind](), list[str](), list[str]()
     for number, config in enumerate(data.images):
         key, there = _key(data, number), config.path.exists() or is_pattern(config.path)
+        problems += _of_other_machines(config.path, key)
         missing += [] if there else [f"{key}: {config.path}"]
         if there or config.kind is not None:  # else its kind is unknown
             try:
@@ -148,7 +158,8 @@ def _key(data: DataConfig, number: int) -> str:
 
 
 def _clips(config: SourceConfig, data: DataConfig, key: str) -> Source:
-    clip = None if data.fps is None else Clip(data.fps, max(map(frames_of, data.buckets)))
+    frames = _frames(config, data)
+    clip = None if data.fps is None or frames is None else Clip(data.fps, frames)
     source = _open(config, data, key, clip)
     source = source if clip is None or config.clips == 1 else Clips(source, config.clips, clip)
     rules = Rules.of(config)
@@ -156,7 +167,22 @@ def _clips(config: SourceConfig, data: DataConfig, key: str) -> Source:
     return Varied(source, config.crops, config.flip) if config.crops > 1 or config.flip else source
 
 
+def _frames(config: SourceConfig, data: DataConfig) -> int | None:
+    """The most frames of the source's buckets; None if all are of images."""
+    videos = [bucket for bucket in config.buckets or data.buckets if len(bucket) == 3]
+    return max(map(frames_of, videos), default=None)
+
+
+def _of_other_machines(path: Path, key: str) -> list[str]:
+    """Why a URL is no source."""
+    if not re.match(r"\w{2,}:/", str(path)):
+        return []
+    return [f"{key}: {path} is a URL, and images are read from this machine; download them, and name their folder"]
+
+
 def _checked_kind(config: SourceConfig, data: DataConfig, key: str) -> SourceKind:
+    if problems := _of_other_machines(config.path, key):
+        raise UserError(*problems)
     kind = kind_of(config, key)
     _refuse_columns(config, kind, key)
     if kind == "webdataset" and data.references:
@@ -164,12 +190,13 @@ def _checked_kind(config: SourceConfig, data: DataConfig, key: str) -> SourceKin
             f"{key}: data.references is {data.references}, and {config.path} is of kind {kind}, which has none here; "
             "use a folder or a table"
         )
-    if config.frame_rate is not None and data.fps is None:
-        raise UserError(f"{key}.frame_rate is for videos, and data.buckets has no frames; leave it out")
-    if config.mask is not None and data.fps is not None:
-        raise UserError(f"{key}.mask is for images, and data.buckets has frames; leave it out")
-    if config.clips > 1 and data.fps is None:
-        raise UserError(f"{key}.clips is for videos, and data.buckets has no frames; leave it out")
+    moving, sizes = _frames(config, data) is not None, f"{key}.buckets" if config.buckets else "data.buckets"
+    if config.frame_rate is not None and not moving:
+        raise UserError(f"{key}.frame_rate is for videos, and {sizes} has no frames; leave it out")
+    if config.mask is not None and moving:
+        raise UserError(f"{key}.mask is for images, and {sizes} has frames; leave it out")
+    if config.clips > 1 and not moving:
+        raise UserError(f"{key}.clips is for videos, and {sizes} has no frames; leave it out")
     return kind
 
 
@@ -205,6 +232,16 @@ def _refuse_columns(config: SourceConfig, kind: SourceKind, key: str) -> None:
     """Raise UserError for columns and splits that the kind of the path does not have."""
     if kind == "webdataset" and (config.image or config.captions):
         raise UserError(f"{key}: {config.path} is of kind {kind}, which has no columns; leave out image and captions")
+    if (
+        kind == "folder"
+        and (config.captions or config.image)
+        and config.path.is_dir()
+        and not has_metadata(config.path)
+    ):
+        raise UserError(
+            f"{key}: {config.path} is a folder without {' or '.join(METADATA)}, so it has no columns; leave out image "
+            "and captions"
+        )
     if kind == "folder" and config.label not in (None, FOLDER):
         raise UserError(
             f"{key}.label: {config.path} is of kind folder, which has no columns; set it to {FOLDER}, and the first "

@@ -31,12 +31,13 @@ class Caption:
 class Fit:
     """How an image is fitted to a bucket. `crop_at`: 0 keeps its left or top, 1 its right or bottom, 0.5 its centre.
 
-    `min_side` and `max_upscale`: see DataConfig.
+    `min_side` and `max_upscale`: see DataConfig. `buckets`: those of its source; none: the run's.
     """
 
     crop_at: float = 0.5
     min_side: int = 1
     max_upscale: float | None = None
+    buckets: tuple[tuple[int, ...], ...] = ()
 
 
 CENTRED = Fit()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import unicodedata
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from bigdit.config.data import MAX_PIXELS, SourceConfig, SourceKind
 from bigdit.errors import UserError, nearest
 from bigdit.sources.captions import label_of, reads_captions, weighted
 from bigdit.sources.disk import IMAGE_BYTES, check_size, read_file, sampled_digest, unreadable
-from bigdit.sources.image import with_reference
+from bigdit.sources.image import SUFFIXES, with_reference
 from bigdit.sources.protocol import Caption, Contents, Entry, Item, Unusable
 from bigdit.sources.videos import Clip, contents_of, is_video, video_frames
 from bigdit.units import how_many
@@ -62,12 +63,15 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class ImageFile:
-    """An image file that a table names. It may be missing."""
+    """An image file that a table names. It may be missing. `beside`: its path is relative to the folder of its
+    table."""
 
     path: Path
+    beside: bool = False
 
     def read(self) -> bytes:
-        """Raises Unusable if this file is missing, and UserError if its whole folder is: a disk may come back."""
+        """Raises Unusable if this file is missing, and UserError if its folder is empty, or is missing and its path is
+        absolute: a disk may come back."""
         with self._error_if_missing():
             return read_file(self._on_disk(), IMAGE_BYTES)
 
@@ -77,21 +81,31 @@ class ImageFile:
             yield from video_frames(self._on_disk(), clip, max_pixels)
 
     def _on_disk(self) -> Path:
-        """The path, or the same letters composed or decomposed in another way (NFC, NFD), if only that exists."""
+        """The path, or the same letters composed or decomposed in another way (NFC, NFD), if only that exists; or one
+        without a suffix with that of an image, as kohya's lists have them."""
         text = str(self.path)
         others = [] if text.isascii() else [unicodedata.normalize(form, text) for form in ("NFC", "NFD")]
-        return next((Path(each) for each in (text, *others) if os.path.lexists(each)), self.path)
+        found = next((Path(each) for each in (text, *others) if os.path.lexists(each)), None)
+        suffixes = () if found or self.path.suffix else SUFFIXES
+        return found or next((each for suffix in suffixes if os.path.exists(each := Path(text + suffix))), self.path)
 
     @contextlib.contextmanager
     def _error_if_missing(self) -> Iterator[None]:
         try:
             yield
         except FileNotFoundError as error:
-            if _holds_files(self.path.parent):
+            if _URL.search(str(self.path)):
+                raise Unusable("image is a URL, which is not read; download it, and name the file") from None
+            gone = self.beside and not self.path.parent.is_dir()
+            if gone or _holds_files(self.path.parent):
                 raise Unusable(f"image {self.path.name} is missing") from None
             raise unreadable(self.path, error) from None
         except ValueError:
             raise Unusable("path with a zero byte") from None
+
+
+_URL = re.compile(r"(^|/)[a-z][a-z0-9+.-]+:/")
+"""As a path has it."""
 
 
 def _holds_files(folder: Path) -> bool:
@@ -106,7 +120,7 @@ def _holds_files(folder: Path) -> bool:
 @dataclass(frozen=True)
 class TableItem(Item):
     """One row: its image, the cells of its captions or label, and the image that it is an edit of. `clip`: the part of
-    a video to read."""
+    a video to read. `where`: the row, if its name is that of its image."""
 
     index: int
     name: str
@@ -115,9 +129,16 @@ class TableItem(Item):
     image: ImageBytes | None
     clip: Clip | None = None
     reference: ImageBytes | None = None
+    where: str | None = None
 
     def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
         """As Item.read."""
+        try:
+            return self._read(max_pixels)
+        except Unusable as error:
+            raise Unusable(str(error) if self.where is None else f"{error} ({self.where})") from None
+
+    def _read(self, max_pixels: int) -> Contents:
         if isinstance(self.row, Unusable):
             raise self.row
         if self.image is None:
@@ -191,15 +212,17 @@ class TableSource:
         image, edited = (
             None if each is None else _image(row[each], base) for each in (columns.image, columns.reference)
         )
-        name = str(row[columns.image]) if isinstance(image, ImageFile) else name
-        return TableItem(index, name, row, columns, image, self._clip, edited)
+        where, name = (name, str(row[columns.image])) if isinstance(image, ImageFile) else (None, name)
+        return TableItem(index, name, row, columns, image, self._clip, edited, where)
 
 
 def _image(cell: Any, base: Path) -> ImageBytes | None:
     """The image of a cell: its bytes, or its path relative to `base`."""
     if isinstance(cell, ImageBytes):
         return cell
-    return ImageFile(base / cell) if isinstance(cell, str) and cell else None
+    if not isinstance(cell, str) or not cell:
+        return None
+    return ImageFile(base / cell, beside=not Path(cell).is_absolute())
 
 
 # The kind of a column's cells. Cells of CSV are always text.

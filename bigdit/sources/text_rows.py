@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import unicodedata
 from abc import ABC, abstractmethod
 from array import array
@@ -216,6 +217,10 @@ class JsonRows(TextRows):
             self.columns.setdefault(name, _cells(cell))
         if not rows:
             lines = how_many(self._expected(0), "line")
+            if self._text(0).lstrip().startswith("["):
+                raise UserError(
+                    f"{key}: {path} holds a list in JSON, and each line of a .jsonl is an object; name it .json"
+                )
             raise UserError(
                 f"{key}: {path} holds no objects in its first {lines}; a line of JSONL is such as "
                 '{"image": "1.png", "caption": "a cat"}'
@@ -279,6 +284,11 @@ def text_rows(path: Path, key: str, kind: SourceKind) -> TextRows:
 
 METADATA = ("metadata.jsonl", "metadata.csv")
 _NAMED = 3  # rows that a message names
+
+
+def has_metadata(root: Path) -> bool:
+    """Whether a folder or one below it has a file of these names."""
+    return any(name in names for _, _, names in os.walk(root) for name in METADATA)
 
 
 class Metadata:

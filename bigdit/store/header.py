@@ -25,7 +25,7 @@ from bigdit.files import open_file
 from bigdit.store.part import FIRST_FRAME, FRAME_COLUMNS, Shape, Skipped, parse_shape, part_range, range_text
 from bigdit.store.schema import EXTRACT
 from bigdit.store.tensors import DTYPES
-from bigdit.store.text import TEXT, Cut, column_name
+from bigdit.store.text import TEXT, Cut, Lengths, column_name
 
 LONGEST_HEADER = 16 << 20
 """Bytes. A part of 256 samples has about 2 kB. A damaged length must not take all memory."""
@@ -37,6 +37,7 @@ Wanted = dict[str, tuple[tuple[torch.dtype, ...], tuple[int | None, ...]]]
 """Columns by name: the dtypes that each may have, and its shape. None stands for any size."""
 
 _CUT = TypeAdapter(Cut)
+_LENGTHS = TypeAdapter(list[Lengths])
 _MOST_ELEMENTS = 1 << 48
 _MOST_DIMENSIONS = 8
 _STREAM = re.compile(r"stream/[a-z][a-z0-9_]{0,63}")
@@ -99,6 +100,16 @@ class Header:
             return [replace(cut, samples=[_on_a_line(name) for name in cut.samples]) for cut in cuts]
         except (KeyError, ValueError, TypeError, RecursionError):
             raise damaged(self.path, "has a damaged list of cut captions") from None
+
+    def lengths(self) -> list[Lengths]:
+        """The lengths of all captions. Older parts have none."""
+        try:
+            found = _LENGTHS.validate_python(json.loads(self.metadata.get("lengths", "[]")))
+            if not all(each.counts and min(map(min, each.counts)) >= 0 for each in found):
+                raise ValueError
+            return [replace(each, longest=_on_a_line(each.longest)) for each in found]
+        except (ValueError, RecursionError):
+            raise damaged(self.path, "has damaged lengths of captions") from None
 
 
 def damaged(path: Path, what: str) -> UserError:

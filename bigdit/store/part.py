@@ -21,7 +21,7 @@ A part that has its name is complete. Its tensors in order, with shapes as in `l
 
 Tables (`content`, `caption`, `row/…`, `label/…`, `stream/…`, `frame/…`) come first, so one small read opens a part.
 Digests cover every byte. The metadata has the range, the identity of encoders, buckets and images, the skipped images,
-and the cut captions. The range must be that of the file's name.
+the cut captions, and the lengths of all. The range must be that of the file's name.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ import torch
 from bigdit.catalog.conditions import LOSS_MASK
 from bigdit.catalog.families import REFERENCE
 from bigdit.store.tensors import Pieces, bytes_of, chained_digest, commit, header_bytes, row_digest
-from bigdit.store.text import Cut, StoredCaption, Text, caption_columns
+from bigdit.store.text import Cut, Lengths, StoredCaption, Text, caption_columns
 
 FIRST_FRAME = "first_frame"
 FRAME_COLUMNS = (FIRST_FRAME, "image_embeds", LOSS_MASK, REFERENCE)
@@ -68,7 +68,7 @@ class EncodedRange:
     By shape: latents [n, *shape], or [n, 2, *shape] of mean and deviation; source indices; first frames or references
     by the names of FRAME_COLUMNS, [n, …]. By index: captions; labels, if images have classes; `contents`, the digests
     of the image and of its captions or label. `texts` has the text of each distinct caption; `cuts` the captions that
-    tokenizers cut.
+    tokenizers cut, and `lengths` how long all are.
     """
 
     latents: Mapping[Shape, torch.Tensor]
@@ -80,6 +80,7 @@ class EncodedRange:
     frames: Mapping[Shape, Mapping[str, torch.Tensor]] | None = None
     cuts: Sequence[Cut] = ()
     contents: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    lengths: Sequence[Lengths] = ()
 
 
 def part_path(root: Path, start: int, end: int) -> Path:
@@ -158,6 +159,8 @@ def write_part(
     skipped = json.dumps([[item.index, item.name, item.reason] for item in encoded.skipped])
     cut = json.dumps([asdict(cut) for cut in encoded.cuts])
     metadata = {"range": range_text(path.name), "store": identity, "skipped": skipped, "cut": cut}
+    if encoded.lengths:
+        metadata["lengths"] = json.dumps([asdict(each) for each in encoded.lengths])
     header = header_bytes(tensors, metadata)
     tensors["digests"].pieces[0].copy_(torch.tensor(_digests(header, tensors)))
     commit(path, header, tensors, workspace)

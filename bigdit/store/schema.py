@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import NonNegativeInt, PositiveInt, TypeAdapter, ValidationError, model_validator
 
 from bigdit.documents import read_json
 from bigdit.errors import UserError, nearest
@@ -75,6 +75,9 @@ class Change(Strict):
     gone: list[tuple[int, int, int]]
 
 
+_BUCKETS = TypeAdapter(list[list[tuple[int, ...]]])
+
+
 class StoreSchema(Strict):
     """The contents of a store: encoders, buckets in pixels, sources of `source["count"]` images each, parts.
 
@@ -109,6 +112,7 @@ class StoreSchema(Strict):
         sizes += [first.get(key) for key in ("tokens", "dim")] if "dim" in first else []
         if not all(type(size) is int and size >= 0 for size in sizes):
             raise ValueError("a size in an encoder's description is no number")
+        _BUCKETS.validate_python([source.get("buckets", []) for source in self.current])
         return self
 
     @property
@@ -126,6 +130,12 @@ class StoreSchema(Strict):
     def current(self) -> list[dict[str, Any]]:
         """The identities of the sources of a run, as they were encoded last."""
         return self.changes[-1].sources if self.changes else self.sources
+
+    @property
+    def all_buckets(self) -> list[tuple[int, ...]]:
+        """The buckets that samples can have, each once: those of the store, unless all sources have their own."""
+        own = [source.get("buckets", self.buckets) for source in self.current]
+        return list(dict.fromkeys(tuple(bucket) for buckets in own for bucket in buckets))
 
     @property
     def owners(self) -> list[int]:

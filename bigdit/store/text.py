@@ -9,6 +9,7 @@ both for T5's states (benchmarks/README.md) and for normal numbers.
 from __future__ import annotations
 
 import itertools
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
@@ -43,6 +44,47 @@ class Cut:
     samples: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Length:
+    """The tokens of one caption by a tokenizer that cuts it at `limit`. `key`: as in Cut."""
+
+    tokenizer: str
+    tokens: int
+    limit: int
+    key: str | None
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How long captions are by a tokenizer that cuts them at `limit`: `counts` has (tokens, captions), sorted.
+
+    `longest`: the name of a sample with the longest caption.
+    """
+
+    tokenizer: str
+    limit: int
+    longest: str
+    counts: list[tuple[int, int]]
+
+
+def lengths_of(named: Iterable[tuple[str, Length]]) -> list[Lengths]:
+    """The lengths of captions by tokenizer, of the name of a sample and the length of each caption."""
+    single = (Lengths(each.tokenizer, each.limit, name, [(each.tokens, 1)]) for name, each in named)
+    return joined_lengths(single)
+
+
+def joined_lengths(some: Iterable[Lengths]) -> list[Lengths]:
+    """One Lengths for each tokenizer and limit."""
+    counts: dict[tuple[str, int], Counter[int]] = defaultdict(Counter)
+    longest: dict[tuple[str, int], tuple[int, str]] = {}
+    for each in some:
+        place = each.tokenizer, each.limit
+        counts[place].update(dict(each.counts))
+        if each.counts[-1][0] > longest.get(place, (-1, ""))[0]:
+            longest[place] = each.counts[-1][0], each.longest
+    return [Lengths(*place, longest[place][1], sorted(counts[place].items())) for place in sorted(counts)]
+
+
 def summed(cuts: Iterable[Cut]) -> list[Cut]:
     """One Cut for each tokenizer and limit."""
     found: dict[tuple[str, int, str | None], Cut] = {}
@@ -73,14 +115,20 @@ class Text:
     `pooled` [pooled_dim].
 
     `unmasked`: the number of first states that the mask shows; None if it shows all. Some models read the others too.
-    `streams`: the states of further encoders by name. `cuts`: the tokenizers that cut it.
+    `streams`: the states of further encoders by name. `lengths`: its tokens by each tokenizer.
     """
 
     states: torch.Tensor
     pooled: torch.Tensor | None = None
     unmasked: int | None = None
     streams: Mapping[str, Text] = field(default_factory=dict)
-    cuts: tuple[Cut, ...] = ()
+    lengths: tuple[Length, ...] = ()
+
+    @property
+    def cuts(self) -> tuple[Cut, ...]:
+        """The tokenizers that cut it."""
+        cut = (each for each in self.lengths if each.tokens > each.limit)
+        return tuple(Cut(each.tokenizer, 1, each.tokens, each.limit, each.key) for each in cut)
 
     @property
     def shown(self) -> int:
@@ -102,7 +150,7 @@ class Text:
         """The text on `device` in `dtype`."""
         pooled = None if self.pooled is None else self.pooled.to(device, dtype)
         streams = {name: each.to(device, dtype) for name, each in self.streams.items()}
-        return Text(self.states.to(device, dtype), pooled, self.unmasked, streams, self.cuts)
+        return Text(self.states.to(device, dtype), pooled, self.unmasked, streams, self.lengths)
 
 
 DTYPE = torch.float8_e4m3fn

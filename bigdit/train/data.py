@@ -36,6 +36,7 @@ from bigdit.sources.open import check_sources, kind_of, open_source
 from bigdit.store import FeatureStore
 from bigdit.store.changes import not_encoded
 from bigdit.store.files import url_of
+from bigdit.store.report import caption_lines, written_report
 from bigdit.store.schema import Classes
 from bigdit.store.text import cut_line, summed
 from bigdit.strategy import BatchShape, ModelSpec, Strategy
@@ -57,7 +58,7 @@ def open_stores(stages: Sequence[Prepared], first: int) -> FeatureStore:
 
 def check_data(stages: Sequence[Prepared]) -> list[str]:
     """Check what this machine has of each stage's data: its store, else its sources. Returns a line for each that is
-    missing, and for sources that changed since they were encoded."""
+    missing, for sources that changed since they were encoded, and for the lengths of captions."""
 
     def one(number: int) -> list[str]:
         each = stages[number]
@@ -71,7 +72,7 @@ def check_data(stages: Sequence[Prepared]) -> list[str]:
         elsewhere = url_of(data.features) is not None
         missing = check_sources(data, listed=not stored and not elsewhere)
         if stored and not missing:
-            return _outdated(data)
+            return [*_outdated(data), *_lengths(data)]
         if stored or elsewhere or not missing:
             return []
         return [f"{', '.join(missing)} is not there, and {data.features} holds no latents: neither was checked"]
@@ -87,6 +88,12 @@ def _outdated(data: DataConfig) -> list[str]:
         return not_encoded(data.store, open_source(data))
     except UserError:  # training reads the store alone
         return []
+
+
+def _lengths(data: DataConfig) -> list[str]:
+    """How long the captions of a store on this machine are, and how many were cut."""
+    report = None if url_of(data.store) is not None else written_report(data.store)
+    return [] if report is None else caption_lines(report)
 
 
 def open_store(run: RunConfig, spec: ModelSpec, plan: PlanFile | None) -> FeatureStore:
@@ -206,6 +213,7 @@ class TrainData:
             seed=run.train.seed,
             caption_dropout=run.data.caption_dropout,
             no_class=no_class(reached.spec),
+            loss_weights=[source.loss_weight for source in run.data.images],
             read_ahead_steps=strategy.read_ahead_steps,
             threads=run.data.read_threads,
             pin_memory=device.type == "cuda",

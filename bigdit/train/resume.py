@@ -199,7 +199,7 @@ def _known(prepared: Prepared) -> Iterator[str]:
         yield f"{samples_of(run):,} {data.samples}"
     else:
         yield f"features in {data.features}" if url_of(data.features) else "no features yet (`bigdit extract`)"
-    yield f"{len(data.buckets)} bucket{'' if len(data.buckets) == 1 else 's'}"
+    yield how_many(len(data.all_buckets), "bucket")
     yield f"{train.steps:,} steps of {batch:,}" if train.steps else f"{train.epochs:g} epochs in steps of {batch:,}"
     if plan is None or unplanned(prepared.strategy, plan):
         yield "memory not planned (`bigdit plan --config`)"

@@ -157,6 +157,15 @@ def test_edits_that_keep_the_size_are_noticed_and_copies_are_not_taken_for_edits
         f"note: data.images[0] changed since it was encoded into {features}; `bigdit extract --config RUN.yaml` encodes"
     )
     assert line not in bigdit(*dry).stderr
+    columns = [
+        f"data.images={{path: {copy}, captions: text}}" if each == f"data.images={copy}" else each for each in dry
+    ]
+    done = bigdit(*columns)
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"error: data.images: {copy} is a folder without metadata.jsonl or metadata.csv, so it has no columns; leave "
+        "out image and captions\n",
+    )
     (copy / "a.txt").write_text("caption A")
     done = bigdit(*dry)
     assert (done.returncode, line in done.stderr) == (0, True), done.stderr

@@ -90,6 +90,29 @@ def test_opacity_is_a_mask(tmp_path):
     assert torch.equal(found[1], torch.ones_like(found[1]))
 
 
+def test_masks_are_found_by_any_name_of_an_image_and_are_none_themselves(tmp_path, capsys):
+    def masks(**asked):
+        items = opened({"path": str(tmp_path), **asked}).items(0, 9)
+        return {item.name: item.load().mask for item in items if item.name[1:] == ".png"}, [
+            *(item.name for item in items if item.name[1:] != ".png"),
+            *capsys.readouterr().err.splitlines(),
+        ]
+
+    for name in "abc":
+        save(tmp_path / f"{name}.png", "a caption")
+    found, printed = masks(mask="file")
+    assert list(found.values()) == [None] * 3
+    missing = f"data.images.mask is file, and {tmp_path} holds no x.mask.png beside x.png: all images count in full"
+    assert printed == [missing]
+    for name, value in (("a.mask.PNG", 10), ("b.Mask.jpg", 20), ("b.mask.png", 30), ("z.mask.png", 40)):
+        Image.new("L", (8, 8), value).save(tmp_path / name)
+    found, printed = masks(mask="file")
+    assert [None if mask is None else mask.getpixel((0, 0)) for mask in found.values()] == [10, 30, None]
+    assert printed == []
+    _, printed = masks()  # of z there is no image, so it is one
+    assert printed == ["z.mask.png", f"data.images: other files in {tmp_path} are ignored: 3 masks"]
+
+
 def test_bad_masks_are_a_line_each(tmp_path):
     for name in "abc":
         save(tmp_path / f"{name}.png", "a caption")
@@ -97,7 +120,7 @@ def test_bad_masks_are_a_line_each(tmp_path):
     (tmp_path / "b.mask.png").write_bytes(b"no image")
     a, b, c = opened({"path": str(tmp_path), "mask": "file"}).items(0, 9)
     assert reason(a) == "mask of 8 × 9 pixels for an image of 8 × 8 pixels"
-    assert reason(b).startswith("damaged image: ")
+    assert reason(b).startswith("mask: damaged image: ")
     assert c.load().mask is None
     (tmp_path / "list.csv").write_text("path,caption\na.png,x\n")
     with pytest.raises(UserError, match=r"data\.images\.mask: .*list\.csv is of kind csv; it is for folders of images"):

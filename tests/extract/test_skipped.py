@@ -5,7 +5,7 @@ import os
 import re
 
 import pytest
-from commands import DIGITS, bigdit, with_set
+from commands import DIGITS, SINGLE, bigdit, in_process, with_set
 from extracting import all_indices, configured, parts
 from tiny_sources import save
 
@@ -44,7 +44,7 @@ def test_the_command_reports_what_was_skipped_and_why(flawed, tmp_path):
     assert "2 skipped:\n  b.png: damaged image" in again.stdout
 
 
-def test_captions_that_were_cut_are_counted_over_parts_and_reported_wherever_a_store_is_shown(tmp_path):
+def test_captions_are_measured_over_parts_and_reported_wherever_a_store_is_shown(tmp_path):
     """Each caption of an image counts, and one that two images share counts twice."""
     captions = {"a": ["a cat", "x" * 50, "y" * 20], "b": ["x" * 50], "c": ["z" * 15], "d": ["z" * 16]}
     for name, texts in captions.items():
@@ -57,12 +57,22 @@ def test_captions_that_were_cut_are_counted_over_parts_and_reported_wherever_a_s
         "4 of 6 captions were cut at 16 tokens by tokenizer, the longest has 51; raise encoders.text.max_tokens to "
         "keep more; the first: a.png, b.png, d.png\n"
     )
+    line = (
+        "captions have 6 to 51 tokens by tokenizer, at most 16 are kept; quartiles 16, 17, 51; the longest: a.png\n"
+        + line
+    )
     assert line in done.stdout
     report = json.loads((tmp_path / "f/report.json").read_text())
     assert report["captions"] == 6
     cut = {"tokenizer": "tokenizer", "captions": 4, "longest": 51, "limit": 16, "key": "encoders.text.max_tokens"}
     assert report["cut"] == [cut | {"samples": ["a.png", "b.png", "d.png"]}]
+    figures = {"shortest": 6, "quartiles": [16, 17, 51], "longest": 51, "longest_of": "a.png"}
+    assert report["lengths"] == [{"tokenizer": "tokenizer", "limit": 16, "captions": 6, **figures}]
     assert line in bigdit("features", "info", tmp_path / "f").stdout
+    overrides = [*SINGLE, f"data.images={tmp_path}/images", f"data.features={tmp_path}/f"]
+    dry = in_process("train", "--config", DIGITS, "--dry-run", *with_set(overrides), *more)
+    assert dry.returncode == 0, dry.stderr
+    assert "".join(f"note: {each}" for each in line.splitlines(keepends=True)) in dry.stderr
 
 
 def test_nothing_is_encoded_for_a_run_that_cannot_train(flawed, tmp_path):

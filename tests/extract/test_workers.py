@@ -24,9 +24,9 @@ from bigdit.config.data import SourceConfig
 from bigdit.errors import UserError
 from bigdit.extract.extract import extract
 from bigdit.extract.job import encode_here
-from bigdit.extract.report import read_units, shares_of
 from bigdit.store import FeatureStore
 from bigdit.store.lease import WorkerName, all_leases
+from bigdit.store.report import read_units, shares_of
 
 COUNT = 48
 

@@ -53,6 +53,15 @@ def test_each_stage_is_asked_with_what_is_reported_of_it(tmp_path):
     assert (low.global_batch_size, low.epochs, high.epochs) == (32, 3.2, 0.32)
 
 
+def test_the_largest_bucket_may_be_that_of_a_source(tmp_path):
+    images = ["here", {"path": "there", "buckets": [[512, 2048]]}, {"path": "small", "buckets": [[256, 256]]}]
+    for first in (images[0], {"path": "here", "buckets": [[1024, 512]]}):
+        data = PIXART["data"] | {"images": [first, *images[1:]]}
+        (found,) = asked(written(tmp_path, data=data, train={"steps": 9}))
+        own = (1024, 1024) if first == "here" else (512, 2048)  # of as many pixels, the first
+        assert (found.resolution, (256, 256) in found.buckets) == (own, True)
+
+
 def test_references_are_those_of_the_run(tmp_path):
     data = PIXART["data"] | {"references": 1}
     (edits,) = asked(written(tmp_path, model={"name": "flux.2-klein-4b"}, data=data, train={"steps": 9}))

@@ -35,9 +35,9 @@ def test_parquet_of_paths_with_lists_of_captions_and_weights(folder):
     items = opened({"path": str(folder / "list.parquet"), "captions": {"captions": "weights"}}).items(0, 4)
     assert texts(items[0]) == [("a", 1), ("b", 3)]
     assert [reason(item) for item in items[1:]] == [
-        "caption column captions has 1 text and 2 weights",
-        "caption column captions is empty",
-        "caption column captions is empty",
+        "caption column captions has 1 text and 2 weights (list.parquet row 1)",
+        "caption column captions is empty (list.parquet row 2)",
+        "caption column captions is empty (list.parquet row 3)",
     ]
     assert texts(opened({"path": str(folder / "list.parquet"), "captions": {"captions": 5}}).items(1, 2)[0]) == [
         ("c", 5)
@@ -222,10 +222,10 @@ def test_paths_that_name_no_file_are_skipped(folder):
     paths = ["a\0b", "x" * 5000, "images/1.png/x.png", "images", "images/loop.png", None]
     pq.write_table(pa.table({"path": paths, "caption": ["a caption"] * 6}), folder / "list.parquet")
     assert [reason(item) for item in opened(str(folder / "list.parquet")).items(0, 6)] == [
-        "path with a zero byte",
-        f"path {'x' * 50}: File name too long",
-        "path x.png: Not a directory",
-        "path images: Is a directory",
-        "path loop.png: Too many levels of symbolic links",
+        "path with a zero byte (list.parquet row 0)",
+        f"path {'x' * 50}: File name too long (list.parquet row 1)",
+        "path x.png: Not a directory (list.parquet row 2)",
+        "path images: Is a directory (list.parquet row 3)",
+        "path loop.png: Too many levels of symbolic links (list.parquet row 4)",
         "column path names no image",
     ]

@@ -28,8 +28,8 @@ def test_a_csv_names_images_relative_to_itself(folder):
     assert texts(items[0]) == [('a "quoted", and\nlong caption', 1)]
     assert (value(items[0].load()), value(items[1].load()), value(items[7].load())) == (1, 2, 5)
     assert [reason(item) for item in items[2:7]] == [
-        "image 11.png is missing",
-        "caption column caption is empty",
+        "image 11.png is missing (list.csv row 3)",
+        "caption column caption is empty (list.csv row 4)",
         "column path names no image",
         "row of 4 cells under 3 columns",
         "row of 0 cells under 3 columns",
@@ -37,8 +37,11 @@ def test_a_csv_names_images_relative_to_itself(folder):
     assert items[4].name == "list.csv row 5"
 
 
-def test_a_image_whose_folder_is_gone_stops_the_run(folder):
+def test_a_image_whose_folder_is_gone_stops_the_run_unless_a_row_is_wrong(folder):
+    """The folder of another disk, that is: one beside the table would be there as the table is."""
     (folder / "list.csv").write_text("path,caption\nelsewhere/1.png,one\n")
+    assert reason(opened(str(folder / "list.csv")).items(0, 1)[0]) == "image 1.png is missing (list.csv row 1)"
+    (folder / "list.csv").write_text(f"path,caption\n{folder}/elsewhere/1.png,one\n")
     with pytest.raises(UserError, match=r"data\.images: .*elsewhere/1\.png cannot be read: No such file"):
         opened(str(folder / "list.csv")).items(0, 1)[0].load()
 
@@ -54,7 +57,7 @@ def test_several_columns_of_captions_have_weights(folder):
     items = opened({"path": path, "captions": {"short": 2, "long": "score"}}).items(0, 3)
     assert texts(items[0]) == [("a cat", 2), ("a cat, at length", 0.25)]
     assert texts(items[1]) == [("a dog, at length", 3)]
-    assert reason(items[2]) == "weight column score holds 'many', not a number"
+    assert reason(items[2]) == "weight column score holds 'many', not a number (list.tsv row 3)"
     assert texts(opened({"path": path, "captions": ["short", "long"]}).items(0, 1)[0])[1][1] == 1
     one, other = (opened({"path": path, "captions": column}).identity["digest"] for column in ("short", "long"))
     assert one != other
@@ -119,5 +122,5 @@ def test_csv_across_the_chunks_it_is_scanned_in(tmp_path, monkeypatch):
 def test_csv_in_other_encodings_loses_just_the_rows_that_are(folder):
     (folder / "list.csv").write_bytes("path,caption\nimages/1.png,größer\nimages/2.png,two\n".encode("latin-1"))
     first, second = opened(str(folder / "list.csv")).items(0, 2)
-    assert reason(first) == "caption column caption is not UTF-8"
+    assert reason(first) == "caption column caption is not UTF-8 (list.csv row 1)"
     assert texts(second) == [("two", 1)]

@@ -5,7 +5,7 @@ import os
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_sources import gradient, opened, save
+from tiny_sources import gradient, opened, reason, save
 
 from bigdit.errors import UserError
 from bigdit.sources.folder import Names
@@ -210,3 +210,23 @@ def test_what_is_no_file_is_unusable_and_holds_nobody_up(tmp_path):
         "path b.png: it is a device, and a regular file was expected",
         "c.png is a link to nothing",
     ]
+
+
+def test_references_are_found_by_any_name_of_an_image_and_bad_ones_are_a_line_each(tmp_path, capsys):
+    for name in "abcd":
+        save(tmp_path / f"{name}.png", "an edit")
+    for name in ("a.reference.PNG", "b.Reference.jpg", "z.reference.png"):
+        gradient().convert("RGB").save(tmp_path / name)
+    (tmp_path / "c.reference.png").write_bytes(b"no image")
+    a, b, c, d = opened(str(tmp_path), references=1).items(0, 9)
+    assert [len(item.load().references) for item in (a, b)] == [1, 1]
+    assert reason(c).startswith("reference: damaged image: ")
+    assert reason(d) == "reference d.reference.png is missing"
+    capsys.readouterr()
+    assert [item.name for item in opened(str(tmp_path)).items(0, 9)][4:] == [
+        "z.reference.png"
+    ]  # of no image: it is one
+    assert capsys.readouterr().err == f"data.images: other files in {tmp_path} are ignored: 3 references\n"
+    save(tmp_path / "below/e.png")
+    with pytest.raises(UserError, match=r"holds no references; put x\.reference\.png beside x\.png, or set it to 0"):
+        opened(str(tmp_path / "below"), references=1)

@@ -21,6 +21,8 @@ def lines(*rows):
         ("a.png", "a.png.txt"),
         ("a.png", "a.png.Json"),
         ("a.jfif", "a.txt"),
+        ("a.png", "a.PNG.txt"),
+        ("a.JPEG", "a.jpeg.TXT"),
         (unicodedata.normalize("NFD", "é.png"), unicodedata.normalize("NFC", "é.txt")),
         (unicodedata.normalize("NFC", "é.png"), unicodedata.normalize("NFD", "é.txt")),
     ],
@@ -42,6 +44,37 @@ def test_text_wins_over_caption_and_both_may_be_utf_16(tmp_path):
     assert texts(opened(str(tmp_path)).items(0, 1)[0]) == [("größer", 1)]
     (tmp_path / "a.txt").write_text("a text")
     assert texts(opened(str(tmp_path)).items(0, 1)[0]) == [("a text", 1)]
+
+
+@pytest.mark.parametrize("encoding", ["utf-32", "utf-16-le", "utf-16-be", "utf-32-le"])
+def test_what_is_no_text_of_these_encodings_is_no_caption(tmp_path, encoding):
+    save(tmp_path / "a.png", None)
+    (tmp_path / "a.txt").write_text("a cat", encoding)
+    problem = "caption a.txt has zero bytes, as other encodings do; save it as UTF-8"
+    assert reason(opened(str(tmp_path)).items(0, 1)[0]) == problem
+
+
+def test_captions_that_have_the_name_of_no_image_are_named(tmp_path, capsys):
+    save(tmp_path / "a.png", "beside")
+    (tmp_path / "a.caption").write_text("less than a.txt, and of a.png too")
+    opened(str(tmp_path))
+    assert capsys.readouterr().err == ""
+    save(tmp_path / "below/A.png", None)
+    for name in ("metadata.json", "below/a.txt"):
+        (tmp_path / name).write_text("x")
+    opened(str(tmp_path))
+    named = "below/a.txt, metadata.json"
+    assert capsys.readouterr().err == f"data.images: 2 captions in {tmp_path} with the name of no image: {named}\n"
+
+
+def test_lists_of_paths_without_suffixes_and_of_urls(folder):
+    (folder / "list.json").write_text(json.dumps({"images/1": {"caption": "one"}, "https://a.b/1.png": "two"}))
+    one, two = opened(str(folder / "list.json")).items(0, 2)
+    assert (value(one.load()), texts(one)) == (1, [("one", 1)])
+    assert reason(two) == "image is a URL, which is not read; download it, and name the file (list.json row 2)"
+    for url in ("https://a.b/images", "s3://bucket/list.csv"):
+        with pytest.raises(UserError, match=r"^data\.images: .* is a URL, and images are read from this machine"):
+            opened(url)
 
 
 METADATA = {
@@ -124,10 +157,10 @@ def test_a_bad_line_of_jsonl_is_one_row(folder):
         ("list.jsonl row 2002", "line is empty"),
         ("list.jsonl row 2003", "line holds list, not an object"),
         ("list.jsonl row 2004", "column image names no image"),
-        ("images/1.png", "caption column caption is empty"),
+        ("images/1.png", "caption column caption is empty (list.jsonl row 2005)"),
         ("list.jsonl row 2006", "column image names no image"),
-        ("images/1.png", "caption column caption holds int, not text"),
-        ("images/77.png", "image 77.png is missing"),
+        ("images/1.png", "caption column caption holds int, not text (list.jsonl row 2007)"),
+        ("images/77.png", "image 77.png is missing (list.jsonl row 2008)"),
     ]
     assert [texts(item) for item in source.items(2008, 3008)] == [[(each["caption"], 1)] for each in good[2000:]]
 
@@ -160,6 +193,11 @@ def test_a_table_may_name_an_image_in_another_normal_form(folder):
             "list.jsonl",
             "a cat\na dog\n",
             "list.jsonl holds no objects in its first 2 lines; a line of JSONL is such as",
+        ),
+        (
+            "list.jsonl",
+            '\n[{"image": "1.png"}]',
+            "list.jsonl holds a list in JSON, and each line of a .jsonl is an object;",
         ),
         (
             "list.jsonl",

@@ -84,7 +84,12 @@ def test_separators_prefixes_and_texts_without_tags(tmp_path):
     [
         ({"tags": {"variants": 0}}, "data.images.tags.variants is 0, and 1 or more was expected"),
         ({"tags": {"dropout": 1}}, "data.images.tags.dropout is 1, and a number below 1 was expected"),
-        ({"caption": ""}, "data.images.caption is ''"),
+        ({"caption": " "}, "data.images: caption is blank; leave it out, and captions of their own are read"),
+        (
+            {"tags": {"separator": ""}},
+            "data.images.tags.separator is '', and a text of 1 or more characters was expected",
+        ),
+        ({"path": ""}, "data.images.path: it is empty; a path was expected, and . is the current folder"),
         ({"caption": "a", "captions": "b"}, "caption replaces the captions of all images, and captions names columns"),
         ({"caption_prefix": "a", "label": "folder"}, "caption_prefix and label are both set, and a model takes one"),
         ({"instance_prompt": "a"}, "data.images.instance_prompt: unknown key; did you mean data.images.caption?"),

@@ -16,7 +16,6 @@ from bigdit.config.data import SourceConfig, VaeCodec
 from bigdit.encoders.load import Encoders, load_image_codec
 from bigdit.encoders.protocol import to_bytes, to_unit_range
 from bigdit.errors import UserError
-from bigdit.extract.report import store_report
 from bigdit.extract.verify import verify
 from bigdit.extract.worker import UnitEncoder
 from bigdit.sources.folder import ImageFolder
@@ -24,6 +23,7 @@ from bigdit.store import FeatureStore
 from bigdit.store.header import read_header
 from bigdit.store.part import part_path, write_part
 from bigdit.store.reader import Part
+from bigdit.store.report import store_report
 from bigdit.store.schema import claim, part_identity, store_identity
 from bigdit.store.store import write_index, write_null_text
 

@@ -5,7 +5,9 @@ Each worker appends a line for each unit to its own file. So workers of several 
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import itertools
 import os
 import time
 from collections import Counter, defaultdict
@@ -23,7 +25,7 @@ from bigdit.store.part import Skipped, part_path, shape_name
 from bigdit.store.reader import Part
 from bigdit.store.schema import Known, Range, StoreSchema, part_identity
 from bigdit.store.store import indices_of
-from bigdit.store.text import Cut, summed
+from bigdit.store.text import Cut, Lengths, cut_line, joined_lengths, summed
 from bigdit.strategy import Strict
 
 FOLDER = "speed"
@@ -211,12 +213,49 @@ class AtWork(Strict):
     bytes: int
 
 
+class CaptionLengths(Strict):
+    """How many tokens captions have by a tokenizer, which cuts them at `limit`. `longest_of`: the name of a sample with
+    the longest. `quartiles`: the tokens that a quarter, half and three quarters of the captions have at most."""
+
+    tokenizer: str
+    limit: int
+    captions: int
+    shortest: int
+    quartiles: tuple[int, int, int]
+    longest: int
+    longest_of: str
+
+    @classmethod
+    def of(cls, found: Lengths) -> CaptionLengths:
+        """The figures of counted lengths."""
+        tokens, counts = zip(*found.counts, strict=True)
+        ends = list(itertools.accumulate(counts))
+        first, half, third = (tokens[bisect.bisect_left(ends, ends[-1] * share / 4)] for share in (1, 2, 3))
+        return cls(
+            tokenizer=found.tokenizer,
+            limit=found.limit,
+            captions=ends[-1],
+            shortest=tokens[0],
+            quartiles=(first, half, third),
+            longest=tokens[-1],
+            longest_of=found.longest,
+        )
+
+    def line(self) -> str:
+        """`captions have 4 to 51 tokens by tokenizer, at most 77 are kept; quartiles 9, 12, 20; the longest: d.png`."""
+        quartiles = ", ".join(map(str, self.quartiles))
+        return (
+            f"captions have {self.shortest} to {self.longest} tokens by {self.tokenizer}, at most {self.limit} are "
+            f"kept; quartiles {quartiles}; the longest: {self.longest_of}"
+        )
+
+
 class StoreReport(Strict):
     """The contents of a store: finished parts and all parts, images of the sources, encoders and classes of the schema,
     and every worker.
 
-    Of finished parts: encoded images by latents' shape, skipped images, captions, cut captions, bytes. `gone`:
-    images in parts that were removed from the sources, or edited. They count as bytes and cut captions alone.
+    Of finished parts: encoded images by latents' shape, skipped images, captions, cut captions, lengths, bytes. `gone`:
+    images in parts that were removed from the sources, or edited. They count as bytes, cut captions and lengths alone.
     """
 
     features: Path
@@ -229,6 +268,7 @@ class StoreReport(Strict):
     skipped: list[Skipped]
     captions: int
     cut: list[Cut]
+    lengths: list[CaptionLengths] = []
     bytes: int
     bytes_by_column: dict[str, int]
     codec: dict[str, Any]
@@ -237,6 +277,18 @@ class StoreReport(Strict):
     sources: list[dict[str, Any]]
     workers: list[WorkerSpeed]
     at_work: list[AtWork]
+
+
+def caption_lines(report: StoreReport) -> list[str]:
+    """How long the captions of a store are, and how many each tokenizer cut."""
+    return [each.line() for each in report.lengths] + [cut_line(cut, report.captions) for cut in report.cut]
+
+
+def written_report(root: Path) -> StoreReport | None:
+    """The report of a store as extraction wrote it; None where there is none, or it is damaged or older."""
+    with contextlib.suppress(OSError, ValueError):
+        return StoreReport.model_validate_json(read_bytes(root / FILE))
+    return None
 
 
 class ExtractReport(Strict):
@@ -283,6 +335,9 @@ def store_report(root: Path, schema: StoreSchema) -> StoreReport:
         skipped=[item for header in headers for item in header.skipped() if item.index not in known],
         captions=captions,
         cut=summed(cut for header in headers for cut in header.cuts()),
+        lengths=[
+            CaptionLengths.of(each) for each in joined_lengths(each for header in headers for each in header.lengths())
+        ],
         bytes=sum(part_path(root, *each).stat().st_size for each in there),
         bytes_by_column=dict(sorted(columns.items())),
         codec=schema.codec,
