@@ -3,7 +3,7 @@
     python benchmarks/balance.py > benchmarks/balance.md
 
 Work is torch's count of FLOPs in the model's own forward pass, on the meta device. Micro-batches are those of the
-loader's order: 4 samples a process, two passes a step, ten steps. Captions have 105 tokens on average.
+loader's order: 4 samples a process, two passes a step, five steps. Captions have 105 tokens on average.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bigdit import catalog, models
 from bigdit.catalog import FAMILIES
 from bigdit.loader.order import Ints, Order, dealt
 
-RANKS, MICRO, PASSES, STEPS = 8, 4, 2, 10
+RANKS, MICRO, PASSES, STEPS = 8, 4, 2, 5
 PART, PARTS = 256, 200
 SIDES = [(480, 832), (832, 480), (640, 640), (544, 736), (736, 544)]
 FRAMES = [17, 33, 49, 65, 81]
@@ -151,7 +151,7 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     heads = ["mix", "model", "each process its own bucket", "one bucket a step", "and captions dealt by length"]
     print(f"# Work by process\n\n`python benchmarks/balance.py`\n\n{__doc__.splitlines()[0]}\n")
-    print("Work is FLOPs of the model's own forward pass. 4 samples a process, two passes a step, ten steps. Captions")
+    print("Work is FLOPs of the model's own forward pass. 4 samples a process, two passes a step, five steps. Captions")
     print("have 105 tokens on average. Models that keep the padding of captions are not dealt by length.\n")
     print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
     for mix in MIXES:
