@@ -34,6 +34,10 @@ MODELS = {
     "ltx": "ltx-video-0.9",
     "pixart": "pixart-sigma-xl-2-1024",
     "dit": "dit-xl-2",
+    "sd3": "sd3.5-medium",
+    "cogvideox": "cogvideox-5b",
+    "hunyuan-1.5": "hunyuanvideo-1.5-480p",
+    "sana": "sana-1600m-4096",
 }
 """By the names of tests/engines/context.py."""
 

@@ -21,6 +21,7 @@ class Context(Strict):
     Where the text is not split, each process has it whole too, and it is `first` or `last` in that attention.
 
     `linear`: self-attention is sums over tokens, and blocks convolve over rows of them: whole rows are split.
+    `patch_size`: the class's own, where a model's arguments have none.
     """
 
     splits: dict[str, dict[str | int, int | tuple[int, int]]]
@@ -28,6 +29,7 @@ class Context(Strict):
     across: str = "attn2"
     text: Literal["first", "last"] | None = None
     linear: bool = False
+    patch_size: int = 1
 
     @property
     def splits_text(self) -> bool:
@@ -35,7 +37,7 @@ class Context(Strict):
 
 
 _FLUX = Context(splits={"": {"hidden_states": 1, "encoder_hidden_states": 1, "img_ids": 0, "txt_ids": 0}})
-_BEFORE_BLOCKS = Context(splits={"transformer_blocks.0": {"hidden_states": 1}})
+_BEFORE_BLOCKS = Context(splits={"transformer_blocks.0": {"hidden_states": 1}}, patch_size=2)
 
 CONTEXTS: dict[str, Context] = {
     "FluxTransformer2DModel": _FLUX,
@@ -53,12 +55,12 @@ CONTEXTS: dict[str, Context] = {
     "DiTTransformer2DModel": _BEFORE_BLOCKS.model_copy(update={"gathers": "proj_out_2"}),
     "SD3Transformer2DModel": _BEFORE_BLOCKS.model_copy(update={"across": "", "text": "last"}),
     "CogVideoXTransformer3DModel": Context(
-        splits={"": {"image_rotary_emb": (0, 0)}, **_BEFORE_BLOCKS.splits}, across="", text="first"
+        splits={"": {"image_rotary_emb": (0, 0)}, **_BEFORE_BLOCKS.splits}, across="", text="first", patch_size=2
     ),
     "HunyuanVideo15Transformer3DModel": Context(
         splits={"rope": {0: 0, 1: 0}, **_BEFORE_BLOCKS.splits}, across="", text="last"
     ),
-    "SanaTransformer2DModel": _BEFORE_BLOCKS.model_copy(update={"linear": True}),
+    "SanaTransformer2DModel": _BEFORE_BLOCKS.model_copy(update={"linear": True, "patch_size": 1}),
 }
 """Source: `_cp_plan` of the first five in diffusers 0.42.1, of which LTX-Video's splits the text, too."""
 
@@ -116,12 +118,13 @@ def _parts(model: ModelSpec, latents: tuple[int, ...]) -> int:
     """What of such latents is split: tokens, or rows of them."""
     if not CONTEXTS[model.class_name].linear:
         return token_count(model, latents)
-    return latents[-2] // int(model.kwargs.get("patch_size") or 1)
+    return latents[-2] // int(model.kwargs.get("patch_size") or CONTEXTS[model.class_name].patch_size)
 
 
 def token_count(model: ModelSpec, latents: tuple[int, ...]) -> int:
     """The tokens of a sample of latents (C, (F,) H, W)."""
-    side: Any = _PACKED if FAMILIES[model.class_name].packs else model.kwargs.get("patch_size") or 1
+    context = CONTEXTS[model.class_name]
+    side: Any = _PACKED if FAMILIES[model.class_name].packs else model.kwargs.get("patch_size") or context.patch_size
     patch: Iterable[int] = side if isinstance(side, list | tuple) else (side, side)
     return math.prod(latents[1:]) // math.prod(patch) // int(model.kwargs.get("patch_size_t") or 1)
 
