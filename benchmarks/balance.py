@@ -48,7 +48,7 @@ def aspects() -> dict[tuple[int, ...], float]:
 
 
 MIXES = [
-    Mix("images by aspect", aspects(), ("pixart-sigma-xl-2-1024", "lumina-image-2.0", "cogview4-6b")),
+    Mix("images by aspect", aspects(), ("pixart-sigma-xl-2-1024", "lumina-image-2.0")),
     Mix("videos by frames", {(each, 480, 832): 1.0 for each in FRAMES}, ("wan2.1-t2v-1.3b", "kandinsky-5-t2v-lite")),
     Mix(
         "images and videos, by both",
