@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from diffusers.pipelines.pixart_alpha.pipeline_pixart_alpha import ASPECT_RATIO_1024_BIN
+from diffusers.pipelines.pixart_alpha.pipeline_pixart_alpha import ASPECT_RATIO_512_BIN, ASPECT_RATIO_1024_BIN
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -31,29 +31,34 @@ SIDES = [(480, 832), (832, 480), (640, 640), (544, 736), (736, 544)]
 FRAMES = [17, 33, 49, 65, 81]
 
 
+Size = tuple[int | None, int, int]
+"""Frames of a video, height and width in pixels."""
+
+
 @dataclass(frozen=True)
 class Mix:
-    """`buckets`: (height, width) or (frames, height, width) in pixels, and how often each comes."""
+    """`buckets`: how often each comes."""
 
     title: str
-    buckets: dict[tuple[int, ...], float]
+    buckets: dict[Size, float]
     models: tuple[str, ...]
 
 
-def aspects() -> dict[tuple[int, ...], float]:
-    """PixArt's buckets of a megapixel, and photos around 2:3 and 3:2."""
-    of = {ratio: (int(h), int(w)) for ratio, (h, w) in ASPECT_RATIO_1024_BIN.items()}
+def aspects(bins: Mapping[str, Sequence[float]]) -> dict[Size, float]:
+    """PixArt's buckets, and photos around 2:3 and 3:2."""
+    of: dict[str, Size] = {ratio: (None, int(h), int(w)) for ratio, (h, w) in bins.items()}
     shares = {each: np.exp(-((abs(np.log(float(ratio))) - np.log(1.5)) ** 2) / 0.1) for ratio, each in of.items()}
     return {each: float(share) for each, share in shares.items()}
 
 
 MIXES = [
-    Mix("images by aspect", aspects(), ("pixart-sigma-xl-2-1024", "lumina-image-2.0")),
-    Mix("videos by frames", {(each, 480, 832): 1.0 for each in FRAMES}, ("wan2.1-t2v-1.3b", "kandinsky-5-t2v-lite")),
+    Mix("1,024 pixels by aspect", aspects(ASPECT_RATIO_1024_BIN), ("pixart-sigma-xl-2-1024", "lumina-image-2.0")),
+    Mix("512 pixels by aspect", aspects(ASPECT_RATIO_512_BIN), ("lumina-image-2.0",)),
+    Mix("videos by frames", {(each, 480, 832): 1.0 for each in FRAMES}, ("wan2.1-t2v-1.3b",)),
     Mix(
         "images and videos, by both",
         {(frames, *sides): 3.0 if frames == 1 else 1.0 for frames in (1, *FRAMES) for sides in SIDES},
-        ("wan2.1-t2v-1.3b", "kandinsky-5-t2v-lite"),
+        ("wan2.1-t2v-1.3b",),
     ),
 ]
 
@@ -81,7 +86,7 @@ class Samples:
         whole = catalog.batch_shape(self._entry)
         assert whole.text is not None
         self._text = whole.text
-        shapes = [catalog.batch_shape(self._entry, bucket[-2:], *bucket[:-2]).latents for bucket in mix.buckets]
+        shapes = [catalog.batch_shape(self._entry, (h, w), frames).latents for frames, h, w in mix.buckets]
         self._shapes = shapes
         drawn = np.random.default_rng(0)
         shares = np.array([*mix.buckets.values()])
@@ -119,7 +124,7 @@ class Samples:
             )
             noisy = torch.zeros(MICRO, *latents, dtype=torch.bfloat16)
             self._family.predict(self._model, noisy, torch.full((MICRO,), 0.5), conditions)
-        return counter.get_total_flops()
+        return int(counter.get_total_flops())
 
 
 def own_buckets(samples: Samples) -> float:
