@@ -24,7 +24,12 @@ from bigdit.report.tables import DASH
 from bigdit.units import gib
 
 ROOT = Path(__file__).parents[1]
-SIDE = {"qwen-image": 1024}  # its own 1328 pixels are 83 × 83 tokens, which no degree divides
+SIZE: dict[str, int | tuple[int, int]] = {
+    "qwen-image": 1024,
+    "cogvideox-5b": (480, 704),
+    "hunyuanvideo-1.5-480p": (480, 832),
+}
+"""Where no degree, or not 4, divides the tokens of the model's own size."""
 MODELS = {
     "flux": "flux.1-dev",
     "flux2": "flux.2-klein-4b",
@@ -34,6 +39,10 @@ MODELS = {
     "ltx": "ltx-video-0.9",
     "pixart": "pixart-sigma-xl-2-1024",
     "dit": "dit-xl-2",
+    "sd3": "sd3.5-medium",
+    "cogvideox": "cogvideox-5b",
+    "hunyuan-1.5": "hunyuanvideo-1.5-480p",
+    "sana": "sana-1600m-4096",
 }
 """By the names of tests/engines/context.py."""
 
@@ -71,7 +80,7 @@ def peak(gpus: EmulatedGpus, title: str, cp: int) -> str:
     if context_problems(model.spec, cp):
         return DASH
     strategy = parse_strategy([f"fsdp2,world_size=8,cp={cp}"])
-    attempt = gpus.attempt(request_for(model, catalog.gpu("h100-sxm"), strategy, resolution=SIDE.get(title)))
+    attempt = gpus.attempt(request_for(model, catalog.gpu("h100-sxm"), strategy, resolution=SIZE.get(title)))
     return f"{gib(attempt.peak_allocated_bytes)} ({attempt.peak_allocated_bytes:,})"
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from bigdit.catalog.families import FAMILIES
 from bigdit.strategy import ModelSpec, Strict
@@ -15,14 +15,21 @@ from bigdit.strategy import ModelSpec, Strict
 
 class Context(Strict):
     """`splits`: by module, its inputs (by name) or outputs (by number) that are split, and the dimension of their
-    tokens. `gathers`: the module whose output, [B, tokens, D], is whole again.
+    tokens; for a pair, one of each. `gathers`: the module whose output, [B, tokens, D], is whole again.
 
-    Attention to the text alone (`attn2`) has the whole text on each process. Where text is split too, one attention
-    sees both.
+    `across`: attention to the text alone, which each process has whole. Elsewhere one attention sees image and text.
+    Where the text is not split, each process has it whole too, and it is `first` or `last` in that attention.
+
+    `linear`: self-attention is sums over tokens, and blocks convolve over rows of them: whole rows are split.
+    `patch_size`: the class's own, where a model's arguments have none.
     """
 
-    splits: dict[str, dict[str | int, int]]
+    splits: dict[str, dict[str | int, int | tuple[int, int]]]
     gathers: str = "proj_out"
+    across: str = "attn2"
+    text: Literal["first", "last"] | None = None
+    linear: bool = False
+    patch_size: int = 1
 
     @property
     def splits_text(self) -> bool:
@@ -30,7 +37,7 @@ class Context(Strict):
 
 
 _FLUX = Context(splits={"": {"hidden_states": 1, "encoder_hidden_states": 1, "img_ids": 0, "txt_ids": 0}})
-_BEFORE_BLOCKS = Context(splits={"transformer_blocks.0": {"hidden_states": 1}})
+_BEFORE_BLOCKS = Context(splits={"transformer_blocks.0": {"hidden_states": 1}}, patch_size=2)
 
 CONTEXTS: dict[str, Context] = {
     "FluxTransformer2DModel": _FLUX,
@@ -46,6 +53,14 @@ CONTEXTS: dict[str, Context] = {
     "LTXVideoTransformer3DModel": Context(splits={"": {"hidden_states": 1}, "rope": {0: 1, 1: 1}}),
     "PixArtTransformer2DModel": _BEFORE_BLOCKS,
     "DiTTransformer2DModel": _BEFORE_BLOCKS.model_copy(update={"gathers": "proj_out_2"}),
+    "SD3Transformer2DModel": _BEFORE_BLOCKS.model_copy(update={"across": "", "text": "last"}),
+    "CogVideoXTransformer3DModel": Context(
+        splits={"": {"image_rotary_emb": (0, 0)}, **_BEFORE_BLOCKS.splits}, across="", text="first", patch_size=2
+    ),
+    "HunyuanVideo15Transformer3DModel": Context(
+        splits={"rope": {0: 0, 1: 0}, **_BEFORE_BLOCKS.splits}, across="", text="last"
+    ),
+    "SanaTransformer2DModel": _BEFORE_BLOCKS.model_copy(update={"linear": True, "patch_size": 1}),
 }
 """Source: `_cp_plan` of the first five in diffusers 0.42.1, of which LTX-Video's splits the text, too."""
 
@@ -66,7 +81,7 @@ def context_problems(model: ModelSpec, cp: int) -> list[str]:
             f"1, or use one of {', '.join(sorted(CONTEXTS))}"
         ]
     heads = model.kwargs.get("num_attention_heads")
-    if not isinstance(heads, int) or heads % cp == 0:
+    if not isinstance(heads, int) or heads % cp == 0 or CONTEXTS[model.class_name].linear:
         return []
     return [f"strategy.cp is {cp}, and {model.name} has {heads} heads of attention; set it to {_nearest(cp, heads)}"]
 
@@ -75,9 +90,10 @@ def context_misfits(model: ModelSpec, cp: int, shapes: Iterable[tuple[int, ...]]
     """Why samples with latents of these shapes, and texts of so many tokens, cannot be split over `cp` processes."""
     if cp == 1 or model.class_name not in CONTEXTS:
         return []
-    counts = {shape: token_count(model, shape) for shape in shapes}
+    what = "rows of tokens" if CONTEXTS[model.class_name].linear else "tokens"
+    counts = {shape: _parts(model, shape) for shape in shapes}
     found = [
-        f"strategy.cp is {cp}, and latents of {' × '.join(map(str, shape))} are {count:,} tokens; set it to "
+        f"strategy.cp is {cp}, and latents of {' × '.join(map(str, shape))} are {count:,} {what}; set it to "
         f"{_nearest(cp, count)}, or choose another size"
         for shape, count in counts.items()
         if count % cp
@@ -98,11 +114,19 @@ def degrees(model: ModelSpec, shapes: Iterable[tuple[int, ...]], text_tokens: in
     ]
 
 
+def _parts(model: ModelSpec, latents: tuple[int, ...]) -> int:
+    """What of such latents is split: tokens, or rows of them."""
+    if not CONTEXTS[model.class_name].linear:
+        return token_count(model, latents)
+    return latents[-2] // int(model.kwargs.get("patch_size") or CONTEXTS[model.class_name].patch_size)
+
+
 def token_count(model: ModelSpec, latents: tuple[int, ...]) -> int:
     """The tokens of a sample of latents (C, (F,) H, W)."""
-    side: Any = _PACKED if FAMILIES[model.class_name].packs else model.kwargs.get("patch_size") or 1
+    context = CONTEXTS[model.class_name]
+    side: Any = _PACKED if FAMILIES[model.class_name].packs else model.kwargs.get("patch_size") or context.patch_size
     patch: Iterable[int] = side if isinstance(side, list | tuple) else (side, side)
-    return math.prod(latents[1:]) // math.prod(patch)
+    return math.prod(latents[1:]) // math.prod(patch) // int(model.kwargs.get("patch_size_t") or 1)
 
 
 def _nearest(cp: int, count: int) -> int:

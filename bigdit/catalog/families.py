@@ -39,6 +39,7 @@ class Inputs(Strict):
     `depths`: the lists of like blocks, in the order of the forward pass, each with the constructor argument that
     says its length. `even`: the number of blocks must be even, and skips join the halves.
     `routed`: tokens go to experts by their values, and with them memory.
+    `by_text`: the padding of captions is cut off, so that short ones are less work.
     `objective`: the default of its models.
     """
 
@@ -60,6 +61,7 @@ class Inputs(Strict):
     depths: dict[str, str] = {"transformer_blocks": "num_layers"}
     even: bool = False
     routed: bool = False
+    by_text: bool = False
     objective: FlowMatchingSpec | DdpmSpec = FlowMatchingSpec()
 
     @property
@@ -147,18 +149,19 @@ FAMILIES: dict[str, Inputs] = {
         pooled_dim="in_text_dim2",
         extras=("pooled_text",),
         video=True,
+        by_text=True,
         depths={
             "text_transformer_blocks": "num_text_blocks",
             "visual_transformer_blocks": "num_visual_blocks",
         },
     ),
     "LTXVideoTransformer3DModel": Inputs(text_dim="caption_channels", video=True),
-    "MochiTransformer3DModel": Inputs(text_dim="text_embed_dim", video=True),
+    "MochiTransformer3DModel": Inputs(text_dim="text_embed_dim", video=True, by_text=True),
     "QwenImageTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True),
-    "ZImageTransformer2DModel": Inputs(text_dim="cap_feat_dim", depths={"layers": "n_layers"}),
+    "ZImageTransformer2DModel": Inputs(text_dim="cap_feat_dim", depths={"layers": "n_layers"}, by_text=True),
     "Krea2Transformer2DModel": Inputs(text_dim="text_hidden_dim", text_layers="num_text_layers", packs=True),
     "PRXTransformer2DModel": Inputs(text_dim="context_in_dim", depths={"blocks": "depth"}),
-    "CogView4Transformer2DModel": Inputs(text_dim="text_embed_dim"),
+    "CogView4Transformer2DModel": Inputs(text_dim="text_embed_dim", by_text=True),
     "CogView3PlusTransformer2DModel": Inputs(text_dim="text_embed_dim", objective=_COGVIEW3),
     "HunyuanImageTransformer2DModel": Inputs(
         text_dim="text_embed_dim",
@@ -208,7 +211,7 @@ FAMILIES: dict[str, Inputs] = {
         even=True,
         objective=_HUNYUAN_DIT,
     ),
-    "Lumina2Transformer2DModel": Inputs(text_dim="cap_feat_dim", depths={"layers": "num_layers"}),
+    "Lumina2Transformer2DModel": Inputs(text_dim="cap_feat_dim", depths={"layers": "num_layers"}, by_text=True),
     "LuminaNextDiT2DModel": Inputs(text_dim="cross_attention_dim", depths={"layers": "num_layers"}),
 }
 

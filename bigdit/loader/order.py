@@ -257,6 +257,18 @@ class Order:
         return np.random.Generator(np.random.Philox(np.random.SeedSequence((self._seed, *names), spawn_key=stage)))
 
 
+def dealt(lengths: Ints, passes: int, processes: int) -> Ints:
+    """Places in a global batch [passes, processes, micro-batch], so that the texts' `lengths` [global batch] are equal
+    work for all processes in each pass.
+
+    A pass takes texts of like lengths, since a model may pad a micro-batch to its longest text. From the longest on,
+    each process takes one, forth and back.
+    """
+    rounds = np.argsort(-lengths, kind="stable").reshape(passes, -1, processes)
+    rounds[:, 1::2] = rounds[:, 1::2, ::-1]
+    return rounds.swapaxes(1, 2)
+
+
 def step_seed(seed: int, step: int) -> int:
     """The 63-bit seed of an optimizer's random numbers in `step`, equal on all processes, so replicas stay equal."""
     return sample_seed(seed, step, -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Generator, Sequence
@@ -19,7 +20,7 @@ from bigdit.catalog.families import mask_of
 from bigdit.dist import World
 from bigdit.loader.batch import Batch, CaptionedBatch, read_ahead
 from bigdit.loader.buffers import Buffers, Padded, mark_first
-from bigdit.loader.order import Ints, Order, draw, sample_seed
+from bigdit.loader.order import Ints, Order, dealt, draw, sample_seed
 from bigdit.loader.raw_store import RawReader, RawStore
 from bigdit.loader.stages import source_of_part
 from bigdit.store import FeatureStore
@@ -38,7 +39,7 @@ Micro = Batch | CaptionedBatch
 
 class FeatureStream:
     """Micro-batches of a store, or of images that are not encoded yet, for one process of `world`. All processes share
-    one order."""
+    one order. If the work of a step depends `by_text` on the lengths of captions, they are dealt out alike."""
 
     def __init__(
         self,
@@ -52,6 +53,7 @@ class FeatureStream:
         caption_dropout: float,
         no_class: int | None = None,
         loss_weights: Sequence[float] = (),
+        by_text: bool = False,
         read_ahead_steps: int = 2,
         threads: int = 2,
         pin_memory: bool = False,
@@ -62,6 +64,7 @@ class FeatureStream:
         self._micro_batch_size = micro_batch_size
         self._grad_accum_steps = grad_accum_steps
         self._seed = seed
+        self._by_text = by_text
         self._read_ahead_steps = read_ahead_steps
         self._threads, self._pinned = threads, pin_memory
         self._buckets = list(store.buckets)
@@ -119,16 +122,15 @@ class FeatureStream:
     def samples(self, step: int) -> list[tuple[Shape, Ints, Ints, tuple[int, ...]]]:
         """Bucket, parts, rows and seeds of each micro-batch of this process in this step."""
         batch = self.order.batch(step)
-        micro, size = self._micro_batch_size, self._world.world_size
-        starts = [(i * size + self._world.rank) * micro for i in range(self._grad_accum_steps)]
+        bucket, seeds = self._buckets[batch.bucket], functools.partial(sample_seed, self._seed, step)
+        sizes = self._grad_accum_steps, self._world.world_size, self._micro_batch_size
+        places = np.arange(len(batch.rows)).reshape(sizes)
+        if self._by_text and isinstance(self._reader, BatchReader):
+            every = [*map(seeds, range(len(batch.rows)))]
+            places = dealt(self._reader.lengths(bucket, batch.parts, batch.rows, every), *sizes[:2])
         return [
-            (
-                self._buckets[batch.bucket],
-                batch.parts[start : start + micro],
-                batch.rows[start : start + micro],
-                tuple(sample_seed(self._seed, step, place) for place in range(start, start + micro)),
-            )
-            for start in starts
+            (bucket, batch.parts[mine], batch.rows[mine], tuple(map(seeds, mine.tolist())))
+            for mine in places[:, self._world.rank]
         ]
 
 
@@ -164,6 +166,16 @@ class BatchReader:
         }
         self._buffers = Buffers({name: size * micro_batch_size for name, size in sizes.items()}, pinned=pinned)
         self._pinned = pinned
+
+    def lengths(self, bucket: Shape, parts: Ints, rows: Ints, seeds: Sequence[int]) -> Ints:
+        """How many states the masks of these samples' texts show."""
+        null = self._store.null_text.shown
+        found = [
+            null if self._drops(seed) else part.shown(_caption(part, bucket, row, seed))
+            for number, row, seed in zip(parts.tolist(), rows.tolist(), seeds, strict=True)
+            for part in (self._store.part(number),)
+        ]
+        return np.array(found)
 
     def advise(self, bucket: Shape, parts: Ints, rows: Ints, seeds: Sequence[int]) -> None:
         """Prefetch this batch."""

@@ -23,40 +23,53 @@ from torch.overrides import TorchFunctionMode
 from bigdit.catalog.context import CONTEXTS
 from bigdit.models.family import Family
 
-ACROSS = "attn2"
-"""diffusers' name of attention to the text alone, whose keys each process has."""
-
 
 def split_context(model: nn.Module, family: Family, mesh: DeviceMesh) -> None:
     """Have the model split its tokens over the processes of a one-dimensional `mesh`, and return whole predictions.
 
     Apply it after all that `equip` does, and before an engine takes the model.
     """
-    context = CONTEXTS[family.CLASS_NAME]
+    context, group = CONTEXTS[family.CLASS_NAME], mesh.get_group()
     plan: dict[str, Any] = {
-        module: {at: ContextParallelInput(split_dim=dim, split_output=isinstance(at, int)) for at, dim in of.items()}
+        module: {at: _part(dim, split_output=isinstance(at, int)) for at, dim in of.items()}
         for module, of in context.splits.items()
     }
     plan[context.gathers] = ContextParallelOutput(gather_dim=1)
     split = SimpleNamespace(_mesh=mesh, _flattened_mesh=mesh, ulysses_anything=False, ring_anything=False)
     apply_context_parallel(model, split, plan)  # type: ignore[arg-type]
+    mode = _Summed if context.linear else functools.partial(_Ulysses, place=context.text)
     for block in family.blocks(model):
         for name, module in block.named_modules():
-            if hasattr(module, "processor") and name != ACROSS:
-                module.forward = functools.partial(_exchanging, mesh.get_group(), module.forward)
+            if hasattr(module, "processor") and name != context.across:
+                module.forward = functools.partial(_within, functools.partial(mode, group), module.forward)
+        if context.linear:
+            block.forward = functools.partial(_of_rows, group.size(), block.forward)
+            depthwise = block.ff.conv_depth
+            depthwise.forward = functools.partial(_with_neighbours, group, depthwise.forward)
 
 
-def _exchanging(group: dist.ProcessGroup, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with _Ulysses(group):
+def _part(dim: int | tuple[int, int], *, split_output: bool) -> Any:
+    if isinstance(dim, tuple):
+        return [_part(each, split_output=split_output) for each in dim]
+    return ContextParallelInput(split_dim=dim, split_output=split_output)
+
+
+def _within(mode: Callable[[int], TorchFunctionMode], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call an attention within a mode that is told how many tokens of text it has."""
+    text = kwargs.get("encoder_hidden_states")
+    with mode(0 if text is None else text.shape[1]):
         return forward(*args, **kwargs)
 
 
 class _Ulysses(TorchFunctionMode):
-    """Within it, attention is of all tokens of the group, with a share of the heads on each process."""
+    """Within it, attention is of all tokens of the group, with a share of the heads on each process.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    `place`: where the `text` tokens are that each process has whole, if they are not split.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, text: int, place: str | None) -> None:
         super().__init__()
-        self._group = group
+        self._group, self._text, self._first = group, text if place else 0, place == "first"
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.scaled_dot_product_attention:
@@ -71,12 +84,122 @@ class _Ulysses(TorchFunctionMode):
         attn_mask: torch.Tensor | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """As scaled_dot_product_attention, on [B, heads, tokens, D]; the mask [B, 1, 1, tokens] is of keys alone."""
-        query, key, value = (_Exchange.apply(each, self._group, _HEADS, _TOKENS) for each in (query, key, value))
-        mask = None if attn_mask is None else _gathered(attn_mask, self._group)
-        attended = F.scaled_dot_product_attention(query, key, value, mask, **options)
-        shared: torch.Tensor = _Exchange.apply(attended, self._group, _TOKENS, _HEADS)
+        """As scaled_dot_product_attention, on [B, heads, tokens, D]. The mask [B, 1, 1, tokens] is of keys alone, or
+        [B, 1, tokens, tokens] of queries, too: what queries of hidden text find is read by nothing."""
+        if not self._text:
+            query, key, value = (_Exchange.apply(each, self._group, _HEADS, _TOKENS) for each in (query, key, value))
+            mask = None if attn_mask is None else _gathered(attn_mask, self._group)
+            attended = F.scaled_dot_product_attention(query, key, value, mask, **options)
+            shared: torch.Tensor = _Exchange.apply(attended, self._group, _TOKENS, _HEADS)
+            return shared
+        mask = None if attn_mask is None else self._all_keys(attn_mask)
+        query, key, value = (self._own_heads(each) for each in (query, key, value))
+        return self._own_tokens(F.scaled_dot_product_attention(query, key, value, mask, **options))
+
+    def _parted(self, tensor: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens of text, and the others."""
+        others = tensor.shape[dim] - self._text
+        if self._first:
+            text, image = tensor.split((self._text, others), dim)
+        else:
+            image, text = tensor.split((others, self._text), dim)
+        return text, image
+
+    def _joined(self, text: torch.Tensor, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (text, image) if self._first else (image, text)
+
+    def _own_heads(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All tokens of this process's heads, from its own tokens of all heads."""
+        text, image = self._parted(tensor, 2)
+        own = text.chunk(self._group.size(), 1)[self._group.rank()]
+        return torch.cat(self._joined(own, _Exchange.apply(image, self._group, _HEADS, _TOKENS)), 2)
+
+    def _own_tokens(self, attended: torch.Tensor) -> torch.Tensor:
+        """The inverse. Each process gets the whole text."""
+        text, image = self._parted(attended, 2)
+        pieces = [each for part in image.chunk(self._group.size(), 2) for each in self._joined(text, part)]
+        shared: torch.Tensor = _Exchange.apply(torch.cat(pieces, 2), self._group, _TOKENS, _HEADS)
         return shared
+
+    def _all_keys(self, mask: torch.Tensor) -> torch.Tensor:
+        """The mask [B, 1, 1, tokens] of all keys: those of the image are shown."""
+        text, image = self._parted(self._parted(mask, 2)[1][:, :, :1], 3)
+        return torch.cat(self._joined(text, image.repeat(1, 1, 1, self._group.size())), 3)
+
+
+class _Summed(TorchFunctionMode):
+    """Within it, linear attention is of all tokens of the group: its first product is a sum over tokens."""
+
+    def __init__(self, group: dist.ProcessGroup, text: int) -> None:
+        super().__init__()
+        self._group, self._over = group, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func is not torch.matmul or self._over:
+            return found
+        self._over = True
+        return _Sum.apply(found, self._group)
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of the processes' tensors, on each."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _Sum._of(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _Sum._of(gradients[0], ctx.group), None
+
+    @staticmethod
+    def _of(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        summed = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed, group=group)
+        return summed
+
+
+def _of_rows(parts: int, forward: Callable[..., Any], *args: Any) -> Any:
+    """Call a block of Sana's with its part of the rows."""
+    *others, height, width = args
+    return forward(*others, height // parts, width)
+
+
+def _with_neighbours(group: dist.ProcessGroup, forward: Callable[..., Any], rows: torch.Tensor) -> Any:
+    """Call a convolution of 3 × 3 with the rows [B, C, rows, W] above and below, which other processes have."""
+    return forward(_Bordered.apply(rows, group))[:, :, 1:-1]
+
+
+class _Bordered(torch.autograd.Function):
+    """Rows between the last one of the process before and the first one of the next; zeros at both ends."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        above, below = _borders(rows[:, :, -1], rows[:, :, 0], group)
+        return torch.cat([above, rows, below], 2)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gradient,) = gradients
+        above, below = _borders(gradient[:, :, -1], gradient[:, :, 0], ctx.group)
+        own = gradient[:, :, 1:-1].clone()
+        own[:, :, :1] += above
+        own[:, :, -1:] += below
+        return own, None
+
+
+def _borders(last: torch.Tensor, first: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    """`last` of the process before, and `first` of the next, [B, C, 1, W]; zeros where there is none."""
+    own = torch.stack([last, first])
+    every = own.new_empty((2 * group.size(), *last.shape))
+    dist.all_gather_into_tensor(every, own, group=group)
+    none, at = torch.zeros_like(last), 2 * group.rank()
+    before = every[at - 2] if at else none
+    after = every[at + 3] if at + 2 < len(every) else none
+    return before.unsqueeze(2), after.unsqueeze(2)
 
 
 _TOKENS, _HEADS = 1, 2  # of [B, tokens, heads, D], as diffusers' classes have it in memory

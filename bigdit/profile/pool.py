@@ -42,8 +42,8 @@ Started = Callable[[], tuple[list[str], dict[str, str]]]
 
 
 class WorkerError(RuntimeError):
-    """A process ended without an answer. The message's first line has its exit status and its error, the others the end
-    of its stderr."""
+    """A process ended without an answer. The message's first line has its exit status and its error, or the last line
+    of its stderr; the others are the end of that."""
 
 
 class WorkerEnded(WorkerError):
@@ -247,8 +247,11 @@ def failure(what: str, status: int, lines: list[str]) -> Exception:
     if status == EXIT_USER and problems:
         return UserError(*problems)
     end = "\n".join(lines[-_LAST_LINES:])
-    why = next((f" {line[:300]}" for line in reversed(lines) if re.match(r"[\w.]+Error: ", line)), "")
-    kind = WorkerKilled if status == -signal.SIGKILL else WorkerError if why else WorkerEnded
+    raised = [line for line in lines if re.match(r"[\w.]+Error: ", line)]
+    killed = status == -signal.SIGKILL
+    kind = WorkerKilled if killed else WorkerError if raised else WorkerEnded
+    said = [] if killed else raised or [line for line in lines if line.strip()]
+    why = f" {said[-1][:300]}" if said else ""
     return kind(f"{what} ended with status {status} and no result:{why}\n{end}")
 
 

@@ -82,7 +82,13 @@ def resolve_request(model: str | None = None, gpu: str | None = None, **options:
         shape, misfits = fitting_shape(found_model, next(iter(sizes), None), amounts.get("frames"), named)
     shared = [1]
     if found_model is not None and shape is not None:
-        shared, unshared = _sharing(found_model, shape, fixed.cp or 1)
+        height, width = (side * found_model.vae.downsample for side in shape.latents[-2:])
+        if asked.buckets == "aspect" or (asked.buckets is None and not found_model.video):
+            more = aspect_sizes(found_model, (height, width))
+        others = (
+            [] if misfits else [batch_shape(found_model, size, amounts.get("frames")) for size in (*sizes[1:], *more)]
+        )
+        shared, unshared = _sharing(found_model, [shape, *others], fixed.cp or 1)
         problems += unshared
     problems += cluster_problems(cluster, fixed, amounts.get("global_batch_size"), device, shared)
     problems += constraint_problems(cluster, fixed, device)
@@ -95,9 +101,6 @@ def resolve_request(model: str | None = None, gpu: str | None = None, **options:
     if problems or found_model is None or device is None or shape is None:
         raise UserError(*problems)
 
-    height, width = (side * found_model.vae.downsample for side in shape.latents[-2:])
-    if asked.buckets == "aspect" or (asked.buckets is None and not found_model.video):
-        more = aspect_sizes(found_model, (height, width))
     further = dict.fromkeys(size for size in (*sizes, *more) if size != (height, width))
     if found_model.clip is not None:
         amounts.setdefault("frames", found_model.clip.frames)
@@ -122,11 +125,11 @@ def resolve_request(model: str | None = None, gpu: str | None = None, **options:
     return request
 
 
-def _sharing(model: CatalogModel, shape: BatchShape, cp: int) -> tuple[list[int], list[str]]:
-    """How many GPUs may share such a sample, and why `cp` may not."""
-    text = None if shape.text is None else shape.text[0]
-    problems = [*context_problems(model.spec, cp), *context_misfits(model.spec, cp, [shape.latents], text)]
-    found = degrees(model.spec, [shape.latents], text)
+def _sharing(model: CatalogModel, shapes: Sequence[BatchShape], cp: int) -> tuple[list[int], list[str]]:
+    """How many GPUs may share samples of all these shapes, and why `cp` may not share those of the first."""
+    latents, text = [each.latents for each in shapes], None if shapes[0].text is None else shapes[0].text[0]
+    problems = [*context_problems(model.spec, cp), *context_misfits(model.spec, cp, latents[:1], text)]
+    found = degrees(model.spec, latents, text)
     return found, [problem.replace("strategy.cp", "--cp") for problem in problems]
 
 

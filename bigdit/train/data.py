@@ -11,6 +11,7 @@ import torch
 
 from bigdit.catalog.conditions import class_misfits, first_frame_misfits, no_class, reference_misfits
 from bigdit.catalog.context import context_misfits
+from bigdit.catalog.families import FAMILIES
 from bigdit.checkpoint import Peers
 from bigdit.config import RunConfig
 from bigdit.config.data import DataConfig
@@ -214,6 +215,7 @@ class TrainData:
             caption_dropout=run.data.caption_dropout,
             no_class=no_class(reached.spec),
             loss_weights=[source.loss_weight for source in run.data.images],
+            by_text=FAMILIES[reached.spec.class_name].by_text,
             read_ahead_steps=strategy.read_ahead_steps,
             threads=run.data.read_threads,
             pin_memory=device.type == "cuda",

@@ -1,15 +1,18 @@
 """Context parallelism on four processes beside one process, by name: a line of JSON.
 
-The largest differences of the loss, of each gradient, and of the losses and the weights of three steps: of each family
-where all four share samples, or of one family by each engine and setting where two and two do.
+The largest differences of the loss, of each gradient, and of the losses and the weights of ten steps: of each family
+where two or four share samples, or of one family by each engine and setting where two and two do. Of families that are
+named, three steps where all four share samples.
 
-torchrun --nproc-per-node 4 tests/engines/context.py
+torchrun --nproc-per-node 4 tests/engines/context.py [FAMILY …]
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import sys
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -24,7 +27,10 @@ from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.strategy import LoraSpec, ModelSpec, OptimizerSpec, Strategy
 from bigdit.train.step import train_step
 
-STEPS, SAMPLES, TEXT = 3, 4, (8, 8)
+STEPS, DEGREES = (3, (4,)) if sys.argv[1:] else (10, (2, 4))
+SAMPLES, TEXT = 4, (8, 8)
+UNEVEN = 7
+"""Tokens of a text that is not split: no degree divides it."""
 HEADS = {"num_attention_heads": 4, "attention_head_dim": 12}
 PACKED = HEADS | {"in_channels": 16, "num_layers": 2, "joint_attention_dim": 8}
 WAN = HEADS | {"in_channels": 4, "out_channels": 4, "text_dim": 8, "freq_dim": 16, "ffn_dim": 32, "num_layers": 2}
@@ -54,6 +60,35 @@ TINY = {
         "PixArtTransformer2DModel",
         HEADS | PATCHES | {"out_channels": 8, "cross_attention_dim": 48, "caption_channels": 8},
         IMAGE,
+    ),
+    "sd3": (
+        "SD3Transformer2DModel",
+        HEADS
+        | PATCHES
+        | {"out_channels": 4, "joint_attention_dim": 8, "caption_projection_dim": 48, "pooled_projection_dim": 6}
+        | {"pos_embed_max_size": 8, "dual_attention_layers": [0], "qk_norm": "rms_norm"},
+        IMAGE,
+    ),
+    "cogvideox": (
+        "CogVideoXTransformer3DModel",
+        {"num_attention_heads": 4, "attention_head_dim": 16, "in_channels": 4, "out_channels": 4, "num_layers": 2}
+        | {"time_embed_dim": 8, "text_embed_dim": 8, "sample_width": 8, "sample_height": 4, "sample_frames": 5}
+        | {"max_text_seq_length": UNEVEN, "use_rotary_positional_embeddings": True},
+        VIDEO,
+    ),
+    "hunyuan-1.5": (
+        "HunyuanVideo15Transformer3DModel",
+        HEADS
+        | {"in_channels": 9, "out_channels": 4, "num_layers": 2, "num_refiner_layers": 1, "mlp_ratio": 2.0}
+        | {"text_embed_dim": 8, "text_embed_2_dim": 6, "image_embed_dim": 6, "rope_axes_dim": [4, 4, 4]},
+        VIDEO,
+    ),
+    "sana": (
+        "SanaTransformer2DModel",
+        {"in_channels": 4, "out_channels": 4, "num_attention_heads": 3, "attention_head_dim": 8, "num_layers": 2}
+        | {"num_cross_attention_heads": 2, "cross_attention_head_dim": 12, "cross_attention_dim": 24}
+        | {"caption_channels": 8, "sample_size": 8, "patch_size": 1},
+        (4, 8, 6),
     ),
     "dit": ("DiTTransformer2DModel", HEADS | PATCHES | {"out_channels": 8, "num_embeds_ada_norm": 10}, (4, 8, 8)),
 }
@@ -90,11 +125,17 @@ def strategy(cp: int, **given: object) -> Strategy:
 def batches(name: str, step: int, chosen: Strategy, world: World, extras: dict[str, models.Extra]) -> list[Batch]:
     """This process's micro-batches of the global batch of that step. Captions have other lengths."""
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(step))
-    text = (512, TEXT[1]) if name == "wan-i2v" else TEXT
+    whole = CONTEXTS[TINY[name][0]].text is not None
+    text = (512 if name == "wan-i2v" else UNEVEN if whole else TEXT[0], TEXT[1])
     lengths = torch.tensor([text[0], 3, 5, 6])
     latents, embeds = draw(SAMPLES, *TINY[name][2]), draw(SAMPLES, *text)
     mask = (torch.arange(text[0]) < lengths[:, None]).float()
-    more = {key: draw(SAMPLES, *each.sample_shape(TINY[name][2])) for key, each in extras.items()}
+    more = {
+        key: (torch.arange(each.shape[0]) < lengths[:, None]).float()
+        if each.fill
+        else draw(SAMPLES, *each.sample_shape(TINY[name][2]))
+        for key, each in extras.items()
+    }
     more |= {"class_label": torch.arange(SAMPLES)} if name == "dit" else {}
     world = world.of_samples(chosen.cp)
     size, found = chosen.micro_batch_size, []
@@ -204,12 +245,13 @@ def _off(one: torch.Tensor, other: torch.Tensor, least: float) -> float:
     return float((one - other).abs().max() / one.abs().max().clamp(min=least))
 
 
-def families(world: World) -> dict[str, dict[str, float]]:
+def families(world: World, names: Iterable[str]) -> dict[str, dict[str, float]]:
     found = {}
-    for name in TINY:
-        shared = answer(name, strategy(4), world)
+    for name in names:
+        shared = {cp: answer(name, strategy(cp), world) for cp in DEGREES}
         if world.is_main:
-            found[name] = compared(answer(name, strategy(1), World()), shared)
+            alone = answer(name, strategy(1), World())
+            found |= {f"{name} {cp}": compared(alone, each) for cp, each in shared.items()}
     return found
 
 
@@ -230,7 +272,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     world = world_from_env()
     assert {TINY[name][0] for name in TINY} == set(CONTEXTS)
-    found = families(world) | ways(world)
+    found = families(world, sys.argv[1:] or TINY) | ways(world)
     if world.is_main:
         print(json.dumps(found))
     dist.destroy_process_group()

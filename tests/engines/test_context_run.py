@@ -68,9 +68,7 @@ def test_what_does_not_divide_is_refused_before_anything_runs(features, tmp_path
 
     assert "latents of 4 × 4 × 6 are 6 tokens" in refused("strategy.cp=4", "strategy.world_size=4")
     assert "has 4 heads" in refused("strategy.cp=8", "strategy.world_size=8")
-    sana = DIGITS.read_text()
-    assert "SanaTransformer2DModel" in sana
-    assert "how to split the tokens of SanaTransformer2DModel" in refused(
+    assert "how to split the tokens of LuminaNextDiT2DModel" in refused(
         "strategy.cp=2",
-        "model={class_name: SanaTransformer2DModel, kwargs: {in_channels: 4, out_channels: 4, caption_channels: 64}}",
+        "model={class_name: LuminaNextDiT2DModel, kwargs: {in_channels: 4, cross_attention_dim: 64}}",
     )

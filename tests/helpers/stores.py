@@ -40,10 +40,12 @@ def make_store(
     classes=None,
     streams=False,
     gone=(),
+    shapes=tuple(SHAPES),
 ):
     """Random features; sample i's second caption weighs three times its first. With `classes` there are no captions,
     and sample i is of class i modulo their number. With `streams` a text has two more beside it, one of which may be
-    empty, and its mask shows the first half of its states. With runs `gone`, samples from 40 on were added."""
+    empty, and its mask shows the first half of its states. With runs `gone`, samples from 40 on were added. A third of
+    the samples has the second of two `shapes`; more shapes come equally often."""
     schema = StoreSchema(
         codec={},
         text_encoder={} if classes else {"max_tokens": TOKENS} | ({"streams": STREAMS} if streams else {}),
@@ -66,8 +68,11 @@ def make_store(
     for start, end in schema.ranges():
         generator = torch.Generator().manual_seed(start)
         latents, indices, captions, texts = {}, {}, {}, {}
-        for number, shape in enumerate(SHAPES):
-            chosen = indices[shape] = [index for index in range(start, end) if (index % 3 == 0) == (number == 1)]
+        for number, shape in enumerate(shapes):
+            of = {
+                index: int(index % 3 == 0) if len(shapes) == 2 else index % len(shapes) for index in range(start, end)
+            }
+            chosen = indices[shape] = [index for index in of if of[index] == number]
             size = (len(chosen), 2, *shape) if deviation else (len(chosen), *shape)
             latents[shape] = torch.randn(size, generator=generator).abs().to(dtype)
         labels = {index: index % classes for index in range(start, end)} if classes else None

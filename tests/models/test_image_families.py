@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from gpus import recorded_as_attempted
 from torch import nn
-from views import rows_of_linears, written_views
+from views import counted_flops, rows_of_linears, written_views
 
 from bigdit import models
 from bigdit.catalog import FAMILIES
@@ -233,6 +234,19 @@ def test_blocks_are_all_lists_of_blocks_in_the_order_of_the_forward_pass(class_n
 def test_the_catalogue_names_the_same_inputs(class_name: str) -> None:
     fed = Fed(class_name)
     assert tuple(fed.family.extras(fed.model)) == FAMILIES[class_name].further_inputs
+
+
+@pytest.mark.parametrize("class_name", [name for name in TINY if FAMILIES[name].text_dim])
+def test_the_catalogue_says_whether_short_captions_are_less_work(class_name: str) -> None:
+    fed = Fed(class_name)
+    mask = torch.ones(MICRO_BATCH_SIZE, 6)
+    mask[:, 3:] = 0
+    short = replace(fed.batch, text_mask=mask)
+    works = [counted_flops(functools.partial(fed.predict, each)) for each in (fed.batch, short)]
+    assert (works[1] < works[0], works[1] == works[0]) == (
+        FAMILIES[class_name].by_text,
+        not FAMILIES[class_name].by_text,
+    )
 
 
 def test_packing_is_undone_and_positions_run_row_by_row() -> None:

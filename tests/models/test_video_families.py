@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from gpus import recorded_as_attempted
 from torch import nn
-from views import rows_of_linears, written_views
+from views import counted_flops, rows_of_linears, written_views
 
 from bigdit import models
-from bigdit.catalog import batch_shape, latent_shape, model
+from bigdit.catalog import FAMILIES, batch_shape, latent_shape, model
 from bigdit.catalog.models import models as catalogue
 from bigdit.errors import UserError
 from bigdit.loader.batch import Batch
@@ -80,6 +82,23 @@ def test_fp8_is_of_layers_that_tokens_go_through(name: str) -> None:
     latents, t, conditions = _inputs(name, family, tiny)
     rows = rows_of_linears(family, tiny, lambda: family.predict(tiny, latents, t, conditions))
     assert {name for name in rows if of_tokens(name)} == {name for name in rows if rows[name] != {MICRO_BATCH_SIZE}}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_catalogue_says_whether_short_captions_are_less_work(name: str) -> None:
+    family, tiny = _model(name)
+    latents, t, fed = _inputs(name, family, tiny)
+    if name == "z-image":  # whose texts grow to a multiple of 32 tokens
+        longer = [torch.cat([each] * 8, dim=1) for each in (fed.text_embeds, fed.text_mask)]
+        fed = replace(fed, text_embeds=longer[0], text_mask=longer[1])
+    mask = fed.text_mask.clone()
+    mask[:, mask.shape[1] // 3 :] = 0
+    works = [
+        counted_flops(functools.partial(family.predict, tiny, latents, t, each))
+        for each in (fed, replace(fed, text_mask=mask))
+    ]
+    by_text = FAMILIES[family.CLASS_NAME].by_text
+    assert (works[1] < works[0], works[1] == works[0]) == (by_text, not by_text)
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -55,12 +55,12 @@ def test_an_answer_is_found_again_and_follows_from_the_sources_and_the_build_of_
     one, two = (gpus.attempt(asked(size)) for size in (1, 2))
     assert two.peak_allocated_bytes > one.peak_allocated_bytes
     assert len(list(cache.iterdir())) == 2
-    worker("exit 7")
+    worker("echo 'no such library' >&2; echo >&2; exit 7")
     began = time.perf_counter()
     with EmulatedGpus(A40, 1) as other:
         assert [other.attempt(asked(size)) for size in (2, 1)] == [two, one]
         assert time.perf_counter() - began < 0.5
-        with pytest.raises(WorkerError, match="status 7 and no result"):
+        with pytest.raises(WorkerError, match="status 7 and no result: no such library\n"):
             other.attempt(asked(3))
         with monkeypatch.context() as patch:
             patch.setattr(module, "digest_of", lambda *names: "of other sources")

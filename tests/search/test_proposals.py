@@ -99,7 +99,7 @@ def test_a_gpu_without_bf16_trains_in_fp16() -> None:
 
 
 def test_pins_are_kept() -> None:
-    pins = Constraints(engine="fsdp2", optimizer="came", precision="bf16_sr", ema="cpu")
+    pins = Constraints(engine="fsdp2", optimizer="came", precision="bf16_sr", ema="cpu", cp=1)
     (found,), _ = proposals(resolved(constraints=pins, cluster=Cluster(gpus=8)))
     strategy = found.strategy
     assert (strategy.engine, strategy.optimizer.name, strategy.precision) == ("fsdp2", "came", "bf16_sr")

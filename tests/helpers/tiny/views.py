@@ -1,9 +1,11 @@
-"""What goes through a tiny model's parts: views that are written into later, and rows of linear layers."""
+"""What goes through a tiny model's parts: views that are written into later, rows of linear layers, and FLOPs."""
 
 import re
 
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 
 def written_views(family, model, predict):
@@ -45,3 +47,10 @@ def rows_of_linears(family, model, predict):
         for hook in hooks:
             hook.remove()
     return rows
+
+
+def counted_flops(predict):
+    """FLOPs of what is called, as torch counts them, which does not know the CPU's fused attention."""
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        predict()
+    return counter.get_total_flops()
