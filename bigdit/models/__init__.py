@@ -11,11 +11,13 @@ from bigdit.models.equip import adapt, arrange, equip
 from bigdit.models.families import families, family
 from bigdit.models.family import Conditions, Extra, Family, references, take_through
 from bigdit.models.lora_files import read_adapters, start_adapters
+from bigdit.models.whole import Piece, single_file_layout
 
 __all__ = [
     "Conditions",
     "Extra",
     "Family",
+    "Piece",
     "adapt",
     "arrange",
     "build",
@@ -31,6 +33,7 @@ __all__ = [
     "references",
     "save_adapters",
     "save_for_comfyui",
+    "single_file_layout",
     "skeleton",
     "split_context",
     "start_adapters",
