@@ -21,6 +21,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from bigdit import log, models
+from bigdit.checkpoint.card import FILE as CARD
+from bigdit.checkpoint.card import card
 from bigdit.checkpoint.folder import Checkpoint, Saved, snapshots_of, verify, write_checksums
 from bigdit.checkpoint.pipeline import Pipeline
 from bigdit.checkpoint.restore import few_at_once, load_kind, load_model, load_tensors, load_used, trained
@@ -152,9 +154,10 @@ def export(
     """Write `transformer/`, and `transformer_ema/` where there is an EMA, to `folder`, whole or not at all.
 
     With `posthoc` it is that EMA. The `pipeline`, where one is given, is written around them. Weights are fp32; of LoRA
-    they are the adapters, as diffusers' `load_lora_weights` and ComfyUI read them. `single_file/` has the models in one
-    file each, where it is asked for. The checkpoint was verified before, and no other process writes the folder. Raises
-    UserError where it cannot be written, or holds anything and is not to be `replace`d.
+    they are the adapters, as diffusers' `load_lora_weights` and ComfyUI read them. README.md is a model card, and
+    `single_file/` has the models in one file each, where it is asked for. The checkpoint was verified before, and no
+    other process writes the folder. Raises UserError where it cannot be written, or holds anything and is not to be
+    `replace`d.
     """
     pieces = [] if single_file is None else _pieces(checkpoint)
     try:
@@ -165,6 +168,7 @@ def export(
                 _write_single_files(checkpoint, ways, single_file, pieces, temporary / SINGLE_FILE)
             if pipeline is not None:
                 pipeline.write(temporary)
+            (temporary / CARD).write_text(card(checkpoint))
             commit_folder(temporary, folder, replace=replace)
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot export to {folder}: {error}") from error

@@ -118,7 +118,7 @@ def test_an_export_that_an_interrupted_run_owes_is_made(tmp_path, engine_and_ave
     due = load_run(DIGITS, (*config, "train.export_every=1"))
     export_missed(due, [9], found)
     folder = tmp_path / "exports/step-00000001"
-    assert sorted(file.name for file in folder.iterdir()) == ["transformer", "transformer_ema"]
+    assert sorted(file.name for file in folder.iterdir()) == ["README.md", "transformer", "transformer_ema"]
     assert capfd.readouterr().err == f"note: wrote {folder}, which an interrupted run had left out\n"
     export_missed(due, [9], found)
     assert capfd.readouterr().err == ""
