@@ -17,6 +17,7 @@ from bigdit.catalog.models import repositories
 from bigdit.checkpoint.folder import Checkpoint
 from bigdit.config.run import RECEIPT, RECORD
 from bigdit.documents import at, parse_yaml, read_json
+from bigdit.errors import versions
 from bigdit.files import read_bytes
 from bigdit.strategy import OPTIMIZERS, ModelSpec, Strategy
 from bigdit.units import gib
