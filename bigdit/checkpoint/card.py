@@ -43,7 +43,7 @@ def card(checkpoint: Checkpoint) -> str:
     rows = list(_rows(checkpoint, spec, strategy, published))
     if base:
         rows.insert(2, ("Licence of the base", ", ".join(licence.values()) or _NOT_KNOWN))
-    title = f"{'LoRA for ' if strategy.lora else ''}{spec.name}"
+    title = f"{f'{strategy.lora.title} for ' if strategy.lora else ''}{spec.name}"
     table = "\n".join(f"| {key} | {_cell(value)} |" for key, value in rows)
     chosen = strategy.model_dump(mode="json", exclude_defaults=True)
     settings = yaml.safe_dump({"strategy": chosen}, sort_keys=False)
@@ -73,7 +73,10 @@ def _rows(
     yield "Data", ", ".join(_sources(state["run"])) or "not known"
     yield "Steps", f"{step:,} of {batch:,} samples: {step * batch:,} samples, counted with repeats"
     lora = strategy.lora
-    yield "Trained", f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, base {lora.base}" if lora else "all weights"
+    yield (
+        "Trained",
+        f"{lora.title}, rank {lora.rank}, alpha {lora.alpha:g}, base {lora.base}" if lora else "all weights",
+    )
     optimizer = strategy.optimizer
     yield "Optimizer", f"{OPTIMIZERS[optimizer.name]}, learning rate {optimizer.lr:g}"
     if device := at(record, ("device",)):

@@ -1,13 +1,14 @@
-"""Trained adapters as files: safetensors in the layouts of diffusers' `load_lora_weights` and of ComfyUI."""
+"""Trained adapters as files: safetensors in the layouts of diffusers' `load_lora_weights`, of peft and of ComfyUI."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import diffusers
 import torch
+from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig
 from safetensors.torch import save_file
 from torch import nn
 
@@ -16,22 +17,60 @@ from bigdit.models.build import outline
 from bigdit.strategy import LoraSpec, ModelSpec
 
 FILE = "pytorch_lora_weights.safetensors"
+PEFT_FILE = "adapter_model.safetensors"
+"""Of LoKr and LoHa, beside peft's adapter_config.json; diffusers reads none."""
 PREFIX = "transformer."  # pipelines tell a transformer's adapters from a text encoder's by it
 ADAPTER = "default"  # peft's name of the only adapter, which files leave out
 _DOWN = f".lora_A.{ADAPTER}.weight"
 
 
-def save_adapters(folder: Path, spec: LoraSpec, weights: Mapping[str, torch.Tensor]) -> None:
-    """Write adapters, by their names in the model, in diffusers' layout. Raises OSError, SafetensorError.
+def config_of(spec: LoraSpec, layers: Iterable[str], *, dora: bool) -> PeftConfig:
+    """peft's configuration of adapters of these layers."""
+    targets = sorted(layers)
+    ranks = {name: rank for name in targets if (rank := spec.rank_of(name)) != spec.rank}
+    patterns = {"rank_pattern": ranks, "alpha_pattern": {name: spec.alpha_of(rank) for name, rank in ranks.items()}}
+    if spec.kind == "lora":
+        return LoraConfig(
+            r=spec.rank,
+            lora_alpha=spec.alpha,  # type: ignore[arg-type]  # peft divides it
+            target_modules=targets,
+            use_dora=dora,
+            use_rslora=spec.rslora,
+            **patterns,
+        )
+    kind = LoKrConfig if spec.kind == "lokr" else LoHaConfig
+    return kind(r=spec.rank, alpha=spec.alpha, target_modules=targets, **patterns)  # type: ignore[arg-type]
 
-    B is multiplied by alpha / rank, because most other loaders do not read that in the metadata.
+
+def save_adapters(folder: Path, spec: LoraSpec, weights: Mapping[str, torch.Tensor]) -> None:
+    """Write adapters, by their names in the model, as diffusers reads them, or LoKr and LoHa as peft does. Raises
+    OSError, SafetensorError.
+
+    LoRA's B is multiplied by its scale, because most other loaders do not read that in the metadata.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    if spec.kind != "lora":
+        parts = by_layer(weights)
+        named = {f"base_model.model.{layer}.{part}": each for layer, own in parts.items() for part, each in own.items()}
+        save_file(named, folder / PEFT_FILE, metadata={"format": "pt"})
+        config_of(spec, parts, dora=False).save_pretrained(str(folder))
+        return
     tensors = {_name_in_file(name): _scaled(name, tensor, spec).contiguous() for name, tensor in weights.items()}
     layers = {name.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for name in tensors}
+    ranks = {layer: rank for layer in sorted(layers) if (rank := spec.rank_of(layer)) != spec.rank}
     config = {"r": spec.rank, "lora_alpha": spec.rank, "target_modules": sorted(layers), "use_dora": spec.dora}
+    config |= {"rank_pattern": ranks, "alpha_pattern": ranks} if ranks else {}  # the scale is in B
     described = json.dumps({PREFIX + key: value for key, value in config.items()})
-    folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / FILE, metadata={"format": "pt", "lora_adapter_metadata": described})
+
+
+def by_layer(weights: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """The parts of LoKr's and LoHa's adapters by layer: lokr_w1, hada_w1_a and so on."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in weights.items():
+        layer, part, _ = name.rsplit(".", 2)
+        found.setdefault(layer, {})[part] = tensor
+    return found
 
 
 def save_for_comfyui(
@@ -42,10 +81,14 @@ def save_for_comfyui(
     `base`: the frozen model, which only DoRA needs. Raises UserError where ComfyUI has no place for the model or a
     layer; what `base` raises; OSError, SafetensorError.
     """
-    if not comfyui.needed(model.class_name, dora=spec.dora):
+    if not comfyui.needed(model.class_name, dora=spec.dora) and spec.kind == "lora":
         return
     linears = {name: each for name, each in outline(model).named_modules() if isinstance(each, nn.Linear)}
     rows = {name: each.out_features for name, each in linears.items()}
+    if spec.kind != "lora":
+        products = comfyui.PRODUCTS[spec.kind](model.class_name, by_layer(weights), rows, spec.scale(spec.rank))
+        save_file(products, folder / comfyui.FILE, metadata={"format": "pt"})
+        return
     adapters = {
         name.removesuffix(_DOWN): comfyui.Adapter(
             down,
@@ -61,7 +104,7 @@ def save_for_comfyui(
 
 
 def _scaled(name: str, tensor: torch.Tensor, spec: LoraSpec) -> torch.Tensor:
-    return tensor * (spec.alpha / spec.rank) if ".lora_B." in name else tensor
+    return tensor * spec.scale(tensor.shape[1]) if ".lora_B." in name else tensor
 
 
 def loaded_by(class_name: str, pipeline: str | None) -> str | None:

@@ -179,6 +179,41 @@ def tensors(
     return found
 
 
+def hadamard(
+    class_name: str, adapters: Mapping[str, Mapping[str, torch.Tensor]], rows: Mapping[str, int], scale: float
+) -> dict[str, torch.Tensor]:
+    """LoHa in ComfyUI's layout: both products are joined by rows, as LoRA's is. Raises UserError as `tensors` does."""
+    found = {}
+    for each, factor in (("hada_w1", scale), ("hada_w2", 1.0)):
+        own = {name: Adapter(part[f"{each}_b"], part[f"{each}_a"] * factor, None) for name, part in adapters.items()}
+        for name, tensor in tensors(class_name, own, rows, lambda name: torch.empty(0)).items():
+            layer, kind, _ = name.rsplit(".", 2)
+            found[f"{layer}.{each}_{'b' if kind == 'lora_A' else 'a'}"] = tensor
+    return found
+
+
+def kronecker(
+    class_name: str, adapters: Mapping[str, Mapping[str, torch.Tensor]], rows: Mapping[str, int], scale: float
+) -> dict[str, torch.Tensor]:
+    """LoKr in ComfyUI's layout. Raises UserError where a layer has no place of its own there."""
+    found, left = {}, set(adapters)
+    for layer, names in layers(class_name, rows).items():
+        if left.isdisjoint(names):
+            continue
+        if len(names) > 1 or layer.endswith("~") or "|" in layer:
+            raise UserError(f"ComfyUI joins or parts {names[0]}, and LoKr has no such form; lora and loha have")
+        left.remove(names[0])
+        for part, tensor in adapters[names[0]].items():
+            found[f"{layer}.{part}"] = tensor * scale if part in ("lokr_w1", "lokr_w1_a") else tensor.clone()
+    if left:
+        raise UserError(f"ComfyUI has no place for adapters of {min(left)} (strategy.lora.targets)")
+    return found
+
+
+PRODUCTS = {"lokr": kronecker, "loha": hadamard}
+"""What lays out adapters of other kinds than LoRA; the scale goes into one matrix, since alpha is not written."""
+
+
 def layers(class_name: str, names: Iterable[str], *, dora: bool = False) -> dict[str, list[str]]:
     """ComfyUI's layers, and for each the layers of the model whose rows it has, one after another."""
     found: dict[str, dict[int, str]] = {}

@@ -67,6 +67,8 @@ def start_adapters(model: nn.Module, lora: LoraSpec, adapters: Mapping[str, Adap
     Raises UserError where the run does not adapt one of the layers, or only one of both has magnitudes.
     """
     trained = dict(model.named_parameters())
+    if lora.kind != "lora":
+        raise UserError(f"LoRA is read, and strategy.lora.kind is {lora.kind}; set it to lora")
     left_out = [name for name in adapters if f"{name}.lora_A.{ADAPTER}.weight" not in trained]
     if left_out:
         ends = sorted({_end(name) for name in adapters})
@@ -81,11 +83,11 @@ def start_adapters(model: nn.Module, lora: LoraSpec, adapters: Mapping[str, Adap
     with torch.no_grad():
         for name, each in adapters.items():
             down, up = (trained[f"{name}.lora_{kind}.{ADAPTER}.weight"] for kind in "AB")
-            kept, (missing, whole) = _reduced(each, lora.rank)
+            kept, (missing, whole) = _reduced(each, len(down))
             lost = [lost[0] + missing, lost[1] + whole]
             rank = len(kept.down)
             down[:rank].copy_(kept.down)  # rows beyond it stay as they were drawn, and their columns of B are zeros
-            up.zero_()[:, :rank].copy_(kept.up * (lora.rank / lora.alpha))
+            up.zero_()[:, :rank].copy_(kept.up / lora.scale(len(down)))
             if each.magnitudes is not None:
                 trained[f"{name}.lora_magnitude_vector.{ADAPTER}.weight"].copy_(each.magnitudes)
     return list(_notices(trained, adapters, lora, math.sqrt(lost[0] / max(lost[1], 1e-30))))
@@ -94,8 +96,9 @@ def start_adapters(model: nn.Module, lora: LoraSpec, adapters: Mapping[str, Adap
 def _notices(trained: Mapping[str, Any], adapters: Mapping[str, Adapter], lora: LoraSpec, lost: float) -> list[str]:
     ranks = sorted({len(each.down) for each in adapters.values()})
     found = [f"model.lora_from: {how_many(len(adapters), 'layer')} start from it"]
-    if ranks[-1] > lora.rank:
-        found.append(f"model.lora_from: rank {ranks[-1]} became {lora.rank} by SVD; {lost:.1%} of its length is lost")
+    if any(len(each.down) > lora.rank_of(name) for name, each in adapters.items()):
+        change = "some ranks became the run's" if lora.ranks else f"rank {ranks[-1]} became {lora.rank}"
+        found.append(f"model.lora_from: {change} by SVD; {lost:.1%} of its length is lost")
     new = sum(f".lora_A.{ADAPTER}." in name for name in trained) - len(adapters)
     if new:
         found.append(f"model.lora_from: {how_many(new, 'layer')} of this run are not in it, and start as new ones")
