@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import torch
-from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig
 from safetensors.torch import save_file
 from torch import nn
 
@@ -17,29 +17,17 @@ from bigdit.models.build import outline
 from bigdit.strategy import LoraSpec, ModelSpec
 
 FILE = "pytorch_lora_weights.safetensors"
-PEFT_FILE = "adapter_model.safetensors"
-"""Of LoKr and LoHa, beside peft's adapter_config.json; diffusers reads none."""
+PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""peft's, of LoKr and LoHa; diffusers reads none."""
 PREFIX = "transformer."  # pipelines tell a transformer's adapters from a text encoder's by it
 ADAPTER = "default"  # peft's name of the only adapter, which files leave out
 _DOWN = f".lora_A.{ADAPTER}.weight"
 
 
-def config_of(spec: LoraSpec, layers: Iterable[str], *, dora: bool) -> PeftConfig:
-    """peft's configuration of adapters of these layers."""
-    targets = sorted(layers)
-    ranks = {name: rank for name in targets if (rank := spec.rank_of(name)) != spec.rank}
-    patterns = {"rank_pattern": ranks, "alpha_pattern": {name: spec.alpha_of(rank) for name, rank in ranks.items()}}
-    if spec.kind == "lora":
-        return LoraConfig(
-            r=spec.rank,
-            lora_alpha=spec.alpha,  # type: ignore[arg-type]  # peft divides it
-            target_modules=targets,
-            use_dora=dora,
-            use_rslora=spec.rslora,
-            **patterns,
-        )
-    kind = LoKrConfig if spec.kind == "lokr" else LoHaConfig
-    return kind(r=spec.rank, alpha=spec.alpha, target_modules=targets, **patterns)  # type: ignore[arg-type]
+def patterns(spec: LoraSpec, layers: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """peft's names of layers of other ranks than most, with their alpha."""
+    ranks = {layer: rank for layer in sorted(layers) if (rank := spec.rank_of(layer)) != spec.rank}
+    return {"rank_pattern": ranks, "alpha_pattern": {layer: spec.alpha_of(rank) for layer, rank in ranks.items()}}
 
 
 def save_adapters(folder: Path, spec: LoraSpec, weights: Mapping[str, torch.Tensor]) -> None:
@@ -53,15 +41,17 @@ def save_adapters(folder: Path, spec: LoraSpec, weights: Mapping[str, torch.Tens
         parts = by_layer(weights)
         named = {f"base_model.model.{layer}.{part}": each for layer, own in parts.items() for part, each in own.items()}
         save_file(named, folder / PEFT_FILE, metadata={"format": "pt"})
-        config_of(spec, parts, dora=False).save_pretrained(str(folder))
+        described: dict[str, Any] = {"peft_type": spec.kind.upper(), "r": spec.rank, "alpha": spec.alpha}
+        described |= {"target_modules": sorted(parts), **patterns(spec, parts)}
+        (folder / PEFT_CONFIG).write_text(json.dumps(described, indent=2) + "\n")
         return
     tensors = {_name_in_file(name): _scaled(name, tensor, spec).contiguous() for name, tensor in weights.items()}
     layers = {name.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for name in tensors}
-    ranks = {layer: rank for layer in sorted(layers) if (rank := spec.rank_of(layer)) != spec.rank}
+    ranks = patterns(spec, layers)["rank_pattern"]
     config = {"r": spec.rank, "lora_alpha": spec.rank, "target_modules": sorted(layers), "use_dora": spec.dora}
     config |= {"rank_pattern": ranks, "alpha_pattern": ranks} if ranks else {}  # the scale is in B
-    described = json.dumps({PREFIX + key: value for key, value in config.items()})
-    save_file(tensors, folder / FILE, metadata={"format": "pt", "lora_adapter_metadata": described})
+    metadata = json.dumps({PREFIX + key: value for key, value in config.items()})
+    save_file(tensors, folder / FILE, metadata={"format": "pt", "lora_adapter_metadata": metadata})
 
 
 def by_layer(weights: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:

@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from bitsandbytes.nn import Linear4bit, Params4bit
-from peft import inject_adapter_in_model
+from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.lora.variants import DoraLinearVariant
@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from bigdit.errors import UserError, nearest
-from bigdit.models.adapters import ADAPTER, config_of
+from bigdit.models.adapters import ADAPTER, patterns
 from bigdit.models.family import Family
 from bigdit.strategy import LoraSpec, fits
 
@@ -49,12 +49,19 @@ def apply_lora(model: nn.Module, family: Family, spec: LoraSpec, *, seed: int) -
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         packed = spec.base != "bf16"  # peft could take its norms only after it has moved
-        inject_adapter_in_model(config_of(spec, targets, dora=spec.dora and not packed), model, ADAPTER)
+        inject_adapter_in_model(_config(spec, targets, dora=spec.dora and not packed), model, ADAPTER)
     if spec.dora and packed:
         for layer in (module for module in model.modules() if isinstance(module, LoraLayer)):
             _add_magnitudes(layer, spec.base)
     for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
         parameter.data = parameter.data.to(dtype)  # peft leaves them in fp32 over quantised weights
+
+
+def _config(spec: LoraSpec, targets: list[str], *, dora: bool) -> PeftConfig:
+    shared: dict[str, Any] = {"r": spec.rank, "target_modules": targets, **patterns(spec, targets)}
+    if spec.kind == "lora":
+        return LoraConfig(lora_alpha=spec.alpha, use_dora=dora, use_rslora=spec.rslora, **shared)  # type: ignore[arg-type]
+    return (LoKrConfig if spec.kind == "lokr" else LoHaConfig)(alpha=spec.alpha, **shared)  # type: ignore[arg-type]
 
 
 def _targets(model: nn.Module, family: Family, spec: LoraSpec) -> list[str]:
