@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 from bigdit import log, models
+from bigdit.checkpoint.card import FILE as CARD
+from bigdit.checkpoint.card import card
 from bigdit.checkpoint.folder import Checkpoint, Saved, snapshots_of, verify, write_checksums
 from bigdit.checkpoint.pipeline import Pipeline
 from bigdit.checkpoint.restore import few_at_once, load_kind, load_model, load_tensors, load_used, trained
+from bigdit.checkpoint.single_file import Kind, write_single_file
 from bigdit.engines.ema import exponent
 from bigdit.engines.state import EMA, ema_kind
 from bigdit.errors import UserError
@@ -133,6 +137,7 @@ Fill = Callable[[dict[str, torch.Tensor]], None]
 
 TRANSFORMER = "transformer"
 TRANSFORMER_EMA = "transformer_ema"
+SINGLE_FILE = "single_file"
 _FILE = "diffusion_pytorch_model{suffix}.safetensors"  # as diffusers' from_pretrained looks for it
 _MOST = "5GB"
 
@@ -143,31 +148,42 @@ def export(
     posthoc: PostHoc | None = None,
     pipeline: Pipeline | None = None,
     *,
+    single_file: Kind | None = None,
     replace: bool = True,
 ) -> None:
     """Write `transformer/`, and `transformer_ema/` where there is an EMA, to `folder`, whole or not at all.
 
     With `posthoc` it is that EMA. The `pipeline`, where one is given, is written around them. Weights are fp32; of LoRA
-    they are the adapters, as diffusers' `load_lora_weights` and ComfyUI read them. The checkpoint was verified before,
-    and no other process writes the folder. Raises UserError where it cannot be written, or holds anything and is not to
-    be `replace`d.
+    they are the adapters, as diffusers' `load_lora_weights` and ComfyUI read them. README.md is a model card, and
+    `single_file/` has the models in one file each, where it is asked for. The checkpoint was verified before, and no
+    other process writes the folder. Raises UserError where it cannot be written, or holds anything and is not to be
+    `replace`d.
     """
+    pieces = [] if single_file is None else _pieces(checkpoint)
     try:
         with filling(folder) as temporary:
-            _write(checkpoint, posthoc, temporary)
+            ways = _ways(checkpoint, posthoc)
+            _write(checkpoint, ways, temporary)
+            if single_file is not None:
+                _write_single_files(checkpoint, ways, single_file, pieces, temporary / SINGLE_FILE)
             if pipeline is not None:
                 pipeline.write(temporary)
+            (temporary / CARD).write_text(card(checkpoint))
             commit_folder(temporary, folder, replace=replace)
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot export to {folder}: {error}") from error
 
 
-def _write(checkpoint: Checkpoint, posthoc: PostHoc | None, folder: Path) -> None:
-    spec = ModelSpec.model_validate(checkpoint.state["model"])
-    lora = Strategy.model_validate(checkpoint.state["strategy"]).lora
+def _ways(checkpoint: Checkpoint, posthoc: PostHoc | None) -> list[tuple[str, Fill]]:
+    """The folders of weights, and what fills their tensors."""
     average = functools.partial(load_kind, checkpoint, EMA) if posthoc is None else posthoc.fill
     ways: list[tuple[str, Fill]] = [(TRANSFORMER, functools.partial(load_used, checkpoint))]
-    ways += [(TRANSFORMER_EMA, average)] if checkpoint.has_ema else []
+    return ways + ([(TRANSFORMER_EMA, average)] if checkpoint.has_ema else [])
+
+
+def _write(checkpoint: Checkpoint, ways: Sequence[tuple[str, Fill]], folder: Path) -> None:
+    spec = ModelSpec.model_validate(checkpoint.state["model"])
+    lora = Strategy.model_validate(checkpoint.state["strategy"]).lora
     for name, fill in ways:
         (folder / name).mkdir()
         if lora is None:
@@ -177,6 +193,29 @@ def _write(checkpoint: Checkpoint, posthoc: PostHoc | None, folder: Path) -> Non
         write_checksums(folder / name)
     for file in folder.rglob("*.safetensors"):  # safetensors makes files of their owner alone, whatever the umask
         file.chmod(folder.stat().st_mode & 0o666)
+
+
+def _pieces(checkpoint: Checkpoint) -> list[models.Piece]:
+    if checkpoint.state["strategy"].get("lora") is not None:
+        raise UserError(
+            f"--single-file: {checkpoint.folder} holds adapters, whose files ComfyUI reads beside the model; leave it "
+            "out"
+        )
+    return models.single_file_layout(ModelSpec.model_validate(checkpoint.state["model"]))
+
+
+def _write_single_files(
+    checkpoint: Checkpoint, ways: Sequence[tuple[str, Fill]], kind: Kind, pieces: Sequence[models.Piece], folder: Path
+) -> None:
+    folder.mkdir()
+    spec, shapes = ModelSpec.model_validate(checkpoint.state["model"]), _shapes(checkpoint)
+    state = models.skeleton(spec, dtype=torch.float32).state_dict()
+    buffers = {name: tensor for name, tensor in state.items() if name not in shapes}
+    for name, fill in ways:
+        called = re.sub(r"[^\w.+-]+", "-", spec.name) + name.removeprefix(TRANSFORMER).replace("_", "-")
+        file = folder / f"{called}-{kind}.safetensors"
+        write_single_file(file, kind, pieces, shapes, buffers, fill)
+    write_checksums(folder)
 
 
 def _write_model(checkpoint: Checkpoint, spec: ModelSpec, fill: Fill, folder: Path) -> None:

@@ -29,6 +29,7 @@ from bigdit.engines import Ema, Engine
 from bigdit.engines.state import EMA, SavedSlice, adopt, make_state, places
 from bigdit.errors import UserError
 from bigdit.models.lora_files import FILE as ADAPTERS
+from bigdit.models.lora_files import PEFT_FILE
 from bigdit.objective_spec import ObjectiveSpec, learned
 from bigdit.strategy import LoraSpec, ModelSpec, OptimizerSpec, Strategy
 from bigdit.units import MIB, how_many
@@ -70,7 +71,7 @@ def check_whole(source: Path) -> None:
         if state["strategy"].get("lora") is None:
             return
         base = f", {state['run']['model']['init_from']},"
-    elif not (source / ADAPTERS).is_file():
+    elif not any((source / name).is_file() for name in (ADAPTERS, PEFT_FILE)):
         return
     raise UserError(
         f"{source} holds LoRA adapters alone; set model.init_from to the weights they are for{base} and "
@@ -108,7 +109,10 @@ def _adapter_tensors(source: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
         verify(found)
         tensors = {name: torch.empty(tuple(shape)) for name, shape in found.state["parameters"].items()}
         load_used(found, tensors)
-        return tensors, {"lora_alpha": lora["alpha"]}
+        spec = LoraSpec.model_validate(lora)
+        for name in (name for name in tensors if ".lora_B." in name):
+            tensors[name] *= spec.scale(tensors[name].shape[1])
+        return tensors, {}
     if source.is_dir():
         folders = (source, source / "transformer")
         folder = next((each for each in folders if (each / ADAPTERS).is_file()), source)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -12,6 +12,7 @@ from bigdit.commands.options import EmaWidth
 
 if TYPE_CHECKING:
     from bigdit.checkpoint import Checkpoint
+    from bigdit.checkpoint.single_file import Kind
 
 
 def run(
@@ -20,6 +21,13 @@ def run(
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="A new folder.")],
     ema_width: EmaWidth = None,
+    single_file: Annotated[
+        Literal["bf16", "fp8", "fp8_scaled"] | None,
+        typer.Option(
+            help="Also write the model as one file with the names that ComfyUI reads. fp8: weights of the blocks' "
+            "linear layers in e4m3; fp8_scaled: with a scale for each."
+        ),
+    ] = None,
 ) -> int:
     """Write a checkpoint's weights and their EMA in diffusers' format.
 
@@ -40,12 +48,12 @@ def run(
     for line in notices:
         log.notice(line)
     with alone(out):
-        _export(found, out, ema_width)
+        _export(found, out, ema_width, single_file)
     log.notice(f"wrote {found.folder} to {out}")
     return 0
 
 
-def _export(found: Checkpoint, out: Path, ema_width: float | None) -> None:
+def _export(found: Checkpoint, out: Path, ema_width: float | None, single_file: Kind | None) -> None:
     from bigdit import log
     from bigdit.checkpoint import PostHoc, export, pipeline_of, verify
 
@@ -56,8 +64,8 @@ def _export(found: Checkpoint, out: Path, ema_width: float | None) -> None:
         log.notice(posthoc.message)
     pipeline = pipeline_of(found)
     if isinstance(pipeline, str):
-        export(found, out, posthoc, replace=False)
+        export(found, out, posthoc, single_file=single_file, replace=False)
         written = "the transformer is" if found.state["strategy"].get("lora") is None else "LoRA adapters are"
         log.notice(f"note: {written} written without a pipeline: {pipeline}")
     else:
-        export(found, out, posthoc, pipeline, replace=False)
+        export(found, out, posthoc, pipeline, single_file=single_file, replace=False)

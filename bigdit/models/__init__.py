@@ -10,11 +10,13 @@ from bigdit.models.equip import adapt, arrange, equip
 from bigdit.models.families import families, family
 from bigdit.models.family import Conditions, Extra, Family, references, take_through
 from bigdit.models.lora_files import loaded_by, read_adapters, save_adapters, save_for_comfyui, start_adapters
+from bigdit.models.whole import Piece, single_file_layout
 
 __all__ = [
     "Conditions",
     "Extra",
     "Family",
+    "Piece",
     "adapt",
     "arrange",
     "build",
@@ -30,6 +32,7 @@ __all__ = [
     "references",
     "save_adapters",
     "save_for_comfyui",
+    "single_file_layout",
     "skeleton",
     "split_context",
     "start_adapters",

@@ -39,7 +39,7 @@ def _qkv(here: str, there: str) -> dict[str, str]:
     return {here.format(each): f"{there}#{i}" for i, each in enumerate("qkv")}
 
 
-_WAN = {
+WAN = {
     f"{attention}.{here}": f"{there}_attn.{layer}"
     for attention, there in (("attn1", "self"), ("attn2", "cross"))
     for here, layer in (("to_q", "q"), ("to_k", "k"), ("to_v", "v"), ("to_out.0", "o"))
@@ -64,8 +64,8 @@ _COGVIDEOX = {"norm1.linear": "norm1.linear", "norm2.linear": "norm2.linear"} | 
     "ff.net.0.proj": "ff_proj",
     "ff.net.2": "ff_out",
 }
-_MOCHI = _qkv("attn1.to_{}", "attn.qkv_x") | _qkv("attn1.add_{}_proj", "attn.qkv_y")
-_MOCHI |= {
+MOCHI = _qkv("attn1.to_{}", "attn.qkv_x") | _qkv("attn1.add_{}_proj", "attn.qkv_y")
+MOCHI |= {
     "attn1.to_out.0": "attn.proj_x",
     "attn1.to_add_out": "attn.proj_y",
     "norm1.linear": "mod_x",
@@ -76,11 +76,11 @@ _MOCHI |= {
     "ff_context.net.0.proj": "mlp_y.w1~",
     "ff_context.net.2": "mlp_y.w2",
 }
-_LUMINA = _qkv("attn.to_{}", "attention.qkv")
-_LUMINA |= {"attn.to_out.0": "attention.out", "norm1.linear": "adaLN_modulation.1"}
-_LUMINA |= {f"feed_forward.linear_{i}": f"feed_forward.w{i}" for i in (1, 2, 3)}
-_DOUBLE = _qkv("attn.to_{}", "img_attn.qkv") | _qkv("attn.add_{}_proj", "txt_attn.qkv")
-_DOUBLE |= {
+LUMINA = _qkv("attn.to_{}", "attention.qkv")
+LUMINA |= {"attn.to_out.0": "attention.out", "norm1.linear": "adaLN_modulation.1"}
+LUMINA |= {f"feed_forward.linear_{i}": f"feed_forward.w{i}" for i in (1, 2, 3)}
+DOUBLE = _qkv("attn.to_{}", "img_attn.qkv") | _qkv("attn.add_{}_proj", "txt_attn.qkv")
+DOUBLE |= {
     "attn.to_out.0": "img_attn.proj",
     "attn.to_add_out": "txt_attn.proj",
     "norm1.linear": "img_mod.lin",
@@ -90,32 +90,32 @@ _DOUBLE |= {
     "ff_context.net.0.proj": "txt_mlp.0",
     "ff_context.net.2": "txt_mlp.2",
 }
-_SINGLE = _qkv("attn.to_{}", "linear1")
-_SINGLE |= {"proj_mlp": "linear1#3", "proj_out": "linear2", "norm.linear": "modulation.lin"}
+SINGLE = _qkv("attn.to_{}", "linear1")
+SINGLE |= {"proj_mlp": "linear1#3", "proj_out": "linear2", "norm.linear": "modulation.lin"}
 _REFINER = _qkv("attn.to_{}", "self_attn.qkv")
 _REFINER |= {"attn.to_out.0": "self_attn.proj", "ff.net.0.proj": "mlp.0", "ff.net.2": "mlp.2"}
 _REFINER |= {"norm_out.linear": "adaLN_modulation.1"}
-_YAK = _DOUBLE | {
+_YAK = DOUBLE | {
     f"{ff}.net.{layer}": f"{mlp}.{there}"
     for ff, mlp in (("ff", "img_mlp"), ("ff_context", "txt_mlp"))
     for layer, there in (("0.proj", "up_proj|gate_proj"), ("2", "down_proj"))
 }
 _HUNYUAN = {
-    "transformer_blocks": ("double_blocks", _DOUBLE),
-    "single_transformer_blocks": ("single_blocks", _SINGLE),
+    "transformer_blocks": ("double_blocks", DOUBLE),
+    "single_transformer_blocks": ("single_blocks", SINGLE),
     "context_embedder.token_refiner.refiner_blocks": ("txt_in.individual_token_refiner.blocks", _REFINER),
 }
 
 _RENAMED: dict[str, dict[str, tuple[str, dict[str, str]]]] = {
-    "WanTransformer3DModel": {"blocks": ("blocks", _WAN)},
+    "WanTransformer3DModel": {"blocks": ("blocks", WAN)},
     "OvisImageTransformer2DModel": {
         "transformer_blocks": ("double_blocks", _YAK),
-        "single_transformer_blocks": ("single_blocks", _SINGLE),
+        "single_transformer_blocks": ("single_blocks", SINGLE),
     },
     "LTXVideoTransformer3DModel": {"transformer_blocks": ("transformer_blocks", _LTX)},
     "CogVideoXTransformer3DModel": {"transformer_blocks": ("blocks", _COGVIDEOX)},
-    "MochiTransformer3DModel": {"transformer_blocks": ("blocks", _MOCHI)},
-    "Lumina2Transformer2DModel": {each: (each, _LUMINA) for each in ("layers", "noise_refiner", "context_refiner")},
+    "MochiTransformer3DModel": {"transformer_blocks": ("blocks", MOCHI)},
+    "Lumina2Transformer2DModel": {each: (each, LUMINA) for each in ("layers", "noise_refiner", "context_refiner")},
     "HunyuanVideoTransformer3DModel": _HUNYUAN,
     "HunyuanVideo15Transformer3DModel": _HUNYUAN,
     "HunyuanImageTransformer2DModel": _HUNYUAN,
@@ -177,6 +177,41 @@ def tensors(
     if left:
         raise UserError(f"ComfyUI has no place for adapters of {min(left)} (strategy.lora.targets)")
     return found
+
+
+def hadamard(
+    class_name: str, adapters: Mapping[str, Mapping[str, torch.Tensor]], rows: Mapping[str, int], scale: float
+) -> dict[str, torch.Tensor]:
+    """LoHa in ComfyUI's layout: both products are joined by rows, as LoRA's is. Raises UserError as `tensors` does."""
+    found = {}
+    for each, factor in (("hada_w1", scale), ("hada_w2", 1.0)):
+        own = {name: Adapter(part[f"{each}_b"], part[f"{each}_a"] * factor, None) for name, part in adapters.items()}
+        for name, tensor in tensors(class_name, own, rows, lambda name: torch.empty(0)).items():
+            layer, kind, _ = name.rsplit(".", 2)
+            found[f"{layer}.{each}_{'b' if kind == 'lora_A' else 'a'}"] = tensor
+    return found
+
+
+def kronecker(
+    class_name: str, adapters: Mapping[str, Mapping[str, torch.Tensor]], rows: Mapping[str, int], scale: float
+) -> dict[str, torch.Tensor]:
+    """LoKr in ComfyUI's layout. Raises UserError where a layer has no place of its own there."""
+    found, left = {}, set(adapters)
+    for layer, names in layers(class_name, rows).items():
+        if left.isdisjoint(names):
+            continue
+        if len(names) > 1 or layer.endswith("~") or "|" in layer:
+            raise UserError(f"ComfyUI joins or parts {names[0]}, and LoKr has no such form; lora and loha have")
+        left.remove(names[0])
+        for part, tensor in adapters[names[0]].items():
+            found[f"{layer}.{part}"] = tensor * scale if part in ("lokr_w1", "lokr_w1_a") else tensor.clone()
+    if left:
+        raise UserError(f"ComfyUI has no place for adapters of {min(left)} (strategy.lora.targets)")
+    return found
+
+
+PRODUCTS = {"lokr": kronecker, "loha": hadamard}
+"""What lays out adapters of other kinds than LoRA; the scale goes into one matrix, since alpha is not written."""
 
 
 def layers(class_name: str, names: Iterable[str], *, dora: bool = False) -> dict[str, list[str]]:

@@ -1,4 +1,4 @@
-"""Low-rank adapters (Hu et al., arXiv:2106.09685) by peft, over a frozen base in bf16, int8, fp8 or nf4.
+"""Low-rank adapters by peft, over a frozen base in bf16, int8, fp8 or nf4.
 
 A base is quantised when it moves to its device. int8 and fp8 have a scale for each row (`ScaledLinear`). nf4 is
 bitsandbytes' 4-bit NormalFloat with an fp32 scale for 64 values (Dettmers et al., arXiv:2305.14314, without double
@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from bitsandbytes.nn import Linear4bit, Params4bit
-from peft import LoraConfig, inject_adapter_in_model
+from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.dora import DoraLinearLayer
 from peft.tuners.lora.variants import DoraLinearVariant
@@ -23,8 +23,8 @@ from torch.nn import functional as F
 
 from bigdit.errors import UserError, nearest
 from bigdit.models.family import Family
-from bigdit.models.lora_files import ADAPTER
-from bigdit.strategy import LoraSpec
+from bigdit.models.lora_files import ADAPTER, patterns
+from bigdit.strategy import LoraSpec, fits
 
 
 def apply_lora(model: nn.Module, family: Family, spec: LoraSpec, *, seed: int) -> None:
@@ -35,6 +35,9 @@ def apply_lora(model: nn.Module, family: Family, spec: LoraSpec, *, seed: int) -
     """
     dtype = next(model.parameters()).dtype
     targets = _targets(model, family, spec)
+    for rule in spec.ranks:
+        if not any(fits(name, rule) for name in targets):
+            raise UserError(f"lora.ranks: no adapted layer's name fits {rule!r}; {nearest(rule, targets)}")
     model.requires_grad_(False)
     if spec.base != "bf16":
         for block in family.blocks(model):
@@ -46,9 +49,7 @@ def apply_lora(model: nn.Module, family: Family, spec: LoraSpec, *, seed: int) -
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         packed = spec.base != "bf16"  # peft could take its norms only after it has moved
-        dora = spec.dora and not packed
-        config = LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=targets, use_dora=dora)
-        inject_adapter_in_model(config, model, ADAPTER)
+        inject_adapter_in_model(_config(spec, targets, dora=spec.dora and not packed), model, ADAPTER)
     if spec.dora and packed:
         for layer in (module for module in model.modules() if isinstance(module, LoraLayer)):
             _add_magnitudes(layer, spec.base)
@@ -56,8 +57,15 @@ def apply_lora(model: nn.Module, family: Family, spec: LoraSpec, *, seed: int) -
         parameter.data = parameter.data.to(dtype)  # peft leaves them in fp32 over quantised weights
 
 
+def _config(spec: LoraSpec, targets: list[str], *, dora: bool) -> PeftConfig:
+    shared: dict[str, Any] = {"r": spec.rank, "target_modules": targets, **patterns(spec, targets)}
+    if spec.kind == "lora":
+        return LoraConfig(lora_alpha=spec.alpha, use_dora=dora, use_rslora=spec.rslora, **shared)  # type: ignore[arg-type]
+    return (LoKrConfig if spec.kind == "lokr" else LoHaConfig)(alpha=spec.alpha, **shared)  # type: ignore[arg-type]
+
+
 def _targets(model: nn.Module, family: Family, spec: LoraSpec) -> list[str]:
-    """The linear layers to adapt, by their full names: those that end in a target, or those of attention."""
+    """The linear layers to adapt, by their full names: those that fit a target, or those of attention."""
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     if not spec.targets:
         blocks = set(family.blocks(model))
@@ -68,13 +76,9 @@ def _targets(model: nn.Module, family: Family, spec: LoraSpec) -> list[str]:
         return found
     known = {name.rpartition(".")[2] for name in linears}
     for target in spec.targets:
-        if not any(_ends_in(name, target) for name in linears):
+        if not any(fits(name, target) for name in linears):
             raise UserError(f"lora.targets: no linear layer's name ends in {target!r}; {nearest(target, known)}")
-    return [name for name in linears if any(_ends_in(name, target) for target in spec.targets)]
-
-
-def _ends_in(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}")
+    return [name for name in linears if any(fits(name, target) for target in spec.targets)]
 
 
 def _is_of_attention(name: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,22 +28,50 @@ from bigdit.strategy import LoraSpec, ModelSpec
 from bigdit.units import how_many
 
 FILE = "pytorch_lora_weights.safetensors"
+PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""peft's, of LoKr and LoHa; diffusers reads none."""
 PREFIX = "transformer."  # pipelines tell a transformer's adapters from a text encoder's by it
 ADAPTER = "default"  # peft's name of the only adapter, which files leave out
 _DOWN = f".lora_A.{ADAPTER}.weight"
 
 
-def save_adapters(folder: Path, spec: LoraSpec, weights: Mapping[str, torch.Tensor]) -> None:
-    """Write adapters, by their names in the model, in diffusers' layout. Raises OSError, SafetensorError.
+def patterns(spec: LoraSpec, layers: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """peft's names of layers of other ranks than most, with their alpha."""
+    ranks = {layer: rank for layer in sorted(layers) if (rank := spec.rank_of(layer)) != spec.rank}
+    return {"rank_pattern": ranks, "alpha_pattern": {layer: spec.alpha_of(rank) for layer, rank in ranks.items()}}
 
-    B is multiplied by alpha / rank, because most other loaders do not read that in the metadata.
+
+def save_adapters(folder: Path, spec: LoraSpec, weights: Mapping[str, torch.Tensor]) -> None:
+    """Write adapters, by their names in the model, as diffusers reads them, or LoKr and LoHa as peft does. Raises
+    OSError, SafetensorError.
+
+    LoRA's B is multiplied by its scale, because most other loaders do not read that in the metadata.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    if spec.kind != "lora":
+        parts = by_layer(weights)
+        named = {f"base_model.model.{layer}.{part}": each for layer, own in parts.items() for part, each in own.items()}
+        save_file(named, folder / PEFT_FILE, metadata={"format": "pt"})
+        described: dict[str, Any] = {"peft_type": spec.kind.upper(), "r": spec.rank, "alpha": spec.alpha}
+        described |= {"target_modules": sorted(parts), **patterns(spec, parts)}
+        (folder / PEFT_CONFIG).write_text(json.dumps(described, indent=2) + "\n")
+        return
     tensors = {_name_in_file(name): _scaled(name, tensor, spec).contiguous() for name, tensor in weights.items()}
     layers = {name.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for name in tensors}
+    ranks = patterns(spec, layers)["rank_pattern"]
     config = {"r": spec.rank, "lora_alpha": spec.rank, "target_modules": sorted(layers), "use_dora": spec.dora}
-    described = json.dumps({PREFIX + key: value for key, value in config.items()})
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / FILE, metadata={"format": "pt", "lora_adapter_metadata": described})
+    config |= {"rank_pattern": ranks, "alpha_pattern": ranks} if ranks else {}  # the scale is in B
+    metadata = json.dumps({PREFIX + key: value for key, value in config.items()})
+    save_file(tensors, folder / FILE, metadata={"format": "pt", "lora_adapter_metadata": metadata})
+
+
+def by_layer(weights: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """The parts of LoKr's and LoHa's adapters by layer: lokr_w1, hada_w1_a and so on."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in weights.items():
+        layer, part, _ = name.rsplit(".", 2)
+        found.setdefault(layer, {})[part] = tensor
+    return found
 
 
 def save_for_comfyui(
@@ -54,10 +82,14 @@ def save_for_comfyui(
     `base`: the frozen model, which only DoRA needs. Raises UserError where ComfyUI has no place for the model or a
     layer; what `base` raises; OSError, SafetensorError.
     """
-    if not comfyui.needed(model.class_name, dora=spec.dora):
+    if not comfyui.needed(model.class_name, dora=spec.dora) and spec.kind == "lora":
         return
     linears = {name: each for name, each in outline(model).named_modules() if isinstance(each, nn.Linear)}
     rows = {name: each.out_features for name, each in linears.items()}
+    if spec.kind != "lora":
+        products = comfyui.PRODUCTS[spec.kind](model.class_name, by_layer(weights), rows, spec.scale(spec.rank))
+        save_file(products, folder / comfyui.FILE, metadata={"format": "pt"})
+        return
     adapters = {
         name.removesuffix(_DOWN): comfyui.Adapter(
             down,
@@ -73,7 +105,7 @@ def save_for_comfyui(
 
 
 def _scaled(name: str, tensor: torch.Tensor, spec: LoraSpec) -> torch.Tensor:
-    return tensor * (spec.alpha / spec.rank) if ".lora_B." in name else tensor
+    return tensor * spec.scale(tensor.shape[1]) if ".lora_B." in name else tensor
 
 
 def loaded_by(class_name: str, pipeline: str | None) -> str | None:
@@ -137,6 +169,8 @@ def start_adapters(model: nn.Module, lora: LoraSpec, adapters: Mapping[str, Adap
     Raises UserError where the run does not adapt one of the layers, or only one of both has magnitudes.
     """
     trained = dict(model.named_parameters())
+    if lora.kind != "lora":
+        raise UserError(f"LoRA is read, and strategy.lora.kind is {lora.kind}; set it to lora")
     left_out = [name for name in adapters if f"{name}.lora_A.{ADAPTER}.weight" not in trained]
     if left_out:
         ends = sorted({_end(name) for name in adapters})
@@ -151,11 +185,11 @@ def start_adapters(model: nn.Module, lora: LoraSpec, adapters: Mapping[str, Adap
     with torch.no_grad():
         for name, each in adapters.items():
             down, up = (trained[f"{name}.lora_{kind}.{ADAPTER}.weight"] for kind in "AB")
-            kept, (missing, whole) = _reduced(each, lora.rank)
+            kept, (missing, whole) = _reduced(each, len(down))
             lost = [lost[0] + missing, lost[1] + whole]
             rank = len(kept.down)
             down[:rank].copy_(kept.down)  # rows beyond it stay as they were drawn, and their columns of B are zeros
-            up.zero_()[:, :rank].copy_(kept.up * (lora.rank / lora.alpha))
+            up.zero_()[:, :rank].copy_(kept.up / lora.scale(len(down)))
             if each.magnitudes is not None:
                 trained[f"{name}.lora_magnitude_vector.{ADAPTER}.weight"].copy_(each.magnitudes)
     return list(_notices(trained, adapters, lora, math.sqrt(lost[0] / max(lost[1], 1e-30))))
@@ -164,8 +198,9 @@ def start_adapters(model: nn.Module, lora: LoraSpec, adapters: Mapping[str, Adap
 def _notices(trained: Mapping[str, Any], adapters: Mapping[str, Adapter], lora: LoraSpec, lost: float) -> list[str]:
     ranks = sorted({len(each.down) for each in adapters.values()})
     found = [f"model.lora_from: {how_many(len(adapters), 'layer')} start from it"]
-    if ranks[-1] > lora.rank:
-        found.append(f"model.lora_from: rank {ranks[-1]} became {lora.rank} by SVD; {lost:.1%} of its length is lost")
+    if any(len(each.down) > lora.rank_of(name) for name, each in adapters.items()):
+        change = "some ranks became the run's" if lora.ranks else f"rank {ranks[-1]} became {lora.rank}"
+        found.append(f"model.lora_from: {change} by SVD; {lost:.1%} of its length is lost")
     new = sum(f".lora_A.{ADAPTER}." in name for name in trained) - len(adapters)
     if new:
         found.append(f"model.lora_from: {how_many(new, 'layer')} of this run are not in it, and start as new ones")

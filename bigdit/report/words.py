@@ -192,7 +192,9 @@ def settings(choice: Estimate, plan: Plan) -> dict[str, str]:
     if strategy.blocks_to_swap:
         found["weights"] = f"block swap: {swapped(strategy, blocks(plan))}, two at a time on the GPU"
     if strategy.lora is not None:
-        found["adapters"] = f"LoRA of rank {strategy.lora.rank} over a frozen {strategy.lora.base} base"
+        found["adapters"] = (
+            f"{strategy.lora.title} of rank {strategy.lora.rank} over a frozen {strategy.lora.base} base"
+        )
     found |= _buckets(strategy)
     found["allocator"] = ALLOCATOR
     return found

@@ -12,12 +12,14 @@ from bigdit.strategy.strategy import (
     swap_misfit,
 )
 from bigdit.strategy.values import (
+    ADAPTERS,
     BITSANDBYTES,
     FACTORED,
     OPTIMIZERS,
     PACKAGES,
     PROFILES,
     TORCHAO,
+    AdapterKind,
     BatchShape,
     EmaSpec,
     LoraBase,
@@ -29,9 +31,11 @@ from bigdit.strategy.values import (
     SegmentSpec,
     Strict,
     Widths,
+    fits,
 )
 
 __all__ = [
+    "ADAPTERS",
     "BITSANDBYTES",
     "FACTORED",
     "LEAST_SWAPPED",
@@ -40,6 +44,7 @@ __all__ = [
     "PACKAGES",
     "PROFILES",
     "TORCHAO",
+    "AdapterKind",
     "BatchShape",
     "Contradictory",
     "EmaSpec",
@@ -57,5 +62,6 @@ __all__ = [
     "Strategy",
     "Strict",
     "Widths",
+    "fits",
     "swap_misfit",
 ]

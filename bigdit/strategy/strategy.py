@@ -370,6 +370,8 @@ def _compile_problems(strategy: Strategy) -> list[str]:
         )
     if strategy.lora is not None and strategy.lora.dora:
         problems.append("compile_blocks compiles the layers of lora.dora in pieces, slower than it runs them; use LoRA")
+    if strategy.lora is not None and strategy.lora.kind != "lora":
+        problems.append(f"compile_blocks was not tried with lora.kind {strategy.lora.kind}; leave one of them out")
     if strategy.lora is not None and strategy.lora.base == "fp8":
         problems.append("compile_blocks reads lora.base fp8 by kernels that GPUs before Ada lack; use lora.base int8")
     if strategy.blocks_to_swap:
@@ -388,6 +390,8 @@ def _float8_problems(strategy: Strategy) -> list[str]:
     if strategy.lora is not None and (strategy.lora.base != "bf16" or strategy.lora.dora):
         kind = "dora, which computes with the plain weights" if strategy.lora.dora else f"base {strategy.lora.base}"
         problems.append(f"float8 was not tried with lora.{kind}; use LoRA with lora.base bf16")
+    if strategy.lora is not None and strategy.lora.kind != "lora":
+        problems.append(f"float8 was not tried with lora.kind {strategy.lora.kind}; leave one of them out")
     if strategy.blocks_to_swap:
         problems.append("float8 was not tried with blocks_to_swap; leave one of them out")
     return problems

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import importlib.util
+import math
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -248,18 +250,67 @@ class SegmentSpec(Section):
 
 
 LoraBase = Literal["bf16", "int8", "fp8", "nf4"]
+AdapterKind = Literal["lora", "lokr", "loha"]
+
+ADAPTERS: dict[AdapterKind, str] = {"lora": "LoRA", "lokr": "LoKr", "loha": "LoHa"}
+"""Their titles."""
 
 
 class LoraSpec(Section):
-    """Low-rank adapters (Hu et al., arXiv:2106.09685) over frozen weights."""
+    """Low-rank adapters over frozen weights."""
 
+    kind: AdapterKind = "lora"
+    """LoRA (Hu et al., arXiv:2106.09685), or the Kronecker or Hadamard products of LyCORIS: lokr, loha (Yeh et al.,
+    arXiv:2309.14859)."""
     rank: Count = 16
     """The rank of each adapter."""
+    ranks: dict[str, Count] = {}
+    """Other ranks for some layers, by the rules of `targets`; the first that fits counts. Their alpha grows alike, so
+    that all have the same alpha / rank; with rslora it is the same for all."""
     alpha: Positive = 16.0
     """Adapters are scaled by alpha / rank."""
+    rslora: Switch = False
+    """Scale by alpha / √rank (Kalajdzievski, arXiv:2312.03732)."""
     targets: tuple[str, ...] = ()
-    """Names of linear layers, matched by their last parts as in peft. Empty: those of attention."""
+    """Linear layers: names, matched by their last parts as in peft, or patterns of whole names, such as
+    `transformer_blocks.*.ff.*`. Empty: those of attention."""
     base: LoraBase = "bf16"
     """The dtype of the frozen weights of the blocks' linear layers; fp8 is e4m3."""
     dora: Switch = False
     """DoRA: also train a magnitude for each row of a weight (Liu et al., arXiv:2402.09353)."""
+
+    @model_validator(mode="after")
+    def _coherent(self) -> LoraSpec:
+        if self.kind == "lora":
+            return self
+        if self.dora:
+            raise ValueError(f"dora is for LoRA, and kind is {self.kind}; set one of them to its default")
+        if self.rslora:
+            raise ValueError(f"rslora is for LoRA, and kind is {self.kind}; set alpha")
+        if self.base == "nf4":
+            raise ValueError(f"base nf4 packs weights to another shape, which {self.kind} reads; use int8 or fp8")
+        return self
+
+    @property
+    def title(self) -> str:
+        """`LoRA`, `DoRA`, `LoKr`."""
+        return "DoRA" if self.dora else ADAPTERS[self.kind]
+
+    def rank_of(self, layer: str) -> int:
+        """The rank of a layer's adapter."""
+        return next((rank for rule, rank in self.ranks.items() if fits(layer, rule)), self.rank)
+
+    def alpha_of(self, rank: int) -> float:
+        """The alpha of an adapter of that rank."""
+        return self.alpha if self.rslora else self.alpha * rank / self.rank
+
+    def scale(self, rank: int) -> float:
+        """What the product of an adapter of that rank is multiplied by."""
+        return self.alpha / (math.sqrt(rank) if self.rslora else self.rank)
+
+
+def fits(layer: str, rule: str) -> bool:
+    """Whether a layer's full name fits a rule: a pattern of all of it, or its last parts."""
+    if any(each in rule for each in "*?["):
+        return fnmatch.fnmatchcase(layer, rule)
+    return layer == rule or layer.endswith(f".{rule}")

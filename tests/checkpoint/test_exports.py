@@ -5,11 +5,11 @@ import shutil
 
 import pytest
 import torch
-from commands import DIGITS, SINGLE
+from commands import DIGITS, SINGLE, reading, with_set
 from diffusers import SanaTransformer2DModel
 from resuming import save
 from safetensors.torch import load_file
-from training import run
+from training import main, run
 from whole import full_weights
 
 from bigdit import checkpoint
@@ -118,7 +118,7 @@ def test_an_export_that_an_interrupted_run_owes_is_made(tmp_path, engine_and_ave
     due = load_run(DIGITS, (*config, "train.export_every=1"))
     export_missed(due, [9], found)
     folder = tmp_path / "exports/step-00000001"
-    assert sorted(file.name for file in folder.iterdir()) == ["transformer", "transformer_ema"]
+    assert sorted(file.name for file in folder.iterdir()) == ["README.md", "transformer", "transformer_ema"]
     assert capfd.readouterr().err == f"note: wrote {folder}, which an interrupted run had left out\n"
     export_missed(due, [9], found)
     assert capfd.readouterr().err == ""
@@ -137,3 +137,30 @@ def test_a_large_export_is_written_file_by_file(tmp_path, engine_and_average, mo
     model = SanaTransformer2DModel.from_pretrained(tmp_path / "out/transformer")
     expected = full_weights(engine)
     assert all(torch.equal(tensor.view(-1), expected[name]) for name, tensor in model.named_parameters())
+
+
+LUMINA = (
+    "model={class_name: Lumina2Transformer2DModel, kwargs: {hidden_size: 24, num_layers: 2, num_refiner_layers: 1, "
+    "num_attention_heads: 2, num_kv_heads: 1, multiple_of: 8, axes_dim_rope: [4, 4, 4], axes_lens: [40, 20, 20], "
+    "in_channels: CHANNELS, patch_size: 1, sample_size: 8, cap_feat_dim: WIDTH}}"
+)
+
+
+def test_a_whole_model_is_one_file_beside_the_folder(features, trained, tmp_path):
+    """Whose names are ComfyUI's, and whose numbers are the folder's."""
+    kwargs = checkpoint.latest(trained)[0].state["model"]["kwargs"]
+    model = LUMINA.replace("CHANNELS", str(kwargs["in_channels"])).replace("WIDTH", str(kwargs["caption_channels"]))
+    more = (*SINGLE, *reading(features), f"output={tmp_path}", "train.steps=2", "train.warmup_steps=1", model)
+    assert main.main(["--config", str(DIGITS), *with_set([*more, "strategy.ema={decay: 0.9}"])]) == 0
+    export_command.run(tmp_path, tmp_path / "out", single_file="bf16")
+    folder = tmp_path / "out/single_file"
+    names = [f"Lumina2Transformer2DModel{ema}-bf16.safetensors" for ema in ("", "-ema")]
+    assert sorted(json.loads((folder / "checksums.json").read_text())) == sorted(names)
+    for name, kind in zip(names, ("transformer", "transformer_ema"), strict=True):
+        whole, parts = load_file(folder / name), load_file(tmp_path / "out" / kind / FILE)
+        joined = torch.cat([parts[f"layers.1.attn.to_{each}.weight"] for each in "qkv"])
+        assert torch.equal(whole["layers.1.attention.qkv.weight"], joined.bfloat16())
+        assert sum(each.numel() for each in whole.values()) == sum(each.numel() for each in parts.values())
+    with pytest.raises(UserError, match=r"^--single-file: neither ComfyUI .* reads SanaTransformer2DModel from one"):
+        export_command.run(trained, tmp_path / "other", single_file="fp8")
+    assert not (tmp_path / "other").exists()

@@ -28,7 +28,7 @@ INDEX = {
 }
 WEIGHTS = "text_encoder/model.safetensors"
 SHARDS = json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}})
-WHOLE = {"model_index.json", "scheduler", "text_encoder", "tokenizer", "transformer"}
+WHOLE = {"README.md", "model_index.json", "scheduler", "text_encoder", "tokenizer", "transformer"}
 
 
 def write_pipeline(folder):
@@ -154,7 +154,7 @@ def test_of_a_damaged_pipeline_the_transformer_alone_is_written(damage, why, pip
     assert note.startswith("note: the transformer is written without a pipeline: ")
     assert f"{pipeline}{why}" in note
     assert wrote.startswith("wrote ")
-    assert names(tmp_path / "out") == {"transformer"}
+    assert names(tmp_path / "out") == {"README.md", "transformer"}
 
 
 def test_a_full_disk_holds_nothing_of_an_export(output, pipeline, tmp_path):

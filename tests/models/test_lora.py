@@ -7,6 +7,7 @@ import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from commands import DIGITS, SINGLE
+from peft import PeftModel
 from safetensors.torch import load_file
 from stepping import equipped, one_batch
 from training import exported, run_to
@@ -131,7 +132,9 @@ def test_what_cannot_be_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["base=nf4", "dora=true", "base=int8 dora=true"])
+@pytest.mark.parametrize(
+    "kind", ["base=nf4", "dora=true", "base=int8 dora=true", "rslora=true", "kind=lokr base=int8", "kind=loha"]
+)
 def test_adapters_are_trained_kept_resumed_and_read_by_diffusers(tmp_path, features, trained, kind):
     base = trained / "exports/step-00000008/transformer"
     chosen = [f"strategy.lora.{each}" for each in kind.split()]
@@ -149,11 +152,15 @@ def test_adapters_are_trained_kept_resumed_and_read_by_diffusers(tmp_path, featu
     for folder in ("transformer", "transformer_ema"):
         one, other = exported(straight, folder), exported(resumed, folder)
         assert all(torch.equal(one[name], other[name]) for name in one)
-        assert all(name.startswith("transformer.transformer_blocks.") for name in one)
+        prefix = "base_model.model" if "kind=" in kind else "transformer"
+        assert all(name.startswith(f"{prefix}.transformer_blocks.") for name in one)
 
     adapters = straight.folder.parents[1] / "exports/step-00000004/transformer"
     plain, adapted = (as_kept(base, kind) for _ in range(2))
-    adapted.load_lora_adapter(load_file(adapters / ADAPTERS))  # without metadata: alpha / rank is in the weights
+    if "kind=" in kind:
+        adapted = PeftModel.from_pretrained(adapted, adapters).base_model.model
+    else:
+        adapted.load_lora_adapter(load_file(adapters / ADAPTERS))  # without metadata: alpha / rank is in the weights
     shape, dim = (plain.config.in_channels, 8, 8), plain.config.caption_channels
     inputs = {
         "hidden_states": torch.randn(1, *shape),

@@ -1,0 +1,137 @@
+"""A model card: README.md beside exported weights, with the front matter that the Hugging Face hub reads.
+
+It names sources by the last part of their paths alone. Source: https://huggingface.co/docs/hub/model-cards.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bigdit.catalog.families import FAMILIES
+from bigdit.catalog.models import repositories
+from bigdit.checkpoint.folder import Checkpoint
+from bigdit.config.run import RECEIPT, RECORD
+from bigdit.documents import at, parse_yaml, read_json
+from bigdit.errors import versions
+from bigdit.files import read_bytes
+from bigdit.strategy import OPTIMIZERS, ModelSpec, Strategy
+from bigdit.units import gib
+
+FILE = "README.md"
+_LICENSE = ("license", "license_name", "license_link")
+_NOT_KNOWN = "not known here: read it where the base is published"
+
+
+def card(checkpoint: Checkpoint) -> str:
+    """The text of a checkpoint's model card."""
+    state = checkpoint.state
+    spec, strategy = ModelSpec.model_validate(state["model"]), Strategy.model_validate(state["strategy"])
+    run, base = state["run"], at(state["run"], ("model", "init_from"))
+    published = _published(spec.name, Path(base)) if base else ()
+    licence = _licence(Path(base)) if base else {}
+    front: dict[str, Any] = {"library_name": "diffusers", "tags": _tags(spec, strategy)}
+    if len(published) == 1:
+        front["base_model"] = published[0]
+    front |= licence
+    if prompt := _prompt(run):
+        front["instance_prompt"] = prompt
+    rows = list(_rows(checkpoint, spec, strategy, published))
+    if base:
+        rows.insert(2, ("Licence of the base", ", ".join(licence.values()) or _NOT_KNOWN))
+    title = f"{f'{strategy.lora.title} for ' if strategy.lora else ''}{spec.name}"
+    table = "\n".join(f"| {key} | {_cell(value)} |" for key, value in rows)
+    chosen = strategy.model_dump(mode="json", exclude_defaults=True)
+    settings = yaml.safe_dump({"strategy": chosen}, sort_keys=False)
+    return (
+        f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---\n\n# {title}\n\n"
+        f"Trained with bigdit.\n\n| | |\n| --- | --- |\n{table}\n\n## Settings\n\n"
+        f"Keys that are not here have their defaults.\n\n```yaml\n{settings}```\n"
+    )
+
+
+def _tags(spec: ModelSpec, strategy: Strategy) -> list[str]:
+    family = FAMILIES[spec.class_name]
+    kind = "text-to-video" if family.video else "unconditional-image-generation" if family.classes else "text-to-image"
+    return ["bigdit", *(["lora"] if strategy.lora else []), kind]
+
+
+def _rows(
+    checkpoint: Checkpoint, spec: ModelSpec, strategy: Strategy, published: tuple[str, ...]
+) -> Iterator[tuple[str, str]]:
+    """What to say of the run, by key."""
+    state, output = checkpoint.state, checkpoint.folder.parents[1]
+    record, receipt = _read(output / RECORD), _read(output / RECEIPT)
+    yield "Class", spec.class_name
+    base = at(state["run"], ("model", "init_from"))
+    yield "Base", (" or ".join(published) or spec.name) if base else "none: it started from random weights"
+    step, batch = state["step"], strategy.global_batch_size
+    yield "Data", ", ".join(_sources(state["run"])) or "not known"
+    yield "Steps", f"{step:,} of {batch:,} samples: {step * batch:,} samples, counted with repeats"
+    lora = strategy.lora
+    yield (
+        "Trained",
+        f"{lora.title}, rank {lora.rank}, alpha {lora.alpha:g}, base {lora.base}" if lora else "all weights",
+    )
+    optimizer = strategy.optimizer
+    yield "Optimizer", f"{OPTIMIZERS[optimizer.name]}, learning rate {optimizer.lr:g}"
+    if device := at(record, ("device",)):
+        where = "emulated " if at(record, ("emulated",)) else ""
+        yield "GPU", f"{strategy.world_size} × {where}{device}" if device != "cpu" else "none: it ran on a CPU"
+    planned = at(record, ("planned", "peak_reserved_bytes")) or at(receipt, ("predicted_peak_reserved_bytes",))
+    measured = at(record, ("measured", "peak_reserved_bytes")) or at(receipt, ("measured_peak_reserved_bytes",))
+    if measured:
+        yield "Memory", f"{f'planned {gib(planned)}, ' if planned else ''}measured {gib(measured)} reserved by torch"
+    if speed := at(receipt, ("samples_per_second",)):
+        yield "Speed", f"{speed:g} samples a second"
+    used = state.get("versions") or versions()  # while it trains, a state has none yet
+    yield "Versions", ", ".join(f"{name} {used[name]}" for name in ("bigdit", "torch", "diffusers") if name in used)
+
+
+def _published(name: str, base: Path) -> tuple[str, ...]:
+    """The repositories that a base may be of: the one that its path names, else all of the model."""
+    found = repositories(name)
+    parts = {part.replace("models--", "").replace("--", "/").lower() for part in base.parts}
+    named = tuple(each for each in found if {each.lower(), each.rpartition("/")[2].lower()} & parts)
+    return named or found
+
+
+def _sources(run: Mapping[str, Any]) -> Iterator[str]:
+    """The names of sources, without their folders."""
+    for source in at(run, ("data", "images")) or ():
+        yield Path(source["path"]).name
+
+
+def _prompt(run: Mapping[str, Any]) -> str | None:
+    """The caption or trigger word that all samples have."""
+    sources = at(run, ("data", "images")) or ()
+    found = {(each.get("caption") or each.get("caption_prefix") or "").strip(" ,") for each in sources}
+    return next(iter(found)) or None if len(found) == 1 else None
+
+
+def _licence(base: Path) -> dict[str, str]:
+    """The licence in the card of a base's folder, or of the pipeline around it; empty without one."""
+    for folder in (base, base.parent):
+        try:
+            text = read_bytes(folder / FILE).decode()
+            found = parse_yaml(re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)[1])  # type: ignore[index]
+            if isinstance(found, dict) and found.get("license"):
+                return {key: str(found[key]) for key in _LICENSE if key in found}
+        except (OSError, ValueError, TypeError):
+            continue
+    return {}
+
+
+def _read(path: Path) -> Any:
+    try:
+        return read_json(path)
+    except (OSError, ValueError):
+        return None
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
