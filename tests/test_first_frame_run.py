@@ -9,11 +9,12 @@ import pytest
 import tiny_pipelines
 import torch
 import yaml
-from commands import bigdit, with_set
+from commands import bigdit, in_process, with_set
 from gpus import benched
 from PIL import Image, ImageSequence
 from tiny_vaes import wan
 from tiny_videos import moving_square
+from training import train_here
 
 from bigdit.checkpoint import latest
 from bigdit.encoders.latents import bucket_pixels
@@ -116,17 +117,16 @@ def test_a_step_takes_what_was_predicted_and_the_pipeline_loads_what_was_trained
     folder, pipeline = encoded
     receipt, _ = benched("--config", folder / "run.yaml")
     assert receipt["predicted_peak_allocated_bytes"] == receipt["measured_peak_allocated_bytes"]
-    done = bigdit("train", "--config", folder / "run.yaml")
-    assert done.returncode == 0, done.stderr
+    train_here(folder / "run.yaml")
     image = frame_of(folder / "clips/0.mp4")
     image.save(folder / "first.png")
-    drawn = bigdit("sample", "--checkpoint", folder / "run", "--caption", "a square", "--caption", "two", "--image",
-                   folder / "first.png", "--steps", "2", "--out", folder / "samples", "--json")  # fmt: skip
+    drawn = in_process("sample", "--checkpoint", folder / "run", "--caption", "a square", "--caption", "two", "--image",
+                       folder / "first.png", "--steps", "2", "--out", folder / "samples", "--json")  # fmt: skip
     assert drawn.returncode == 0, drawn.stderr
     for row in json.loads(drawn.stdout)["images"]:
         with Image.open(folder / "samples" / row["file"]) as video:
             assert (video.n_frames, video.size) == (5, (32, 16))
-    done = bigdit("export", "--checkpoint", folder / "run", "--out", folder / "exported")
+    done = in_process("export", "--checkpoint", folder / "run", "--out", folder / "exported")
     assert done.returncode == 0, done.stderr
     transformer = diffusers.WanTransformer3DModel.from_pretrained(folder / "exported/transformer")
     whole = tiny_pipelines.pipeline_of(PIPELINE, pipeline.components | {"transformer": transformer})
@@ -146,9 +146,8 @@ def test_the_pipeline_draws_with_exported_adapters_as_training_would(encoded):
         "strategy.optimizer.lr=0.05",
         "train.checkpoint_every=2",
     )
-    settings = with_set((*of_lora, f"model.init_from={folder / 'base/transformer'}", f"output={folder / 'lora'}"))
-    done = bigdit("train", "--config", folder / "run.yaml", *settings)
-    assert done.returncode == 0, done.stderr
+    of_base = f"model.init_from={folder / 'base/transformer'}"
+    train_here(folder / "run.yaml", *of_lora, of_base, f"output={folder / 'lora'}")
     checkpoint, _ = latest(folder / "lora")
     image = frame_of(folder / "clips/0.mp4")
 
@@ -182,13 +181,12 @@ def test_videos_on_the_way_are_those_that_are_drawn_of_the_checkpoint(encoded):
         *("samples.captions=[a square, two]", "samples.every=2", "samples.steps=2", "samples.seed=5"),
         *("train.checkpoint_every=2", f"output={folder / 'seen'}"),
     )
-    done = bigdit("train", "--config", folder / "run.yaml", *with_set(asked))
-    assert done.returncode == 0, done.stderr
+    train_here(folder / "run.yaml", *asked)
     with Image.open(folder / "seen/samples/step-00000002.webp") as grid:
         assert grid.n_frames == 5
     images = [part for number in range(2) for part in ("--image", folder / f"begins-{number}.png")]
-    drawn = bigdit("sample", "--checkpoint", folder / "seen", "--caption", "a square", "--caption", "two", *images,
-                   "--steps", "2", "--seed", "5", "--out", folder / "of-checkpoint")  # fmt: skip
+    drawn = in_process("sample", "--checkpoint", folder / "seen", "--caption", "a square", "--caption", "two", *images,
+                       "--steps", "2", "--seed", "5", "--out", folder / "of-checkpoint")  # fmt: skip
     assert drawn.returncode == 0, drawn.stderr
     assert stills(folder / "of-checkpoint") == (folder / "seen/samples/step-00000002.png").read_bytes()
 
@@ -221,7 +219,7 @@ def test_what_does_not_fit_is_refused(encoded):
     assert "needs the first frame, and encoders.first_frame is missing" in " ".join(without.stderr.split())
     blind = bigdit("train", "--config", config, "--set", "encoders.first_frame={}")
     assert "encoders.first_frame.pipeline is missing" in " ".join(blind.stderr.split())
-    narrow = bigdit("extract", "--config", config, "--set", "encoders.text.max_tokens=64")
+    narrow = in_process("extract", "--config", config, "--set", "encoders.text.max_tokens=64")
     assert "64 states of text, and with an image the model takes 512" in " ".join(narrow.stderr.split())
 
 

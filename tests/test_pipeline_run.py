@@ -9,7 +9,7 @@ import tiny_pipelines
 import tiny_vaes
 import torch
 import yaml
-from commands import bigdit
+from commands import bigdit, in_process
 from safetensors.torch import load_file
 from tiny_pipelines import SD3
 
@@ -78,7 +78,7 @@ def test_stable_diffusion_3_is_encoded_trained_and_sampled(tmp_path, images):
     of_diffusers = {"transformer": CLASS, "scheduler": "FlowMatchEulerDiscreteScheduler"}
     named = {name: ["diffusers", class_name] for name, class_name in of_diffusers.items()}
     index.write_text(json.dumps(json.loads(index.read_text()) | named))
-    done = bigdit("export", "--checkpoint", tmp_path / "run", "--out", tmp_path / "whole")
+    done = in_process("export", "--checkpoint", tmp_path / "run", "--out", tmp_path / "whole")
     assert (done.returncode, "note: " in done.stderr) == (0, False), done.stderr
     whole = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "whole")
     whole.set_progress_bar_config(disable=True)

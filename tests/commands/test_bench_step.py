@@ -4,7 +4,7 @@ import json
 
 import pytest
 import step
-from commands import DIGITS, SINGLE, TINY, bigdit, with_set
+from commands import DIGITS, SINGLE, TINY, bigdit, in_process, with_set
 
 from bigdit.bench import Comparison, MachineLoad, take_turns
 from bigdit.receipt import Receipt
@@ -68,7 +68,7 @@ def test_a_table_has_the_load_the_bytes_and_the_overhead(features):
 
 
 def test_what_cannot_be_asked_is_one_line():
-    done = bigdit("bench", "step", "--config", DIGITS, "--set", "data.features=/none")
+    done = in_process("bench", "step", "--config", DIGITS, "--set", "data.features=/none")
     assert done.returncode == 1
     assert done.stderr.startswith("error: data.features: /none holds no latents")
     assert len(done.stderr.splitlines()) == 1

@@ -106,14 +106,14 @@ def test_damage_is_found_named_and_repaired(store, images):
     flip(store / PART, len(whole) // 2)
     flip(store / "null_text.safetensors", -1)
     settings = with_set([f"data.images={images}", f"data.features={store}"])
-    done = bigdit("features", "verify", store)
+    done = in_process("features", "verify", store)
     assert done.returncode == 1
     lines = done.stdout.splitlines()
     assert lines[0].startswith(f"data.features: {store}/null_text.safetensors is damaged")
     assert lines[1].startswith(f"data.features: {store}/{PART} is damaged in ")
     assert lines[2].endswith("; 2 damaged, 0 missing")
 
-    refused = bigdit("features", "verify", store, "--repair")
+    refused = in_process("features", "verify", store, "--repair")
     assert refused.returncode == 1
     assert refused.stderr.startswith("error: --repair encodes the damaged parts again")
     mended = bigdit("features", "verify", store, "--repair", "--config", DIGITS, *settings)

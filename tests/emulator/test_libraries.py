@@ -90,7 +90,7 @@ def test_damaged_libraries_are_built_again(tmp_path):
     subprocess.run(command, env=environment, check=True)
     (folder,) = tmp_path.iterdir()
     whole = (folder / "libcudart.so.13").read_bytes()
-    for damage in (whole[:5000], whole[:9000] + b"x" + whole[9001:], None):
+    for damage in (whole[:9000] + b"x" + whole[9001:], None):
         if damage is None:
             (folder / "libcudart.so.13").unlink()
         else:

@@ -69,7 +69,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     world, alone, answer = world_from_env(), World(), {}
-    ways = {"": {}, " copied": {"dp_replicate": 2}} if world.world_size > 2 else {"": {}}
+    ways = {"": {}, " copied": {"dp_replicate": 2}}
     for name in RATES:
         single = begun(name, alone)
         before = full_weights(single[0])

@@ -18,6 +18,11 @@ def run(features, output, *more):
     return main.main(["--config", str(DIGITS), *with_set(overrides)])
 
 
+def train_here(config, *overrides):
+    """Train the run of a YAML by the command's own function, in this process."""
+    assert main.main(["--config", str(config), *with_set(overrides)]) == 0
+
+
 def run_to(steps, output, features, *overrides):
     """Train in this process up to `steps`, resuming from what `output` holds; the last checkpoint."""
     settings = [*TINY, *SINGLE, f"data.features={features}", f"output={output}", f"train.steps={steps}", *overrides]

@@ -66,8 +66,7 @@ CASES = {
     "CAME": Case("came", rate=CAME_RATE),
     "CAME in 8 bits": Case("came_8bit", rate=CAME_RATE),
     "AdamW, bf16_sr": Case(precision="bf16_sr"),
-    "AdamW, FP8": Case(precision="bf16", float8="tensorwise"),
-    "AdamW, FP8 by rows": Case(precision="bf16", float8="rowwise"),
+    "AdamW, FP8": Case(precision="bf16", float8="rowwise"),
     "Prodigy": Case("prodigy", rate=500, worse=SLOW_START),  # 1, whatever AdamW's is
     "schedule-free AdamW": Case("adamw_schedulefree", schedule="constant"),
     "Muon": Case("muon"),

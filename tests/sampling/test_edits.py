@@ -12,9 +12,10 @@ import tiny_sources
 import tiny_vaes
 import torch
 import yaml
-from commands import bigdit, with_set
+from commands import bigdit, in_process, with_set
 from gpus import benched
 from PIL import Image
+from training import train_here
 
 from bigdit.checkpoint import latest
 from bigdit.encoders.latents import bucket_pixels
@@ -104,16 +105,15 @@ def test_a_step_takes_what_was_predicted_and_the_pipeline_edits_with_what_was_tr
     folder, pipeline = encoded
     receipt, _ = benched("--config", folder / "run.yaml")
     assert receipt["predicted_peak_allocated_bytes"] == receipt["measured_peak_allocated_bytes"]
-    done = bigdit("train", "--config", folder / "run.yaml", "--set", "samples.captions=[make it red, blue]",
-                  "--set", f"samples.images=[{folder / 'images/0.png'}]", "--set", "samples.steps=2",
-                  "--set", "samples.every=2", "--set", "samples.seed=5")  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    drawn = bigdit("sample", "--checkpoint", folder / "run", "--caption", "make it red", "--caption", "blue", "--image",
-                   folder / "images/0.png", "--steps", "2", "--seed", "5", "--out", folder / "samples")  # fmt: skip
+    seen = ("samples.captions=[make it red, blue]", f"samples.images=[{folder / 'images/0.png'}]")
+    train_here(folder / "run.yaml", *seen, "samples.steps=2", "samples.every=2", "samples.seed=5")
+    drawn = in_process("sample", "--checkpoint", folder / "run", "--caption", "make it red", "--caption", "blue",
+                       "--image", folder / "images/0.png", "--steps", "2", "--seed", "5",
+                       "--out", folder / "samples")  # fmt: skip
     assert drawn.returncode == 0, drawn.stderr
     seen = folder / "run/samples/step-00000002.png"
     assert (folder / "samples/grid.png").read_bytes() == seen.read_bytes()
-    done = bigdit("export", "--checkpoint", folder / "run", "--out", folder / "exported")
+    done = in_process("export", "--checkpoint", folder / "run", "--out", folder / "exported")
     assert done.returncode == 0, done.stderr
     transformer = diffusers.FluxTransformer2DModel.from_pretrained(folder / "exported/transformer")
     edited = edit(pipeline, transformer, folder, 1)
@@ -147,8 +147,7 @@ def test_the_pipeline_edits_with_exported_adapters_as_training_would(encoded):
         f"model.init_from={folder / 'base/transformer'}",
         f"output={folder / 'lora'}",
     )
-    done = bigdit("train", "--config", folder / "run.yaml", *with_set(asked))
-    assert done.returncode == 0, done.stderr
+    train_here(folder / "run.yaml", *asked)
     checkpoint, _ = latest(folder / "lora")
     without = edit(pipeline, base, folder, 1)
     trained = edit(pipeline, Sampler(checkpoint, torch.device("cpu")).model().float(), folder, 1)

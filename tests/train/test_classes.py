@@ -121,7 +121,7 @@ def test_a_step_of_the_run_is_predicted_to_the_byte(digits_by_class, class_name)
 def test_images_are_drawn_by_names_and_numbers(straight, class_name, tmp_path):
     checkpoint, out = straight(class_name), tmp_path
     asked = ("--label", "seven", "--label", "5", "--caption", "two", "--steps", "3", "--json")
-    done = bigdit("sample", "--checkpoint", checkpoint, "--out", out, *asked)
+    done = in_process("sample", "--checkpoint", checkpoint, "--out", out, *asked)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["images"]
     assert [row["caption"] for row in rows] == ["seven", "5", "two"]
@@ -136,7 +136,7 @@ def test_images_are_drawn_by_names_and_numbers(straight, class_name, tmp_path):
         "away from its number": ("seven", "--negative", "8"),
     }.items():
         more = ("--out", out / name, "--guidance", "3000", "--steps", "3", "--label", *chosen)
-        done = bigdit("sample", "--checkpoint", checkpoint, *more)
+        done = in_process("sample", "--checkpoint", checkpoint, *more)
         assert done.returncode == 0, done.stderr
         drawn[name] = np.asarray(Image.open(out / name / "00000.png")).tolist()
     assert drawn["seven"] == drawn["its number"]
@@ -181,7 +181,7 @@ def test_a_folder_of_one_more_class_is_not_appended(digits_by_class, tmp_path):
     Image.new("L", (8, 8)).save(more / "0.png")
     images = [{"path": str(folder), "label": "folder"} for folder in (digits_by_class / "images", tmp_path / "more")]
     changed = f"data.images={json.dumps(images)}"
-    done = bigdit("extract", "--config", CONFIG, *settings(digits_by_class, changed, "model.kwargs.num_classes=11"))
+    done = in_process("extract", "--config", CONFIG, *settings(digits_by_class, changed, "model.kwargs.num_classes=11"))
     assert done.returncode == 1
     assert "classes[0] is 'eight' there and 'apple' in this run" in " ".join(done.stderr.split())
 

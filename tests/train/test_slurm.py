@@ -1,7 +1,6 @@
 """The jobs of launch/slurm on a real SLURM of two machines: disturbed ones leave what an undisturbed run does, to the
 bit."""
 
-import functools
 import getpass
 import os
 import re
@@ -40,21 +39,25 @@ def no_job_is_left(slurm):
     until(lambda: not slurm.run("squeue", "-h"), within=60)
 
 
+class Undisturbed:
+    """A job that nobody disturbs: it begins where it is first asked for."""
+
+    def __init__(self, slurm, features, output):
+        self._submit = lambda: training(slurm, features, output, *FSDP2)
+        self._output, self._run = output, None
+
+    def begin(self):
+        self._run = self._run or self._submit()
+
+    def written(self):
+        self.begin()
+        assert self._run.ends(within=LIMIT_S) == 0, self._run.stderr
+        return written(self._output)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(slurm, features, tmp_path_factory):
-    """Asserts that an output is that of a job which nobody disturbed."""
-
-    @functools.cache
-    def right(*engine):
-        output = tmp_path_factory.mktemp("right") / "run"
-        run = training(slurm, features, output, *engine)
-        assert run.ends(within=LIMIT_S) == 0, run.stderr
-        return written(output)
-
-    def check(output, *engine):
-        assert written(output) == right(*engine)
-
-    return check
+    return Undisturbed(slurm, features, tmp_path_factory.mktemp("undisturbed") / "run")
 
 
 def written(output):
@@ -73,10 +76,11 @@ def send(signum, pids):
 
 
 def test_at_its_time_limit_a_job_saves_is_queued_again_and_resumes(slurm, features, tmp_path, undisturbed):
-    run = training(slurm, features, tmp_path / "run", *ZERO2, options=("--time=60", "--signal=USR1@90"))
+    run = training(slurm, features, tmp_path / "run", *FSDP2, options=("--time=60", "--signal=USR1@90"))
     ranks = run.until_it_trains().ranks()
     send(signal.SIGSTOP, ranks)  # SLURM looks at the limits of jobs each 30 s, and its signal wakes them
     run.process.update(f"TimeLimit={run.process.minutes() + 2}")
+    undisturbed.begin()  # the cores are idle until then
     until(lambda: "SIGUSR1: saved" in run.stderr)
     run.process.update("TimeLimit=60")
     assert run.ends(within=LIMIT_S) == 0, run.stderr
@@ -84,7 +88,7 @@ def test_at_its_time_limit_a_job_saves_is_queued_again_and_resumes(slurm, featur
     (step,) = re.findall(r"SIGUSR1: saved \S+/step-(\d+); ", run.stderr)
     assert f"step {int(step)}" in run.stderr.partition("resuming from")[2]
     assert run.stderr.count(f"wrote {tmp_path}/run/report.html\n") == 2
-    undisturbed(tmp_path / "run", *ZERO2)
+    assert written(tmp_path / "run") == undisturbed.written()
 
 
 def test_a_job_whose_machine_is_lost_is_queued_again(slurm, features, tmp_path, undisturbed):
@@ -99,7 +103,7 @@ def test_a_job_whose_machine_is_lost_is_queued_again(slurm, features, tmp_path, 
     assert run.ends(within=LIMIT_S) == 0, run.stderr
     assert run.process.restarts() == 1
     assert f"resuming from {output}/checkpoints/step-" in " ".join(run.stderr.split())
-    undisturbed(output, *FSDP2)
+    assert written(output) == undisturbed.written()
 
 
 def test_a_preempted_job_saves_and_resumes(slurm, features, tmp_path, undisturbed):
@@ -110,15 +114,15 @@ def test_a_preempted_job_saves_and_resumes(slurm, features, tmp_path, undisturbe
     assert run.ends(within=LIMIT_S) == 0, run.stderr
     assert run.process.restarts() == 1
     assert run.stderr.count("SIGTERM: saved ") == 1
-    undisturbed(output, *FSDP2)
+    assert written(output) == undisturbed.written()
 
 
 def test_a_second_job_on_an_output_is_refused_and_the_first_ends_when_it_is_cancelled(slurm, features, tmp_path):
     output = tmp_path / "run"
-    run = training(slurm, features, output, *FSDP2, "train.steps=1000000")
+    run = training(slurm, features, output, *ZERO2, "train.steps=1000000")
     ranks = run.until_it_trains().ranks()
     send(signal.SIGSTOP, ranks)  # it leaves its cores to the other
-    second = training(slurm, features, output, *FSDP2, options=("--output", tmp_path / "second.log"))
+    second = training(slurm, features, output, *ZERO2, options=("--output", tmp_path / "second.log"))
     assert second.ends(within=LIMIT_S)  # 1, or the 143 of a task that srun ended for it
     printed = (tmp_path / "second.log").read_text()
     assert printed.count(f"error: output {output} is in use by process {ranks[0]} on ") == 1, printed

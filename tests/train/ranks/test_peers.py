@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -71,22 +72,28 @@ STOPPED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STOPPED)
-def test_a_stopped_process_is_named_after_the_timeout(features, tmp_path, name):
-    engine, rank = STOPPED[name]
-    with running(BIGDIT, features, tmp_path / "run", *engine, "train.timeout=5") as run:
-        ranks = run.until_it_trains().ranks()
-        os.kill(ranks[rank], signal.SIGSTOP)
-        assert run.ends(within=60) == 1
-        assert ended(ranks)
-        (printed,) = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
-        where = f"rank {rank} (process {ranks[rank]} on {os.uname().nodename}), which is stopped,"
-        silent = (
-            rf"error: {re.escape(where)} did not answer for 5 s \(train.timeout\), last seen at bigdit/\S+\.py:\d+ "
-        )
-        rest = r"\(\w+\), after step \d+: all end; the same command resumes from the last checkpoint"
-        assert re.fullmatch(silent + rest, printed), printed
-        assert "Traceback" not in run.stderr
+def test_a_stopped_process_is_named_after_the_timeout(features, tmp_path):
+    """One run of each engine: all wait for the timeout at once."""
+    with ExitStack() as stack:
+        begun = []
+        for name, (engine, rank) in STOPPED.items():
+            run = stack.enter_context(running(BIGDIT, features, tmp_path / name, *engine, "train.timeout=5"))
+            ranks = run.until_it_trains().ranks()
+            os.kill(ranks[rank], signal.SIGSTOP)
+            begun.append((run, ranks, rank))
+        for each in begun:
+            stopped_is_named(*each)
+
+
+def stopped_is_named(run, ranks, rank):
+    assert run.ends(within=60) == 1
+    assert ended(ranks)
+    (printed,) = [line for line in run.stderr.splitlines() if line.startswith("error: ")]
+    where = f"rank {rank} (process {ranks[rank]} on {os.uname().nodename}), which is stopped,"
+    silent = rf"error: {re.escape(where)} did not answer for 5 s \(train.timeout\), last seen at bigdit/\S+\.py:\d+ "
+    rest = r"\(\w+\), after step \d+: all end; the same command resumes from the last checkpoint"
+    assert re.fullmatch(silent + rest, printed), printed
+    assert "Traceback" not in run.stderr
 
 
 _EVERY_GROUP = """
