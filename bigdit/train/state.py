@@ -86,7 +86,7 @@ def build_state(start: Start, data: TrainData, world: World, device: torch.devic
     elif run.model.lora_from is not None and strategy.lora is not None:
         log_lines(world, checkpoint.load_adapters(model, spec, strategy.lora, run.model.lora_from), notes=True)
     meter = MemoryMeter(device)
-    compiled = compile_notices(strategy, len(data.store.buckets))
+    compiled = compile_notices(strategy, sum(samples > 0 for samples in data.order.samples_of_epoch))
     log_lines(world, [*float8_notices(model, family, strategy), *compiled], notes=True)
     engine = engines.create(strategy, model, family, device=device, world=world)
     ema = engines.ema_of(engine)
