@@ -12,7 +12,7 @@ from bigdit.report.recipes import needs
 
 ALONE = [name for name in names() if recipe(name).processes == 1]
 SMALL = [name for name in ALONE if recipe(name).about.gpu == "rtx-3060-12g"]
-DRAWN = {(recipe(name).about.model, recipe(name).about.gpu): name for name in ALONE}.values()
+DRAWN = {(recipe(name).about.model, recipe(name).about.gpu): name for name in ALONE if recipe(name).draws}.values()
 """One for each model on each GPU: a recipe in stages ends with the model and the size of the one without."""
 MANY = [name for name in names() if name not in ALONE]
 
