@@ -23,12 +23,14 @@ from typing import Any
 
 import torch
 from emulated import non_torch, step_of
+from PIL import Image
 from tried.extraction import extraction, stages_of, waiting_bytes, weights_in
 from tried.saved import saved
 
 from bigdit import catalog
 from bigdit.catalog import batch_shape
 from bigdit.catalog.conditions import class_count
+from bigdit.catalog.families import REFERENCE
 from bigdit.checkpoint import latest
 from bigdit.config import load_run
 from bigdit.config.run import RECEIPT, receipt_of
@@ -107,7 +109,8 @@ def _said(found: Extraction) -> str:
 def _tried(found: Recipe, hub: Path, folder: Path) -> Took:
     """Three steps, and an image."""
     receipts = trained(found, hub, folder)
-    drawn(found, folder)
+    if found.draws:
+        drawn(found, folder)
     return _took(found, receipts, folder)
 
 
@@ -155,6 +158,7 @@ def saved_by(found: Recipe, folder: Path) -> DiskNeed:
 def drawn(found: Recipe, folder: Path) -> Path:
     """The image or video that the recipe's last command generates in two steps, from what was `trained` there."""
     _, *asked = shlex.split(found.commands[-1].replace(found.run["output"], "run"))
+    Image.new("RGB", (64, 64)).save(folder / "fox.png")  # which edit models edit
     _bigdit(folder, os.environ | emulated_environment(catalog.resolve_gpu(found.about.gpu)), *asked, "--steps", "2")
     (row,) = json.loads((folder / "run/samples/samples.json").read_text())["images"]
     return folder / "run/samples" / row["file"]
@@ -200,6 +204,7 @@ def make_store(root: Path, name: str, document: dict[str, Any], arguments: dict[
         part_size=each * len(buckets),
         classes=None if tokens else class_count(model.spec),
         fps=data.get("fps"),
+        references=data.get("references", 0),
     )
     root.mkdir()
     (root / FILE).write_text(schema_text(schema))
@@ -208,12 +213,13 @@ def make_store(root: Path, name: str, document: dict[str, Any], arguments: dict[
         shape = batch_shape(model, (height, width), *frames).latents
         latents[shape] = torch.zeros((each, *shape), dtype=torch.bfloat16)
         indices[shape] = list(range(number * each, (number + 1) * each))
+    edited = {shape: {REFERENCE: each[:, None]} for shape, each in latents.items()} if schema.references else None
     encoded = EncodedRange(latents, indices, {}, {}, [], dict.fromkeys(range(schema.count), 0))
     if model.text:
         null, text = (_text(length, model.text.dim, arguments) for length in (1, tokens))
         write_null_text(root, lambda: null, store_identity(schema))
         captions: dict[int, Any] = {index: (Caption(),) for index in range(schema.count)}
-        encoded = EncodedRange(latents, indices, captions, {Caption.text: text}, [])
+        encoded = EncodedRange(latents, indices, captions, {Caption.text: text}, [], frames=edited)
     write_part(part_path(root, 0, schema.count), encoded, identity=part_identity(schema, 0))
 
 
@@ -293,6 +299,7 @@ def request_of(found: Recipe, document: dict[str, Any]) -> ResolvedRequest:
         global_batch=strategy["global_batch_size"],
         checkpointed_blocks=strategy.get("checkpointed_blocks", 0),
         lora=strategy["lora"]["rank"] if "lora" in strategy else None,
+        lora_base=strategy["lora"].get("base") if "lora" in strategy else None,
         images=IMAGES,
         epochs=train["steps"] * strategy["global_batch_size"] / IMAGES,
         host_memory="1TiB",

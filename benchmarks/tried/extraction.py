@@ -111,6 +111,8 @@ def make_samples(run: RunConfig, folder: Path, each: int) -> int:
             file = root / f"{number}-{sample}"
             _write(file, bucket, sample, run.data.fps)
             file.with_suffix(".txt").write_text(f"number {sample}" + " and more of it" * 200)
+            if run.data.references:
+                _write(file.with_suffix(".reference"), bucket, 255 - sample, None)
     return each * len(run.data.buckets)
 
 
@@ -119,7 +121,7 @@ def _write(file: Path, bucket: tuple[int, ...], shade: int, fps: float | None) -
     *_, height, width = bucket
     frames = [Image.new("RGB", (width, height), (90 * number % 256, shade, 9)) for number in range(frames_of(bucket))]
     if fps is None:
-        frames[0].save(file.with_suffix(".png"))
+        frames[0].save(f"{file}.png")
     else:
         shown = 10 * math.ceil(100 / fps)  # a GIF counts in hundredths of a second
         frames[0].save(file.with_suffix(".gif"), save_all=True, append_images=frames[1:], duration=shown)

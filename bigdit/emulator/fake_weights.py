@@ -429,11 +429,16 @@ def _pipeline(entry: dict[str, Any], dtype: str) -> Repository:
         "vae/config.json": _vae(found.vae),
         "scheduler/scheduler_config.json": scheduler,
     }
+    if second := entry.get("transformer_2"):  # Wan 2.2's expert for little noise
+        other = model(second).spec
+        configs["transformer_2/config.json"] = {"_class_name": other.class_name, **other.kwargs}
     tokenizers = {}
     for suffix, (encoder, class_name, tokenizer) in zip(_suffixes(), recipe["text"], strict=False):
         configs[f"text_encoder{suffix}/config.json"] = _text_encoder(encoder, class_name, dtype)
         tokenizers[f"tokenizer{suffix}"] = tokenizer
-    configs["model_index.json"] = _index(entry.get("pipeline", recipe["pipeline"]), configs, tokenizers)
+    index = _index(entry.get("pipeline", recipe["pipeline"]), configs, tokenizers)
+    boundary = {"boundary_ratio": entry["boundary_ratio"]} if "boundary_ratio" in entry else {}
+    configs["model_index.json"] = index | boundary
     return Repository(configs, tokenizers, dtype)
 
 

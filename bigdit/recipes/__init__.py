@@ -126,7 +126,7 @@ class Recipe:
 
     @property
     def commands(self) -> list[str]:
-        """The commands from download to samples, in order."""
+        """The commands from download to samples, or to an export where samples need another model, in order."""
         file = f"{self.name}.yaml"
         return [
             download(self.about.repository),
@@ -137,9 +137,17 @@ class Recipe:
         ]
 
     @property
+    def draws(self) -> bool:
+        """Whether what it trains goes all the way from noise to images."""
+        return "t_range" not in self.run.get("objective", {})
+
+    @property
     def _sample(self) -> str:
         output = self.run["output"]
+        if not self.draws:
+            return f"bigdit export --checkpoint {output} --out {output}/export"
         asked = '--caption "a fox in the snow"' if "text" in self.run["encoders"] else "--label 0"
+        asked += " --image fox.png" if self.run["data"].get("references") else ""
         return f"bigdit sample --checkpoint {output} --out {output}/samples {asked}"
 
 
