@@ -7,13 +7,10 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from bigdit.units import LARGEST
+from bigdit.units import LARGEST, LARGEST_SIDE
 
 MOST_PROCESSES = 1024
 """The most processes or threads of one machine, which has a few hundred cores and at most 16 GPUs."""
-
-LARGEST_SIDE = 65535
-"""The most pixels of a side: the limit of JPEG (ITU-T T.81, B.2.2)."""
 
 
 def no_truth_value(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Bytes, counts and durations as text. Inside bigdit all sizes are integers of bytes."""
+"""Bytes, counts, durations and sizes of images as text. Inside bigdit all sizes are integers of bytes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from bigdit.errors import UserError
 
 LARGEST = 2**63 - 1
 """The largest int64, for sizes and seeds of torch and numpy."""
+LARGEST_SIDE = 65535
+"""The most pixels of a side: the limit of JPEG (ITU-T T.81, B.2.2)."""
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 
@@ -19,6 +21,7 @@ A_SIZE = "a memory size with a unit was expected, such as 46068MiB or 24GB"
 LEAST_MEMORY, MOST_MEMORY = GIB, 1024 * 1024 * GIB
 """Bounds for the memory of a machine or a GPU; anything else has a wrong unit."""
 
+_THOUSANDS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}
 _MOST_DIGITS = 20  # of a number of bytes below 2^64
 
 
@@ -84,3 +87,24 @@ def parse_memory(text: str) -> int:
     number = re.sub(r"[A-Za-z\s]", "", text)
     meant = f"; did you mean {number}GiB?" if LEAST_MEMORY <= float(number) * GIB <= MOST_MEMORY else ""
     raise UserError(f"{text.strip()} is {gib(found)}, and machines and GPUs have 1 GiB to 1024 TiB{meant}")
+
+
+def parse_resolution(text: str, option: str = "--resolution") -> int | tuple[int, int]:
+    """`1024` or `480x832` (height × width), as `option` was given. Raises UserError for anything else."""
+    match = re.fullmatch(r"(\d{1,20})(?:[x×](\d{1,20}))?", text.strip())
+    sides = [] if match is None else [int(side) for side in match.groups() if side is not None]
+    if match is None or not all(0 < side <= LARGEST_SIDE for side in sides):
+        most = f", {LARGEST_SIDE} a side at most" if any(side > LARGEST_SIDE for side in sides) else ""
+        raise UserError(
+            f"{option} expects pixels such as 1024 or 480x832 (height x width){most}, and {text[:40]!r} was found"
+        )
+    return (int(match[1]), int(match[2])) if match[2] else int(match[1])
+
+
+def parse_count(text: str, option: str) -> int:
+    """`250000`, `30M`, `1.5k`, as `option` was given. Raises UserError for anything else."""
+    match = re.fullmatch(r"(\d[\d_]{0,17}(?:\.\d+)?)\s*([kmbg]?)", text.strip().lower())
+    number = float(match[1].replace("_", "")) * _THOUSANDS[match[2]] if match else 0.5
+    if not number.is_integer():
+        raise UserError(f"{option} expects a number such as 250000, 1.5k or 30M, and {text[:40]!r} was found")
+    return int(number)

@@ -13,7 +13,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 
 from bigdit.catalog.names import aliases_of, instead, load_json, meant, normalise, resolve
 from bigdit.errors import UserError
-from bigdit.strategy import Strategy, Strict
+from bigdit.strategy import Float8, Precision, Strategy, Strict
 from bigdit.units import GIB, KIB, MIB
 
 PCIE_LANE_GBS = {
@@ -340,3 +340,25 @@ def capability(compute_capability: tuple[int, int]) -> Capability:
         asked = ".".join(map(str, compute_capability))
         raise UserError(f"compute capability {asked} is not in the catalogue, which has {known}")
     return found
+
+
+def precision_problems(gpu: Gpu, precision: Precision) -> list[str]:
+    """Why `gpu` does not compute in `precision`; none where it does."""
+    if precision not in ("bf16", "bf16_sr") or gpu.tflops.bf16 is not None:
+        return []
+    capability = ".".join(str(part) for part in gpu.compute_capability)
+    return [
+        f"{gpu.title} computes no bf16 (compute capability {capability}), and precision is {precision}; "
+        "fp16 and fp32 fit it"
+    ]
+
+
+def float8_problems(gpu: Gpu, float8: Float8) -> list[str]:
+    """Why `gpu` multiplies nothing in FP8; none where it does, and where nothing is to be."""
+    if float8 == "none" or gpu.tflops.fp8 is not None:
+        return []
+    capability = ".".join(str(part) for part in gpu.compute_capability)
+    return [
+        f"{gpu.title} multiplies nothing in FP8 (compute capability {capability}), which needs 8.9 or more; "
+        "leave it out"
+    ]

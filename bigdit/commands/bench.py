@@ -67,8 +67,8 @@ def memory(
     from bigdit.bench.memory import MemoryBenchmark
     from bigdit.config.load import parse_strategy
     from bigdit.files import check_writable
-    from bigdit.profile.attempt import parse_resolution
     from bigdit.report.bench import note, retried, subtitle, tables, title, write_memory
+    from bigdit.units import parse_resolution
 
     sizes = listed("--micro-batch", micro_batch, "sizes such as 1,2,4,8", LARGEST)
     strategies = [(text, parse_strategy([text])) for text in strategy]

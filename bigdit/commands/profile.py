@@ -44,8 +44,9 @@ def run(
     from bigdit.config.load import parse_strategy
     from bigdit.files import check_writable
     from bigdit.memory.process import non_torch_memory_of
-    from bigdit.profile.attempt import parse_resolution, request_for
+    from bigdit.profile.attempt import request_for
     from bigdit.profile.gpus import EmulatedGpus
+    from bigdit.units import parse_resolution
 
     for option, file in (("--plot", plot), ("--snapshot", snapshot)):
         if file is not None:

@@ -264,7 +264,7 @@ def _sampler(name: str | None) -> SamplerName | None:
 
 def _size(text: str) -> tuple[int, ...]:
     from bigdit.errors import UserError
-    from bigdit.numbers import LARGEST_SIDE
+    from bigdit.units import LARGEST_SIDE
 
     sizes = tuple(map(int, text.lower().split("x"))) if re.fullmatch(r"(\d{1,9}x){1,2}\d{1,9}", text.lower()) else (0,)
     if not all(sizes):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import Literal
@@ -13,11 +12,11 @@ from bigdit.catalog import FAMILIES, CatalogModel, Gpu, batch_shape
 from bigdit.catalog.context import context_misfits, context_problems
 from bigdit.catalog.encoders import OnlineEncoders, online_encoders
 from bigdit.catalog.families import family_objective
+from bigdit.catalog.gpus import float8_problems, precision_problems
 from bigdit.errors import UserError
 from bigdit.memory import HostMemory, Ledger, Timeline
-from bigdit.numbers import LARGEST_SIDE
 from bigdit.objective_spec import ObjectiveSpec
-from bigdit.strategy import BatchShape, Float8, ModelSpec, Precision, Strategy, Strict
+from bigdit.strategy import BatchShape, ModelSpec, Strategy, Strict
 
 UNLIMITED = 1 << 50
 """Bytes of a GPU on which every step runs to its end."""
@@ -225,37 +224,3 @@ def model_problems(model: CatalogModel) -> list[str]:
     if model.obstacle is None:
         return []
     return [f"{model.name} cannot be planned: {model.obstacle}; `bigdit models` lists those that can"]
-
-
-def precision_problems(gpu: Gpu, precision: Precision) -> list[str]:
-    """Why `gpu` does not compute in `precision`; none where it does."""
-    if precision not in ("bf16", "bf16_sr") or gpu.tflops.bf16 is not None:
-        return []
-    capability = ".".join(str(part) for part in gpu.compute_capability)
-    return [
-        f"{gpu.title} computes no bf16 (compute capability {capability}), and precision is {precision}; "
-        "fp16 and fp32 fit it"
-    ]
-
-
-def float8_problems(gpu: Gpu, float8: Float8) -> list[str]:
-    """Why `gpu` multiplies nothing in FP8; none where it does, and where nothing is to be."""
-    if float8 == "none" or gpu.tflops.fp8 is not None:
-        return []
-    capability = ".".join(str(part) for part in gpu.compute_capability)
-    return [
-        f"{gpu.title} multiplies nothing in FP8 (compute capability {capability}), which needs 8.9 or more; "
-        "leave it out"
-    ]
-
-
-def parse_resolution(text: str, option: str = "--resolution") -> int | tuple[int, int]:
-    """`1024` or `480x832` (height × width), as `option` was given. Raises UserError for anything else."""
-    match = re.fullmatch(r"(\d{1,20})(?:[x×](\d{1,20}))?", text.strip())
-    sides = [] if match is None else [int(side) for side in match.groups() if side is not None]
-    if match is None or not all(0 < side <= LARGEST_SIDE for side in sides):
-        most = f", {LARGEST_SIDE} a side at most" if any(side > LARGEST_SIDE for side in sides) else ""
-        raise UserError(
-            f"{option} expects pixels such as 1024 or 480x832 (height x width){most}, and {text[:40]!r} was found"
-        )
-    return (int(match[1]), int(match[2])) if match[2] else int(match[1])

@@ -10,11 +10,12 @@ from bigdit.catalog import CatalogModel, Gpu, batch_shape
 from bigdit.catalog.conditions import CLIP_TOKENS, takes_first_frame
 from bigdit.catalog.encoders import online_encoders
 from bigdit.catalog.families import stream_shapes
+from bigdit.catalog.gpus import precision_problems
 from bigdit.config.data import PART_SIZE, part_size
 from bigdit.encoders.recipes import RECIPES
 from bigdit.errors import UserError
 from bigdit.memory.process import cuda_context
-from bigdit.profile.attempt import IMAGES, TEXTS, Attempt, StepRequest, precision_problems, request_for, weights_of
+from bigdit.profile.attempt import IMAGES, TEXTS, Attempt, StepRequest, request_for, weights_of
 from bigdit.search.plan import DatasetNeed, ResolvedRequest
 from bigdit.speed.seconds import Cluster, Interval
 from bigdit.speed.step import step_time

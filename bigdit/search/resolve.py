@@ -16,17 +16,18 @@ from pydantic import TypeAdapter, ValidationError
 from bigdit.catalog import CatalogModel, Gpu, batch_shape, find_model
 from bigdit.catalog.context import context_misfits, context_problems, degrees
 from bigdit.catalog.encoders import online_encoders
+from bigdit.catalog.gpus import float8_problems, precision_problems
 from bigdit.catalog.machine import resolve_gpu
 from bigdit.config.load import PRESETS
 from bigdit.config.wrong import expected, shown
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
-from bigdit.profile.attempt import float8_problems, model_problems, parse_resolution, precision_problems
+from bigdit.profile.attempt import model_problems
 from bigdit.search.plan import Constraints, EngineChoice, ResolvedRequest
 from bigdit.search.request import Asked, PlanRequest, Size, option
 from bigdit.speed.seconds import Cluster
 from bigdit.strategy import MOST_GPUS, BatchShape, EmaSpec, LoraSpec, OptimizerSpec, Precision, Strategy, Strict
-from bigdit.units import A_SIZE, gib, parse_bytes, parse_memory
+from bigdit.units import A_SIZE, gib, parse_bytes, parse_count, parse_memory, parse_resolution
 
 _ASKED = {
     "network_gbs": "network",
@@ -37,8 +38,6 @@ _ASKED = {
     "float8": "fp8",
 }
 """Fields of a request that a request calls otherwise."""
-
-_THOUSANDS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}
 
 Found = TypeVar("Found")
 
@@ -62,8 +61,9 @@ def resolve_request(model: str | None = None, gpu: str | None = None, **options:
     sizes = found("--resolution", lambda: parse_sizes("--resolution", own)) or ()
     sized = [] if asked.buckets is None or asked.buckets in ("none", "aspect") else asked.buckets
     more = found("--buckets", lambda: parse_sizes("--buckets", sized)) or ()
+    images = asked.images
     given = vars(asked) | {
-        "images": found("--images", lambda: _count(asked.images)),
+        "images": found("--images", lambda: parse_count(images, "--images") if isinstance(images, str) else images),
         "host_memory": found("--host-memory", lambda: _bytes("--host-memory", asked.host_memory, parse_memory)),
         "receipts": found("--receipts", lambda: _folder(asked.receipts)),
         "checkpointed_blocks": _whole(asked.checkpointed_blocks),
@@ -164,17 +164,6 @@ def _text(option: str, asked: Any, expects: str = "a text was expected") -> str 
 def _whole(asked: int | str | None) -> int | str | None:
     """`12` as a number, and any other text as it is."""
     return int(asked) if isinstance(asked, str) and re.fullmatch(r"\d{1,18}", asked) else asked
-
-
-def _count(asked: int | str | None) -> int | None:
-    """`250000`, `30M`, `1.5k` as a number."""
-    if not isinstance(asked, str):
-        return asked
-    match = re.fullmatch(r"(\d[\d_]{0,17}(?:\.\d+)?)\s*([kmbg]?)", asked.strip().lower())
-    number = float(match[1].replace("_", "")) * _THOUSANDS[match[2]] if match else 0.5
-    if not number.is_integer():
-        raise UserError(f"--images expects a number such as 250000, 1.5k or 30M, and {asked[:40]!r} was found")
-    return int(number)
 
 
 def _widths(asked: str | Sequence[float] | None) -> Sequence[str | float] | None:

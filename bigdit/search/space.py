@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from bigdit.catalog.gpus import float8_problems, precision_problems
 from bigdit.config.load import parse_strategy
 from bigdit.errors import UserError
-from bigdit.profile.attempt import float8_problems, precision_problems
 from bigdit.search.option import Option
 from bigdit.search.plan import Constraints, Rejected, ResolvedRequest
 from bigdit.strategy import FACTORED, OPTIMIZERS, Precision, Strategy

@@ -13,8 +13,8 @@ from bigdit.config.load import parse_strategy
 from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.errors import UserError
 from bigdit.libraries import TESTED_WITH
-from bigdit.profile.attempt import parse_resolution
 from bigdit.profile.run_attempt import notices
+from bigdit.units import parse_resolution
 
 READ_BY_THE_PAGE = """
     PROTO FRAME STOP MARK MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET EMPTY_DICT EMPTY_LIST EMPTY_TUPLE LIST DICT
