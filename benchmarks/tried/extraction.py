@@ -90,7 +90,7 @@ def extracted(found: Recipe, hub: Path, folder: Path, each: int, *changed: str, 
     with workplace() as place, shared_state() as state, contextlib.chdir(folder):
         environment = emulated_environment(gpu, found.processes, state, values=values)
         path = os.pathsep.join((str(ROOT), environment["PYTHONPATH"]))
-        return run_emulated(command, environment | {"PYTHONPATH": path}, place)
+        return run_emulated(command, [environment | {"PYTHONPATH": path}], place)
 
 
 def weights_in(hub: Path, found: Recipe) -> Path:

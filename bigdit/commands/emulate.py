@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,7 +25,11 @@ def run(
         typer.Option(metavar="SIZE", help="Usable memory, such as 46068MiB or 24GB. Default: that of `bigdit gpus`."),
     ] = None,
     processes: Annotated[
-        int, typer.Option("--processes", "--gpus", min=1, metavar="N", help="Number of GPUs, and of processes.")
+        int,
+        typer.Option("--processes", "--gpus", min=1, metavar="N", help="GPUs, and processes, of each machine."),
+    ] = 1,
+    nodes: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Number of machines; the command starts once for each.")
     ] = 1,
     steps: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Stop each process after this many optimizer steps.")
@@ -64,7 +69,7 @@ def run(
         from bigdit.report.emulation import clear_folder
 
         clear_folder(out)
-    found = _emulate(command, device, processes, steps, fake_weights, out, as_json)
+    found = _emulate(command, device, processes, nodes, steps, fake_weights, out, as_json)
     if out is not None:
         from bigdit.report.emulation import write_emulation
 
@@ -81,6 +86,7 @@ def _emulate(
     command: list[str],
     device: Gpu,
     gpus: int,
+    nodes: int,
     steps: int | None,
     fake_weights: list[str],
     out: Path | None,
@@ -101,10 +107,11 @@ def _emulate(
 
         def once(skip_first: bool) -> EmulatedRun:
             snapshots = out if not skip_first else None if out is None else out / "first-step-skipped"
-            with shared_state() as state:
+            with ExitStack() as stack:
+                states = [stack.enter_context(shared_state()) for _ in range(nodes)]
                 return run_emulated(
                     command,
-                    environment | emulated_environment(device, gpus, state),
+                    [environment | emulated_environment(device, gpus, state) for state in states],
                     folder,
                     steps=steps,
                     skip_first=skip_first,
@@ -116,4 +123,4 @@ def _emulate(
         if runs[0].scales_loss and (runs[0].exit_status == 0 or runs[0].fits is False):
             log.notice("fp16 with loss scaling: running again with the first step skipped, as on real GPUs")
             runs.append(once(skip_first=True))
-    return Emulation(command=tuple(command), gpu=device, gpus=gpus, runs=tuple(runs))
+    return Emulation(command=tuple(command), gpu=device, gpus=gpus, nodes=nodes, runs=tuple(runs))

@@ -117,10 +117,11 @@ class Notice(Strict):
 
 
 class Account(Strict):
-    """One process that used a GPU."""
+    """One process that used a GPU. `node`: the number of its machine."""
 
     pid: PositiveInt
     rank: NonNegativeInt | None
+    node: NonNegativeInt = 0
     world_size: PositiveInt
     argv: Annotated[tuple[Name, ...], Field(max_length=10_000)]
     versions: dict[str, str]
@@ -218,11 +219,12 @@ class EmulatedRun(Strict):
 
 
 class Emulation(Strict):
-    """A command on emulated GPUs. If it scales its loss, a second run skips the first step."""
+    """A command on `nodes` machines of `gpus` GPUs. If it scales its loss, a second run skips the first step."""
 
     command: tuple[str, ...]
     gpu: Gpu
     gpus: PositiveInt
+    nodes: PositiveInt = 1
     runs: tuple[EmulatedRun, ...]
 
     @property
@@ -281,8 +283,8 @@ def _notices(run: EmulatedRun) -> Iterator[tuple[str, str]]:
             "",
         )
     yield from _of_processes(run)
-    users = {(account.pid, gpu.index) for account in run.accounts for gpu in account.gpus}
-    for index, count in sorted(Counter(index for _, index in users).items()):
+    users = {(account.pid, account.node, gpu.index) for account in run.accounts for gpu in account.gpus}
+    for (_, index), count in sorted(Counter((node, index) for _, node, index in users).items()):
         if count > 1:
             yield f"{count} processes used GPU {index}, and shared its memory", ""
     for account in run.accounts:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,10 +23,13 @@ from bigdit.emulator import janitor, smi
 from bigdit.emulator.emulation import Account, EmulatedRun, read_account
 from bigdit.errors import UserError
 
+_OTHERS_END_WITHIN_S = 10.0
+"""Launchers on other machines may notice a failure by themselves, and then say what they waited for."""
+
 
 def run_emulated(
     command: Sequence[str],
-    environment: Mapping[str, str],
+    environments: Sequence[Mapping[str, str]],
     folder: Path,
     *,
     steps: int | None = None,
@@ -32,14 +37,14 @@ def run_emulated(
     snapshots: Path | None = None,
     stdout_to_stderr: bool = False,
 ) -> EmulatedRun:
-    """Run `command` with `environment` added to this process's, to its end or for `steps` optimizer steps.
+    """Run `command` once for each of `environments`, a machine each, to its end or for `steps` optimizer steps.
 
-    `folder`: from `workplace()`. `skip_first`: the loss scaler's first step overflows. `snapshots`: a folder for files
-    of PyTorch's memory_viz. The command's output is not captured.
+    An environment is added to this process's. `folder`: from `workplace()`. `skip_first`: the loss scaler's first step
+    overflows. `snapshots`: a folder for files of PyTorch's memory_viz. The command's output is not captured.
 
     Raises UserError if it cannot be started or emulated.
     """
-    path = f"{_programs(folder)}{os.pathsep}{environment.get('PATH', os.environ.get('PATH', os.defpath))}"
+    path = f"{_programs(folder)}{os.pathsep}{environments[0].get('PATH', os.environ.get('PATH', os.defpath))}"
     program = shutil.which(command[0], path=path)
     if program is None:
         raise UserError(f"the command {command[0]!r} was not found; give it after --, as in a shell")
@@ -52,7 +57,9 @@ def run_emulated(
         "BIGDIT_EMULATED_SKIP_FIRST": str(int(skip_first)),
         "BIGDIT_EMULATED_SNAPSHOT": str(int(snapshots is not None)),
     }
-    status = _wait([program, *command[1:]], {**os.environ, **environment, **asked}, folder, stdout_to_stderr)
+    nodes = _of_nodes(len(environments))
+    merged = [{**os.environ, **each, **node, **asked} for each, node in zip(environments, nodes, strict=True)]
+    status = _wait([program, *command[1:]], merged, folder, stdout_to_stderr)
     _refuse(accounts, status)
     return _gather(accounts, status, time.monotonic() - began, skip_first, snapshots)
 
@@ -82,29 +89,60 @@ def _programs(folder: Path) -> Path:
     return programs
 
 
-def _wait(command: Sequence[str], environment: Mapping[str, str], folder: Path, stdout_to_stderr: bool) -> int:
-    """Run the command; returns its exit status as in a shell. When this process ends, the command's processes end
-    too."""
+def _of_nodes(count: int) -> list[dict[str, str]]:
+    """For each of several machines, what launchers ask for: torchrun as PET_…, and a script's own command line."""
+    if count == 1:
+        return [{}]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        alike = {"NNODES": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+    each = [{**alike, "NODE_RANK": str(rank)} for rank in range(count)]
+    return [{**one, **{f"PET_{name}": value for name, value in one.items()}} for one in each]
+
+
+def _wait(
+    command: Sequence[str], environments: Sequence[Mapping[str, str]], folder: Path, stdout_to_stderr: bool
+) -> int:
+    """Run the command on each machine; returns the first exit status but 0, as in a shell. Where one fails, the others
+    end after a while. When this process ends, the command's processes end too."""
     stdout = sys.stderr if stdout_to_stderr else None
     try:
-        process = subprocess.Popen(command, env=environment, stdout=stdout, start_new_session=True)
+        processes = [
+            subprocess.Popen(command, env=each, stdout=stdout, start_new_session=True) for each in environments
+        ]
     except OSError as error:
         raise UserError(f"{command[0]} cannot be run: {error.strerror}") from error
-    with _passed_on(process):
-        status = process.wait()
+    with _passed_on(processes):
+        status = _first_failure(processes)
     janitor.end(folder)
     return status if status >= 0 else 128 - status
 
 
+def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int:
+    """The exit status of the first that fails; 0 if none does."""
+    if len(processes) == 1:
+        return processes[0].wait()
+    status, ends = 0, math.inf
+    while None in (statuses := [each.poll() for each in processes]) and time.monotonic() < ends:
+        if not status and any(statuses):
+            status, ends = next(filter(None, statuses)), time.monotonic() + _OTHERS_END_WITHIN_S
+        time.sleep(0.1)
+    return status or next(filter(None, statuses), 0)
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
 @contextlib.contextmanager
-def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Forward SIGINT and SIGTERM to the command. They end this process after the command."""
+def _passed_on(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Forward SIGINT and SIGTERM to the commands. They end this process after the commands."""
     came: list[int] = []
 
     def pass_on(number: int, _: FrameType | None) -> None:
         came.append(number)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number if len(came) == 1 else signal.SIGKILL)
+        for process in processes:
+            _signal(process, number if len(came) == 1 else signal.SIGKILL)
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -82,6 +82,7 @@ def _answer(run: EmulatedRun, emulation: Emulation) -> dict[str, Any]:
 
 def title(emulation: Emulation) -> str:
     gpus = f"{emulation.gpus} × " if emulation.gpus > 1 else ""
+    gpus = f"{emulation.nodes} × {emulation.gpus} × " if emulation.nodes > 1 else gpus
     return f"{shlex.join(emulation.command)} on {gpus}{emulation.gpu.title}"
 
 

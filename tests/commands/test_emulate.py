@@ -292,6 +292,25 @@ def test_two_processes_on_two_gpus(tmp_path: Path, how: str) -> None:
     assert process["high_bytes"] - process["low_bytes"] > GIB // 2  # NCCL's buffers, whose size is not known
 
 
+def test_two_machines_with_a_gpu_each(tmp_path: Path) -> None:
+    """Launchers find each other by variables, and each machine's GPUs have their own memory."""
+    command = ("torchrun", "--nproc-per-node", 1, script(tmp_path, SHARDS))
+    done = emulate("--gpu", "a40", "--nodes", 2, "--steps", 2, "--json", "--", *command, HOW="fsdp")
+    assert done.returncode == 0, done.stderr
+    accounts = done.report["runs"][0]["accounts"]
+    found = [(each["node"], each["rank"], each["world_size"], each["gpus"][0]["index"]) for each in accounts]
+    assert found == [(0, 0, 2, 0), (1, 1, 2, 0)]
+    assert (done.report["nodes"], done.report["fits"]) == (2, True)
+    assert not any("shared its memory" in notice for notice in done.report["notices"])
+
+
+def test_a_machine_that_fails_ends_the_others(tmp_path: Path) -> None:
+    """Their launchers would wait for it."""
+    done = emulate("--gpu", "a40", "--nodes", 2, "--", "sh", "-c", "test $NODE_RANK = 1 && exit 3; sleep 300")
+    assert done.returncode == 3
+    assert "no answer: the command ended with status 3" in done.stdout
+
+
 def test_fp16_has_two_answers(tmp_path: Path) -> None:
     command = ("python", "-m", "accelerate.commands.accelerate_cli", "launch", script(tmp_path, HALF))
     done = emulate("--gpu", "a40", "--steps", 1, "--json", "--", *command)

@@ -76,13 +76,17 @@ def send(signum, pids):
 
 
 def test_at_its_time_limit_a_job_saves_is_queued_again_and_resumes(slurm, features, tmp_path, undisturbed):
+    """Once a machine that is drained meanwhile is back."""
     run = training(slurm, features, tmp_path / "run", *FSDP2, options=("--time=60", "--signal=USR1@90"))
     ranks = run.until_it_trains().ranks()
     send(signal.SIGSTOP, ranks)  # SLURM looks at the limits of jobs each 30 s, and its signal wakes them
     run.process.update(f"TimeLimit={run.process.minutes() + 2}")
+    slurm.run("scontrol", "update", f"NodeName={NODES[1]}", "State=DRAIN", "Reason=repair")
     undisturbed.begin()  # the cores are idle until then
     until(lambda: "SIGUSR1: saved" in run.stderr)
     run.process.update("TimeLimit=60")
+    until(lambda: run.process.shows()["JobState"] == "PENDING")
+    slurm.run("scontrol", "update", f"NodeName={NODES[1]}", "State=RESUME")
     assert run.ends(within=LIMIT_S) == 0, run.stderr
     assert run.process.restarts() == 1
     (step,) = re.findall(r"SIGUSR1: saved \S+/step-(\d+); ", run.stderr)

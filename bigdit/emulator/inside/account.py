@@ -46,6 +46,7 @@ def _document(how: str, seconds: float) -> dict[str, Any]:
     return {
         "pid": os.getpid(),
         "rank": _number("RANK"),
+        "node": _number("NODE_RANK") or 0,
         "world_size": world,
         "argv": [str(part) for part in sys.argv],
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": str(torch.version.cuda)},
