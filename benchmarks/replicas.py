@@ -24,7 +24,7 @@ from bigdit.engines.state import replicated
 from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.profile.attempt import request_for
 from bigdit.profile.steps import batch
-from bigdit.train.monitor.replicas import ReplicaCheck
+from bigdit.train.processes.alike import ReplicaCheck
 from bigdit.train.processes.launch import Ranks
 from bigdit.train.processes.process import process_group
 from bigdit.train.step import train_step
