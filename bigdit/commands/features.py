@@ -154,7 +154,7 @@ def _identity(report: StoreReport) -> dict[str, str]:
     """What a store was made from, and by which encoders."""
     from bigdit.units import gib, how_many
 
-    found = {each.tokenizer: each.line() for each in report.lengths}
+    found = {f"tokens {number}": each.line() for number, each in enumerate(report.lengths)}
     found |= {"bytes": ", ".join(f"{name} {gib(size)}" for name, size in report.bytes_by_column.items())}
     for number, source in enumerate(report.sources):
         images = how_many(source["count"], "image")
