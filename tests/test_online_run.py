@@ -58,7 +58,7 @@ def huge():
 
 DAMAGES = {
     "3.png": {
-        b"": "damaged image: it is none of PNG, JPEG, ",
+        b"": "damaged image: the file is empty",
         b"I am a text": "damaged image: it is none of PNG, JPEG, ",
         half_a_jpeg(): "damaged image: OSError: image file is truncated",
         huge(): "image of 400000000 pixels; data.max_pixels allows 89478485",

@@ -154,7 +154,8 @@ def _identity(report: StoreReport) -> dict[str, str]:
     """What a store was made from, and by which encoders."""
     from bigdit.units import gib, how_many
 
-    found = {"bytes": ", ".join(f"{name} {gib(size)}" for name, size in report.bytes_by_column.items())}
+    found = {f"tokens {number}": each.line() for number, each in enumerate(report.lengths)}
+    found |= {"bytes": ", ".join(f"{name} {gib(size)}" for name, size in report.bytes_by_column.items())}
     for number, source in enumerate(report.sources):
         images = how_many(source["count"], "image")
         found[f"source {number}"] = f"{source.get('kind')}: {images}, digest {source.get('digest')}"
@@ -184,8 +185,9 @@ def _flat(prefix: str, identity: dict[str, Any]) -> Iterator[str]:
 
 def _print_info(report: StoreReport) -> None:
     from bigdit import log
-    from bigdit.commands.extract import encoded, print_captions, print_skipped
+    from bigdit.commands.extract import encoded, print_skipped
     from bigdit.report.tables import lines, table
+    from bigdit.store.text import cut_line
     from bigdit.units import gib, how_many
 
     parts = how_many(report.parts, "part")
@@ -220,5 +222,6 @@ def _print_info(report: StoreReport) -> None:
         log.say(f"{held.worker} {what}; leased: {', '.join(held.parts)}, {gib(held.bytes)}")
     if any(held.fate != "alive" for held in report.at_work):
         log.say(f"`bigdit features clean {report.features}` removes what dead workers left; see --other-machines")
-    print_captions(report)
+    for cut in report.cut:
+        log.say(cut_line(cut, report.captions))
     print_skipped(report.skipped)

@@ -317,7 +317,9 @@ def _usual(
     usual = usual or [name for name, cells in found.items() if cells == "image" and "image" in kinds]
     if len(usual) == 1:
         return usual[0]
-    several = f"has {', '.join(usual)}: say which is meant" if usual else f"has none of {', '.join(names)}"
+    held = [f"{found[name]} in {name}" for name in names if name in found]
+    none = f"holds {', '.join(held)}, not {kinds[0]}" if held else f"has none of {', '.join(names)}"
+    several = f"has {', '.join(usual)}: say which is meant" if usual else none
     problems.append(f"{key}: {where} {several}; its columns: {', '.join(list(found)[:20]) or 'none'}")
     return None
 

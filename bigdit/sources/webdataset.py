@@ -204,7 +204,7 @@ def _index_one(pair: tuple[Path, Path]) -> str | None:
     return None
 
 
-VERSION = 3
+VERSION = 4
 SAMPLES = 4096  # written at a time
 ROLES = ("image", "video", "json", "txt")
 SCHEMA = pa.schema(
@@ -285,6 +285,7 @@ def _sample(key: str, group: list[Member]) -> dict[str, str | int | None]:
             row["problem"] = f"sample of {len(found)} {kind} among {', '.join(suffixes)[:200]}, not of one"
     for member, suffix in zip(group, suffixes, strict=True):
         role = "image" if suffix in images else "video" if suffix in videos else suffix
+        role = "txt" if role == "caption" and "txt" not in suffixes else role
         if role in ROLES:
             row[f"{role}_offset"], row[f"{role}_size"] = member.offset, member.size
     return row

@@ -68,7 +68,8 @@ def test_captions_are_measured_over_parts_and_reported_wherever_a_store_is_shown
     assert report["cut"] == [cut | {"samples": ["a.png", "b.png", "d.png"]}]
     figures = {"shortest": 6, "quartiles": [16, 17, 51], "longest": 51, "longest_of": "a.png"}
     assert report["lengths"] == [{"tokenizer": "tokenizer", "limit": 16, "captions": 6, **figures}]
-    assert line in bigdit("features", "info", tmp_path / "f").stdout
+    shown = bigdit("features", "info", tmp_path / "f").stdout
+    assert all(" ".join(each.split()) in " ".join(shown.split()) for each in line.splitlines())
     overrides = [*SINGLE, f"data.images={tmp_path}/images", f"data.features={tmp_path}/f"]
     dry = in_process("train", "--config", DIGITS, "--dry-run", *with_set(overrides), *more)
     assert dry.returncode == 0, dry.stderr

@@ -204,6 +204,11 @@ def test_a_table_may_name_an_image_in_another_normal_form(folder):
             '{"image": "a", "width": 3}\n',
             "has none of caption, captions, text; its columns: image, width",
         ),
+        (
+            "list.jsonl",
+            '{"image": 5, "text": {"a": 1}}\n',
+            "holds numbers in image, not image; its columns: image, text",
+        ),
         ("list.csv", "\ufeffpath,caption\n".encode("utf-16")[:-1], "begins as UTF-16, and is damaged"),
         ("list.xlsx", "PK", "list.xlsx is an Excel table; save it as CSV"),
         ("", "", "holds no images (.png, "),

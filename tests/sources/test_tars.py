@@ -45,19 +45,22 @@ def test_samples_are_read_at_their_offsets(tmp_path, tar_format):
         ("./000.cls", b"5"),
         ("./000.seg.png", b"a mask, no image of the sample"),
         (f"{long}.TXT", b"of a long name"),
+        (f"{long}.caption", b"less than a text"),
         (f"{long}.PNG", png(8)),
         ("README", b"no sample"),
         ("no-caption.png", png(9)),
         ("no-image.txt", b"a caption"),
         ("two.png", png(1)),
         ("two.jpg", png(2)),
+        ("own.png", png(4)),
+        ("own.caption", b"of its own"),
         ("damaged.png", png(3)[:30]),
         ("damaged.txt", b"a caption"),
     ]
     write_tar(tmp_path / "a.tar", files, tar_format)
     items = opened(str(tmp_path / "a.tar"), tmp_path / "f").items(0, 99)
     assert [item.name for item in items] == [
-        f"a.tar/{name}" for name in ("000", long, "no-caption", "no-image", "two", "damaged")
+        f"a.tar/{name}" for name in ("000", long, "no-caption", "no-image", "two", "own", "damaged")
     ]
     items = pickle.loads(pickle.dumps(items))  # as they travel to a worker
     assert texts(items[0]) == [("one", 1), ("two", 3)]
@@ -66,7 +69,8 @@ def test_samples_are_read_at_their_offsets(tmp_path, tar_format):
     assert reason(items[2]) == "caption no-caption.txt is missing"
     assert reason(items[3]) == "sample of 0 images among txt, not of one"
     assert reason(items[4]) == "sample of 2 images among png, jpg, not of one"
-    assert reason(items[5]).startswith("damaged image: ")
+    assert texts(items[5]) == [("of its own", 1)]
+    assert reason(items[6]).startswith("damaged image: ")
 
 
 def test_nothing_is_written_next_to_the_tars_and_pickles_are_never_read(tmp_path):
