@@ -261,14 +261,16 @@ document |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps":
 document |= {"bf16": {"enabled": True}, "zero_allow_untested_optimizer": True}
 stages = {f"zero{n}": document | {"zero_optimization": document["zero_optimization"] | {"stage": n}} for n in (2, 3)}
 cases = {"fsdp2": None, "fsdp2-dora": None, "fsdp2-int8": None} | stages | {"zero3-dora": stages["zero3"]}
+cases |= {"fsdp2-lokr": None, "fsdp2-loha": None, "zero3-lokr": stages["zero3"], "zero2-loha": stages["zero2"]}
 found = {}
+KINDS = {"": {}, "dora": {"dora": True}, "int8": {"base": "int8"}, "lokr": {"kind": "lokr"}, "loha": {"kind": "loha"}}
 for name, ds_config in cases.items():
     strategy = Strategy(
         engine="deepspeed" if ds_config else "fsdp2",
         world_size=2,
         ds_config=ds_config,
         gradient_clipping=None,
-        lora=LoraSpec(rank=4, dora="dora" in name, base="int8" if "int8" in name else "bf16"),
+        lora=LoraSpec(rank=4, **KINDS[name.partition("-")[2]]),
         optimizer=OptimizerSpec(lr=1e-2),
         checkpointed_blocks="all",
     )
@@ -289,8 +291,8 @@ dist.destroy_process_group()
 @pytest.mark.slow
 def test_sharded_engines_train_the_same_adapters(tmp_path):
     answer = answer_of_two(_SHARDED, tmp_path)
-    alone = {}
-    for kind, spec in {"": {}, "dora": {"dora": True}, "int8": {"base": "int8"}}.items():
+    alone, plain = {}, {"": {}, "dora": {"dora": True}, "int8": {"base": "int8"}}
+    for kind, spec in (plain | {each: {"kind": each} for each in ("lokr", "loha")}).items():
         strategy = Strategy(lora=LoraSpec(rank=4, **spec), optimizer=OptimizerSpec(lr=1e-2), gradient_clipping=None)
         family, model = equipped(strategy)
         engine = engines.create(strategy, model, family, device=CPU, world=World())

@@ -60,6 +60,8 @@ POLICIES = {
     "full": {"checkpointed_blocks": BLOCKS - 1},
     "offload": {"checkpointed_blocks": "all", "offload_activations": True},
     "dora": {"checkpointed_blocks": "all", "lora": LoraSpec(rank=4, dora=True)},
+    "lokr": {"checkpointed_blocks": "all", "lora": LoraSpec(kind="lokr", rank=4)},
+    "loha": {"checkpointed_blocks": "all", "lora": LoraSpec(kind="loha", rank=4)},
 }
 
 
