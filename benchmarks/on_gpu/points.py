@@ -46,14 +46,15 @@ class Point:
         return re.sub(r"[^a-z0-9.]+", "-", self.name.lower()).strip("-")
 
     def asked(self) -> tuple[StepRequest, Gpu]:
-        """The two steps, with the objective of the measured run, and the GPU.
+        """The two steps, with the objective of the measured run, and the GPU. Its encoders took a whole micro-batch.
 
         Raises UserError for what the catalogue does not know.
         """
         gpu, model = catalog.resolve_gpu(GPU), catalog.find_model(self.model)
         if self.blocks:
             model = few_blocks(model, self.blocks)
-        request = request_for(model, gpu, parse_strategy([self.strategy]))
+        strategy = parse_strategy([self.strategy]).model_copy(update={"encode_chunk": None})
+        request = request_for(model, gpu, strategy)
         return request.model_copy(update={"objective": MEASURED_BY}), gpu
 
 
