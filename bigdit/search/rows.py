@@ -117,7 +117,9 @@ def recommended(chosen: Estimate, rows: Sequence[Estimate]) -> str:
         return "recommended: about as fast as over nf4, whose error is ten times as large"
     if fastest is chosen:
         return f"recommended: the fastest{among}"
-    return f"recommended: within {SAME_SPEED:.0%} of the fastest{among}; of these it takes the least memory"
+    shared = any(each.strategy.cp > chosen.strategy.cp for each in fits)
+    these = "these without context parallelism" if shared and chosen.strategy.cp == 1 else "these"
+    return f"recommended: within {SAME_SPEED:.0%} of the fastest{among}; of {these} it takes the least memory"
 
 
 def _reason(row: Estimate, chosen: Estimate) -> str:
