@@ -259,8 +259,8 @@ class Planner:
         """Lossless ones first, since nobody's numerics are changed unasked, and what is no last resort before what is
         one. Of those as fast as the fastest, first those whose samples fewest GPUs share; of these the one that takes
         least; of those that take as much, to SAME_ROOM, that with fewest recomputed blocks. All others by their speed.
-        Where nothing has to be recomputed, selective checkpointing comes first only if its speed can be distinguished: no
-        real GPU has shown smaller gains.
+        Where nothing has to be recomputed, selective checkpointing comes first only if its speed can be distinguished:
+        no real GPU has shown smaller gains.
         """
         groups: dict[tuple[bool, int], list[Estimate]] = {}
         for each in estimates:
