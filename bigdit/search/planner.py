@@ -257,7 +257,7 @@ class Planner:
 
     def preferred(self, estimates: Iterable[Estimate]) -> list[Estimate]:
         """Lossless ones first, since nobody's numerics are changed unasked, and what is no last resort before what is
-        one. Of those as fast as the fastest, first those whose samples fewest GPUs share; of these the one that takes
+        one. Of those as fast as the fastest, first those without context parallelism; of these the one that takes
         least; of those that take as much, to SAME_ROOM, that with fewest recomputed blocks. All others by their speed.
         Where nothing has to be recomputed, selective checkpointing comes first only if its speed can be distinguished:
         no real GPU has shown smaller gains.
@@ -341,13 +341,13 @@ def rate(each: Estimate) -> float:
 def _roomy(estimates: Sequence[Estimate]) -> list[Estimate]:
     fastest = max(estimates, key=rate)
     near = [each for each in estimates if as_fast_as(each, fastest)]
-    fewest = min(each.strategy.cp for each in near)
-    least = min(each.peak_reserved_bytes for each in near if each.strategy.cp == fewest)
+    alone = [each for each in near if each.strategy.cp == 1]
+    least = min(each.peak_reserved_bytes for each in alone or near)
 
-    def room(each: Estimate) -> tuple[int, float, int, float]:
+    def room(each: Estimate) -> tuple[bool, float, int, float]:
         as_much = each.peak_reserved_bytes <= least * (1 + SAME_ROOM)
         nbytes = least if as_much else each.peak_reserved_bytes
-        return each.strategy.cp, nbytes, each.blocks, each.peak_reserved_bytes
+        return each.strategy.cp > 1, nbytes, each.blocks, each.peak_reserved_bytes
 
     def selective(each: Estimate) -> bool:
         return each.strategy.checkpointing == "selective" and each.blocks > 0
