@@ -352,7 +352,10 @@ def check_objective(checkpoint: Checkpoint, objective: ObjectiveSpec) -> None:
 
 def _elsewhere(checkpoint: Checkpoint) -> str:
     """What a run can do that cannot resume here."""
-    if checkpoint.state["strategy"].get("lora") is not None:
+    lora = checkpoint.state["strategy"].get("lora")
+    if lora is not None and lora.get("kind", "lora") != "lora":
+        return "choose another output"  # model.lora_from reads LoRA alone
+    if lora is not None:
         base = checkpoint.state["run"]["model"]["init_from"]
         return (
             f"choose another output; there model.init_from={base} model.lora_from={checkpoint.folder} starts from "

@@ -154,6 +154,9 @@ def test_adapters_are_trained_kept_resumed_and_read_by_diffusers(tmp_path, featu
         assert all(torch.equal(one[name], other[name]) for name in one)
         prefix = "base_model.model" if "kind=" in kind else "transformer"
         assert all(name.startswith(f"{prefix}.transformer_blocks.") for name in one)
+    with pytest.raises(UserError) as refused:
+        run_to(6, tmp_path / "resumed", features, *settings, "strategy.lora.rank=2")
+    assert str(refused.value).endswith("choose another output" if "kind=" in kind else "starts from these adapters")
 
     adapters = straight.folder.parents[1] / "exports/step-00000004/transformer"
     plain, adapted = (as_kept(base, kind) for _ in range(2))
