@@ -125,7 +125,7 @@ class FeatureStream:
         bucket, seeds = self._buckets[batch.bucket], functools.partial(sample_seed, self._seed, step)
         sizes = self._grad_accum_steps, self._world.world_size, self._micro_batch_size
         places = np.arange(len(batch.rows)).reshape(sizes)
-        if self._by_text and isinstance(self._reader, BatchReader):
+        if self._by_text and self._world.world_size > 1 and isinstance(self._reader, BatchReader):
             every = [*map(seeds, range(len(batch.rows)))]
             places = dealt(self._reader.lengths(bucket, batch.parts, batch.rows, every), *sizes[:2])
         return [

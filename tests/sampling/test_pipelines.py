@@ -154,7 +154,7 @@ def saved_beside_encoders(folder, class_name, kwargs, pipeline, vae):
     parts = tiny_pipelines.save(folder / "pipeline", pipeline)
     run = {
         "model": {"class_name": class_name, "kwargs": kwargs},
-        "data": {"images": "images", "features": "features", "buckets": [[16, 24]]},
+        "data": {"images": [{"path": "images"}], "features": "features", "buckets": [[16, 24]]},
         "encoders": {
             "image": {"name": "vae", "class_name": vae, "path": str(folder / "vae")},
             "text": {"pipeline": str(folder / "pipeline")},

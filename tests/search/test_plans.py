@@ -219,7 +219,7 @@ def test_what_is_predicted_is_near_what_runs(gpus: int, record_property) -> None
     from bigdit.speed.seconds import Cluster
 
     asked = resolved(
-        gpu=A40, constraints=Constraints(engine="single" if gpus == 1 else "fsdp2"), cluster=Cluster(gpus=gpus)
+        gpu=A40, constraints=Constraints(engine="single" if gpus == 1 else "fsdp2", cp=1), cluster=Cluster(gpus=gpus)
     )
     proposed = [each for each in proposals(asked)[0] if not each.last_resort]
     with EmulatedGpus(A40) as emulated:
