@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import time
 from collections import Counter
 from contextlib import closing
 from fractions import Fraction
@@ -300,6 +301,7 @@ def test_the_host_memory_that_is_predicted_is_what_the_loader_takes(tmp_path, mo
     before, most = anonymous(), 0
     with closing(stream_of(store, micro=micro, read_ahead_steps=ahead).steps(0, 24)) as steps:
         for (batch,) in steps:
+            time.sleep(0.05)  # a step, in which others are read ahead
             batch.text_embeds[:, -1] = 0  # every page is the process's own, as a copy to a device would find it
             most = max(most, anonymous() - before)
             del batch
