@@ -40,12 +40,13 @@ def make_store(
     classes=None,
     streams=False,
     gone=(),
-    shapes=tuple(SHAPES),
+    shapes=None,
 ):
     """Random features; sample i's second caption weighs three times its first. With `classes` there are no captions,
     and sample i is of class i modulo their number. With `streams` a text has two more beside it, one of which may be
     empty, and its mask shows the first half of its states. With runs `gone`, samples from 40 on were added. A third of
-    the samples has the second of two `shapes`; more shapes come equally often."""
+    the samples has the second of two `shapes`, SHAPES where none are given; more shapes come equally often."""
+    shapes = shapes or SHAPES
     schema = StoreSchema(
         codec={},
         text_encoder={} if classes else {"max_tokens": TOKENS} | ({"streams": STREAMS} if streams else {}),

@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import time
 from collections import Counter
 from contextlib import closing
 from fractions import Fraction
@@ -297,11 +296,9 @@ def test_the_host_memory_that_is_predicted_is_what_the_loader_takes(tmp_path, mo
     assert predicted == (ahead + 1) * one
     del live, fed
     read_all(store, 1, micro=micro)  # what is imported and started once
-    ctypes.CDLL(None).malloc_trim(0)  # pages that earlier tests freed would be taken again, and not be seen
     before, most = anonymous(), 0
     with closing(stream_of(store, micro=micro, read_ahead_steps=ahead).steps(0, 24)) as steps:
         for (batch,) in steps:
-            time.sleep(0.05)  # a step, in which others are read ahead
             batch.text_embeds[:, -1] = 0  # every page is the process's own, as a copy to a device would find it
             most = max(most, anonymous() - before)
             del batch
