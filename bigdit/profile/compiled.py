@@ -53,10 +53,12 @@ def keep_float8() -> None:
     long as torchao is. By default it keeps the kernels alone, and tracing again takes three times as long."""
     from torch._dynamo.variables import misc
 
+    produce = getattr(misc, "produce_trampoline_autograd_apply", None)
+    if produce is None:
+        return  # another torch traces again: the same bytes, later
     named = [f"torchao.float8.{name}" for name in _FLOAT8]
     safe = dict.fromkeys([*named, f"{misc.__name__}.{_PRODUCT}"], version("torchao"))
     torch._inductor.config.unsafe_marked_cacheable_functions = safe
-    produce = misc.produce_trampoline_autograd_apply
 
     @functools.cache
     def findable(function: Any) -> Any:
