@@ -10,8 +10,7 @@
 """
 
 from bigdit.checkpoint.export import PostHoc, export
-from bigdit.checkpoint.folder import Checkpoint, find_checkpoint, latest, verify
-from bigdit.checkpoint.peers import Peers
+from bigdit.checkpoint.folder import Checkpoint, Peers, find_checkpoint, latest, verify
 from bigdit.checkpoint.pipeline import pipeline_of
 from bigdit.checkpoint.restore import (
     changed_since,

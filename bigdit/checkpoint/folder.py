@@ -22,14 +22,15 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
+import torch.distributed as dist
 import xxhash
 from pydantic import StringConstraints, ValidationError
 from pydantic_core import PydanticUndefined
 
-from bigdit.checkpoint.peers import Peers
 from bigdit.config.run import CHECKPOINTS, EMA_SNAPSHOTS
+from bigdit.dist import World
 from bigdit.documents import read_json
 from bigdit.errors import UserError
 from bigdit.files import open_file, read_bytes, write_json
@@ -43,6 +44,9 @@ NAME = re.compile(r"step-[0-9]{8,}")
 _CHECKSUM = "checksum"
 _CHUNK = 1 << 22
 _ZEROS = memoryview(bytes(_CHUNK))
+
+T = TypeVar("T")
+ALONE = World()
 
 
 class SavedState(Strict):
@@ -287,6 +291,31 @@ def _named(pointer: Path) -> tuple[str | None, str]:
     if NAME.fullmatch(text):
         return text, ""
     return None, f"{pointer} holds {text[:40]!r}, which is no checkpoint's name"
+
+
+class Peers:
+    """The processes that save and restore together, in a group of their own: training's collectives continue meanwhile.
+
+    All processes of `world` make one at the same place, once training's own group exists.
+    """
+
+    def __init__(self, world: World = ALONE) -> None:
+        self.world = world
+        self.group = dist.new_group(backend="gloo") if world.world_size > 1 else None
+
+    def gather(self, value: T) -> list[T]:
+        """Each process's value, by rank, on all."""
+        if self.group is None:
+            return [value]
+        found: list[T] = [value] * self.world.world_size
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def agree(self, problem: str | None) -> None:
+        """Raise UserError on all processes where one has a problem: the first of them."""
+        for each in self.gather(problem):
+            if each is not None:
+                raise UserError(each)
 
 
 def verify(found: Saved, peers: Peers | None = None) -> None:

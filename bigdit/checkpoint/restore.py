@@ -20,8 +20,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from bigdit import models
 from bigdit.catalog.resolve import read_model_config
-from bigdit.checkpoint.folder import CHECKSUMS, STATE, Checkpoint, Saved, check_exported, open_checkpoint, verify
-from bigdit.checkpoint.peers import Peers
+from bigdit.checkpoint.folder import CHECKSUMS, STATE, Checkpoint, Peers, Saved, check_exported, open_checkpoint, verify
 from bigdit.config.load import parse_run
 from bigdit.config.run import RunConfig
 from bigdit.documents import differences, written

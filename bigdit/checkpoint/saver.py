@@ -35,6 +35,7 @@ from bigdit.checkpoint.folder import (
     ENGINE,
     LATEST,
     Checkpoint,
+    Peers,
     checksum,
     name_of,
     open_checkpoint,
@@ -42,7 +43,6 @@ from bigdit.checkpoint.folder import (
     write_snapshot,
     write_state,
 )
-from bigdit.checkpoint.peers import Peers
 from bigdit.config.run import CHECKPOINTS, EMA_SNAPSHOTS
 from bigdit.engines import Ema, Engine
 from bigdit.engines.state import EMA, LOCAL, SavedSlice, places

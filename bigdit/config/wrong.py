@@ -156,7 +156,7 @@ _NAMES: dict[Meant, str] = {
     Meant("strategy.lora.targets", "names of linear layers"): "lora_target_modules target_modules lora_layers",
     Meant("strategy.lora.dora", "true"): "use_dora lora_decompose",
     Meant("strategy.lora.kind", "lora, lokr or loha"): "lora_type lycoris_algo algo adapter_type",
-    Meant("strategy.lora.rslora", "true"): "use_rslora rank_stabilized",
+    Meant("strategy.lora.rslora", "true"): "use_rslora rank_stabilized rank_stabilised use_rank_stabilized_lora",
     Meant("strategy.lora.ranks", "{PATTERN: rank}"): "rank_pattern block_dims network_reg_dims",
     Meant("strategy.lora.base", "bf16, int8, fp8 or nf4", ("--lora-base",)): (
         "quantize quantization base_model_precision load_in_4bit load_in_8bit fp8_base"

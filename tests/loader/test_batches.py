@@ -250,7 +250,7 @@ def test_small_buckets_are_reported_of(tmp_path):
     assert len(seen) == FeatureStore.open(tmp_path / "store").index.counts[:, first.bucket].sum()
     make_store(tmp_path / "store", 40, buckets=((12, 12), (8, 16), (64, 64)))
     _, notices = plan_order(FeatureStore.open(tmp_path / "store"), 8, 0, None, 0, tmp_path)
-    assert notices == ["1 of 3 data.buckets have no samples: all are in 4x4x8, 4x6x6"]
+    assert notices == ["1 of 3 data.buckets have no samples: all latents are 4x4x8, 4x6x6"]
 
 
 def test_an_index_spares_the_headers_and_is_made_again_where_it_is_wrong(tmp_path):
