@@ -126,8 +126,8 @@ class Space:
     def one(self, way: Way, size: int) -> Ran | None:
         """The way at one micro-batch size; None, with a line in `failed`, where it could not run."""
         strategy, accumulated = self._sized(way.strategy, size)
-        request = self._step_request(strategy)
-        (attempt,) = self.cards.attempts([(request, UNLIMITED)], counted=lambda _: "step")
+        asked = self._step_request(strategy)
+        (attempt,) = self.cards.attempts([(asked, UNLIMITED)], counted=lambda _: "step")
         if not isinstance(attempt, Attempt) or not attempt.ran:
             why = attempt.out_of_memory if isinstance(attempt, Attempt) else attempt
             self.failed[f"{way.title}: {str(why).splitlines()[0]}"] = None
@@ -155,11 +155,11 @@ class Space:
         some = sorted({count * quarter // 4 for quarter in range(5)})
         if pinned is not None:
             some = [count if pinned == "all" else pinned]
-        sizes = {"micro_batch_size": 1, "grad_accum_steps": 1}
         for blocks in some:
-            yield strategy.sized(StepSize(**sizes, checkpointed_blocks=blocks, checkpointing="full"))
-        if some[-1]:
-            yield strategy.sized(StepSize(**sizes, checkpointed_blocks=some[-1], checkpointing="selective"))
+            yield strategy.sized(StepSize(micro_batch_size=1, grad_accum_steps=1, checkpointed_blocks=blocks))
+        if last := some[-1]:
+            size = StepSize(micro_batch_size=1, grad_accum_steps=1, checkpointed_blocks=last, checkpointing="selective")
+            yield strategy.sized(size)
 
     def _sizes(self, way: Way) -> list[Ran]:
         pinned, share = self.request.constraints.micro_batch_size, self._share(way.strategy)
@@ -181,7 +181,7 @@ class Space:
         return [*found, *([last] if last else [])]
 
     def _at(self, way: Way, size: int) -> StepRequest:
-        return self._request(self._sized(way.strategy, size)[0])
+        return self._step_request(self._sized(way.strategy, size)[0])
 
     def _step_request(self, strategy: Strategy) -> StepRequest:
         request = self.request

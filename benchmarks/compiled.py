@@ -17,8 +17,10 @@ from typing import Any
 
 WIDTH, HEADS, TOKENS, BATCH, BLOCKS, STEPS = 1152, 16, 1024, 8, 4, 3
 BF16 = ("bf16", "bf16 compiled", "bf16 recomputed", "bf16 recomputed compiled")
-FP8 = ("tensorwise", "tensorwise compiled", "rowwise", "rowwise compiled")
-FP8 += ("tensorwise recomputed compiled", "rowwise recomputed compiled")
+FP8 = (
+    *("tensorwise", "tensorwise compiled", "tensorwise recomputed compiled"),
+    *("rowwise", "rowwise compiled", "rowwise recomputed compiled"),
+)
 MODES = {"a40": BF16, "h100-sxm": BF16 + FP8}
 
 MODELS = {
@@ -92,7 +94,8 @@ def emulated(gpu: str, mode: str, python: str) -> dict[str, Any]:
     if line is None:
         raise SystemExit(f"{gpu}, {mode}: {done.stderr[-2000:]}")
     counts = json.loads(done.stdout)["runs"][0]["accounts"][0]["work_by_step"][-1]
-    return json.loads(line) | {"kernels": counts["launches"] + counts["library_calls"]}
+    found: dict[str, Any] = json.loads(line)
+    return found | {"kernels": counts["launches"] + counts["library_calls"]}
 
 
 def whole_models() -> list[str]:

@@ -58,9 +58,9 @@ def draw(path: Path, model: str, ways: Mapping[str, Mapping[str, Sequence[Point]
         axes.locator_params(axis="x", integer=True)
         axes.spines[["top", "right"]].set_visible(False)
     figure.axes[0].set_ylabel("process, GiB")
-    for at, names in _near(usable):
+    for height, names in _near(usable):
         place = figure.axes[-1].get_yaxis_transform()
-        figure.axes[-1].annotate(names, (1.01, at), xycoords=place, va="center", fontsize=7, annotation_clip=False)
+        figure.axes[-1].annotate(names, (1.01, height), xycoords=place, va="center", fontsize=7, annotation_clip=False)
     own = [card for card in ways[next(iter(ways))] if card in lines]
     figure.legend([lines[card] for card in own], own, loc="outside lower center", ncols=6, frameon=False, fontsize=7)
     drawn = BytesIO()

@@ -65,7 +65,7 @@ class Line:
     @property
     def same(self) -> bool:
         """Whether verdict and strategy are those before."""
-        return self.said == BEFORE[self.asked]["said"]
+        return self.said == str(BEFORE[self.asked]["said"])
 
     @property
     def limits(self) -> dict[str, int | None]:

@@ -142,8 +142,10 @@ def named(objective: ObjectiveSpec) -> str:
     if objective.name == "ddpm":
         return f"DDPM, {objective.prediction}"
     shift = objective.shift
-    words = f"{shift:g}" if isinstance(shift, float) else f"by tokens, μ {shift.base_mu:g} to {shift.max_mu:g}"
-    return f"flow matching, shift {words}"
+    if isinstance(shift, float):
+        return f"flow matching, shift {shift:g}"
+    by = f"√(tokens / {shift.base_tokens})" if shift.name == "sqrt" else f"μ {shift.base_mu:g} to {shift.max_mu:g}"
+    return f"flow matching, shift by tokens, {by}"
 
 
 def written(page: str, found: dict[tuple[str, str, str], Answer]) -> str:

@@ -33,6 +33,7 @@ from bigdit.catalog.conditions import class_count
 from bigdit.catalog.families import REFERENCE
 from bigdit.checkpoint import latest
 from bigdit.config import load_run
+from bigdit.config.data import Bucket, frames_of
 from bigdit.config.run import RECEIPT, receipt_of
 from bigdit.config.stages import load_stages
 from bigdit.emulator import emulated_environment, shared_state
@@ -161,7 +162,7 @@ def drawn(found: Recipe, folder: Path) -> Path:
     Image.new("RGB", (64, 64)).save(folder / "fox.png")  # which edit models edit
     _bigdit(folder, os.environ | emulated_environment(catalog.resolve_gpu(found.about.gpu)), *asked, "--steps", "2")
     (row,) = json.loads((folder / "run/samples/samples.json").read_text())["images"]
-    return folder / "run/samples" / row["file"]
+    return folder / "run/samples" / str(row["file"])
 
 
 def _bigdit(folder: Path, environment: dict[str, str], *arguments: str) -> None:
@@ -171,14 +172,14 @@ def _bigdit(folder: Path, environment: dict[str, str], *arguments: str) -> None:
     subprocess.run(command, env=own, cwd=folder, check=True, stdout=subprocess.DEVNULL)
 
 
-def first_of_many(found: Recipe) -> dict[tuple[int, int], Attempt]:
+def first_of_many(found: Recipe) -> dict[Bucket, Attempt]:
     """Two steps by the first of the recipe's processes, by bucket. The others are not there."""
     gpu = catalog.resolve_gpu(found.about.gpu)
     with EmulatedGpus(gpu) as cards:
         return {size: cards.attempt(request, gpu.usable_bytes) for size, request in requests(found).items()}
 
 
-def requests(found: Recipe) -> dict[tuple[int, int], StepRequest]:
+def requests(found: Recipe) -> dict[Bucket, StepRequest]:
     """The recipe's strategy by bucket, with two micro-batches a step where it may have so many. Training reads its YAML
     in the same way."""
     gpu, model = catalog.resolve_gpu(found.about.gpu), catalog.model(found.about.model)
@@ -187,7 +188,10 @@ def requests(found: Recipe) -> dict[tuple[int, int], StepRequest]:
     strategy = run.strategy
     if not strategy.optimizer_in_backward:
         strategy = strategy.sized(strategy.step_size.model_copy(update={"grad_accum_steps": 2}))
-    return {size: request_for(model, gpu, strategy, resolution=size) for size in run.data.buckets}
+    return {
+        bucket: request_for(model, gpu, strategy, resolution=(bucket[-2], bucket[-1]), frames=frames_of(bucket))
+        for bucket in run.data.buckets
+    }
 
 
 def make_store(root: Path, name: str, document: dict[str, Any], arguments: dict[str, Any], each: int = 16) -> None:

@@ -30,7 +30,7 @@ from bigdit.catalog.resolve import model_spec
 from bigdit.config import RunConfig, load_run
 from bigdit.encoders.latents import bucket_pixels
 from bigdit.encoders.load import load_image_codec, load_text_encoder
-from bigdit.encoders.protocol import to_unit_range
+from bigdit.encoders.protocol import TextEncoder, to_unit_range
 from bigdit.extract.extract import extract
 from bigdit.extract.job import encode_in_workers
 from bigdit.extract.worker import Unit
@@ -73,11 +73,12 @@ def _say(what: str, pairs: Sequence[tuple[float, float]]) -> None:
 
 def _timed(folder: Path, number: int, workers: int) -> tuple[float, float]:
     """Images per second into a new store: of all workers from their first unit on, and of the whole."""
+    features = folder / f"features-{number}-{workers}"
     run = load_run(
         RECIPE,
         [
             f"data.images={folder / 'images'}",
-            f"data.features={folder / f'features-{number}-{workers}'}",
+            f"data.features={features}",
             f"data.part_size={PART_SIZE}",
             f"data.buckets=[[{SIDE}, {SIDE}]]",
             f"encoders.image={{name: vae, class_name: AutoencoderKL, path: {folder / 'vae'}}}",
@@ -88,35 +89,41 @@ def _timed(folder: Path, number: int, workers: int) -> tuple[float, float]:
     source = open_source(run.data)
     schema = StoreSchema(
         codec=load_image_codec(run.encoders.image).identity,
-        text_encoder=load_text_encoder(run.encoders.text).identity,
+        text_encoder=_text_encoder(run).identity,
         buckets=list(run.data.buckets),
         sources=source.identity["sources"],
         part_size=PART_SIZE,
     )
-    claim(run.data.features, schema)
+    claim(features, schema)
     units = (Unit(start, end, source.items(start, end)) for start, end in schema.ranges())
     began = time.perf_counter()
-    encode_in_workers(units, workers, run.encoders, schema, run.data.features, lambda images, done: None)
-    return _steady(run), COUNT / (time.perf_counter() - began)
+    encode_in_workers(units, workers, run.encoders, schema, features, lambda images, done: None)
+    return _steady(features), COUNT / (time.perf_counter() - began)
 
 
-def _steady(run: RunConfig) -> float:
+def _text_encoder(run: RunConfig) -> TextEncoder:
+    assert run.encoders.text is not None
+    return load_text_encoder(run.encoders.text)
+
+
+def _steady(features: Path) -> float:
     """Images per second of all workers from their first unit on."""
-    return sum(worker_speed(*each).images_per_s for each in read_units(run.data.features).items())
+    return sum(worker_speed(*each).images_per_s for each in read_units(features).items())
 
 
 def _beside_a_loop(folder: Path, number: int) -> tuple[float, float]:
     """What the loop and two workers encode a second."""
-    settings = [f"data.images={folder / 'digits'}", f"data.features={folder / f'features-{number}'}"]
-    run = load_run(RECIPE, [*settings, f"data.part_size={DIGITS_A_PART}"])
+    features = folder / f"features-{number}"
+    run = load_run(
+        RECIPE, [f"data.images={folder / 'digits'}", f"data.features={features}", f"data.part_size={DIGITS_A_PART}"]
+    )
     extract(run, model_spec(run.model), 2, end=DIGITS)
-    return _loop(run, folder), _steady(run)
+    return _loop(run, folder), _steady(features)
 
 
-@torch.no_grad()
 def _loop(run: RunConfig, folder: Path) -> float:
     """Images per second of what one would write: one by one, a file each."""
-    codec, text = load_image_codec(run.encoders.image), load_text_encoder(run.encoders.text)
+    codec, text = load_image_codec(run.encoders.image), _text_encoder(run)
     items = open_source(run.data).items(0, DIGITS)
     began = time.perf_counter()
     for item in items:

@@ -66,8 +66,10 @@ def make_store(root: Path, samples: int) -> None:
 def random_part(random: np.random.Generator, start: int, end: int) -> EncodedRange:
     """Features of the range [start, end)."""
     of = {index: SHAPES[random.integers(len(SHAPES))] for index in range(start, end)}
-    indices = {shape: [index for index in of if of[index] == shape] for shape in SHAPES}
-    latents = {shape: _noise(random, (len(found), *shape)) for shape, found in indices.items()}
+    indices: dict[Shape, list[int]] = {shape: [index for index in of if of[index] == shape] for shape in SHAPES}
+    latents: dict[Shape, torch.Tensor] = {
+        shape: _noise(random, (len(found), *shape)) for shape, found in indices.items()
+    }
     lengths = np.clip(random.gamma(4.0, MEAN_TOKENS / 4.0, end - start).round().astype(int), 8, TOKENS)
     texts = {f"caption {start + i}": Text(_noise(random, (length, DIM))) for i, length in enumerate(lengths)}
     captions = {index: (Caption(f"caption {index}"),) for index in of}
