@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
@@ -49,71 +50,42 @@ def resolve_request(model: str | None = None, gpu: str | None = None, **options:
     """
     asked = PlanRequest.of(model=model, gpu=gpu, **options)
     problems: list[str] = []
-    found = partial(_attempt, problems)
-    found_model = found("--model", lambda: _model(model))
-    device = found("--gpu", lambda: resolve_gpu(_text("--gpu", gpu), _text("--gpu-memory", asked.gpu_memory, A_SIZE)))
-    reserve = "0B" if asked.reserve in (0, "0") else asked.reserve
-    reserved = found("--reserve", lambda: _bytes("--reserve", reserve, parse_bytes))
-    if device is not None and (reserved or 0) >= device.driver_bytes:
-        has = gib(device.driver_bytes)
-        problems.append(f"--reserve {asked.reserve} leaves nothing of the {device.name}, which has {has}")
-    own = [] if asked.resolution is None else asked.resolution
-    sizes = found("--resolution", lambda: parse_sizes("--resolution", own)) or ()
-    sized = [] if asked.buckets is None or asked.buckets in ("none", "aspect") else asked.buckets
-    more = found("--buckets", lambda: parse_sizes("--buckets", sized)) or ()
-    images = asked.images
-    given = vars(asked) | {
-        "images": found("--images", lambda: parse_count(images, "--images") if isinstance(images, str) else images),
-        "host_memory": found("--host-memory", lambda: _bytes("--host-memory", asked.host_memory, parse_memory)),
-        "receipts": found("--receipts", lambda: _folder(asked.receipts)),
-        "checkpointed_blocks": _whole(asked.checkpointed_blocks),
-        "ema": "auto" if asked.ema is None and asked.ema_widths is not None else asked.ema,
-        "ema_widths": found("--ema-widths", lambda: _widths(asked.ema_widths)),
-    }
-    given |= dict.fromkeys(("model", "gpu", "resolution", "buckets"))  # which are found already
+    found_model = _attempt(problems, "--model", lambda: _model(model))
+    device = _gpu(asked, problems)
+    sizes, more = _pixels(asked, problems)
+    given = _given(asked, problems)
     cluster = Cluster(**_sound(Cluster, given, problems))
     fixed = Constraints(**_sound(Constraints, given, problems))
     amounts = _sound(ResolvedRequest, given, problems)
-
-    shape = None
-    misfits: list[str] = []
+    shapes = None
     if found_model is not None:
-        named = {**dict.fromkeys(more, "--buckets"), **dict.fromkeys(sizes, "--resolution")}
-        shape, misfits = fitting_shape(found_model, next(iter(sizes), None), amounts.get("frames"), named)
-    shared = [1]
-    if found_model is not None and shape is not None:
-        height, width = (side * found_model.vae.downsample for side in shape.latents[-2:])
-        if asked.buckets == "aspect" or (asked.buckets is None and not found_model.video):
-            more = aspect_sizes(found_model, (height, width))
-        others = (
-            [] if misfits else [batch_shape(found_model, size, amounts.get("frames")) for size in (*sizes[1:], *more)]
-        )
-        shared, unshared = _sharing(found_model, [shape, *others], fixed.cp or 1)
-        problems += unshared
+        aspects = asked.buckets == "aspect" or (asked.buckets is None and not found_model.video)
+        shapes = _shapes(found_model, sizes, more, aspects, amounts.get("frames"), fixed.cp or 1)
+        problems += shapes.unshared
+    shared = [1] if shapes is None else shapes.shared
     problems += cluster_problems(cluster, fixed, amounts.get("global_batch_size"), device, shared)
     problems += constraint_problems(cluster, fixed, device)
     if asked.from_scratch and asked.lora is not None:
         problems.append(
             "--from-scratch and --lora were given, and adapters need weights that they adapt; leave one out"
         )
-    if found_model is not None:
-        problems += [*misfits, *model_fits(found_model, fixed, shape)]
-    if problems or found_model is None or device is None or shape is None:
+    if found_model is not None and shapes is not None:
+        problems += [*shapes.misfits, *model_fits(found_model, fixed, shapes.first)]
+    if problems or found_model is None or device is None or shapes is None:
         raise UserError(*problems)
-
-    further = dict.fromkeys(size for size in (*sizes, *more) if size != (height, width))
     if found_model.clip is not None:
         amounts.setdefault("frames", found_model.clip.frames)
     if "host_memory_bytes" not in amounts:  # this machine's own where its GPU was asked for
-        own_gpu = (gpu or "").strip().casefold() == "auto"
-        usual = memory_bytes() if own_gpu else device.host_bytes * cluster.processes_per_node
-        amounts |= {"host_memory_bytes": usual, "host_assumed": not own_gpu}
+        own = (gpu or "").strip().casefold() == "auto"
+        usual = memory_bytes() if own else device.host_bytes * cluster.processes_per_node
+        amounts |= {"host_memory_bytes": usual, "host_assumed": not own}
+    resolution, *buckets = shapes.sizes
     request = ResolvedRequest(
         model=found_model,
-        gpu=device.reserving(reserved),
+        gpu=device,
         cluster=cluster,
-        resolution=(height, width),
-        buckets=tuple(further),
+        resolution=resolution,
+        buckets=tuple(buckets),
         constraints=fixed,
         **amounts,
     )
@@ -123,6 +95,71 @@ def resolve_request(model: str | None = None, gpu: str | None = None, **options:
             "tokens of --buckets cannot be split over as many within a machine; use --buckets none, or another size"
         )
     return request
+
+
+def _gpu(asked: PlanRequest, problems: list[str]) -> Gpu | None:
+    """The GPU that is asked for, less what is reserved; None, with a line in `problems`, where it is unknown."""
+    found = partial(_attempt, problems)
+    memory = partial(_text, "--gpu-memory", asked.gpu_memory, A_SIZE)
+    gpu = found("--gpu", lambda: resolve_gpu(_text("--gpu", asked.gpu), memory()))
+    reserve = "0B" if asked.reserve in (0, "0") else asked.reserve
+    reserved = found("--reserve", lambda: _bytes("--reserve", reserve, parse_bytes))
+    if gpu is not None and (reserved or 0) >= gpu.driver_bytes:
+        problems.append(
+            f"--reserve {asked.reserve} leaves nothing of the {gpu.name}, which has {gib(gpu.driver_bytes)}"
+        )
+        return gpu
+    return None if gpu is None else gpu.reserving(reserved)
+
+
+def _pixels(asked: PlanRequest, problems: list[str]) -> tuple[tuple[Size, ...], tuple[Size, ...]]:
+    """The sizes of --resolution and of --buckets; none for what is no size, with a line in `problems`."""
+    resolution = [] if asked.resolution is None else asked.resolution
+    buckets = [] if asked.buckets is None or asked.buckets in ("none", "aspect") else asked.buckets
+    sizes = _attempt(problems, "--resolution", lambda: parse_sizes("--resolution", resolution))
+    more = _attempt(problems, "--buckets", lambda: parse_sizes("--buckets", buckets))
+    return sizes or (), more or ()
+
+
+def _given(asked: PlanRequest, problems: list[str]) -> dict[str, Any]:
+    """All other values by their names, texts with units as numbers; a line in `problems` for what is none."""
+    found, images = partial(_attempt, problems), asked.images
+    return vars(asked) | {
+        "images": found("--images", lambda: parse_count(images, "--images") if isinstance(images, str) else images),
+        "host_memory": found("--host-memory", lambda: _bytes("--host-memory", asked.host_memory, parse_memory)),
+        "receipts": found("--receipts", lambda: _folder(asked.receipts)),
+        "checkpointed_blocks": _whole(asked.checkpointed_blocks),
+        "ema": "auto" if asked.ema is None and asked.ema_widths is not None else asked.ema,
+        "ema_widths": found("--ema-widths", lambda: _widths(asked.ema_widths)),
+        **dict.fromkeys(("model", "gpu", "resolution", "buckets")),
+    }
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    """The sizes of a request, the first to train at and further ones, and its `first` shape, None where it does not
+    fit the model. `shared`: how many GPUs may share samples of all; `unshared`, `misfits`: problems."""
+
+    sizes: tuple[Size, ...]
+    first: BatchShape | None
+    shared: list[int]
+    unshared: list[str]
+    misfits: list[str]
+
+
+def _shapes(
+    model: CatalogModel, sizes: tuple[Size, ...], more: tuple[Size, ...], aspects: bool, frames: int | None, cp: int
+) -> _Shapes:
+    """`sizes` and `more` for the model, with the usual `aspects` of the first in the place of more."""
+    named = {**dict.fromkeys(more, "--buckets"), **dict.fromkeys(sizes, "--resolution")}
+    first, misfits = fitting_shape(model, next(iter(sizes), None), frames, named)
+    if first is None:
+        return _Shapes((), None, [1], [], misfits)
+    height, width = (side * model.vae.downsample for side in first.latents[-2:])
+    further = (*sizes, *(aspect_sizes(model, (height, width)) if aspects else more))
+    others = [] if misfits else [batch_shape(model, size, frames) for size in further[1 if sizes else 0 :]]
+    shared, unshared = _sharing(model, [first, *others], cp)
+    return _Shapes(tuple(dict.fromkeys([(height, width), *further])), first, shared, unshared, misfits)
 
 
 def _sharing(model: CatalogModel, shapes: Sequence[BatchShape], cp: int) -> tuple[list[int], list[str]]:
