@@ -3,6 +3,7 @@ is what nothing disturbed."""
 
 import io
 import os
+import re
 import signal
 
 import pytest
@@ -71,26 +72,52 @@ DAMAGES = {
 }
 
 
-def test_a_image_that_is_damaged_on_the_way_is_named_and_the_run_continues_when_it_is_mended(folder, tmp_path, capfd):
-    """Whatever it is: nothing was trained on in its place, and the checkpoint before it stands."""
-    output = tmp_path / "run"
-    assert run(None, output, *online(folder), "train.steps=1") == 0
-    for name, damages in DAMAGES.items():
-        whole = (folder / name).read_bytes()
-        for contents, why in damages.items():
-            (folder / name).unlink()
-            if contents is not None:
-                (folder / name).write_bytes(contents)
-            capfd.readouterr()
-            assert run(None, output, *online(folder), "train.steps=3") == 1
-            (line,) = printed(capfd, "error: ")
-            assert line.startswith(f"error: data.images: 3.png: {why}")
-            assert "; fix or replace it, and the same command resumes. " in line
-            assert taken(output) == [1]
-        (folder / name).write_bytes(whole)
-    assert run(None, output, *online(folder), "train.steps=3") == 0
-    assert not printed(capfd, "note: 1 of")  # it is as it was
-    assert taken(output) == [1, 2, 3]
+def test_a_sample_that_is_damaged_on_the_way_is_named_once_and_the_next_is_trained_on_in_its_place(
+    folder, tmp_path, capfd
+):
+    """Whatever it is. A run that goes on takes the same steps as one that was not stopped."""
+    whole = {name: (folder / name).read_bytes() for name in DAMAGES}
+    steps = ("strategy.global_batch_size=4", "data.caption_dropout=0", "train.lr_schedule=constant")
+    losses = []
+    for case, (name, contents, why) in enumerate(
+        (name, contents, why) for name, damages in DAMAGES.items() for contents, why in damages.items()
+    ):
+        (folder / name).unlink()
+        if contents is not None:
+            (folder / name).write_bytes(contents)
+        capfd.readouterr()
+        output = tmp_path / f"run-{case}"
+        for length in (3, 5) if case == 0 else (5,):
+            assert run(None, output, *online(folder), *steps, f"train.steps={length}") == 0
+        first, *others = [line for line in printed(capfd, "note: ") if "skipped" in line]
+        assert first.startswith(f"note: data.images: 3.png is skipped: {why}")
+        assert first.endswith("; 4.png is taken instead")
+        rows = read_metrics(output / "metrics.jsonl")
+        count = sum(row.get("skipped_samples", 0) for row in rows)
+        assert count == 2  # of 20 samples, ten an epoch
+        if case:
+            assert others == [f"note: 2 of 20 samples skipped; {output}/metrics.jsonl counts them"]
+        losses.append([row["loss"] for row in rows])
+        (folder / name).write_bytes(whole[name])
+    assert all(each == losses[0] for each in losses)  # and they are those of a folder in which 3 is a copy of 4
+    for name in ("3.png", "3.txt"):
+        (folder / name).write_bytes((folder / name.replace("3", "4")).read_bytes())
+    assert run(None, tmp_path / "copied", *online(folder), *steps, "train.steps=5") == 0
+    assert [row["loss"] for row in read_metrics(tmp_path / "copied/metrics.jsonl")] == losses[0]
+    assert not [line for line in printed(capfd, "note: ") if "skipped" in line]
+
+
+def test_a_source_without_one_usable_sample_ends_a_run_though_another_has_some(folder, tmp_path, capfd):
+    more = tmp_path / "more"
+    for number in range(2):
+        tiny_sources.save(more / f"{number}.png", "")
+    assert run(None, tmp_path / "run", *online(folder, more), "train.steps=2") == 1
+    (line,) = printed(capfd, "error: ")
+    assert re.fullmatch(
+        r"error: data\.images: none of 2 images of a source can be used; the first: .*more: (0|1)\.png is skipped: "
+        r"caption \1\.txt is empty",
+        line,
+    )
 
 
 def test_images_that_are_others_when_a_run_continues_are_reported_or_refused(folder, tmp_path, capfd):
@@ -124,11 +151,12 @@ def test_images_that_are_others_when_a_run_continues_are_reported_or_refused(fol
     assert "was trained on: 10 now, and 10 + 2 then; " in line
 
 
-def test_a_image_that_vanishes_and_a_folder_that_is_none_are_lines(folder, tmp_path, capfd):
+def test_an_image_that_vanishes_is_skipped_and_a_folder_that_is_none_is_a_line(folder, tmp_path, capfd):
     (folder / "3.png").unlink()
     (folder / "3.png").symlink_to(tmp_path / "nothing")
-    assert run(None, tmp_path / "run", *online(folder), "train.steps=2") == 1
-    assert printed(capfd, "error: data.images: 3.png: 3.png is a link ")
+    assert run(None, tmp_path / "run", *online(folder), "train.steps=2") == 0
+    first, *_ = [line for line in printed(capfd, "note: ") if "skipped" in line]
+    assert first.startswith("note: data.images: 3.png is skipped: 3.png is a link ")
     done = bigdit(
         "train", "--config", DIGITS, "--dry-run", *with_set([*TINY, *SINGLE, *online(tmp_path / "none"), *ONLINE])
     )
@@ -181,7 +209,8 @@ def test_killed_and_reported_to_end_it_comes_to_the_weights_of_a_run_that_was_no
 
 
 @pytest.mark.slow
-def test_of_two_processes_one_that_is_killed_or_finds_a_damaged_image_ends_both_in_a_line(folder, tmp_path):
+def test_of_two_processes_one_that_is_killed_ends_both_and_a_damaged_image_ends_none(folder, tmp_path):
+    """Two processes train as one does."""
     output, two = tmp_path / "run", ("strategy.engine=fsdp2", "strategy.ds_config=null", *online(folder))
     with running(BIGDIT, None, output, *two) as first:
         ranks = first.until_it_trains().ranks()
@@ -189,12 +218,19 @@ def test_of_two_processes_one_that_is_killed_or_finds_a_damaged_image_ends_both_
         assert first.ends() == 137
         (line,) = [each for each in first.stderr.splitlines() if each.startswith("error: ")]
         assert line.startswith(f"error: rank 1 (process {ranks[1]} on ")
-    with running(BIGDIT, None, output, *two) as second:
-        second.until_it_trains()
-        (folder / "3.png").write_bytes(b"I am a text")
-        assert second.ends() == 1
-        (line,) = [each for each in second.stderr.splitlines() if each.startswith("error: ")]
-        assert line.startswith("error: data.images: 3.png: damaged image: ")
+    (folder / "3.png").write_bytes(b"I am a text")
+    settings = ("train.steps=4", "strategy.precision=fp32")
+    with running(BIGDIT, None, tmp_path / "two", *two, *settings) as second:
+        assert second.ends() == 0, second.stderr
+        (line,) = [
+            each for each in second.stderr.splitlines() if each.startswith("note: data.images: 3.png is skipped")
+        ]
+        assert line.endswith("; 4.png is taken instead")
+    assert run(None, tmp_path / "one", *online(folder), *settings) == 0
+    found, others = (read_metrics(tmp_path / each / "metrics.jsonl") for each in ("two", "one"))
+    assert [row.get("skipped_samples") for row in found] == [row.get("skipped_samples") for row in others]
+    assert sum(row.get("skipped_samples", 0) for row in found) == 6
+    assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in others], rel=1e-4)
 
 
 def test_captions_that_are_cut_on_the_way_are_counted(folder, tmp_path, capfd):

@@ -31,7 +31,7 @@ from bigdit.encoders.load import Encoders, load_encoders
 from bigdit.encoders.protocol import to_unit_range
 from bigdit.errors import UserError
 from bigdit.libraries import switched_on
-from bigdit.sources.protocol import Caption, Item, Sample, Unusable
+from bigdit.sources.protocol import Caption, Item, Unusable
 from bigdit.store.lease import own_folder
 from bigdit.store.part import EncodedRange, PartWriter, Shape, Skipped, part_path
 from bigdit.store.report import Stopwatch, UnitSpeed, append
@@ -255,7 +255,7 @@ class UnitEncoder:
                 )
                 references = [bucket_pixels(each, [bucket], codec.color, sample.fit)[1] for each in sample.references]
                 if self._classes:
-                    self._labels[item.index] = _number(sample, self._classes)
+                    self._labels[item.index] = self._classes.of(sample)
         except Unusable as error:
             self._skipped.append(Skipped(item.index, item.name, str(error)))
             self._on_progress(1, 1)
@@ -304,14 +304,6 @@ class UnitEncoder:
 
 def _joined(batches: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
-
-
-def _number(sample: Sample, classes: Classes) -> int:
-    assert sample.label is not None
-    try:
-        return classes.number(sample.label)
-    except UserError as error:
-        raise Unusable(str(error)) from None
 
 
 _LONGEST = 107 - len("/pymp-12345678/listener-12345678")

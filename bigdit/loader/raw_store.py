@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +22,21 @@ from bigdit.store.part import Shape
 from bigdit.store.schema import Classes, StoreSchema
 from bigdit.store.store import BucketRows, Index
 from bigdit.store.text import chosen
+from bigdit.units import how_many
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The sample `index` of the source, its pixels in the bucket, uint8, and the number of its class, if it has one.
+
+    `skipped`: a line for each unusable sample before it.
+    """
+
+    index: int
+    sample: Sample
+    pixels: npt.NDArray[np.uint8]
+    label: int | None
+    skipped: tuple[str, ...]
 
 
 class RawStore:
@@ -53,34 +71,37 @@ class RawStore:
         at = int(self.index.parts[number, 0]) + row
         return self._source.items(at, at + 1)[0]
 
-    def load(self, item: Item) -> tuple[Sample, npt.NDArray[np.uint8]]:
-        """An item's sample, and its pixels in the bucket, uint8. Raises UserError for an unusable item."""
-        try:
-            sample = item.load()
-            _, pixels = bucket_pixels(sample.image, [self._bucket], self._color, sample.fit)
-        except Unusable as error:
-            raise self._unusable(item, error) from None
-        return sample, pixels
+    def load(self, number: int, row: int) -> Loaded:
+        """The sample of a part's row, or the next usable one of its source, where the first follows the last.
 
-    def label(self, item: Item, sample: Sample) -> int:
-        """The number of a sample's class. Raises UserError if it is no class of the run."""
-        assert self.schema.classes is not None
-        assert sample.label is not None
-        try:
-            return Classes(self.schema.classes).number(sample.label)
-        except UserError as error:
-            raise self._unusable(item, error) from None
+        So it depends on the sources alone, and all processes agree. Raises UserError if a source has no usable sample.
+        """
+        at = int(self.index.parts[number, 0]) + row
+        ends = self.schema.ends()
+        source = bisect.bisect_right(ends, at)
+        start, end = ends[source] - int(self.schema.sources[source]["count"]), ends[source]
+        skipped: list[str] = []
+        for index in itertools.chain(range(at, end), range(start, at)):
+            (item,) = self._source.items(index, index + 1)
+            try:
+                return self._loaded(item, tuple(f"{each}; {item.name} is taken instead" for each in skipped))
+            except Unusable as error:
+                skipped.append(f"data.images: {item.name} is skipped: {error}")
+        raise UserError(
+            f"data.images: none of {how_many(end - start, 'image')} of a source can be used; the first: {skipped[0]}"
+        )
+
+    def _loaded(self, item: Item, skipped: tuple[str, ...]) -> Loaded:
+        """Raises Unusable."""
+        sample, known = item.load(), self.schema.classes
+        _, pixels = bucket_pixels(sample.image, [self._bucket], self._color, sample.fit)
+        label = None if known is None else Classes(known).of(sample)
+        return Loaded(item.index, sample, pixels, label, skipped)
 
     def name_of(self, bucket: Shape, number: int, row: int) -> str:
         """The name of a sample for people."""
         item = self.item(number, row)
         return f"sample {item.index} ({item.name})"
-
-    def _unusable(self, item: Item, why: Exception) -> UserError:
-        return UserError(
-            f"data.images: {item.name}: {why}; fix or replace it, and the same command resumes. A run that has not "
-            "begun can leave it out, or set strategy.features to cached: `bigdit extract` skips it"
-        )
 
 
 class RawReader:
@@ -94,34 +115,31 @@ class RawReader:
         """Images are not prefetched."""
 
     def read(self, bucket: Shape, parts: Ints, rows: Ints, seeds: Sequence[int]) -> CaptionedBatch:
-        """The batch of these rows. Raises UserError for an unusable image."""
-        items = [self._store.item(*place) for place in zip(parts.tolist(), rows.tolist(), strict=True)]
-        loaded = [self._store.load(item) for item in items]
-        pixels = torch.from_numpy(np.stack([each for _, each in loaded]))  # a copy: Pillow owns pixels of gray images
+        """The batch of these rows, with others in place of unusable ones. Raises UserError as RawStore.load."""
+        loaded = [self._store.load(*place) for place in zip(parts.tolist(), rows.tolist(), strict=True)]
+        pixels = torch.from_numpy(np.stack([each.pixels for each in loaded]))  # Pillow owns pixels of gray images
         labelled = self._store.schema.classes is not None
         captions = () if labelled else [self._caption(*each) for each in zip(loaded, seeds, strict=True)]
         extras = {}
         if labelled:
-            labels = [self._label(*each) for each in zip(items, loaded, seeds, strict=True)]
-            extras[CLASS_LABEL] = self._held(torch.tensor(labels))
+            extras[CLASS_LABEL] = self._held(torch.tensor([*map(self._label, loaded, seeds)]))
         if self._store.schema.has_masks:
             (pixels_of,), (shape,) = self._store.schema.buckets, self._store.buckets
-            masks = [mask_latents(sample, pixels_of, shape) for sample, _ in loaded]
+            masks = [mask_latents(each.sample, pixels_of, shape) for each in loaded]
             extras[LOSS_MASK] = self._held(torch.stack(masks))
-        indices = tuple(item.index for item in items)
-        return CaptionedBatch(self._held(pixels), captions, indices, tuple(seeds), extras)
+        indices = tuple(each.index for each in loaded)
+        skipped = tuple(line for each in loaded for line in each.skipped)
+        return CaptionedBatch(self._held(pixels), captions, indices, tuple(seeds), extras, skipped)
 
-    def _caption(self, loaded: tuple[Sample, npt.NDArray[np.uint8]], seed: int) -> str | None:
-        sample, _ = loaded
+    def _caption(self, loaded: Loaded, seed: int) -> str | None:
         if self._drops(seed):
             return None
-        weights = np.array([each.weight for each in sample.captions], np.float32)  # the dtype of a store
-        return sample.captions[chosen(weights, draw(seed, b"caption"))].text
+        captions = loaded.sample.captions
+        weights = np.array([each.weight for each in captions], np.float32)  # the dtype of a store
+        return captions[chosen(weights, draw(seed, b"caption"))].text
 
-    def _label(self, item: Item, loaded: tuple[Sample, npt.NDArray[np.uint8]], seed: int) -> int:
-        sample, _ = loaded
-        dropped = self._no_class is not None and self._drops(seed)
-        return self._no_class if dropped and self._no_class is not None else self._store.label(item, sample)
+    def _label(self, loaded: Loaded, seed: int) -> int | None:
+        return self._no_class if self._no_class is not None and self._drops(seed) else loaded.label
 
     def _drops(self, seed: int) -> bool:
         return draw(seed, b"dropout") < self._dropout

@@ -126,3 +126,12 @@ def opened_file(path: Path) -> Iterator[BinaryIO]:
         if error.errno in IMPOSSIBLE:
             raise Unusable(f"path {path.name[:50]}: {error.strerror}") from None
         raise unreadable(path, error) from None
+
+
+def holds_files(folder: Path) -> bool:
+    """Whether a folder has entries. An empty one may be the mount point of a disk that is gone."""
+    try:
+        with os.scandir(folder) as entries:
+            return any(entries)
+    except OSError:
+        return False

@@ -40,7 +40,7 @@ from bigdit.sources.captions import (
 from bigdit.sources.captions import (
     SUFFIXES as CAPTIONS,
 )
-from bigdit.sources.disk import IMAGE_BYTES, IMPOSSIBLE, read_file, sampled_digest, unreadable
+from bigdit.sources.disk import IMAGE_BYTES, IMPOSSIBLE, holds_files, read_file, sampled_digest, unreadable
 from bigdit.sources.image import MASK, REFERENCE, SUFFIXES, alpha, decode, marked, owner, usual_mark, with_reference
 from bigdit.sources.protocol import Caption, Contents, Entry, Item, Unusable
 from bigdit.sources.text_rows import METADATA, Metadata
@@ -166,6 +166,8 @@ class FolderItem(Item):
         except FileNotFoundError as error:
             if self.path.is_symlink():
                 raise Unusable(f"{self.path.name} is a link to nothing") from None
+            if holds_files(self.path.parent):
+                raise Unusable(f"{self.path.name} is missing") from None
             raise unreadable(self.path, error) from None
 
 

@@ -18,7 +18,7 @@ from PIL import Image
 from bigdit.config.data import MAX_PIXELS, SourceConfig, SourceKind
 from bigdit.errors import UserError, nearest
 from bigdit.sources.captions import label_of, reads_captions, weighted
-from bigdit.sources.disk import IMAGE_BYTES, check_size, read_file, sampled_digest, unreadable
+from bigdit.sources.disk import IMAGE_BYTES, check_size, holds_files, read_file, sampled_digest, unreadable
 from bigdit.sources.image import SUFFIXES, with_reference
 from bigdit.sources.protocol import Caption, Contents, Entry, Item, Unusable
 from bigdit.sources.videos import Clip, contents_of, is_video, video_frames
@@ -97,7 +97,7 @@ class ImageFile:
             if _URL.search(str(self.path)):
                 raise Unusable("image is a URL, which is not read; download it, and name the file") from None
             gone = self.beside and not self.path.parent.is_dir()
-            if gone or _holds_files(self.path.parent):
+            if gone or holds_files(self.path.parent):
                 raise Unusable(f"image {self.path.name} is missing") from None
             raise unreadable(self.path, error) from None
         except ValueError:
@@ -106,15 +106,6 @@ class ImageFile:
 
 _URL = re.compile(r"(^|/)[a-z][a-z0-9+.-]+:/")
 """As a path has it."""
-
-
-def _holds_files(folder: Path) -> bool:
-    """Whether a folder has entries. An empty one may be the mount point of a disk that is gone."""
-    try:
-        with os.scandir(folder) as entries:
-            return any(entries)
-    except OSError:
-        return False
 
 
 @dataclass(frozen=True)

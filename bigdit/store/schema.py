@@ -13,6 +13,7 @@ from pydantic import NonNegativeInt, PositiveInt, TypeAdapter, ValidationError, 
 from bigdit.documents import read_json
 from bigdit.errors import UserError, nearest
 from bigdit.files import create_text
+from bigdit.sources.protocol import Sample, Unusable
 from bigdit.store.lease import own_folder
 from bigdit.store.tensors import lines_digest
 from bigdit.strategy import Strict
@@ -40,6 +41,14 @@ class Classes:
         if self._numbers:
             known = f"{nearest(str(label), self._numbers)} (or numbers, {numbers})"
         raise UserError(f"there is no class {str(label)[:40]!r}; {known}")
+
+    def of(self, sample: Sample) -> int:
+        """The class of a sample with a label. Raises Unusable if there is none."""
+        assert sample.label is not None
+        try:
+            return self.number(sample.label)
+        except UserError as error:
+            raise Unusable(str(error)) from None
 
 
 def _whole(label: str | int) -> int | None:

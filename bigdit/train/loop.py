@@ -174,7 +174,7 @@ def _steps(start: Start, data: TrainData, state: TrainState, stop: Stop, began: 
         last = _saved(saves, stage.end)
         log_lines(world, data.cut(state.peers, state.strategy.cp), notes=True)
         if world.is_main:
-            monitor.skipped.sum_up(stage.end - start.step, monitor.metrics.path)
+            monitor.sum_up(stage.end - start.step, state.strategy.global_batch_size)
             write_receipt(start, data, state, monitor, began)
     return last
 

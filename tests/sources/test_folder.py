@@ -180,9 +180,10 @@ def test_captions_that_cannot_be_used(tmp_path, files, reason):
         load_with(tmp_path, **files)
 
 
-def test_damaged_images_are_unusable_and_vanished_ones_an_error(tmp_path):
+def test_damaged_and_vanished_images_are_unusable_and_an_empty_folder_is_an_error(tmp_path):
     save(tmp_path / "a.png", image=gradient(64, 64))
     item = opened(str(tmp_path)).items(0, 1)[0]
+    (bare,) = opened({"path": str(tmp_path), "caption": "a cat"}).items(0, 1)
     image = tmp_path / "a.png"
     whole = image.read_bytes()
     for damaged in (whole[: len(whole) // 2], b"not an image", b""):
@@ -190,8 +191,11 @@ def test_damaged_images_are_unusable_and_vanished_ones_an_error(tmp_path):
         with pytest.raises(Unusable, match="damaged image: "):
             item.load()
     image.unlink()
+    with pytest.raises(Unusable, match=r"^a\.png is missing$"):  # the caption is there, so its disk is
+        item.read()
+    (tmp_path / "a.txt").rename(tmp_path.parent / "moved.txt")
     with pytest.raises(UserError, match=r"data\.images: .*a\.png cannot be read: No such file"):
-        item.load()
+        bare.load()
 
 
 def test_what_is_no_file_is_unusable_and_holds_nobody_up(tmp_path):

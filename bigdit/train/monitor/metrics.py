@@ -6,6 +6,7 @@ arXiv:2204.02311, appendix B: recomputation does not count.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import socket
@@ -32,7 +33,7 @@ from bigdit.checkpoint import Peers
 from bigdit.config.run import METRICS
 from bigdit.errors import UserError
 from bigdit.files import write_text
-from bigdit.loader.batch import Batch
+from bigdit.loader.batch import Batch, CaptionedBatch
 from bigdit.loader.stream import Micro
 from bigdit.models import Family
 from bigdit.strategy import ModelSpec, Precision, Strategy
@@ -127,8 +128,10 @@ class Metrics:
         mfu: Mfu | None = None,
         trackers: Trackers | None = None,
         collectives: Collectives | None = None,
+        cp: int = 1,
     ) -> None:
-        """`name_samples(step)` ends a line about the step's loss; `memory()` is a row's memory.
+        """`name_samples(step)` ends a line about the step's loss; `memory()` is a row's memory. `cp` processes share a
+        sample.
 
         `written`: the digest of the rows at the checkpoint of step `start`. `planned_bytes` and `mfu`: where they are
         known. `stage`: its number, where a run has several. `trackers` get the rows too. `collectives`: of several
@@ -141,6 +144,9 @@ class Metrics:
         self._images = images
         self._stop = stop
         self._pending: list[tuple[int, float, StepResult, Mapping[str, Any]]] = []
+        self._skipping, self._named = list[Sequence[str]](), set[str]()  # of each pending step; of all steps
+        self._copy = peers.world.rank % cp > 0
+        self.skipped_samples = 0
         self._validated: dict[str, Any] = {}
         self.path = output / METRICS
         self._digest = xxhash.xxh3_128()
@@ -196,6 +202,8 @@ class Metrics:
         Raises UserError where a step was taken that is not finite.
         """
         self._pending.append((step, lr, result, more))
+        batches = () if self._copy else micro_batches
+        self._skipping.append([line for each in batches if isinstance(each, CaptionedBatch) for line in each.skipped])
         if self._collectives is not None:
             self._collectives.settle()
         if self._mfu is not None:
@@ -209,8 +217,9 @@ class Metrics:
             return
         numbers = self._numbers()
         mine = [loss for loss, _ in numbers]
-        found = self._peers.gather((mine, self._own_seconds()))
-        losses = [statistics.fmean(each) for each in zip(*(own for own, _ in found), strict=True)]
+        found = self._peers.gather((mine, self._own_seconds(), self._skipping))
+        losses = [statistics.fmean(each) for each in zip(*(own for own, *_ in found), strict=True)]
+        self._skipping = []
         now = time.perf_counter()
         self._seconds.append((now - self._since) / len(self._pending))
         rate = self._images / self._seconds[-1]
@@ -221,9 +230,10 @@ class Metrics:
             for (step, lr, result, measured), loss, (_, norm) in zip(self._pending, losses, numbers, strict=True)
         ]
         if self._collectives is not None and self._peers.world.is_main:
-            rows[-1] |= self._by_rank(len(rows), [seconds for _, seconds in found])
+            rows[-1] |= self._by_rank(len(rows), [seconds for _, seconds, _ in found])
         self._pending.clear()
         if self._peers.world.is_main:
+            self._count_skipped(rows, [skipped for *_, skipped in found])
             self._notice_spikes(rows)
             self._write(rows)
             if self._trackers is not None:
@@ -232,6 +242,18 @@ class Metrics:
                 self._validated |= {key: row[key] for key in VALIDATED if key in row}
             left = (self._stop - rows[-1]["step"]) * self._seconds[-1]
             self._display.show(self._validated | rows[-1] | {"seconds_left": left})
+
+    def _count_skipped(self, rows: Sequence[dict[str, Any]], found: Sequence[Sequence[Sequence[str]]]) -> None:
+        """Count the samples of all processes that were skipped in each step, and name each once."""
+        for row, *skipped in zip(rows, *found, strict=True):
+            lines = list(itertools.chain.from_iterable(skipped))
+            if lines:
+                row["skipped_samples"] = len(lines)
+                self.skipped_samples += len(lines)
+            for line in dict.fromkeys(lines):
+                if line not in self._named:
+                    log.notice(f"note: {line}")
+            self._named.update(lines)
 
     def _own_seconds(self) -> RankSeconds:
         """Of the pending steps, on this process."""

@@ -9,7 +9,6 @@ import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +44,14 @@ class Monitor:
     skipped: SkippedSteps
     validation: Validation | None
     images: ValidationImages | None
+
+    def sum_up(self, steps: int, samples: int) -> None:
+        """Log how many were skipped of so many steps, and of so many `samples` in each. The metrics tell where."""
+        path = self.metrics.path
+        if self.skipped.count:
+            log.notice(f"note: {self.skipped.count} of {how_many(steps, 'step')} skipped; {path} marks them")
+        if count := self.metrics.skipped_samples:
+            log.notice(f"note: {count:,} of {how_many(steps * samples, 'sample')} skipped; {path} counts them")
 
     def add(self, step: int, lr: float, result: StepResult, micro_batches: Sequence[Micro]) -> None:
         """Add the result, on these micro-batches, of the step that finishes `step` steps. Raises UserError where it
@@ -87,6 +94,7 @@ def open_monitor(start: Start, data: TrainData, stream: FeatureStream, state: Tr
             mfu=mfu_of(spec, state.family, state.strategy, device, emulated=emulated) if is_main else None,
             trackers=trackers,
             collectives=state.collectives,
+            cp=state.strategy.cp,
         )
     )
     model = peers, state.engine, state.ema, state.family, state.objective, stage.end
@@ -145,11 +153,6 @@ class SkippedSteps:
                 + (_MEND if wrong else _FIX)
             )
         log.notice(f"note: step {step} is skipped: {line}")
-
-    def sum_up(self, steps: int, metrics: Path) -> None:
-        """Log how many of the run's `steps` were skipped, if any. Rows of `metrics` tell which."""
-        if self.count:
-            log.notice(f"note: {self.count} of {how_many(steps, 'step')} skipped; {metrics} marks them")
 
 
 class Validation:
