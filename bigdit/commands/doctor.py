@@ -19,6 +19,7 @@ TORCH_FIRST, TORCH_LAST, TORCH_TESTED = (2, 11), (2, 15), "2.13.0+cpu"
 # What each engine needs.
 IMPORTS = {
     "single": "import torch",
+    "ddp": "from torch.distributed import all_reduce",
     "fsdp2": "from torch.distributed.fsdp import fully_shard",
     "deepspeed": "from deepspeed import initialize",
 }

@@ -21,6 +21,7 @@ from bigdit.strategy import Strategy
 
 _ENGINES = {"use_deepspeed": "deepspeed", "use_fsdp": "fsdp2", "use_megatron_lm": "megatron"}
 _STARTED = {
+    "ddp": "use --multi_gpu",
     "deepspeed": "use --use_deepspeed",
     "fsdp2": "use --use_fsdp --fsdp_version 2, or --multi_gpu",
 }

@@ -119,6 +119,7 @@ _HOST = {"device": "cpu", "pin_memory": True}
 _ZERO = {"reduce_bucket_size": 50_000_000, "allgather_bucket_size": 50_000_000}
 PRESETS: dict[str, dict[str, Any]] = {
     "single": {"engine": "single"},
+    "ddp": {"engine": "ddp"},
     **{
         f"zero{stage}": {"engine": "deepspeed", "ds_config": {"zero_optimization": {"stage": stage, **_ZERO}}}
         for stage in range(4)

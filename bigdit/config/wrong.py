@@ -176,11 +176,11 @@ _NAMES: dict[Meant, str] = {
     Meant("strategy.cp", "1, 2, 4 or 8", ("--cp",)): (
         "context_parallel context_parallel_size cp_size sp_size sequence_parallel_size ulysses_degree ulysses_size"
     ),
-    Meant("strategy.engine", "single, deepspeed or fsdp2", ("--engine",)): ("distributed_type distributed_backend"),
-    Meant("strategy.engine", "fsdp2", ("--engine",)): "use_fsdp fsdp",
-    Meant("strategy.engine", "deepspeed, with strategy.ds_config; zero_optimization.stage 0 is ddp", ("--engine",)): (
-        "ddp use_ddp"
+    Meant("strategy.engine", "single, ddp, deepspeed or fsdp2", ("--engine",)): (
+        "distributed_type distributed_backend"
     ),
+    Meant("strategy.engine", "fsdp2", ("--engine",)): "use_fsdp fsdp",
+    Meant("strategy.engine", "ddp", ("--engine",)): "ddp use_ddp",
     Meant("strategy.ds_config", "DeepSpeed's JSON, with zero_optimization.stage", ("--ds-config", "--engine")): (
         "deepspeed_config deepspeed_config_file deepspeed zero_stage"
     ),
@@ -202,10 +202,7 @@ _NAMES: dict[Meant, str] = {
 }
 
 _VALUES: dict[Meant, str] = {
-    Meant("zero0"): "ddp multi_gpu data_parallel distributed_data_parallel",
-    Meant("deepspeed", "zero_optimization.stage 0 keeps the whole model on each GPU"): (
-        "ddp multi_gpu data_parallel distributed_data_parallel"
-    ),
+    Meant("ddp"): "multi_gpu data_parallel distributed_data_parallel",
     Meant("fsdp2"): "fsdp",
     Meant("cosine", "to train.min_lr"): "linear polynomial cosine_with_min_lr cosine_annealing",
     Meant("cosine", "without restarts"): "cosine_with_restarts cosine_with_hard_restarts",

@@ -1,4 +1,4 @@
-"""The engines behind one protocol: a single process, DeepSpeed ZeRO 0-3, FSDP2; EMA; and state by parameters' names.
+"""The engines behind one protocol: one process, DDP, DeepSpeed ZeRO 0-3, FSDP2; EMA; state by parameters' names.
 
 They own weights and optimizers. The step is `train/step.py`; saving is `checkpoint`.
 """
@@ -44,6 +44,10 @@ def create(strategy: Strategy, model: nn.Module, family: Family, *, device: torc
         from bigdit.engines.fsdp2 import Fsdp2Engine
 
         return Fsdp2Engine(strategy, model, family, device=device, world=world)
+    if strategy.engine == "ddp":
+        from bigdit.engines.ddp import DdpEngine
+
+        return DdpEngine(strategy, model, family, device=device)
     from bigdit.engines.single import SingleEngine
 
     return SingleEngine(strategy, model, family, device=device)

@@ -1,4 +1,4 @@
-"""One process: plain PyTorch, with fp32 master weights for bf16 or fp16 ones."""
+"""One process, or one of several replicas: plain PyTorch, with fp32 master weights for bf16 or fp16 ones."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class SingleEngine(Engine):
             optim.groups(strategy.optimizer, self.model, self.masters, blocks=family.blocks(self.model)),
             stochastic_rounding=strategy.precision == "bf16_sr",
         )
-        self._backward = Backward(strategy, together=False)
+        self._backward = Backward(strategy, together=strategy.world_size > 1)
         self.scaler = self._backward.scaler
         if strategy.optimizer_in_backward:
             optim.step_in_backward(self.optimizer, self._params, self.masters, taken=lambda: self._backward.taken)
@@ -102,9 +102,8 @@ class SingleEngine(Engine):
             return stepped
         at_once = LIST_BYTES if self.strategy.lora is not None else 0
         pairs = list(zip(self._params, self.masters, strict=True))
-        chunks = [pairs] if self.strategy.optimizer.name in PACKAGES else _chunks(pairs, CHUNK_BYTES)
-        for chunk in chunks:
-            for some in _chunks([pair for pair in chunk if pair[0].grad is not None], at_once):
+        for chunk in [pairs] if self.strategy.optimizer.name in PACKAGES else chunks(pairs, CHUNK_BYTES):
+            for some in chunks([pair for pair in chunk if pair[0].grad is not None], at_once):
                 _widen(some)
             params, masters = zip(*chunk, strict=True)
             gradients = [master.grad for master in masters if master.grad is not None]
@@ -135,7 +134,7 @@ def _widen(pairs: list[Pair]) -> None:
         param.grad = None
 
 
-def _chunks(pairs: list[Pair], most: int) -> Iterator[list[Pair]]:
+def chunks(pairs: list[Pair], most: int) -> Iterator[list[Pair]]:
     """Pairs in order, in runs of at most so many bytes of fp32, or of one."""
     chunk: list[Pair] = []
     filled = 0

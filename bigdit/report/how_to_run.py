@@ -321,7 +321,7 @@ def commands(plan: Plan, folder: Path) -> list[Command]:
         found.append(Command("on this machine; the same command resumes", train))
     if recorded.strategy.engine == "deepspeed":
         found += [_deepspeed(config, spread), *_accelerate(config, spread, "--use_deepspeed")]
-    elif recorded.strategy.engine == "fsdp2":
+    elif recorded.strategy.engine != "single":
         found += _torchrun(config, spread) + _accelerate(config, spread, "--multi_gpu")
     else:
         found.append(Command("or", ("python", *entry(), *_arguments(config))))

@@ -139,6 +139,8 @@ def engine(strategy: Strategy) -> str:
     world = strategy.world_size
     if strategy.engine == "single":
         return "single GPU"
+    if strategy.engine == "ddp":
+        return f"DDP, a replica on each of {world} GPUs"
     if strategy.engine == "fsdp2":
         copies = f"HSDP, {strategy.dp_replicate} replicas of {how_many(strategy.dp_shard, 'process')} each"
         text = copies if strategy.dp_replicate > 1 else f"FSDP2 over {world} process{'es' * (world > 1)}"

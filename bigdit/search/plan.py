@@ -34,6 +34,7 @@ from bigdit.units import GIB, MIB, gib
 
 EngineChoice = Literal[
     "single",
+    "ddp",
     "zero0",
     "zero1",
     "zero2",

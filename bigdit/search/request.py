@@ -72,7 +72,7 @@ class PlanRequest:
     price: float | None = _option("Price of one GPU-hour, in your currency.", "MONEY")
     receipts: Path | str | None = _option("Folder with receipts of measured runs, to calibrate the speed.", "DIR")
     engine: str | None = _option(
-        "Fix the engine: single, zero0 to zero3, zero2-offload, fsdp2, …", "NAME", key="strategy.engine"
+        "Fix the engine: single, ddp, zero0 to zero3, zero2-offload, fsdp2, …", "NAME", key="strategy.engine"
     )
     optimizer: str | None = _option(
         "Fix the optimizer: adamw, adamw_8bit, came, …", "NAME", key="strategy.optimizer.name"

@@ -297,8 +297,8 @@ def cluster_problems(
         )
     if fixed.engine == "single" and gpus > 1:
         problems.append(
-            f"--engine single runs on one GPU, and --gpus is {gpus}; use --engine zero1, zero2, zero3 or fsdp2, or "
-            "--gpus 1"
+            f"--engine single runs on one GPU, and --gpus is {gpus}; use --engine ddp, zero1, zero2, zero3 or fsdp2, "
+            "or --gpus 1"
         )
     if fixed.cp is not None and gpus % fixed.cp:
         problems.append(f"--cp is {fixed.cp}, which does not divide --gpus {gpus}")

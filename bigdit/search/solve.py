@@ -99,8 +99,9 @@ def explore_group(planner: Planner, group: Sequence[Option], engines: Sequence[O
     """Add options: the group's `engines`, with samples that GPUs share, other optimizers, masters and EMAs of the best
     of them (of all where nothing fits yet), and swapped blocks. Returns what could not be run."""
     variants = [each for each in group if each.base in engines and not each.strategy.blocks_to_swap]
-    if planner.request.cluster.gpus == 1:  # one engine as a rule: all side by side
-        engines, variants = [*engines, *variants], []
+    # A single GPU has one engine as a rule: all side by side. Replicas may hold a quantised base alone.
+    soon = [each for each in variants if planner.request.cluster.gpus == 1 or each.strategy.engine == "ddp"]
+    engines, variants = [*engines, *soon], [each for each in variants if each not in soon]
     failed = explore(planner, engines)
     shared = _shared(planner, group, engines)
     failed += explore(planner, shared)

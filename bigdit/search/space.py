@@ -18,6 +18,7 @@ from bigdit.units import gib
 
 ENGINE_TITLES = {
     "single": "single GPU",
+    "ddp": "DDP",
     "zero0": "ZeRO-0 (plain data parallelism)",
     "zero1": "ZeRO-1",
     "zero2": "ZeRO-2",
@@ -61,9 +62,10 @@ def proposals(request: ResolvedRequest) -> tuple[list[Option], list[Rejected]]:
                 continue
             title = f"{_engine_title(request, engine, cp)}, {_setting_title(request, settings)}"
             offload = "offload" in engine and request.constraints.engine is None
-            swaps = request.constraints.lora_rank is not None and request.cluster.gpus == 1
+            swaps = request.constraints.lora_rank is not None
             option = Option(title, strategy, base, 0 if not offload else 2 if swaps else 1)
-            if base is not None and request.cluster.gpus > 1 and base.lossless and not option.lossless:
+            sharded = request.cluster.gpus > 1 and engine != "ddp"
+            if base is not None and sharded and base.lossless and not option.lossless:
                 option = Option(title, strategy, None, 4 if offload else 3)  # shards leave little to spare
             found.append(option)
             base = base or option
@@ -95,6 +97,8 @@ def _presets(request: ResolvedRequest) -> tuple[str, ...]:
     if request.cluster.gpus == 1:
         return "single", *offloaded
     hsdp = ("hsdp",) if request.cluster.nodes > 1 else ()
+    if request.constraints.lora_rank is not None:  # whose gradients and optimizer state are too small to be sharded
+        return "ddp", "fsdp2", *hsdp, *offloaded
     return "zero1" if _accumulates(request) else "zero2", "fsdp2", *hsdp, *offloaded
 
 
@@ -141,17 +145,18 @@ def _emas(fixed: Constraints) -> list[dict[str, Any]]:
 
 
 def _swapped(request: ResolvedRequest, found: Sequence[Option]) -> list[Option]:
-    """Block swap on a single GPU, of as many first blocks as may be in CPU memory. With LoRA it is of those `found`.
+    """Block swap, of as many first blocks as may be in CPU memory. With LoRA it is of those `found` that do not shard.
 
-    Full fine-tuning then steps weights in the backward pass, and comes without swapped blocks too. Strategy's own rules
-    say which."""
+    Full fine-tuning then steps weights in the backward pass, on a single GPU, and comes without swapped blocks too.
+    Strategy's own rules say which."""
     fixed, most = request.constraints, request.model.block_count
-    if request.cluster.gpus > 1 or fixed.engine not in (None, "single"):
+    if fixed.engine not in (None, "single", "ddp") or (fixed.lora_rank is None and request.cluster.gpus > 1):
         return []
     if isinstance(fixed.checkpointed_blocks, int):
         most = min(most, fixed.checkpointed_blocks)
     swapped = [] if fixed.lora_rank is not None else _in_backward(request)
-    bases = swapped[:] if fixed.lora_rank is None else [each for each in found if each.strategy.engine == "single"]
+    whole = [each for each in found if each.strategy.engine in ("single", "ddp")]
+    bases = swapped[:] if fixed.lora_rank is None else whole
     for base in bases if most else []:
         with suppress(ValidationError):
             values = base.strategy.model_dump() | {"checkpointed_blocks": "all", "blocks_to_swap": most}
@@ -239,9 +244,11 @@ def _left_out(request: ResolvedRequest) -> list[Rejected]:
             "they shard over GPUs; on one GPU they only add buffers and flat copies"
         )
     if fixed.engine is None and fixed.lora_rank is not None:
-        reasons["ZeRO-2, optimizer in CPU memory"] = "the optimizer state of adapters is too small to gain anything"
+        reason = "the optimizer state of adapters is too small to gain anything"
+        reasons["ZeRO-2, optimizer in CPU memory" if one_gpu else "ZeRO-0 to ZeRO-2"] = reason
     if fixed.engine is None and not one_gpu:
         reasons["ZeRO-3"] = "FSDP2 shards the same and gathers one block at a time; choose it with --engine zero3"
+    if fixed.engine is None and not one_gpu and fixed.lora_rank is None:
         if _accumulates(request):
             reasons["ZeRO-2"] = (
                 "it reduces gradients in every micro-batch, ZeRO-1 once per step; "
@@ -254,7 +261,7 @@ def _left_out(request: ResolvedRequest) -> list[Rejected]:
         reasons["ZeRO-0, plain data parallelism"] = (
             "it communicates as much as ZeRO-1 and ZeRO-2, and keeps the whole optimizer state on every GPU"
         )
-    if fixed.optimizer is None and not one_gpu:
+    if fixed.optimizer is None and not one_gpu and fixed.lora_rank is None:
         named = " and ".join(OPTIMIZERS[name] for name in FACTORED[1:2])
         reasons[f"{named} under ZeRO"] = (
             "ZeRO gives the optimizer flat partitions, which cannot be factored: its state is then as large as AdamW's"

@@ -23,7 +23,7 @@ from bigdit.strategy.values import (
 )
 from bigdit.units import how_many
 
-EngineName = Literal["single", "deepspeed", "fsdp2"]
+EngineName = Literal["single", "ddp", "deepspeed", "fsdp2"]
 Precision = Literal["fp32", "tf32", "bf16", "bf16_sr", "fp16"]
 Float8 = Literal["none", "tensorwise", "rowwise"]
 
@@ -61,7 +61,7 @@ class Strategy(Section):
     """How a step runs. Plans write it into a run's YAML, and engines obey it."""
 
     engine: EngineName = "single"
-    """What runs the step: one process, DeepSpeed or FSDP2."""
+    """What runs the step: one process, DDP (a replica of the model on each GPU), DeepSpeed or FSDP2."""
     world_size: Annotated[Count, Field(le=MOST_GPUS)] = 1
     """Processes, one for each GPU. `bigdit train` starts them on this machine; another launcher must start that
     many."""
@@ -263,8 +263,12 @@ def _engine_problems(strategy: Strategy) -> list[str]:
     engine, problems = strategy.engine, []
     if engine == "single" and strategy.world_size != 1:
         problems.append(
-            f"engine single runs one process, and world_size is {strategy.world_size}; use engine fsdp2 or deepspeed, "
-            "or set world_size to 1"
+            f"engine single runs one process, and world_size is {strategy.world_size}; use engine fsdp2, deepspeed or "
+            "ddp, or set world_size to 1"
+        )
+    if engine == "ddp" and strategy.world_size == 1:
+        problems.append(
+            "engine ddp averages over several processes, and world_size is 1; set it higher, or use engine single"
         )
     if (engine == "deepspeed") != (strategy.ds_config is not None):
         problems.append("ds_config belongs to the engine deepspeed, and to no other")
@@ -326,6 +330,10 @@ def _optimizer_problems(strategy: Strategy) -> list[str]:
                 f"optimizer_in_backward steps weights one after the other, and optimizer.name {name} needs all "
                 "gradients at once; set optimizer_in_backward to false"
             )
+        if engine == "ddp":
+            problems.append(
+                "optimizer_in_backward steps before engine ddp averages gradients; use engine single or fsdp2"
+            )
         if engine == "deepspeed":
             problems.append(
                 f"optimizer_in_backward: ZeRO-{strategy.zero_stage} partitions gradients before it steps; "
@@ -352,6 +360,8 @@ def _context_problems(strategy: Strategy) -> list[str]:
     cp, problems = strategy.cp, []
     if strategy.world_size % cp:
         problems.append(f"cp is {cp}, which does not divide world_size {strategy.world_size}")
+    if strategy.engine == "ddp":
+        problems.append("cp was not tried with engine ddp; use engine fsdp2")
     if strategy.compile_blocks:
         problems.append("compile_blocks was not tried with cp; leave one of them out")
     if strategy.float8 != "none":
@@ -399,11 +409,15 @@ def _float8_problems(strategy: Strategy) -> list[str]:
 
 def _memory_problems(strategy: Strategy) -> list[str]:
     problems = []
-    takes = {"int8": ("single", "fsdp2"), "fp8": ("single", "fsdp2"), "nf4": ("single",)}
+    takes: dict[str, tuple[EngineName, ...]] = {
+        "int8": ("single", "ddp", "fsdp2"),
+        "fp8": ("single", "ddp", "fsdp2"),
+        "nf4": ("single", "ddp"),
+    }
     if strategy.lora is not None and strategy.engine not in takes.get(strategy.lora.base, (strategy.engine,)):
         problems.append(
             f"lora.base {strategy.lora.base} keeps packed weights, which {strategy.engine} cannot shard; use lora.base "
-            f"bf16, or engine {' or '.join(takes[strategy.lora.base])}"
+            f"bf16, or engine {_either(takes[strategy.lora.base], strategy.world_size)}"
         )
     if strategy.lora is not None and strategy.lora.base == "bf16" and not strategy.precision.startswith("bf16"):
         problems.append(
@@ -417,6 +431,11 @@ def _memory_problems(strategy: Strategy) -> list[str]:
     return problems
 
 
+def _either(engines: Sequence[EngineName], world_size: int) -> str:
+    """Those of the engines that run as many processes."""
+    return " or ".join(each for each in engines if each != ("ddp" if world_size == 1 else "single"))
+
+
 def _swap_problems(strategy: Strategy) -> list[str]:
     swapped, recomputed, problems = strategy.blocks_to_swap, strategy.checkpointed_blocks, []
     if swapped < LEAST_SWAPPED:
@@ -424,10 +443,10 @@ def _swap_problems(strategy: Strategy) -> list[str]:
             f"blocks_to_swap is {swapped}, and the weights of two blocks are on the device at any time; set it to "
             f"{LEAST_SWAPPED} or more, or to 0"
         ]
-    if strategy.engine != "single":
+    if strategy.engine not in ("single", "ddp"):
         problems.append(
-            f"blocks_to_swap keeps weights of one process in CPU memory, and engine is {strategy.engine}, which shards "
-            f"them; use engine single, or set blocks_to_swap to 0"
+            f"blocks_to_swap keeps whole weights of blocks in CPU memory, and engine is {strategy.engine}, which "
+            f"shards them; use engine {_either(('single', 'ddp'), strategy.world_size)}, or set blocks_to_swap to 0"
         )
     if strategy.lora is None and not (strategy.precision == "bf16_sr" and strategy.optimizer_in_backward):
         problems.append(

@@ -256,8 +256,8 @@ ALONE = ("strategy.engine=single", "strategy.ds_config=null", "strategy.global_b
 @pytest.mark.parametrize(
     ("overrides", "lines"),
     [
-        (("strategy.world_size=2",), ["strategy: engine single runs one process, and world_size is 2; use engine fsdp2 "
-         "or deepspeed, or set world_size to 1"]),
+        (("strategy.world_size=2",), ["strategy: engine single runs one process, and world_size is 2; use engine "
+         "fsdp2, deepspeed or ddp, or set world_size to 1"]),
         (("strategy.lora={}", "model.init_from=/weights"), ["strategy: lora.base bf16 is computed with in bf16, and "
          "precision is fp32; use precision bf16, or lora.base int8, fp8 or nf4"]),
         (("strategy.blocks_to_swap=2", "strategy.lora={base: nf4}", "model.init_from=/weights"), ["strategy: "

@@ -38,6 +38,21 @@ THREE_BLOCKS = ModelSpec(
         "patch_size": 1,
     },
 )
+# Two large blocks and three small ones.
+DEEP_FLUX = ModelSpec(
+    name="tiny-flux",
+    class_name="FluxTransformer2DModel",
+    kwargs={
+        "in_channels": 16,
+        "num_layers": 2,
+        "num_single_layers": 3,
+        "num_attention_heads": 2,
+        "attention_head_dim": 8,
+        "joint_attention_dim": 12,
+        "pooled_projection_dim": 10,
+        "axes_dims_rope": [2, 2, 4],
+    },
+)
 # Its first block's embedder is called from outside the block, too: under FSDP2 a unit gathered for the backward pass.
 DIT = ModelSpec(
     name="tiny-dit",

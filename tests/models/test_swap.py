@@ -13,7 +13,7 @@ import torch
 from commands import DIGITS, HELPERS, ROOT, SINGLE, TINY, run_command
 from gpus import answers
 from stepping import equipped, one_batch
-from tiny_models import DIT
+from tiny_models import DEEP_FLUX, DIT
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import exported, run_to
 from whole import full_weights
@@ -27,25 +27,11 @@ from bigdit.loader.batch import Batch
 from bigdit.memory import pinned_bytes
 from bigdit.models import swap
 from bigdit.objective_spec import FlowMatchingSpec
-from bigdit.strategy import EmaSpec, LoraSpec, ModelSpec, OptimizerSpec, Strategy
+from bigdit.strategy import EmaSpec, LoraSpec, OptimizerSpec, Strategy
 from bigdit.train.monitor.metrics import read_metrics
 from bigdit.train.step import train_step
 
 CPU = torch.device("cpu")
-DEEP = ModelSpec(  # two large blocks and three small ones
-    name="tiny-flux",
-    class_name="FluxTransformer2DModel",
-    kwargs={
-        "in_channels": 16,
-        "num_layers": 2,
-        "num_single_layers": 3,
-        "num_attention_heads": 2,
-        "attention_head_dim": 8,
-        "joint_attention_dim": 12,
-        "pooled_projection_dim": 10,
-        "axes_dims_rope": [2, 2, 4],
-    },
-)
 BLOCKS = 5
 FULL = {
     "lora": None,
@@ -75,7 +61,7 @@ def batch(seed=0):
     return dataclasses.replace(one_batch(seed), extras={"pooled_text": pooled})
 
 
-def started(strategy, spec=DEEP):
+def started(strategy, spec=DEEP_FLUX):
     family, model = equipped(strategy, spec)
     return family, engines.create(strategy, model, family, device=CPU, world=World())
 
@@ -220,10 +206,10 @@ def locked(runs):
 
 def test_what_cannot_be_is_refused():
     with pytest.raises(UserError, match=r"strategy\.blocks_to_swap is 9, and the model has 5 blocks"):
-        equipped(lora(9), DEEP)
+        equipped(lora(9), DEEP_FLUX)
     with pytest.raises(ValueError, match=r"blocks_to_swap is 2, and the weights of two blocks .*set it to 3 or more"):
         lora(2)
-    with pytest.raises(ValueError, match=r"blocks_to_swap .*, and engine is fsdp2, .*; use engine single"):
+    with pytest.raises(ValueError, match=r"blocks_to_swap .*, and engine is fsdp2, .*; use engine ddp"):
         lora(3, engine="fsdp2", world_size=2)
     with pytest.raises(
         ValueError, match=r"blocks_to_swap .*precision is bf16 .*; set precision to bf16_sr .*or set lora"
@@ -342,7 +328,7 @@ print(json.dumps(found))
 @pytest.mark.slow
 def test_a_gpu_computes_the_same_with_weights_that_wait_in_pinned_memory():
     """An emulated one, which computes small tensors, as this model's are: before and after a backward pass."""
-    plain, swapped = answers("a40", ON_GPU, HELPERS=HELPERS, SPEC=DEEP.model_dump_json())
+    plain, swapped = answers("a40", ON_GPU, HELPERS=HELPERS, SPEC=DEEP_FLUX.model_dump_json())
     first, second = (torch.tensor(each) for each in plain["predictions"])
     assert (first - second).abs().max() > 0.1
     assert plain["predictions"] == swapped["predictions"]

@@ -32,6 +32,7 @@ count = world.world_size
 ENGINES = {
     "zero0": strategy("deepspeed", count, 0),
     "zero2": strategy("deepspeed", count, 2, lora=LoraSpec(rank=2, alpha=2)),
+    "ddp": strategy("ddp", count, lora=LoraSpec(rank=2, base="nf4")),
     "hsdp": strategy("fsdp2", count, dp_replicate=count),
     "hsdp, rounded": strategy("fsdp2", count, dp_replicate=count, precision="bf16_sr"),
 }
@@ -85,7 +86,7 @@ def test_each_flipped_bit_is_found_and_no_step_is_suspected(tmp_path):
     done = run_ranks(3, script, tmp_path, *counts, timeout=300 * ROUNDS, **environment)
     assert done.returncode == 0, done.stderr[-3000:]
     answer = json.loads((tmp_path / "answer.json").read_text())
-    assert list(answer) == ["zero0", "zero2", "hsdp", "hsdp, rounded"]
+    assert list(answer) == ["zero0", "zero2", "ddp", "hsdp", "hsdp, rounded"]
     for flips in answer.values():
         for broken, where, line in flips:
             assert line.startswith(f"rank {broken} (process ")
