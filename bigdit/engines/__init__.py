@@ -5,6 +5,8 @@ They own weights and optimizers. The step is `train/step.py`; saving is `checkpo
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -22,6 +24,8 @@ __all__ = ["Ema", "Engine", "check", "compute_dtype", "create", "ema_of"]
 def check(strategy: Strategy) -> None:
     """Raise UserError where the engine's own library rejects the strategy."""
     if strategy.engine == "deepspeed":
+        if not torch.cuda.is_available():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed guesses one, and warns on stdout
         from bigdit.engines.deepspeed import check_document
 
         check_document(strategy)

@@ -73,8 +73,9 @@ for _ in range(2):
 
 
 def trained(folder: Path, *arguments: str, gpu: str = "a40", **environment: str) -> Done:
-    file = script(folder, SCRIPT)
-    return emulate("--gpu", gpu, "--json", "--", "python", file, *arguments, timeout=240, **environment)
+    """Inductor compiles within the script: each process that it would start imports torch, for seconds."""
+    own = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} | environment
+    return emulate("--gpu", gpu, "--json", "--", "python", script(folder, SCRIPT), *arguments, timeout=240, **own)
 
 
 def peak_and_kernels(done: Done) -> tuple[int, int]:
@@ -157,7 +158,10 @@ def test_a_compilation_that_fails_outside_the_script_names_the_fix(tmp_path, wha
     broken, said = {
         "inductor": ({"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "file/in")}, "compile cache cannot be written"),
         "triton": ({"TRITON_CACHE_DIR": str(tmp_path / "file/in")}, "compile cache cannot be written"),
-        "ptxas": ({"TRITON_PTXAS_PATH": program(tmp_path / "ptxas", PTXAS)}, "assembler ptxas failed"),
+        "ptxas": (
+            {"TRITON_PTXAS_PATH": program(tmp_path / "ptxas", PTXAS), "TORCHINDUCTOR_COMPILE_THREADS": "2"},
+            "assembler ptxas failed",  # in another process
+        ),
         "cc": ({"CC": program(tmp_path / "cc", CC)}, "ended with status 1; name another in CC"),
         "no triton": ({"PYTHONPATH": str(tmp_path / "shadow")}, "found no Triton"),
     }[what]

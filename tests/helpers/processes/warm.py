@@ -1,9 +1,9 @@
 """Python programs in processes that have the libraries already: importing them takes seconds, and tests start hundreds.
 
 `Popen` is subprocess.Popen, but that python programs of this environment are clones of a process, the seed, which has
-imported what others wrote and nothing of bigdit. A clone is a child of the process that asked for it, as after fork and
-exec, with its own arguments, environment, folder, files, signals and place in /proc. It has a seed of its own, made
-before all else, so that what it starts, such as the ranks of a launcher, is warm too.
+imported what others wrote, and of bigdit what most programs import. A clone is a child of the process that asked for
+it, as after fork and exec, with its own arguments, environment, folder, files, signals and place in /proc. It has a
+seed of its own, made before all else, so that what it starts, such as the ranks of a launcher, is warm too.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ LIBRARIES = (
     *("typer", "rich.progress", "rich.table", "xxhash", "elftools.elf.elffile"),
 )
 UNCOMPILED = ("deepspeed.runtime.zero.muon.muon_optimizer", "bitsandbytes.optim", "peft")
+OF_BIGDIT = ("bigdit.app", "bigdit.train.main", "bigdit.train.loop", "bigdit.extract.worker", "bigdit.profile.steps")
+"""What most programs import of it, a third of a tiny run's work: their own code begins when they are run."""
 LOOK_AT_GPUS = ("bitsandbytes.optim", "peft")
 """Which of them ask for GPUs when they are imported: a clone is to see its own."""
 READ_AT_IMPORT = ("HF_", "LD_", "OMP_", "MKL_", "BIGDIT_EMULATED_")
@@ -53,8 +55,8 @@ SET_BY_BIGDIT = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 """Of those, what bigdit/libraries.py sets where nobody has: a seed is told there, and its process may be told later."""
 
 
-OF_IMPORTS = ("sys.modules", "/proc/self/status")
-"""What code asks that is to find out what an import takes along."""
+OF_IMPORTS = ("sys.modules", "sys.meta_path", "/proc/self/status")
+"""What code asks that is to find out what an import takes along, or that changes what one does."""
 
 
 def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
@@ -193,7 +195,7 @@ class _Program(NamedTuple):
 
 
 def _program(words: Sequence[str], environment: Mapping[str, str]) -> _Program | None:
-    """None for what is none of python, and for code that asks what an import takes along."""
+    """None for what is none of python, and for code that is of imports."""
     found = shutil.which(words[0], path=environment.get("PATH"))
     if found is None:
         return None
@@ -417,8 +419,8 @@ def _import_libraries() -> dict[str, str]:
                 importlib.import_module(name)
     torch.cuda.is_available = asks
     _let_operators_stay()
-    for name in [name for name in sys.modules if name.partition(".")[0] == "bigdit"]:
-        del sys.modules[name]
+    for name in OF_BIGDIT:
+        importlib.import_module(name)
     return {name: value for name, value in os.environ.items() if name not in before}
 
 
