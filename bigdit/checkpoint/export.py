@@ -238,9 +238,11 @@ def _write_model(checkpoint: Checkpoint, spec: ModelSpec, fill: Fill, folder: Pa
 def _write_adapters(checkpoint: Checkpoint, spec: ModelSpec, lora: LoraSpec, fill: Fill, folder: Path) -> None:
     adapters = {name: torch.empty(shape) for name, shape in _shapes(checkpoint).items()}
     fill(adapters)
-    models.save_adapters(folder, lora, adapters)
     source = Path(checkpoint.state["run"]["model"]["init_from"])
     base = functools.partial(load_model, spec, source, dtype=torch.bfloat16)  # bf16 files stay mapped
+    if lora.pissa:
+        lora, adapters = models.of_plain_weights(lora, adapters, base())
+    models.save_adapters(folder, lora, adapters)
     try:
         models.save_for_comfyui(folder, spec, lora, adapters, base)
     except UserError as error:

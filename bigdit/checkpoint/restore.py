@@ -105,6 +105,8 @@ def _adapter_tensors(source: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
         lora = found.state["strategy"].get("lora")
         if lora is None:
             raise UserError("it holds no LoRA, but a whole model; name it in model.init_from")
+        if lora.get("pissa"):
+            raise UserError("its LoRA began by PiSSA, over other weights; name its export instead")
         verify(found)
         tensors = {name: torch.empty(tuple(shape)) for name, shape in found.state["parameters"].items()}
         load_used(found, tensors)
@@ -352,8 +354,8 @@ def check_objective(checkpoint: Checkpoint, objective: ObjectiveSpec) -> None:
 def _elsewhere(checkpoint: Checkpoint) -> str:
     """What a run can do that cannot resume here."""
     lora = checkpoint.state["strategy"].get("lora")
-    if lora is not None and lora.get("kind", "lora") != "lora":
-        return "choose another output"  # model.lora_from reads LoRA alone
+    if lora is not None and (lora.get("kind", "lora") != "lora" or lora.get("pissa")):
+        return "choose another output"  # model.lora_from reads LoRA alone, over the weights as they were
     if lora is not None:
         base = checkpoint.state["run"]["model"]["init_from"]
         return (

@@ -9,7 +9,14 @@ from bigdit.models.context import split_context
 from bigdit.models.equip import adapt, arrange, equip
 from bigdit.models.families import families, family
 from bigdit.models.family import Conditions, Extra, Family, references, take_through
-from bigdit.models.lora_files import loaded_by, read_adapters, save_adapters, save_for_comfyui, start_adapters
+from bigdit.models.lora_files import (
+    loaded_by,
+    of_plain_weights,
+    read_adapters,
+    save_adapters,
+    save_for_comfyui,
+    start_adapters,
+)
 from bigdit.models.whole import Piece, single_file_layout
 
 __all__ = [
@@ -27,6 +34,7 @@ __all__ = [
     "load",
     "loaded_by",
     "not_safetensors",
+    "of_plain_weights",
     "outline",
     "read_adapters",
     "references",

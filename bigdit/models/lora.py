@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from bigdit.errors import UserError, nearest
 from bigdit.models.family import Family
-from bigdit.models.lora_files import ADAPTER, patterns
+from bigdit.models.lora_files import ADAPTER, patterns, principal
 from bigdit.strategy import LoraSpec, fits
 
 
@@ -50,6 +50,9 @@ def apply_lora(model: nn.Module, family: Family, spec: LoraSpec, *, seed: int) -
         torch.manual_seed(seed)
         packed = spec.base != "bf16"  # peft could take its norms only after it has moved
         inject_adapter_in_model(_config(spec, targets, dora=spec.dora and not packed), model, ADAPTER)
+    if spec.pissa:
+        for layer in (module for module in model.modules() if isinstance(module, LoraLayer)):
+            _start_principal(layer, spec)
     if spec.dora and packed:
         for layer in (module for module in model.modules() if isinstance(module, LoraLayer)):
             _add_magnitudes(layer, spec.base)
@@ -84,6 +87,17 @@ def _targets(model: nn.Module, family: Family, spec: LoraSpec) -> list[str]:
 def _is_of_attention(name: str) -> bool:
     parents = name.split(".")[:-1]
     return any("attn" in part or "attention" in part for part in parents) and not any("norm" in p for p in parents)
+
+
+def _start_principal(layer: Any, spec: LoraSpec) -> None:
+    """Start from the weight's principal part, and leave the rest in the weight, which is quantised later."""
+    weight, rank = layer.get_base_layer().weight, layer.r[ADAPTER]
+    if weight.is_meta:
+        return
+    down, up = principal(weight.data, rank, spec.scale(rank))
+    layer.lora_A[ADAPTER].weight.data.copy_(down)
+    layer.lora_B[ADAPTER].weight.data.copy_(up)
+    weight.data = (weight.data - spec.scale(rank) * (up @ down)).to(weight.dtype)  # not in place: it may be a file's
 
 
 def _add_magnitudes(layer: Any, base: str) -> None:

@@ -65,6 +65,41 @@ def save_adapters(folder: Path, spec: LoraSpec, weights: Mapping[str, torch.Tens
     save_file(tensors, folder / FILE, metadata={"format": "pt", "lora_adapter_metadata": metadata})
 
 
+def principal(weight: torch.Tensor, rank: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and B, in fp32, whose product times `scale` is a weight's largest part of that rank.
+
+    They are rounded to bf16, and are those of the weight in bf16: any precision finds the same. The singular vectors
+    are found at random, by four power iterations (Halko et al., arXiv:0909.4061): in full they take a CPU an hour.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        some = min(rank + 16, *weight.shape)
+        left, values, right = torch.svd_lowrank(weight.bfloat16().float(), q=some, niter=4)
+    left, right, root = left[:, :rank], right[:, :rank], (values[:rank] / scale).sqrt()
+    down, up = weight.new_zeros(rank, weight.shape[1]), weight.new_zeros(weight.shape[0], rank)
+    down[: len(root)], up[:, : len(root)] = (root * right).T, root * left
+    return down.bfloat16().float(), up.bfloat16().float()
+
+
+def of_plain_weights(
+    spec: LoraSpec, weights: Mapping[str, torch.Tensor], base: nn.Module
+) -> tuple[LoraSpec, dict[str, torch.Tensor]]:
+    """Adapters that began by PiSSA, as a LoRA of twice the rank over the weights as they were, those of `base`.
+
+    It is what they are now, less what they began as. Its scale is in B.
+    """
+    found = dict(weights)
+    for name in (name for name in weights if name.endswith(_DOWN)):
+        up = name.replace(".lora_A.", ".lora_B.")
+        scale = spec.scale(rank := len(weights[name]))
+        first = principal(base.get_parameter(f"{name.removesuffix(_DOWN)}.weight").detach(), rank, scale)
+        found[name] = torch.cat([weights[name], first[0]])
+        found[up] = torch.cat([weights[up] * scale, first[1] * -scale], dim=1)
+    ranks = {layer: 2 * rank for layer, rank in spec.ranks.items()}
+    changed = {"rank": 2 * spec.rank, "ranks": ranks, "alpha": 2.0 * spec.rank, "rslora": False, "pissa": False}
+    return spec.model_copy(update=changed), found
+
+
 def by_layer(weights: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
     """The parts of LoKr's and LoHa's adapters by layer: lokr_w1, hada_w1_a and so on."""
     found: dict[str, dict[str, torch.Tensor]] = {}
@@ -181,6 +216,8 @@ def start_adapters(model: nn.Module, lora: LoraSpec, adapters: Mapping[str, Adap
     if lora.dora != any(each.magnitudes is not None for each in adapters.values()):
         has, fix = ("no magnitudes", "false") if lora.dora else ("magnitudes (DoRA)", "true")
         raise UserError(f"it has {has}; set strategy.lora.dora to {fix}")
+    if lora.pissa:
+        raise UserError("strategy.lora.pissa starts from the weights below; set it to false, or leave lora_from out")
     lost = [0.0, 0.0]
     with torch.no_grad():
         for name, each in adapters.items():

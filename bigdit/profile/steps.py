@@ -58,6 +58,8 @@ def build(request: StepRequest, seed: int | None = None) -> Built:
     """Build as the trainer does. Many attempts may begin with one, each in a process of its own."""
     strategy = request.strategy
     model = models.build(request.model, device="cpu", dtype=engines.compute_dtype(strategy), seed=seed)
+    if strategy.lora is not None:  # singular vectors take minutes, and no other memory
+        strategy = strategy.model_copy(update={"lora": strategy.lora.model_copy(update={"pissa": False})})
     models.adapt(model, models.family(request.model.class_name), strategy)
     if request.encoders is None:
         return Built(model, None)

@@ -278,9 +278,15 @@ class LoraSpec(Section):
     """The dtype of the frozen weights of the blocks' linear layers; fp8 is e4m3."""
     dora: Switch = False
     """DoRA: also train a magnitude for each row of a weight (Liu et al., arXiv:2402.09353)."""
+    pissa: Switch = False
+    """Start from the principal singular vectors of each weight, and freeze the rest of it (Meng et al.,
+    arXiv:2404.02948). Exports are of twice the rank, for the weights as they were."""
 
     @model_validator(mode="after")
     def _coherent(self) -> LoraSpec:
+        if self.pissa and (self.dora or self.kind != "lora"):
+            other = "dora is true" if self.dora else f"kind is {self.kind}"
+            raise ValueError(f"pissa is for LoRA, and {other}; set one of them to its default")
         if self.kind == "lora":
             return self
         if self.dora:

@@ -8,6 +8,7 @@ import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from commands import DIGITS, SINGLE
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from stepping import equipped, one_batch
 from training import exported, run_to
@@ -112,6 +113,31 @@ def test_adapters_start_from_the_seed_alone():
         assert ".lora_B." not in name or not a.any()
 
 
+@pytest.mark.parametrize("rslora", [False, True])
+def test_pissa_trains_the_largest_part_of_each_weight_and_begins_as_the_model(rslora):
+    """As peft's own does, whose singular vectors are exact."""
+    lora = {"rank": 4, "alpha": 2, "rslora": rslora}
+    (family, model), (_, plain), (_, own) = (
+        equipped(Strategy(lora=LoraSpec(**lora, pissa=pissa), precision="bf16")) for pissa in (True, False, False)
+    )
+    batch = one_batch().to(CPU, torch.bfloat16)
+    inputs = batch.latents.bfloat16(), torch.tensor([0.2, 0.7]), batch
+    found, wanted = (family.predict(each, *inputs).float() for each in (model, plain))
+    assert torch.dist(found, wanted) < 0.02 * wanted.norm()
+    for name, layer in own.named_modules():
+        if isinstance(layer, LoraLayer):
+            mine, before = model.get_submodule(name), layer.get_base_layer().weight.clone()
+            layer.pissa_init("default", "pissa")
+            left = mine.get_base_layer().weight, layer.get_base_layer().weight
+            assert (left[0] - left[1]).norm() < 0.02 * (before - left[1]).norm()
+            down, up = (getattr(mine, f"lora_{kind}")["default"].weight for kind in "AB")
+            assert torch.dist(before - left[0], mine.scaling["default"] * up @ down) < 0.02 * before.norm()
+    with pytest.raises(ValueError, match="pissa is for LoRA, and kind is loha; set one of them to its default"):
+        LoraSpec(kind="loha", pissa=True)
+    with pytest.raises(UserError, match=r"strategy\.lora\.pissa starts from the weights below; set it to false"):
+        models.start_adapters(model, LoraSpec(pissa=True), {})
+
+
 def test_targets_are_named_by_their_last_parts():
     _, model = equipped(Strategy(lora=LoraSpec(targets=("to_q", "to_out.0"))))
     adapted = {name.split(".lora_A")[0] for name, p in model.named_parameters() if "lora_A" in name}
@@ -131,10 +157,11 @@ def test_what_cannot_be_is_refused():
         prepare(run)
 
 
+KINDS = ("base=nf4", "dora=true", "base=int8 dora=true", "rslora=true", "kind=lokr base=int8", "kind=loha")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", ["base=nf4", "dora=true", "base=int8 dora=true", "rslora=true", "kind=lokr base=int8", "kind=loha"]
-)
+@pytest.mark.parametrize("kind", [*KINDS, "pissa=true base=int8"])
 def test_adapters_are_trained_kept_resumed_and_read_by_diffusers(tmp_path, features, trained, kind):
     base = trained / "exports/step-00000008/transformer"
     chosen = [f"strategy.lora.{each}" for each in kind.split()]
@@ -156,7 +183,8 @@ def test_adapters_are_trained_kept_resumed_and_read_by_diffusers(tmp_path, featu
         assert all(name.startswith(f"{prefix}.transformer_blocks.") for name in one)
     with pytest.raises(UserError) as refused:
         run_to(6, tmp_path / "resumed", features, *settings, "strategy.lora.rank=2")
-    assert str(refused.value).endswith("choose another output" if "kind=" in kind else "starts from these adapters")
+    elsewhere = "choose another output" if "kind=" in kind or "pissa" in kind else "starts from these adapters"
+    assert str(refused.value).endswith(elsewhere)
 
     adapters = straight.folder.parents[1] / "exports/step-00000004/transformer"
     plain, adapted = (as_kept(base, kind) for _ in range(2))

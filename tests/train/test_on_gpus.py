@@ -212,10 +212,15 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("command", "replicate"), [(TORCHRUN, 1), (BIGDIT, 2)], ids=["torchrun, fsdp2", "bigdit train, hsdp"]
+    ("command", "overrides"),
+    [
+        (TORCHRUN, FSDP2),
+        (BIGDIT, (*FSDP2, "strategy.dp_replicate=2")),
+        (BIGDIT, ("strategy.engine=ddp", "strategy.ds_config=null")),
+    ],
+    ids=["torchrun, fsdp2", "bigdit train, hsdp", "bigdit train, ddp"],
 )
-def test_fsdp2_trains_on_two_gpus(features, tmp_path, command, replicate):
-    overrides = (*FSDP2, f"strategy.dp_replicate={replicate}")
+def test_engines_of_torch_train_on_two_gpus(features, tmp_path, command, overrides):
     check(on_two_gpus(features, tmp_path, *command, overrides=overrides), tmp_path, 2)
 
 
