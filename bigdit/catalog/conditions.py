@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bigdit.catalog.families import FAMILIES, begins_with_an_image, is_controlled
+from bigdit.catalog.families import FAMILIES, PACKING, begins_with_an_image, fills, is_controlled
 from bigdit.catalog.models import models
 from bigdit.config.run import RunConfig
 from bigdit.strategy import ModelSpec
@@ -30,9 +30,10 @@ def takes_first_frame(model: ModelSpec) -> bool:
 
 
 def fed_more(model: ModelSpec) -> bool:
-    """Whether the model's input has more channels than latents: a reference's, a first frame's, or zeros instead."""
+    """Whether the model's input has more channels than latents: a reference's, a masked image's, a first frame's, or
+    zeros instead."""
     blank = model.class_name in FAMILIES and FAMILIES[model.class_name].blank
-    return blank or takes_first_frame(model) or is_controlled(model)
+    return blank or takes_first_frame(model) or is_controlled(model) or fills(model)
 
 
 def first_frame_problems(run: RunConfig, model: ModelSpec) -> list[str]:
@@ -97,6 +98,33 @@ def _reference_problems(run: RunConfig, model: ModelSpec) -> list[str]:
     return [f"data.references gives {each}; {fix}" for each in reference_misfits(model, run.data.references)]
 
 
+FILL = "fill"
+"""An extra: the latents of an image whose masked part is gray, then the mask: a channel for each pixel of a latent."""
+
+
+def fill_channels(channels: int, downsample: int) -> int:
+    """The channels of a masked image and its mask, for latents of so many `channels` and pixels a side."""
+    return channels + downsample**2
+
+
+def fill_misfits(model: ModelSpec, found: int) -> list[str]:
+    """Why the model cannot take samples with so many channels of a masked image and its mask, 0 without."""
+    if not fills(model):
+        return [f"masked images, which {model.name} does not take"] if found else []
+    taken = (model.kwargs["in_channels"] - model.kwargs["out_channels"]) // PACKING**2
+    if not found:
+        return [f"no masked images, which {model.name} needs"]
+    return [] if found == taken else [f"{found} channels of masked images, and {model.name} takes {taken}"]
+
+
+def _fill_problems(run: RunConfig, model: ModelSpec) -> list[str]:
+    if run.data.fill == fills(model):
+        return []
+    if run.data.fill:
+        return [f"data.fill is true, and {model.name} takes no masked images; leave it out"]
+    return [f"{model.name} takes masked images, and data.fill is false; set it to true"]
+
+
 CLASS_LABEL = "class_label"
 """The name of class labels among a batch's extras."""
 DEFAULT_CLASSES = 1000
@@ -133,7 +161,8 @@ def condition_problems(run: RunConfig, model: ModelSpec) -> list[str]:
     labelled = run.data.images[0].label is not None
     if not takes_classes(model):
         problem = f"data.images has a label, and {model.class_name} takes text; leave it out, and set encoders.text"
-        return [*([problem] if labelled else []), *first_frame_problems(run, model), *_reference_problems(run, model)]
+        images = [*first_frame_problems(run, model), *_reference_problems(run, model), *_fill_problems(run, model)]
+        return [*([problem] if labelled else []), *images]
     if not labelled:
         return [
             f"data.images has no label, and {model.class_name} takes classes; set it, such as to folder, and leave "

@@ -34,7 +34,7 @@ class Inputs(Strict):
     classes, for a family that takes one. `packs`: latents go in as 2 × 2 patches in the channels.
     `video`: latents have frames; `first_frame`: its models that begin with an image can be trained; `blank`:
     all its models can begin with one, and get zeros instead. `references`: the most images that a sample can be an edit
-    of. `square`:
+    of. `fill`: its models with more channels still are given a masked image and its mask. `square`:
     height and width are one number to it; `fixed`: that of `sample_size`.
     `depths`: the lists of like blocks, in the order of the forward pass, each with the constructor argument that
     says its length. `even`: the number of blocks must be even, and skips join the halves.
@@ -56,6 +56,7 @@ class Inputs(Strict):
     first_frame: bool = False
     blank: bool = False
     references: int = 0
+    fill: bool = False
     square: bool = False
     fixed: bool = False
     depths: dict[str, str] = {"transformer_blocks": "num_layers"}
@@ -70,6 +71,8 @@ class Inputs(Strict):
         return (*self.extras, *(each for name in self.streams for each in (name, mask_of(name))))
 
 
+PACKING = 2
+"""Latents a side that are packed into one, outside of a model that `packs`."""
 REFERENCE = "reference"
 """An extra of a batch, [B, references, C, H, W]: the latents of the images that a sample is an edit of."""
 
@@ -190,7 +193,7 @@ FAMILIES: dict[str, Inputs] = {
     "PixArtTransformer2DModel": Inputs(text_dim="caption_channels", objective=DDPM),
     "SD3Transformer2DModel": Inputs(text_dim="joint_attention_dim", extras=("pooled_text",)),
     "FluxTransformer2DModel": Inputs(
-        text_dim="joint_attention_dim", extras=("pooled_text",), packs=True, references=1, depths=_TWO_LISTS
+        text_dim="joint_attention_dim", extras=("pooled_text",), packs=True, references=1, fill=True, depths=_TWO_LISTS
     ),
     "ChromaTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True, depths=_TWO_LISTS),
     "OvisImageTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True, depths=_TWO_LISTS),
@@ -275,7 +278,7 @@ PUBLISHED: dict[str, FlowMatchingSpec | DdpmSpec] = {
     "wan2.2-i2v-a14b-high": FlowMatchingSpec(shift=5.0, t_range=(0.9, 1.0)),
     "wan2.2-i2v-a14b-low": FlowMatchingSpec(shift=5.0, t_range=(0.0, 0.9)),
     **dict.fromkeys(
-        ("flux.1-dev", "flux.1-kontext-dev", "flux.1-canny-dev", "flux.1-depth-dev"),
+        ("flux.1-dev", "flux.1-kontext-dev", "flux.1-canny-dev", "flux.1-depth-dev", "flux.1-fill-dev"),
         FlowMatchingSpec(shift=ExponentialShift()),
     ),
     "flux.1-schnell": FlowMatchingSpec(),
@@ -378,6 +381,13 @@ def is_controlled(spec: ModelSpec) -> bool:
     channels, out = (spec.kwargs.get(key) for key in ("in_channels", "out_channels"))
     takes = spec.class_name in FAMILIES and FAMILIES[spec.class_name].references > 0
     return takes and isinstance(channels, int) and isinstance(out, int) and channels == 2 * out
+
+
+def fills(spec: ModelSpec) -> bool:
+    """Whether an image model takes a masked image and its mask in further channels, more than its latents have."""
+    channels, out = (spec.kwargs.get(key) for key in ("in_channels", "out_channels"))
+    takes = spec.class_name in FAMILIES and FAMILIES[spec.class_name].fill
+    return takes and isinstance(channels, int) and isinstance(out, int) and channels > 2 * out
 
 
 def begins_with_an_image(spec: ModelSpec) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bigdit.catalog.families import EDITS, FAMILIES, Inputs, argument_problems, is_controlled
+from bigdit.catalog.families import EDITS, FAMILIES, PACKING, Inputs, argument_problems, fills, is_controlled
 from bigdit.catalog.models import CatalogModel, TextInput, Vae, model, models
 from bigdit.catalog.names import load_json, refusal
 from bigdit.config.run import ModelConfig
@@ -82,9 +82,6 @@ def config_file(path: Path) -> Path:
         return path
     inner = path / TRANSFORMER / "config.json"
     return inner if inner.is_file() else path / "config.json"
-
-
-PACKING = 2  # latents a side that are packed into one, outside the model
 
 
 def find_model(asked: str) -> CatalogModel:
@@ -229,7 +226,7 @@ def _sibling(spec: ModelSpec, vae: Vae | None) -> CatalogModel:
 
     def alike(candidate: CatalogModel) -> tuple[bool, int, bool]:
         equal = sum(spec.kwargs.get(key) == value for key, value in candidate.spec.kwargs.items())
-        as_fed = is_controlled(spec) == is_controlled(candidate.spec)
+        as_fed = all(fed(spec) == fed(candidate.spec) for fed in (is_controlled, fills))
         return as_fed, equal, vae is not None and vae.name == candidate.vae.name
 
     return max((m for m in models() if m.spec.class_name == spec.class_name), key=alike)
@@ -237,13 +234,14 @@ def _sibling(spec: ModelSpec, vae: Vae | None) -> CatalogModel:
 
 def _vae(spec: ModelSpec, inputs: Inputs, sibling: CatalogModel) -> Vae:
     """The sibling's VAE, or one with other channels. A model with further inputs has the sibling's in_channels."""
-    found = spec.kwargs.get("in_channels")
-    if found is None or found == sibling.spec.kwargs.get("in_channels"):
+    key = "out_channels" if is_controlled(spec) or fills(spec) else "in_channels"
+    found = spec.kwargs.get(key)
+    if found is None or found == sibling.spec.kwargs.get(key):
         return sibling.vae
-    channels, rest = divmod(_whole("in_channels", found), PACKING**2 if inputs.packs else 1)
+    channels, rest = divmod(_whole(key, found), PACKING**2 if inputs.packs else 1)
     if rest:
         raise UserError(
-            f"in_channels is {found}, and {spec.class_name} packs {PACKING} × {PACKING} latents into "
+            f"{key} is {found}, and {spec.class_name} packs {PACKING} × {PACKING} latents into "
             f"one: a multiple of {PACKING**2}, such as {max(channels, 1) * PACKING**2}"
         )
     if channels == sibling.vae.latent_channels:
@@ -255,7 +253,7 @@ def _vae(spec: ModelSpec, inputs: Inputs, sibling: CatalogModel) -> Vae:
             "latent_channels": channels,
             "params": None,
             "encoder_params": None,
-            "source": f"in_channels of {spec.name}; {sibling.vae.downsample} pixels a latent as {sibling.vae.name}",
+            "source": f"{key} of {spec.name}; {sibling.vae.downsample} pixels a latent as {sibling.vae.name}",
         }
     )
 

@@ -56,8 +56,9 @@ def run(
         typer.Option(
             "--image",
             metavar="FILE",
-            help="Image to edit, for edit models; first frame, for image-to-video models: an image, or a video whose "
-            "first frame is used. Give it once for all captions, or once for each.",
+            help="Image to edit, for edit models; image with x.mask.png beside it, for fill models; first frame, for "
+            "image-to-video models: an image, or a video whose first frame is used. Give it once for all captions, or "
+            "once for each.",
         ),
     ] = [],  # noqa: B006
     size: Annotated[

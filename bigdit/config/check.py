@@ -41,18 +41,19 @@ def _check_images(run: RunConfig) -> list[str]:
     if run.samples is None:
         return []
     images, captions = len(run.samples.images), len(run.samples.captions)
-    if run.encoders.first_frame is None and not run.data.references:
-        return (
-            ["samples.images is set, and encoders.first_frame and data.references are not; leave it out"]
-            if images
-            else []
-        )
+    needs = {
+        "data.references needs an image for each edit": run.data.references,
+        "data.fill needs an image for each": run.data.fill,
+        "encoders.first_frame needs an image for each video": run.encoders.first_frame is not None,
+    }
+    if not any(needs.values()):
+        unset = "encoders.first_frame, data.references and data.fill are not"
+        return [f"samples.images is set, and {unset}; leave it out"] if images else []
     if images in (1, captions):
         return []
-    needs = "data.references needs an image" if run.data.references else "encoders.first_frame needs an image"
+    why = next(each for each, needed in needs.items() if needed)
     return [
-        f"samples.images has {images} for {captions} of samples.captions, and {needs} for each "
-        f"{'edit' if run.data.references else 'video'}; name one for all, or one for each"
+        f"samples.images has {images} for {captions} of samples.captions, and {why}; name one for all, or one for each"
     ]
 
 
@@ -74,6 +75,8 @@ def _not_online(run: RunConfig) -> list[str]:
         found.append("encoders.first_frame needs a store")
     if run.data.references:
         found.append(f"data.references is {run.data.references}, which needs a store")
+    if run.data.fill:
+        found.append("data.fill is true, which needs a store")
     if run.encoders.device != "auto":
         found.append(
             f"encoders.device is {run.encoders.device}: encoders must be on the model's device; set it to auto"

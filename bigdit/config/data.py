@@ -125,7 +125,7 @@ class SourceConfig(Section):
     """Frames per second, for a folder whose subfolders are videos of numbered images."""
     mask: Literal["file", "alpha"] | None = None
     """For folders of images: what weights the loss of each place, from 0 (black) to 1 (white). file: x.mask.png beside
-    x.png; alpha: the opacity. An image without a mask counts in full."""
+    x.png; alpha: the opacity. An image without a mask counts in full. With fill: what is painted (white)."""
     buckets: Annotated[tuple[Bucket, ...], Field(min_length=1)] | None = None
     """Sizes of this source, in place of data.buckets."""
     flip: Switch = False
@@ -203,6 +203,9 @@ class DataConfig(Section):
     references: Annotated[Natural, Field(le=1)] = 0
     """For edit models: images that each sample is an edit of. 1: x.reference.png beside x.png, or the column
     reference."""
+    fill: bool = False
+    """For fill models: each sample is also encoded with a part masked out, which the model paints. The mask is the one
+    that its source has (mask), else a random rectangle or ellipse."""
     max_pixels: Count = MAX_PIXELS
     """The most pixels of an image or frame; larger ones are skipped. Each worker needs four bytes per pixel."""
     min_side: Count = 1
@@ -269,11 +272,13 @@ class DataConfig(Section):
                 f"fps is {self.fps:g}, and buckets has no frames; give [frames, height, width], such as "
                 f"{[17, *self.all_buckets[0]]}, or leave fps out"
             )
-        if self.references and videos:
+        asked = f"references is {self.references}" if self.references else "fill is true" if self.fill else None
+        if asked is not None and videos:
             raise ValueError(
-                f"references is {self.references}, and buckets has {written_bucket(videos[0])} of videos; references "
-                "are for images, so leave them out"
+                f"{asked}, and buckets has {written_bucket(videos[0])} of videos; it is for images, so leave it out"
             )
+        if self.references and self.fill:
+            raise ValueError("references and fill are both set, and a model takes one of them; leave out the other")
         return self
 
 

@@ -112,8 +112,8 @@ class SamplesConfig(Section):
     captions: tuple[CaptionText, ...] = Field(min_length=1)
     """Captions to generate from; for a class-conditional model, names or numbers of classes."""
     images: tuple[Path, ...] = ()
-    """First frames for image-to-video models, or images to edit for edit models: one for all captions, or one for each.
-    Of a video, the first frame is used."""
+    """First frames for image-to-video models, images to edit for edit models, or images with x.mask.png beside them for
+    fill models: one for all captions, or one for each. Of a video, the first frame is used."""
     every: Count = 1000
     """Steps between generations; the last step has one too."""
     steps: Annotated[Count, Field(le=1000)] = 20

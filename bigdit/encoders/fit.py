@@ -149,6 +149,9 @@ def run_misfits(run: RunConfig, schema: StoreSchema) -> list[str]:
         problems.append(
             f"it was encoded with data.references {schema.references}, and the run has {run.data.references}"
         )
+    if run.data.fill != bool(schema.fill):
+        there, here = (str(fill).lower() for fill in (bool(schema.fill), run.data.fill))
+        problems.append(f"it was encoded with data.fill {there}, and the run has {here}")
     if run.data.fps != schema.fps:
         problems.append(f"it was encoded with data.fps {schema.fps}, and the run has {run.data.fps}")
     return problems + list(dict.fromkeys(_bucket_misfits(run, schema)))

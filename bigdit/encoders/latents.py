@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageDraw, ImageOps
 from torch.nn import functional as F
 
 from bigdit.config.data import fitting_bucket, frames_of, written_bucket
@@ -91,6 +92,29 @@ def mask_latents(sample: Sample, bucket: tuple[int, ...], shape: tuple[int, ...]
     _, pixels = bucket_pixels(sample.mask, [bucket], "gray", sample.fit)
     mean = F.adaptive_avg_pool2d(torch.tensor(pixels).float() / 255, shape[-2:])
     return mean[0].to(torch.bfloat16)
+
+
+def fill_mask(sample: Sample, bucket: tuple[int, ...], seed: int) -> torch.Tensor:
+    """What of an image in its bucket is to be painted, fp32 [1, H, W] of 0 and 1: where its mask is white, or within a
+    rectangle or an ellipse drawn by `seed`.
+
+    Source: diffusers' FluxFillPipeline, and random_mask of its train_dreambooth_inpaint.py.
+    """
+    if sample.mask is not None:
+        return binary(bucket_pixels(sample.mask, [bucket], "gray", sample.fit)[1])
+    chance, sides = random.Random(seed), (bucket[-1], bucket[-2])
+    mask = Image.new("L", sides)
+    sizes = [chance.randint(1, side) for side in sides]
+    starts = [chance.randint(0, side - size) for side, size in zip(sides, sizes, strict=True)]
+    draw = ImageDraw.Draw(mask)
+    shape = chance.choice((draw.rectangle, draw.ellipse))
+    shape([*starts, *(start + size - 1 for start, size in zip(starts, sizes, strict=True))], fill=255)
+    return binary(np.asarray(mask)[None])
+
+
+def binary(mask: npt.NDArray[np.uint8]) -> torch.Tensor:
+    """1 where a mask is white, else 0: from half on, as diffusers' VaeImageProcessor."""
+    return torch.from_numpy(mask >= 128).float()
 
 
 def _within(size: tuple[int, int], buckets: Sequence[tuple[int, ...]], fit: Fit) -> Sequence[tuple[int, ...]]:

@@ -143,6 +143,17 @@ def to_unit_range(pixels: torch.Tensor) -> torch.Tensor:
     return pixels.float() / 127.5 - 1
 
 
+def masked_out(codec: ImageCodec, pixels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Latents of pixels [B, C, H, W] that are gray where the mask [B, 1, H, W] is 1, and in further channels the mask:
+    its pixels of each latent, row by row. bf16 [B, C + pixels a latent, h, w], in CPU memory.
+
+    Source: diffusers 0.42.1, FluxFillPipeline.prepare_mask_latents, which draws from the VAE's distribution; this is
+    its mode.
+    """
+    latents = codec.encode_mode(pixels * (1 - mask)).to("cpu", torch.bfloat16)
+    return torch.cat([latents, F.pixel_unshuffle(mask, codec.downsample).to(torch.bfloat16)], dim=1).contiguous()
+
+
 def to_bytes(pixels: torch.Tensor) -> torch.Tensor:
     """Pixels in [-1, 1] to uint8, clipped; the inverse of `to_unit_range`."""
     return ((pixels.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)

@@ -86,6 +86,7 @@ RECIPES: dict[str, EncodingRecipe] = {
     "Flux2KleinPipeline": EncodingRecipe(("states", "-"), "kept"),
     "Flux2Pipeline": EncodingRecipe(("states", "-"), "kept"),
     "FluxControlPipeline": EncodingRecipe(("states", "pooled", "-"), "kept"),
+    "FluxFillPipeline": EncodingRecipe(("states", "pooled", "-"), "kept"),
     "FluxKontextPipeline": EncodingRecipe(("states", "pooled", "-"), "kept"),
     "FluxPipeline": EncodingRecipe(("states", "pooled", "-"), "kept"),
     "HiDreamImagePipeline": EncodingRecipe(  # each block reads one of Llama's layers

@@ -11,7 +11,14 @@ from typing import Any
 import torch
 
 from bigdit import log
-from bigdit.catalog.conditions import class_count, condition_problems, first_frame_misfits, takes_classes
+from bigdit.catalog.conditions import (
+    class_count,
+    condition_problems,
+    fill_channels,
+    fill_misfits,
+    first_frame_misfits,
+    takes_classes,
+)
 from bigdit.config.run import RunConfig
 from bigdit.encoders.first_frame import load_first_frames
 from bigdit.encoders.fit import size_misfits, unfit_model
@@ -98,10 +105,12 @@ def _prepare(run: RunConfig, model: ModelSpec, source: SourceList, by_content: b
     first_frame = None if frames is None else frames.identity
     classes = (source.class_names or class_count(model)) if takes_classes(model) else None
     shapes, unfit = _latent_shapes(run, codec)
+    fill = fill_channels(codec.channels, codec.downsample) if run.data.fill else 0
     problems = [
         *unfit,
         *unfit_model(model, codec, text_encoder, classes),
         *_unfit_frames(model, codec, text_encoder, first_frame),
+        *(f"encoders.image gives {misfit}" for misfit in fill_misfits(model, fill)),
         *(f"data.buckets gives {misfit}" for misfit in size_misfits(model, shapes)),
     ]
     if problems:
@@ -116,6 +125,7 @@ def _prepare(run: RunConfig, model: ModelSpec, source: SourceList, by_content: b
         fps=run.data.fps,
         first_frame=first_frame,
         references=run.data.references,
+        fill=fill,
     )
     root = run.data.store
     remove_left(root)

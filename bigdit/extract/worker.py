@@ -22,13 +22,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bigdit.catalog.conditions import LOSS_MASK
+from bigdit.catalog.conditions import FILL, LOSS_MASK
 from bigdit.catalog.families import REFERENCE
 from bigdit.config.data import EncodersConfig, frames_of
 from bigdit.die_with_parent import end_with_parent, undisturbed
-from bigdit.encoders.latents import bucket_pixels, mask_latents
+from bigdit.encoders.latents import bucket_pixels, fill_mask, mask_latents
 from bigdit.encoders.load import Encoders, load_encoders
-from bigdit.encoders.protocol import to_unit_range
+from bigdit.encoders.protocol import masked_out, to_unit_range
 from bigdit.errors import UserError
 from bigdit.libraries import switched_on
 from bigdit.sources.protocol import Caption, Item, Unusable
@@ -131,7 +131,7 @@ def _work_through(pipe: Connection, root: Path, folder: Path, schema: StoreSchem
             path = part_path(root, unit.start, unit.end)
             _mark(folder / path.name)
             encoding = UnitEncoder(
-                encoders, schema.buckets, classes, lambda *counts: pipe.send(Progress(*counts)), watch
+                encoders, schema.buckets, classes, lambda *counts: pipe.send(Progress(*counts)), watch, schema.fill > 0
             )
             encoded = encoding.encode(unit.items)
             speed = watch.stop(unit.start, unit.end, len(encoded.skipped), str(encoders.device))
@@ -184,10 +184,11 @@ OnImages = Callable[[int, int], None]
 
 
 class UnitEncoder:
-    """Encodes the items of one unit: latents, texts or classes, first frames or references. Unusable items are skipped.
+    """Encodes the items of one unit: latents, texts or classes, first frames, references or masked images. Unusable
+    items are skipped.
 
     All images are encoded before the captions, in the turn of their encoders. `watch` adds up the seconds of `reading`
-    and `encoding`.
+    and `encoding`. With `fill` masks are not of the loss: they say what of masked images is to be painted.
     """
 
     def __init__(
@@ -197,11 +198,14 @@ class UnitEncoder:
         classes: Classes | None = None,
         on_progress: OnImages = lambda images, skipped: None,
         watch: Stopwatch | None = None,
+        fill: bool = False,
     ) -> None:
+        self._fill = fill
         self._encoders, self._buckets, self._classes = encoders, buckets, classes
         self._on_progress, self._watch = on_progress, watch or Stopwatch()
         self._waiting: dict[tuple[int, ...], list[npt.NDArray[np.uint8]]] = defaultdict(list)
         self._references: dict[tuple[int, ...], list[npt.NDArray[np.uint8]]] = defaultdict(list)
+        self._painted: dict[tuple[int, ...], list[torch.Tensor]] = defaultdict(list)
         self._latents: dict[Shape, list[torch.Tensor]] = defaultdict(list)
         self._frames: dict[Shape, list[dict[str, torch.Tensor]]] = defaultdict(list)
         self._indices: dict[Shape, list[int]] = defaultdict(list)
@@ -264,8 +268,11 @@ class UnitEncoder:
             self._captions[item.index], self._names[item.index] = sample.captions, item.name
         shape = codec.latent_shape(bucket)
         self._indices[shape].append(item.index)
-        self._masked |= sample.mask is not None
-        self._masks[shape].append(mask_latents(sample, bucket, shape))
+        if self._fill:
+            self._painted[bucket].append(fill_mask(sample, bucket, item.index))
+        else:
+            self._masked |= sample.mask is not None
+            self._masks[shape].append(mask_latents(sample, bucket, shape))
         self._waiting[bucket].append(pixels)
         self._references[bucket] += references
         if len(self._waiting[bucket]) * frames_of(bucket) >= codec.batch_size:
@@ -286,6 +293,9 @@ class UnitEncoder:
                 edited = to_unit_range(torch.from_numpy(np.stack(given)))
                 found = turn(lambda: codec.encode_mode(edited)).to("cpu", torch.bfloat16).contiguous()
                 self._frames[shape].append({REFERENCE: found.unflatten(0, (len(encoded), -1))})
+            if masks := self._painted.pop(bucket, []):
+                mask = torch.stack(masks)
+                self._frames[shape].append({FILL: turn(lambda: masked_out(codec, pixels, mask))})
         self._latents[shape].append(encoded)
         self._on_progress(len(encoded), 0)
 

@@ -147,7 +147,7 @@ class Recipe:
         if not self.draws:
             return f"bigdit export --checkpoint {output} --out {output}/export"
         asked = '--caption "a fox in the snow"' if "text" in self.run["encoders"] else "--label 0"
-        asked += " --image fox.png" if self.run["data"].get("references") else ""
+        asked += " --image fox.png" if {"references", "fill"} & self.run["data"].keys() else ""
         return f"bigdit sample --checkpoint {output} --out {output}/samples {asked}"
 
 

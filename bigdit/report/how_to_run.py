@@ -14,7 +14,7 @@ import yaml
 from bigdit.catalog import CatalogModel
 from bigdit.catalog.conditions import takes_first_frame
 from bigdit.catalog.encoders import caption_tokens, online_encoders
-from bigdit.catalog.families import PUBLISHED, objective_of
+from bigdit.catalog.families import PUBLISHED, fills, objective_of
 from bigdit.catalog.models import TextInput, before_download, models, repositories
 from bigdit.catalog.resolve import CONFIG
 from bigdit.checkout import entry
@@ -76,6 +76,7 @@ def skeleton(plan: Plan, images: Path | None = None, name: str = "") -> str | No
             "buckets": [[*_frames(plan), *sides] for sides in sizes],
             **({} if model.clip is None else {"fps": model.clip.fps}),
             **({"references": model.references} if model.references else {}),
+            **({"fill": True} if fills(spec) else {}),
             **_part_size(plan),
         },
         "encoders": {
@@ -304,6 +305,8 @@ def obstacle(plan: Plan) -> str | None:
         return "strategy.features online cannot give the first frame that the model needs"
     if plan.chosen.strategy.features == "online" and plan.batch.references:
         return "strategy.features online cannot give the images that the model edits"
+    if plan.chosen.strategy.features == "online" and fills(plan.request.model.spec):
+        return "strategy.features online cannot give the masked images that the model paints"
     return None
 
 

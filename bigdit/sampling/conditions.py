@@ -1,5 +1,5 @@
-"""The conditions of images, encoded one after another before anything is generated: captions, classes, first frames and
-references.
+"""The conditions of images, encoded one after another before anything is generated: captions, classes, first frames,
+references and masked images.
 
 Guidance leads away from a negative condition (Ho & Salimans, arXiv:2207.12598).
 """
@@ -7,6 +7,7 @@ Guidance leads away from a negative condition (Ho & Salimans, arXiv:2207.12598).
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,20 +15,20 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from bigdit.catalog.conditions import CLASS_LABEL, no_class
+from bigdit.catalog.conditions import CLASS_LABEL, FILL, no_class
 from bigdit.catalog.families import REFERENCE
 from bigdit.config import RunConfig
 from bigdit.config.data import MAX_PIXELS, TextEncoderConfig
 from bigdit.encoders.first_frame import FirstFrames, load_first_frames
-from bigdit.encoders.latents import bucket_pixels
+from bigdit.encoders.latents import binary, bucket_pixels
 from bigdit.encoders.load import load_text_encoder
-from bigdit.encoders.protocol import ImageCodec, shapes_of, to_unit_range
+from bigdit.encoders.protocol import ImageCodec, masked_out, shapes_of, to_unit_range
 from bigdit.errors import UserError
 from bigdit.loader.batch import condition
 from bigdit.loader.buffers import extras_of, padded
 from bigdit.objective_spec import SamplerName
 from bigdit.sources.disk import IMAGE_BYTES, read_file
-from bigdit.sources.image import decode
+from bigdit.sources.image import MASK, decode, marked, owner
 from bigdit.sources.protocol import Unusable
 from bigdit.sources.videos import Clip, is_video, video_frames
 from bigdit.store.schema import Classes, Known
@@ -178,9 +179,20 @@ _ONE = Clip(1, 1)
 
 
 def asked_image(option: str, path: Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """As first_image. Raises UserError, with the option or key that asked for it, where there is none."""
+    """As first_image; with a mask beside it, such as x.mask.png, in mode RGBA, whose A is the mask. Raises UserError,
+    with the option or key that asked for it, where it cannot be read, and for a mask of another size."""
     try:
-        return first_image(path, max_pixels)
+        image = first_image(path, max_pixels)
+        masks = [name for name, of in marked(os.listdir(path.parent), MASK).items() if of == owner(path.name)]
+        if masks:
+            mask = first_image(path.with_name(masks[-1]), max_pixels).convert("L")
+            if mask.size != image.size:
+                raise Unusable(
+                    f"{masks[-1]} has {mask.width} × {mask.height} pixels, and it has {image.width} × {image.height}"
+                )
+            image = image.convert("RGB")
+            image.putalpha(mask)
+        return image
     except (OSError, Unusable) as error:
         raise UserError(f"{option} {path} cannot be read: {error}") from None
 
@@ -269,11 +281,13 @@ def _begun(
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
     frames = load_first_frames(run.encoders.first_frame, codec, device)
-    if frames is None and not run.data.references:
+    if frames is None and not run.data.references and not run.data.fill:
         return {}
     codec.move(device)
     if frames is not None:
         begun = first_frame_extras(frames, images, options.bucket)
+    elif run.data.fill:
+        begun = {FILL: torch.cat([_masked(each, options.bucket, codec) for each in images])}
     else:
         begun = {REFERENCE: torch.cat([_reference(each, options.bucket, codec) for each in images])}
     codec.move(_CPU)
@@ -284,3 +298,14 @@ def _reference(image: Image.Image, bucket: tuple[int, ...], codec: ImageCodec) -
     """The latents [1, 1, C, h, w] fp32 of an image to edit, in CPU memory, rounded as in a store."""
     _, pixels = bucket_pixels(image, [bucket], codec.color)
     return codec.encode_mode(to_unit_range(torch.from_numpy(pixels)[None])).to(_CPU, torch.bfloat16).float()[None]
+
+
+def _masked(image: Image.Image, bucket: tuple[int, ...], codec: ImageCodec) -> torch.Tensor:
+    """The latents and the mask [1, C', h, w] fp32 of an image to paint in, in CPU memory, rounded as in a store."""
+    if "A" not in image.getbands():
+        raise UserError(
+            "--image: the model paints where a mask is white, and the image has no mask; put x.mask.png beside x.png"
+        )
+    _, pixels = bucket_pixels(image, [bucket], codec.color)
+    mask = binary(bucket_pixels(image.getchannel("A"), [bucket], "gray")[1])
+    return masked_out(codec, to_unit_range(torch.from_numpy(pixels)[None]), mask[None]).float()

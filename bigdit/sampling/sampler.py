@@ -90,9 +90,8 @@ class Sampler:
         self._family = models.family(spec.class_name)
         self._dtype = compute_dtype(strategy)
         self._codec = load_image_codec(run.encoders.image, _CPU)
-        self._takes = (
-            "edits" if run.data.references else "begins with" if run.encoders.first_frame is not None else None
-        )
+        begins = "begins with" if run.encoders.first_frame is not None else None
+        self._takes = "edits" if run.data.references else "paints in" if run.data.fill else begins
         self._objective = objective_of(spec, run.objective)
         if (why := partial(self._objective)) is not None:
             raise UserError(f"{self._name}: {why}")

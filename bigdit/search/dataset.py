@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from bigdit.catalog import CatalogModel, Gpu, batch_shape
-from bigdit.catalog.conditions import CLIP_TOKENS, takes_first_frame
+from bigdit.catalog.conditions import CLIP_TOKENS, fill_channels, takes_first_frame
 from bigdit.catalog.encoders import online_encoders
-from bigdit.catalog.families import stream_shapes
+from bigdit.catalog.families import fills, stream_shapes
 from bigdit.catalog.gpus import precision_problems
 from bigdit.config.data import PART_SIZE, part_size
 from bigdit.encoders.recipes import RECIPES
@@ -103,7 +103,7 @@ def dataset_need(request: ResolvedRequest, batch: BatchShape, encoding: Encoding
         extraction_seconds=extraction,
         notes=(
             *(_text_notes(texts, padded, text, images, kind) if texts else ()),
-            *([_first_frame_note(first, batch)] if first else ()),
+            *([_first_frame_note(first, request.model, batch)] if first else ()),
             *_part_notes(sample + text.high),
             *_extraction_notes(request.model, batch, known=bool(encoding)),
             *(_room_notes(encoders_need(encoding), request) if encoding else ()),
@@ -162,18 +162,19 @@ def _texts(model: CatalogModel, batch: BatchShape) -> list[_Text]:
 
 
 def _first_frame_bytes(model: CatalogModel, batch: BatchShape) -> int:
-    """Of a sample's first frame: as many latents as the video has, and embeddings where the model is fed them."""
+    """Of a sample's first frame: as many latents as the video has, and embeddings where the model is fed them. Of its
+    masked image: its latents and mask."""
+    if fills(model.spec):
+        return fill_channels(batch.latents[0], model.vae.downsample) * math.prod(batch.latents[1:]) * STORED_BYTES
     if not takes_first_frame(model.spec):
         return 0
     return (math.prod(batch.latents) + CLIP_TOKENS * (model.spec.kwargs.get("image_dim") or 0)) * STORED_BYTES
 
 
-def _first_frame_note(nbytes: int, batch: BatchShape) -> str:
-    if batch.references:
-        return (
-            f"the image that each sample edits takes {on_disk(nbytes)} more; the VAE's pass over it is not in the time "
-            "of extraction"
-        )
+def _first_frame_note(nbytes: int, model: CatalogModel, batch: BatchShape) -> str:
+    if batch.references or not model.video:
+        more = "image that each sample edits" if batch.references else "masked image of each sample"
+        return f"the {more} takes {on_disk(nbytes)} more; the VAE's pass over it is not in the time of extraction"
     return (
         f"the first frame of each video takes {on_disk(nbytes)} more; a second pass of the VAE, as long as that "
         "over the video, and the image encoder's are not in the time of extraction"

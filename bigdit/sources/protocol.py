@@ -48,7 +48,8 @@ class Sample:
     """A decoded image (upright, opaque, mode RGB or L) or the frames of a video, which are decoded lazily.
 
     It has at least one caption, or a label: the name or the number of its class. `fit`: how it is fitted to its bucket.
-    `mask`: the weight of the loss at each pixel, mode L. `references`: images that it is an edit of.
+    `mask`: the weight of the loss at each pixel, or what fill models paint, mode L. `references`: images that it is an
+    edit of.
     """
 
     image: Image.Image | Iterator[Image.Image]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
-from bigdit.catalog.conditions import LOSS_MASK
+from bigdit.catalog.conditions import FILL, LOSS_MASK
 from bigdit.catalog.families import REFERENCE
 from bigdit.errors import UserError, shown
 from bigdit.files import open_file
@@ -42,7 +42,7 @@ _MOST_ELEMENTS = 1 << 48
 _MOST_DIMENSIONS = 8
 _STREAM = re.compile(r"stream/[a-z][a-z0-9_]{0,63}")
 _SHAPED = re.compile(
-    r"(latent|row|label|frame|first_frame|image_embeds|loss_mask|reference)/[1-9]\d{0,8}(x[1-9]\d{0,8}){2,3}"
+    r"(latent|row|label|frame|first_frame|image_embeds|loss_mask|reference|fill)/[1-9]\d{0,8}(x[1-9]\d{0,8}){2,3}"
 )
 
 
@@ -211,8 +211,8 @@ def _wanted_latents(header: Header) -> Wanted:
     path, columns = header.path, header.columns
     frames = tuple(f"{each}/" for each in ("frame", *FRAME_COLUMNS))
     labelled, framed = (any(name.startswith(kind) for name in columns) for kind in ("label/", frames))
-    first, masked, edited = (
-        any(name.startswith(f"{kind}/") for name in columns) for kind in (FIRST_FRAME, LOSS_MASK, REFERENCE)
+    first, masked, edited, filled = (
+        any(name.startswith(f"{kind}/") for name in columns) for kind in (FIRST_FRAME, LOSS_MASK, REFERENCE, FILL)
     )
     wanted: Wanted = {}
     for name in [name for name in columns if name.startswith(("latent/", "row/", "label/", *frames))]:
@@ -233,6 +233,8 @@ def _wanted_latents(header: Header) -> Wanted:
                 wanted[f"{LOSS_MASK}/{sides}"] = ((torch.bfloat16,), (count, *shape[-2:]))
             if edited:
                 wanted[f"{REFERENCE}/{sides}"] = ((torch.bfloat16,), (count, None, *shape))
+            elif filled:
+                wanted[f"{FILL}/{sides}"] = ((torch.bfloat16,), (count, None, *shape[-2:]))
             elif first or not masked:
                 wanted[f"{FIRST_FRAME}/{sides}"] = ((torch.bfloat16,), (count, *shape))
         if framed and name.startswith(FRAME_COLUMNS[1]):

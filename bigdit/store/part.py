@@ -9,12 +9,13 @@ A part that has its name is complete. Its tensors in order, with shapes as in `l
     row/SHAPE    int64 [n, 4]: source index, first caption, captions, xxh3 of the latents, seeded with the index
     label/SHAPE  int64 [n]: the class, if images have classes instead of captions
     stream/NAME  int64 [m, 3]: start, length, states that the mask shows, of a further text encoder's sequence
-    frame/SHAPE  int64 [n]: xxh3 of the row's first_frame, image_embeds, loss_mask and reference, seeded with the index
+    frame/SHAPE  int64 [n]: xxh3 of the row's columns from first_frame to fill, in this order, seeded with the index
     latent/SHAPE [n, C, H, W] or [n, C, F, H, W], bf16 (fp32 of the identity codec); [n, 2, …] of mean and deviation
     first_frame/SHAPE   bf16 [n, C, F, H, W]: latents of the first frame, followed by zeros, for image-to-video models
     image_embeds/SHAPE  bf16 [n, tokens, dim]: embeddings of the first frame by an image encoder, for some of them
     loss_mask/SHAPE     bf16 [n, H, W]: the weight of the loss at each latent, if images of the part have masks
     reference/SHAPE     bf16 [n, references, C, H, W]: latents of the images that the row is an edit of, for edit models
+    fill/SHAPE          bf16 [n, C + pixels a latent, H, W]: latents of the masked image, and its mask, for fill models
     text, text/NAME     [tokens, dim] bf16, or float8_e4m3fn with `text_scale…` fp32 [tokens]; each caption once
     pooled       bf16 [m, p], if the encoders give a vector
     captions     uint8: JSON of source index to [[text, weight], …]
@@ -39,14 +40,14 @@ from typing import cast
 import numpy as np
 import torch
 
-from bigdit.catalog.conditions import LOSS_MASK
+from bigdit.catalog.conditions import FILL, LOSS_MASK
 from bigdit.catalog.families import REFERENCE
 from bigdit.store.tensors import Pieces, bytes_of, chained_digest, commit, header_bytes, row_digest
 from bigdit.store.text import Cut, Lengths, StoredCaption, Text, caption_columns
 
 FIRST_FRAME = "first_frame"
-FRAME_COLUMNS = (FIRST_FRAME, "image_embeds", LOSS_MASK, REFERENCE)
-"""The columns of first frames, of masks and of references, in the order of their digest."""
+FRAME_COLUMNS = (FIRST_FRAME, "image_embeds", LOSS_MASK, REFERENCE, FILL)
+"""The columns of first frames, masks, references and masked images, in the order of their digest."""
 
 Shape = tuple[int, int, int] | tuple[int, int, int, int]
 """The shape of a sample's latents: C×H×W, or C×F×H×W of videos."""

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from bigdit.catalog.conditions import FILL
 from bigdit.catalog.families import REFERENCE
 from bigdit.errors import UserError
 from bigdit.store.files import READERS, File, ReaderName
@@ -143,7 +144,8 @@ class Part:
             self._file.read_into(memories[name], column.offset + row * column.row_bytes)
         found = chained_digest([memories[name] for name in self._framed[shape]], int(self.rows[shape][row, 0]))
         if found != int(self.frames[shape][row]):
-            what = "reference" if REFERENCE in memories else "first frame"
+            names = {REFERENCE: "reference", FILL: "masked image"}
+            what = next((what for name, what in names.items() if name in memories), "first frame")
             raise self._damaged(f"is damaged in the {what} of row {row} of {shape_name(shape)}: its digest differs")
 
     def text(self, caption: int) -> Text:

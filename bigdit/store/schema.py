@@ -92,7 +92,7 @@ class StoreSchema(Strict):
 
     `classes`: their names or their number; None if images have captions. `fps`: the frame rate of videos.
     `first_frame`: the columns of first frames and their image encoder. `references`: images that a sample is an edit
-    of. Parts never change. What is added to source n
+    of. `fill`: channels of masked images and their masks. Parts never change. What is added to source n
     later has its own entry in `sources`, with `of` n, and `changes` say which images are no longer used.
     """
 
@@ -106,6 +106,7 @@ class StoreSchema(Strict):
     fps: float | None = None
     first_frame: dict[str, Any] | None = None
     references: NonNegativeInt = 0
+    fill: NonNegativeInt = 0
     changes: list[Change] = []
 
     @model_validator(mode="after")
@@ -162,8 +163,8 @@ class StoreSchema(Strict):
 
     @property
     def has_masks(self) -> bool:
-        """Whether images of a source may have masks."""
-        return any("masks" in source for source in self.sources)
+        """Whether images of a source may have masks of the loss."""
+        return not self.fill and any("masks" in source for source in self.sources)
 
     def ranges(self) -> list[Range]:
         """The ranges of the parts, in order. None spans two sources, so an appended source changes no earlier part."""
@@ -181,7 +182,7 @@ class StoreSchema(Strict):
 
 def store_identity(schema: StoreSchema) -> str:
     """A digest that all parts of a store share, however it is extended: of version, encoders, buckets and classes."""
-    newer = set() if schema.references else {"references"}  # older stores have none
+    newer = {name for name in ("references", "fill") if not getattr(schema, name)}  # older stores have none
     return _digest(schema.model_dump(mode="json", exclude={"sources", "part_size", "changes"} | newer))
 
 

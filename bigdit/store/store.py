@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bigdit.catalog.conditions import LOSS_MASK
+from bigdit.catalog.conditions import FILL, LOSS_MASK
 from bigdit.catalog.families import REFERENCE
 from bigdit.errors import UserError
 from bigdit.store.files import LocalParts, ReaderName, RemoteParts, open_remote, read_column
@@ -328,10 +328,12 @@ class FeatureStore:
         return {TEXT: self.text_shape} | {name: (each["max_tokens"], each["dim"]) for name, each in streams}
 
     def frame_shapes(self, bucket: Shape) -> dict[str, tuple[int, ...]]:
-        """The shapes of the columns of first frames, masks and references for latents of this shape, by name."""
+        """The shapes of the columns of first frames, masks, references and masked images for latents of this shape, by
+        name."""
         found, references = self.schema.first_frame, self.schema.references
         more: dict[str, tuple[int, ...]] = {LOSS_MASK: bucket[-2:]} if self.schema.has_masks else {}
         more |= {REFERENCE: (references, *bucket)} if references else {}
+        more |= {FILL: (self.schema.fill, *bucket[-2:])} if self.schema.fill else {}
         if found is None:
             return more
         embeds = {FRAME_COLUMNS[1]: (int(found["tokens"]), int(found["dim"]))} if "dim" in found else {}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bigdit.catalog.conditions import class_misfits, first_frame_misfits, no_class, reference_misfits
+from bigdit.catalog.conditions import class_misfits, fill_misfits, first_frame_misfits, no_class, reference_misfits
 from bigdit.catalog.context import context_misfits
 from bigdit.catalog.families import FAMILIES
 from bigdit.checkpoint import Peers
@@ -162,10 +162,11 @@ def _condition_misfits(run: RunConfig, spec: ModelSpec, store: FeatureStore) -> 
 
 
 def _frame_misfits(spec: ModelSpec, store: FeatureStore) -> list[str]:
-    """What of the store's first frames or references does not fit the model."""
+    """What of the store's first frames, references or masked images does not fit the model."""
     channels, text = next(iter(store.buckets))[0], store.text_shape
     found = first_frame_misfits(spec, channels, store.schema.first_frame, None if text is None else text[0])
-    return [f"it has {misfit}" for misfit in [*found, *reference_misfits(spec, store.schema.references)]]
+    found += [*reference_misfits(spec, store.schema.references), *fill_misfits(spec, store.schema.fill)]
+    return [f"it has {misfit}" for misfit in found]
 
 
 def largest_batch_shape(store: FeatureStore | RawStore) -> BatchShape:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import bigdit.catalog
 from bigdit.catalog import FAMILIES, batch_shape, latent_shape, model
 from bigdit.catalog.conditions import class_count, class_misfits, no_class, takes_classes, takes_first_frame
-from bigdit.catalog.families import is_controlled, training_obstacle
+from bigdit.catalog.families import fills, is_controlled, training_obstacle
 from bigdit.catalog.gpus import gpus
 from bigdit.catalog.models import models
 from bigdit.catalog.names import load_json
@@ -23,7 +23,7 @@ NAMES = [m.name for m in models()]
 
 
 def test_counts():
-    assert len(models()) == 90
+    assert len(models()) == 91
     assert len(gpus()) == 80
     document = load_json("models.json")
     assert (len(document["text_encoders"]), len(document["native_dit"])) == (17, 12)
@@ -66,7 +66,7 @@ def test_every_model_has_what_a_plan_needs():
             assert height == width == m.resolution // m.vae.downsample, name
             assert height % m.patch_size == 0, name
         # a packed model's input channels are those of the VAE, patch × patch times
-        in_channels = m.spec.kwargs.get("out_channels" if is_controlled(m.spec) else "in_channels")
+        in_channels = m.spec.kwargs.get("out_channels" if is_controlled(m.spec) or fills(m.spec) else "in_channels")
         if in_channels and not m.video:
             assert in_channels in (m.vae.latent_channels, m.vae.latent_channels * m.patch_size**2), name
 

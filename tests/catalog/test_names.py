@@ -92,7 +92,7 @@ ASKED_BACK = {
     "hunyuan": (find_model, "did you mean hunyuandit-v1.2, hunyuandit-v1.1, hunyuanvideo-t2v, hunyuanimage-2.1?"),
     "unsloth/FLUX.1-dev": (
         find_model,
-        "did you mean flux.1-dev, flux.1-canny-dev, flux.1-depth-dev, flux.1-kontext-dev?",
+        "did you mean flux.1-dev, flux.1-fill-dev, flux.1-canny-dev, flux.1-depth-dev?",
     ),
     "wan": (find_model, "one of wan2.1-t2v-1.3b, wan2.1-t2v-14b, wan2.2-t2v-a14b-high, wan2.2-ti2v-5b"),
     **dict.fromkeys(
@@ -153,11 +153,10 @@ REASONS = {
         ("llama-3-8b", "gpt2", "qwen2.5-7b", "mistral-7b"),
         (find_model, "it is a language model, and bigdit plans diffusion transformers", ""),
     ),
-    "flux.1-fill-dev": (find_model, "its input also has images", "flux.1-dev"),
     "sit": (find_model, "its transformer is DiT's, trained by flow matching", "dit-xl-2"),
     "opensora": (find_model, "diffusers has no class for it", ""),
     "hpcai-tech/Open-Sora": (find_model, "diffusers has no class for it", ""),
-    "black-forest-labs/FLUX.1-Fill-dev": (find_model, "its input also has images", "flux.1-dev"),
+    "black-forest-labs/FLUX.1-Redux-dev": (find_model, "it turns an image into text states", "flux.1-dev"),
     "Wan-AI/Wan2.1-I2V-14B-720P": (find_model, "with --resolution 720x1280", "wan2.1-i2v-14b-480p"),
     "facebook/DiT-XL-2-512": (find_model, "plan it as dit-xl-2 with --resolution 512", "dit-xl-2"),
     "zai-org/CogVideoX1.5-5B-I2V": (

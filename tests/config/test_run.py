@@ -354,4 +354,6 @@ def test_what_is_drawn_on_the_way_begins_with_images_where_the_run_does():
     for images in ("[a.png]", "[a.png, b.png, c.png]"):
         load_and_check([*drawn, "encoders.first_frame={}", f"samples.images={images}"])
     found = problems([*drawn, "samples.images=[a.png]"])
-    assert "samples.images is set, and encoders.first_frame and data.references are not; leave it out" in found
+    assert (
+        "samples.images is set, and encoders.first_frame, data.references and data.fill are not; leave it out" in found
+    )

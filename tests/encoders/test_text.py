@@ -17,7 +17,7 @@ from bigdit.encoders.load import load_text_encoder
 from bigdit.encoders.recipes import RECIPES
 from bigdit.errors import UserError
 
-FLUX_PIPELINES = ("FluxControlPipeline", "FluxKontextPipeline", "FluxPipeline")
+FLUX_PIPELINES = ("FluxControlPipeline", "FluxFillPipeline", "FluxKontextPipeline", "FluxPipeline")
 # What each pipeline's own call asks of its encode_prompt, written out: its defaults, read in diffusers 0.42.1.
 CALLS = {
     "AuraFlowPipeline": {"max_sequence_length": 256},

@@ -18,6 +18,7 @@ from bigdit.strategy import ModelSpec
 
 LATENTS = (8, 12)  # of 64 × 96 pixels
 EDITED = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 96, 3), np.uint8))
+MASK = Image.fromarray(np.kron(np.random.default_rng(1).integers(0, 2, (16, 24)), np.ones((4, 4))) * 255).convert("L")
 KONTEXT = {"image": EDITED, "max_area": 64 * 96, "_auto_resize": False}
 # By pipeline: the transformer and its arguments, what a t of 1 is to it, and what else the pipeline's call is told.
 CASES = {
@@ -33,6 +34,12 @@ CASES = {
     "OvisImagePipeline": ("OvisImageTransformer2DModel", OVIS_IMAGE, 1, {}),
     "FluxKontextPipeline": ("FluxTransformer2DModel", FLUX, 1, KONTEXT),
     "FluxControlPipeline": ("FluxTransformer2DModel", FLUX_CONTROL, 1, {"control_image": EDITED}),
+    "FluxFillPipeline": (  # 4 + 64 channels further, packed
+        "FluxTransformer2DModel",
+        FLUX_CONTROL | {"in_channels": 16 + 272},
+        1,
+        {"image": EDITED, "mask_image": MASK},
+    ),
     "Flux2Pipeline": ("Flux2Transformer2DModel", FLUX2, 1, {"image": EDITED}),
 }
 
@@ -78,12 +85,14 @@ def test_the_family_feeds_what_the_pipeline_feeds(name):
         tokens = fed["hidden_states"]
         own = math.prod(LATENTS) // 4 if packs else None
         given = tokens[:, own:] if "image" in asked else None
-        if "control_image" in asked:
-            tokens, given = tokens.chunk(2, dim=2)
+        if "control_image" in asked or "mask_image" in asked:
+            tokens, given = tokens.split((16, tokens.shape[2] - 16), dim=2)
         latents, answer = (unpack(each[:, :own], *LATENTS) if packs else each for each in (tokens, answer))
         text = fed["encoder_hidden_states"]
         extras = {"pooled_text": fed["pooled_projections"]} if "pooled_text" in FAMILIES[class_name].extras else {}
-        if given is not None:
+        if "mask_image" in asked:
+            extras["fill"] = unpack(given, *LATENTS)
+        elif given is not None:
             extras["reference"] = unpack(given, *LATENTS)[:, None]
         batch = Batch(latents, text, torch.ones(text.shape[:2]), (0,), extras)
         assert latents.shape[2:] == LATENTS

@@ -1,7 +1,7 @@
 """FLUX.1: two-stream blocks, then single-stream blocks, on 2 × 2 patches of latents with rotary positions.
 
-Source: Black Forest Labs' FLUX.1; diffusers' FluxTransformer2DModel, FluxPipeline, FluxKontextPipeline and
-FluxControlPipeline.
+Source: Black Forest Labs' FLUX.1; diffusers' FluxTransformer2DModel, FluxPipeline, FluxKontextPipeline,
+FluxControlPipeline and FluxFillPipeline.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bigdit.catalog.families import REFERENCE
+from bigdit.catalog.conditions import FILL
+from bigdit.catalog.families import PACKING, REFERENCE
 from bigdit.models.family import Conditions, Extra, Family, arguments, guidance, text
-from bigdit.models.packing import FACTOR, pack, pack_edit, positions, unpack
+from bigdit.models.packing import pack, pack_edit, positions, unpack
 
 
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
@@ -19,14 +20,16 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
 
     H and W are even. Padding is attended to, as in the published training: there is no mask. The tokens of references
     follow those of the latents, and what is predicted of them is dropped. A model of twice the channels (Canny, Depth)
-    takes its one reference in these.
+    takes its one reference in these, and one of more (Fill) the extra fill [B, C', H, W].
     """
     embeds, _ = text(conditions)
     height, width = latents.shape[2:]
     guided = guidance(model, latents)
     given = conditions.extras.get(REFERENCE)
-    if given is not None and arguments(model).in_channels == 2 * FACTOR**2 * latents.shape[1]:
-        packed, references = torch.cat([pack(latents), pack(given[:, 0])], dim=2), 0
+    if FILL in conditions.extras:
+        packed, references = pack(torch.cat([latents, conditions.extras[FILL]], dim=1)), 0
+    elif given is not None and arguments(model).in_channels == 2 * PACKING**2 * latents.shape[1]:
+        packed, references = pack(torch.cat([latents, given[:, 0]], dim=1)), 0
     else:
         packed, references = pack_edit(latents, given)
     tokens = model(
@@ -42,8 +45,13 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
 
 
 def extras(model: nn.Module) -> dict[str, Extra]:
-    """The pooled embedding of CLIP."""
-    return {"pooled_text": Extra(shape=(arguments(model).pooled_projection_dim,))}
+    """The pooled embedding of CLIP, and of Fill the masked image with its mask."""
+    config = arguments(model)
+    found = {"pooled_text": Extra(shape=(config.pooled_projection_dim,))}
+    channels = config.out_channels or config.in_channels
+    if config.in_channels > 2 * channels:
+        found[FILL] = Extra(((config.in_channels - channels) // PACKING**2,), per_latent=True)
+    return found
 
 
 FAMILY = Family(

@@ -358,7 +358,7 @@ PARTS = {
     "Flux2KleinPipeline": lambda: _one(qwen_tokenizer, lambda made: qwen3(made, layers=28)),
     "Flux2Pipeline": lambda: _one(mistral_processor, mistral),
     **dict.fromkeys(
-        ("FluxControlPipeline", "FluxKontextPipeline", "FluxPipeline"),
+        ("FluxControlPipeline", "FluxFillPipeline", "FluxKontextPipeline", "FluxPipeline"),
         lambda: _one(clip_tokenizer, clip) | _second(_one(t5_tokenizer, t5)),
     ),
     "HiDreamImagePipeline": _of_hidream,
@@ -463,6 +463,8 @@ FLUX = _PACKED | {"patch_size": 1, "axes_dims_rope": [2, 2, 4], "pooled_projecti
 """Of FluxPipeline and FluxKontextPipeline."""
 FLUX_CONTROL = FLUX | {"in_channels": 32, "out_channels": 16}
 """Of FluxControlPipeline."""
+FLUX_FILL = FLUX | {"in_channels": 48, "out_channels": 16}
+"""Of FluxFillPipeline, whose VAE makes a latent of 2 × 2 pixels."""
 FLUX2 = _PACKED | {"joint_attention_dim": 48, "timestep_guidance_channels": 16, "axes_dims_rope": [2, 2, 2, 2]}
 """Of Flux2Pipeline, which reads three layers."""
 OVIS_IMAGE = _PACKED | {"out_channels": 16, "axes_dims_rope": [2, 2, 4]}
