@@ -58,7 +58,9 @@ _VARIANTS = (None, "bf16", "fp16", "fp32")
 
 def weight_files(folder: Path, *names: str) -> tuple[list[Path], str | None]:
     """The files of a folder's weights, by the first of `names` that it has, and their variant: None, or bf16 of
-    model.bf16.safetensors. Raises OSError or ValueError for an unreadable index."""
+    model.bf16.safetensors; or that file, if it is one. Raises OSError or ValueError for an unreadable index."""
+    if folder.is_file():
+        return [folder], None
     for name in names:
         for variant in _VARIANTS:
             of = f".{variant}" if variant else ""

@@ -119,7 +119,7 @@ def part_problem(part: Path) -> str | None:
     A file may be missing, cut off, no JSON, or a link out of the folder.
     """
     if not part.is_dir():
-        return f"{part} is missing"
+        return f"{part} is one file, and a pipeline has folders" if part.is_file() else f"{part} is missing"
     files = sorted(part.rglob("*"))
     problems = (problem for file in files for problem in _problems(part, file))
     try:

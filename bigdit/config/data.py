@@ -323,7 +323,9 @@ class VaeCodec(Section):
     ]
     """The class of the VAE in diffusers."""
     path: Path
-    """The folder of the VAE, as save_pretrained writes it."""
+    """The folder of the VAE, as save_pretrained writes it; or one .safetensors file of its weights."""
+    config: Path | None = None
+    """The folder of the VAE's config.json, where path is one file."""
     latents: Literal["mode", "sampled", "moments"] = "mode"
     """What the store keeps of the VAE's distribution: its mode, one sample, or mean and standard deviation. With these,
     each read draws a new sample."""
@@ -333,6 +335,11 @@ class VaeCodec(Section):
     """The dtype of the VAE."""
     tiling: Switch = False
     """Encode in tiles and blend their seams. This needs less memory and changes latents slightly."""
+
+    @property
+    def described_in(self) -> Path:
+        """The folder of its config.json."""
+        return self.config or self.path
 
 
 class TextEncoderConfig(Section):

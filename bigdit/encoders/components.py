@@ -114,6 +114,11 @@ def read_index(setting: str, folder: Path) -> dict[str, Any]:
         if not isinstance(index["_class_name"], str):
             raise TypeError
     except OSError as error:
+        if folder.is_file():
+            raise UserError(
+                f"{setting}: {folder} is one file, without tokenizer and configuration; give the folder of a diffusers "
+                "pipeline, with the file as model.safetensors in that of its text encoder"
+            ) from None
         raise UserError(
             f"{setting}: {folder / _INDEX} cannot be read ({error.strerror}); expected the folder of a diffusers "
             "pipeline"

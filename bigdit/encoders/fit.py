@@ -204,7 +204,7 @@ def _codec(config: IdentityCodec | VaeCodec) -> dict[str, Any]:
     found = config.model_dump(include={"name", "class_name", "latents", "dtype"})
     found |= {"seed": config.seed} if config.latents == "sampled" else {}
     found |= {"tiling": True} if config.tiling else {}
-    return found | _saved(config.path, config.dtype)
+    return found | _saved(config.path, config.dtype, config.described_in)
 
 
 def _text(config: TextEncoderConfig) -> dict[str, Any]:
@@ -221,9 +221,9 @@ def _text(config: TextEncoderConfig) -> dict[str, Any]:
     return ({"class_name": name} if "_class_name" in index else {}) | (recipe.set_in(index) if recipe else {}) | found
 
 
-def _saved(folder: Path, dtype: str) -> dict[str, Any]:
-    """Digests of the model in a folder; empty if the folder is not on this machine."""
-    config, sample = _document(folder / "config.json"), weights_sample(folder, dtype)
+def _saved(path: Path, dtype: str, described_in: Path | None = None) -> dict[str, Any]:
+    """Digests of weights, and of the config beside them or in a folder; empty for what is not on this machine."""
+    config, sample = _document((described_in or path) / "config.json"), weights_sample(path, dtype)
     return ({"config": config_digest(config)} if config else {}) | ({"weights_sample": sample} if sample else {})
 
 

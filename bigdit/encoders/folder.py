@@ -13,6 +13,7 @@ from bigdit.documents import indexed_files, read_json, weight_files
 from bigdit.encoders.host_bytes import WEIGHTS
 from bigdit.errors import UserError
 from bigdit.files import check_regular, leads_out, lfs_pointer
+from bigdit.models import not_safetensors, read_single_file
 from bigdit.store.tensors import weights_digest
 from bigdit.units import how_many
 
@@ -91,6 +92,26 @@ def load_from(kind: Any, key: str, folder: Path, **arguments: Any) -> Any:
         if names:
             what = problem.removesuffix("_keys")
             raise UserError(f"{key}: {folder} has {how_many(len(names), f'{what} weight')}, the first {names[0]}")
+    return model.eval()
+
+
+def load_from_file(kind: Any, key: str, file: Path, config: dict[str, Any], dtype: torch.dtype) -> Any:
+    """A model of diffusers with the weights of one file, in the names of diffusers or of its original project.
+
+    Raises UserError if it cannot be loaded, or weights are missing or have another shape.
+    """
+    try:
+        if problem := not_safetensors(file):
+            raise UserError(problem)
+        model = kind.from_config(config)
+        tensors = read_single_file(kind.__name__, file, model.state_dict(), dtype=dtype, config=config)
+        missing = sorted(model.to(dtype).load_state_dict(tensors, strict=False).missing_keys)
+    except UserError as error:
+        raise UserError(*(f"{key}: {file}: {problem}" for problem in error.problems)) from None
+    except Exception as error:  # for unexpected files, the libraries raise any class
+        raise UserError(f"{key}: {file} cannot be loaded: {' '.join(str(error).split())}") from None
+    if missing:
+        raise UserError(f"{key}: {file} has {how_many(len(missing), 'missing weight')}, the first {missing[0]}")
     return model.eval()
 
 

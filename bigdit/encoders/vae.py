@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from bigdit.config.data import VaeCodec, frames_of, written_bucket
-from bigdit.encoders.folder import DTYPES, check_files, load_from, read_config, weights_sample
+from bigdit.encoders.folder import DTYPES, check_files, load_from, load_from_file, read_config, weights_sample
 from bigdit.encoders.latents import (
     VIDEO_VAES,
     Color,
@@ -41,10 +41,15 @@ class DiffusersVae:
     stored_dtype = torch.bfloat16
 
     def __init__(self, config: VaeCodec, device: torch.device | str, batch_size: int) -> None:
-        self._saved = read_config(_KEY, config.path)
+        if config.config is None and config.path.is_file():
+            raise UserError(
+                f"{_KEY}: {config.path} is one file; set encoders.image.config to the folder of the VAE's config.json, "
+                "such as vae/ of its pipeline"
+            )
+        self._saved = read_config(_KEY, config.described_in)
         if self._saved.get("_class_name") != config.class_name:
             raise UserError(
-                f"{_KEY}: {config.path} holds a {self._saved.get('_class_name')}, and "
+                f"{_KEY}: {config.described_in} holds a {self._saved.get('_class_name')}, and "
                 f"encoders.image.class_name is {config.class_name}"
             )
         if config.latents != "mode" and config.class_name == "AutoencoderDC":
@@ -169,5 +174,8 @@ def _noise(seed: int, index: int, shape: Sequence[int]) -> torch.Tensor:
 
 
 def _load(config: VaeCodec) -> Any:
+    kind, dtype = getattr(diffusers, config.class_name), DTYPES[config.dtype]
+    if config.config is not None:
+        return load_from_file(kind, _KEY, config.path, read_config(_KEY, config.config), dtype)
     check_files(_KEY, config.path)
-    return load_from(getattr(diffusers, config.class_name), _KEY, config.path, torch_dtype=DTYPES[config.dtype])
+    return load_from(kind, _KEY, config.path, torch_dtype=dtype)

@@ -4,7 +4,7 @@ Checkpointing, offload, FP8, compiled blocks and LoRA are added here, alike for 
 torch.
 """
 
-from bigdit.models.build import build, check_folder, load, not_safetensors, outline, skeleton
+from bigdit.models.build import build, check_folder, load, not_safetensors, outline, read_single_file, skeleton
 from bigdit.models.context import split_context
 from bigdit.models.equip import adapt, arrange, equip
 from bigdit.models.families import families, family
@@ -37,6 +37,7 @@ __all__ = [
     "of_plain_weights",
     "outline",
     "read_adapters",
+    "read_single_file",
     "references",
     "save_adapters",
     "save_for_comfyui",

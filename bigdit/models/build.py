@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import diffusers
@@ -228,22 +229,26 @@ def fill(model: nn.Module, folder: Path, *, dtype: torch.dtype) -> tuple[int, in
     return len(lacking), len(unexpected)
 
 
-_PREFIXES = ("model.diffusion_model.", "diffusion_model.")
-"""Of a transformer in a file: others hold the VAE and text encoders that some files have too."""
+_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "first_stage_model.", "vae.")
+"""Of a transformer in a file, and of a VAE: others hold the text encoders that some files have too."""
 _SCALES = ("scale_weight", "weight_scale")
 _UNUSED = (*_SCALES, "scale_input", "input_scale", "scaled_fp8", "comfy_quant")
 """What ComfyUI stores beside weights in fp8."""
 
 
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
 def read_single_file(
-    class_name: str, file: Path, wanted: Mapping[str, Any], *, dtype: torch.dtype
+    class_name: str, file: Path, wanted: Mapping[str, Any], *, dtype: torch.dtype, config: Mapping[str, Any] = _NONE
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a file by diffusers' names, in `dtype`. `wanted`: the model's, by name.
+    """The tensors of a file by diffusers' names, in `dtype`. `wanted`: the model's, by name; `config`: a VAE's.
 
     Raises UserError where diffusers has no converter, or the file is of another model.
     """
     tensors = dequantised(load_file(file), dtype)
-    prefix = next((each for each in _PREFIXES if any(name.startswith(each) for name in tensors)), "")
+    prefixes = _PREFIXES[2:] if config else _PREFIXES[:2]
+    prefix = next((each for each in prefixes if any(name.startswith(each) for name in tensors)), "")
     tensors = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
     if wanted.keys() <= tensors.keys():
         return tensors
@@ -251,7 +256,7 @@ def read_single_file(
         raise UserError(f"diffusers converts no single file of {class_name}; take its folder in diffusers' format")
     first, convert = next(iter(tensors), "none"), SINGLE_FILE_LOADABLE_CLASSES[class_name]["checkpoint_mapping_fn"]
     try:
-        converted = convert(checkpoint=tensors, config={})
+        converted = convert(checkpoint=tensors, config=config)
     except (LookupError, AttributeError, TypeError, ValueError, RuntimeError):
         raise UserError(f"diffusers finds none of it there; its first tensor is {first}") from None
     return {name: each for name, each in converted.items() if each is not None}

@@ -1,13 +1,16 @@
 """Encoders with weights: VAEs of diffusers, T5 of transformers, loaded from folders that they saved."""
 
 import json
+import re
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tiny_vaes import STATISTICS, VAES, dc, flux2, kl, ltx
 from transformers import T5Config, T5EncoderModel
 
 from bigdit.config.data import TextEncoderConfig, VaeCodec
+from bigdit.encoders.folder import weights_sample
 from bigdit.encoders.latents import VIDEO_VAES
 from bigdit.encoders.load import load_image_codec
 from bigdit.encoders.t5 import T5TextEncoder
@@ -54,6 +57,57 @@ def test_a_kl_vae_gives_the_scaled_and_shifted_mode(tmp_path, pixels):
     # Undoing scale and shift rounds once more in fp32.
     assert torch.allclose(codec.decode(latents), decoded, atol=1e-5)
     assert (codec.identity["scaling_factor"], codec.identity["shift_factor"]) == (0.3611, 0.1159)
+
+
+_LDM = {
+    r"\.mid_block\.resnets\.0": ".mid.block_1",
+    r"\.mid_block\.resnets\.1": ".mid.block_2",
+    r"\.mid_block\.attentions\.0\.group_norm": ".mid.attn_1.norm",
+    r"\.mid_block\.attentions\.0\.to_([qkv])": r".mid.attn_1.\1",
+    r"\.mid_block\.attentions\.0\.to_out\.0": ".mid.attn_1.proj_out",
+    r"down_blocks\.(\d)": r"down.\1",
+    r"up_blocks\.0": "up.1*",  # which are numbered the other way round
+    r"up_blocks\.1": "up.0",
+    r"\*": "",
+    r"\.resnets\.": ".block.",
+    "conv_shortcut": "nin_shortcut",
+    r"(down|up)samplers\.0": r"\1sample",
+    "conv_norm_out": "norm_out",
+}
+"""From diffusers' names of AutoencoderKL to those of the original project."""
+
+
+def in_original_names(vae, prefix):
+    found = {}
+    for name, tensor in vae.state_dict().items():
+        linear = ".attentions." in name and tensor.ndim == 2  # convolutions there
+        for ours, theirs in _LDM.items():
+            name = re.sub(ours, theirs, name)
+        found[prefix + name] = tensor[..., None, None].clone() if linear else tensor
+    return found
+
+
+@pytest.mark.parametrize("prefix", ["", "first_stage_model.", "vae."])
+def test_a_vae_is_read_from_one_file_and_the_config_of_a_folder(tmp_path, pixels, prefix):
+    vae = kl(scaling_factor=0.3611, shift_factor=0.1159).eval()
+    vae.save_pretrained(tmp_path / "vae")
+    file = tmp_path / "ae.safetensors"
+    save_file(in_original_names(vae, prefix) | {"model.diffusion_model.x": torch.zeros(1)}, file)
+    folder = load_image_codec(VaeCodec(class_name="AutoencoderKL", path=tmp_path / "vae"))
+    (tmp_path / "vae/diffusion_pytorch_model.safetensors").unlink()
+    config = VaeCodec(class_name="AutoencoderKL", path=file, config=tmp_path / "vae")
+    codec = load_image_codec(config)
+    assert torch.equal(codec.encode(pixels), folder.encode(pixels))
+    assert codec.identity["weights"] == folder.identity["weights"]
+    assert codec.identity["weights_sample"] == weights_sample(file, "fp32")
+    with pytest.raises(UserError, match=r"is one file; set encoders\.image\.config to the folder of the VAE's conf"):
+        load_image_codec(VaeCodec(class_name="AutoencoderKL", path=file))
+    save_file({"decoder.conv_in.weight": torch.zeros(1)}, file)
+    with pytest.raises(UserError, match=rf"encoders\.image\.path: {file} .*"):
+        load_image_codec(config)
+    file.write_bytes(b"no weights")
+    with pytest.raises(UserError, match=rf"encoders\.image\.path: {file}: ae.safetensors is no safetensors file, or"):
+        load_image_codec(config)
 
 
 def test_a_deep_compression_vae_goes_through_the_same_path(tmp_path, pixels):
