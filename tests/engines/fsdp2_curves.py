@@ -71,6 +71,11 @@ def curve(spec: ModelSpec, chosen: Strategy, world: World) -> list[float]:
     return losses
 
 
+def alone(spec: ModelSpec, chosen: Strategy) -> list[float]:
+    """The losses of a single process, while the others wait."""
+    return curve(spec, chosen, World()) if world_from_env().is_main else []
+
+
 def overflow(world: World) -> dict[str, object]:
     """One process's gradients are too large for fp16: do all pass over the step, and halve the scale?"""
     engine, family = start(SANA, strategy(2, precision="fp16", gradient_clipping=1.0), world)
@@ -88,22 +93,22 @@ def overflow(world: World) -> dict[str, object]:
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    world, alone = world_from_env(), World()
+    world = world_from_env()
     found = {
-        "single": curve(SANA, strategy(1), alone),
+        "single": alone(SANA, strategy(1)),
         "fsdp2": curve(SANA, strategy(2), world),
         "in_backward": curve(SANA, strategy(2, optimizer_in_backward=True), world),
         "compiled": curve(SANA, strategy(2, compile_blocks=True, checkpointed_blocks=1), world),
         "segments": curve(SANA, strategy(2, checkpointed_segments=SegmentSpec(blocks=2)), world),
         "offload": curve(SANA, strategy(2, cpu_offload=True), world),
         "zero2 compiled": curve(SANA, strategy(2, engine="deepspeed", ds_config=ZERO2, compile_blocks=True), world),
-        "single fp8": curve(SANA, strategy(1, **FP8), alone),
+        "single fp8": alone(SANA, strategy(1, **FP8)),
         "fsdp2 fp8": curve(SANA, strategy(2, **FP8), world),
         "fsdp2 fp8 offload": curve(SANA, strategy(2, cpu_offload=True, offload_activations=True, **FP8), world),
         "fsdp2 fp8 in_backward": curve(SANA, strategy(2, optimizer_in_backward=True, **FP8), world),
-        "single fp16": curve(SANA, strategy(1, precision="fp16"), alone),
+        "single fp16": alone(SANA, strategy(1, precision="fp16")),
         "fsdp2 fp16": curve(SANA, strategy(2, precision="fp16"), world),
-        "single dit": curve(DIT, strategy(1), alone),
+        "single dit": alone(DIT, strategy(1)),
         "fsdp2 dit": curve(DIT, strategy(2, checkpointed_blocks="all", gradient_clipping=None), world),
         "in_backward dit": curve(DIT, strategy(2, optimizer_in_backward=True), world),
         "overflow": overflow(world),

@@ -14,8 +14,10 @@ from bigdit.config import load_run
 from bigdit.strategy import ModelSpec
 from bigdit.train.record import read_metrics
 
-# Two blocks twice as wide as TINY's: weights of at least 4096 elements, whose state is kept in 8 bits.
+# Two blocks twice as wide as those of TINY: weights of at least 4096 elements, whose state is kept in 8 bits. Two
+# micro-batches a step would take nearly twice as long as one.
 WIDE = (
+    "strategy.micro_batch_size=16",
     "model.kwargs.attention_head_dim=16",
     "model.kwargs.cross_attention_head_dim=16",
     "model.kwargs.cross_attention_dim=64",
