@@ -232,7 +232,7 @@ def _wanted_latents(header: Header) -> Wanted:
             if masked:
                 wanted[f"{LOSS_MASK}/{sides}"] = ((torch.bfloat16,), (count, *shape[-2:]))
             if edited:
-                wanted[f"{REFERENCE}/{sides}"] = ((torch.bfloat16,), (count, None, *shape))
+                wanted[f"{REFERENCE}/{sides}"] = ((torch.bfloat16,), (count, None, shape[0], None, None))
             elif first or not masked:
                 wanted[f"{FIRST_FRAME}/{sides}"] = ((torch.bfloat16,), (count, *shape))
         if framed and name.startswith(FRAME_COLUMNS[1]):

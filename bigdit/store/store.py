@@ -331,7 +331,7 @@ class FeatureStore:
         """The shapes of the columns of first frames, masks and references for latents of this shape, by name."""
         found, references = self.schema.first_frame, self.schema.references
         more: dict[str, tuple[int, ...]] = {LOSS_MASK: bucket[-2:]} if self.schema.has_masks else {}
-        more |= {REFERENCE: (references, *bucket)} if references else {}
+        more |= {REFERENCE: (references, *self.schema.editor.latents(bucket))} if references else {}
         if found is None:
             return more
         embeds = {FRAME_COLUMNS[1]: (int(found["tokens"]), int(found["dim"]))} if "dim" in found else {}
