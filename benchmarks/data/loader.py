@@ -71,7 +71,9 @@ def random_part(random: np.random.Generator, start: int, end: int) -> EncodedRan
         shape: _noise(random, (len(found), *shape)) for shape, found in indices.items()
     }
     lengths = np.clip(random.gamma(4.0, MEAN_TOKENS / 4.0, end - start).round().astype(int), 8, TOKENS)
-    texts = {f"caption {start + i}": Text(_noise(random, (length, DIM))) for i, length in enumerate(lengths)}
+    texts: dict[TextKey, Text] = {
+        f"caption {start + i}": Text(_noise(random, (length, DIM))) for i, length in enumerate(lengths)
+    }
     captions = {index: (Caption(f"caption {index}"),) for index in of}
     return EncodedRange(latents, indices, captions, texts, [])
 

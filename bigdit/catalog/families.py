@@ -160,7 +160,7 @@ FAMILIES: dict[str, Inputs] = {
     ),
     "LTXVideoTransformer3DModel": Inputs(text_dim="caption_channels", video=True),
     "MochiTransformer3DModel": Inputs(text_dim="text_embed_dim", video=True, by_text=True),
-    "QwenImageTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True),
+    "QwenImageTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True, references=1),
     "ZImageTransformer2DModel": Inputs(text_dim="cap_feat_dim", depths={"layers": "n_layers"}, by_text=True),
     "Krea2Transformer2DModel": Inputs(text_dim="text_hidden_dim", text_layers="num_text_layers", packs=True),
     "PRXTransformer2DModel": Inputs(text_dim="context_in_dim", depths={"blocks": "depth"}),
@@ -249,8 +249,58 @@ PIPELINES = {
     "ZImageTransformer2DModel": "ZImagePipeline",
 }
 """The diffusers pipeline with the VAE and the text encoders of a class."""
-EDITS = {"FluxControlPipeline": 1, "FluxKontextPipeline": 1}
-"""How many images a sample of these pipelines is an edit of."""
+
+
+class Editor(Strict):
+    """How a pipeline edits. `references`: the most images that a sample is an edit of. `area`: the pixels that it
+    resizes each to; None: it has the size of the edit. `seen`: the pixels of each that its text encoder reads; None: it
+    reads captions alone."""
+
+    references: int = 1
+    area: int | None = None
+    seen: int | None = None
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """The pixels (height, width) of a reference of an edit of this size."""
+        return (height, width) if self.area is None else resized(self.area, height, width)
+
+    def latents(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
+        """The shape of a reference's latents, for those of an edit (C, h, w)."""
+        height, width = self.resized(*(side * EDITED for side in shape[-2:]))
+        return shape[0], height // EDITED, width // EDITED
+
+
+EDITED = 8
+"""The pixels a side of a latent of a pipeline that resizes references."""
+MOST_ASPECT = 4
+"""The longer side of its edits over the other: up to it, the tokens of a reference are counted."""
+
+
+def resized(area: int, height: float, width: float) -> tuple[int, int]:
+    """(height, width) of about so many pixels, each a multiple of 32, in the ratio of these.
+
+    Source: diffusers 0.42.1, calculate_dimensions of QwenImageEditPipeline and QwenImageEditPlusPipeline.
+    """
+    wide = math.sqrt(area * (width / height))
+    return round(wide / (width / height) / 32) * 32, round(wide / 32) * 32
+
+
+EDITORS = {
+    "FluxControlPipeline": Editor(),
+    "FluxKontextPipeline": Editor(),
+    "QwenImageEditPipeline": Editor(area=1024**2, seen=1024**2),
+    "QwenImageEditPlusPipeline": Editor(area=1024**2, seen=384**2),
+}
+"""The pipelines that edit images. Source: their __call__ in diffusers 0.42.1."""
+ALONE = Editor(references=0)
+"""Of other pipelines: a reference is as large as its edit, and the text encoder does not read it."""
+
+
+def editor_of(pipeline: Any) -> Editor:
+    """How the pipeline of this class edits; the class may be any value of a document."""
+    return EDITORS.get(str(pipeline), ALONE)
+
+
 _BY_WIDTH = {
     ("Flux2Transformer2DModel", 7680): "Flux2KleinPipeline",
     ("Flux2Transformer2DModel", 12288): "Flux2KleinPipeline",
@@ -282,7 +332,10 @@ PUBLISHED: dict[str, FlowMatchingSpec | DdpmSpec] = {
         FlowMatchingSpec(shift=ExponentialShift()),
     ),
     "flux.1-schnell": FlowMatchingSpec(),
-    "qwen-image": FlowMatchingSpec(shift=ExponentialShift(max_tokens=8192, max_mu=0.9)),
+    **dict.fromkeys(
+        ("qwen-image", "qwen-image-edit", "qwen-image-edit-plus"),
+        FlowMatchingSpec(shift=ExponentialShift(max_tokens=8192, max_mu=0.9)),
+    ),
     "cogvideox-2b": _COGVIDEOX.model_copy(update={"snr_shift": 3.0}),
     **dict.fromkeys(("cogvideox-5b", "cogvideox1.5-5b"), _COGVIDEOX),
 }

@@ -8,19 +8,22 @@ from typing import Any
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from bigdit.catalog.families import FAMILIES, no_adapter, pipeline_of, training_obstacle
+from bigdit.catalog.families import FAMILIES, editor_of, no_adapter, pipeline_of, training_obstacle
 from bigdit.catalog.names import Aliases, aliases_of, instead, load_json, normalise, resolve
 from bigdit.errors import UserError
 from bigdit.strategy import BatchShape, ModelSpec, Strict
 
 
 class TextInput(Strict):
-    """The text embeddings of a model, (tokens, dim) per sample; None where the shape is unknown or varies."""
+    """The text embeddings of a model, (tokens, dim) per sample; None where the shape is unknown or varies.
+
+    `reference_tokens`: at most as many more for each image that a sample is an edit of."""
 
     encoder: str
     tokens: PositiveInt | None
     dim: PositiveInt | None
     notes: str | None
+    reference_tokens: NonNegativeInt = 0
 
 
 class Vae(Strict):
@@ -57,7 +60,8 @@ class CatalogModel(Strict):
     `resolution` is the side in pixels of the squares it was published for, None where none is stated and for video,
     which has its `clip`; `unverified` what about the entry was not verified; `pipeline` the folder in diffusers' layout
     that a user's own model lies in, with its VAE and text encoders; `folder` the one of its weights in such a layout;
-    `references` how many images a sample is an edit of.
+    `references` how many images a sample is an edit of; `editor` the diffusers pipeline that edits, where it is not the
+    one of its class.
     """
 
     spec: ModelSpec
@@ -78,6 +82,7 @@ class CatalogModel(Strict):
     pipeline: str | None = None
     folder: str = "transformer"
     references: NonNegativeInt = 0
+    editor: str | None = None
 
     @property
     def name(self) -> str:
@@ -103,7 +108,7 @@ class CatalogModel(Strict):
     @property
     def text_pipeline(self) -> str | None:
         """The diffusers pipeline that encodes its text; None without text, or where bigdit cannot encode it."""
-        return None if self.text is None else pipeline_of(self.spec.class_name, self.text.dim)
+        return None if self.text is None else self.editor or pipeline_of(self.spec.class_name, self.text.dim)
 
     @property
     def extractable(self) -> bool:
@@ -234,7 +239,10 @@ def batch_shape(
         return BatchShape(latents=latents, references=model.references)
     if text.tokens is None or text.dim is None:
         raise UserError(f"the text input of {model.name} is no single (tokens, dim) sequence: {text.notes}")
-    return BatchShape(latents=latents, text=(text.tokens, text.dim), references=model.references)
+    tokens = text.tokens + text.reference_tokens * model.references
+    reference = editor_of(model.editor).latents(latents) if model.references else None
+    own = None if reference == latents else reference
+    return BatchShape(latents=latents, text=(tokens, text.dim), references=model.references, reference=own)
 
 
 def _sides(resolution: int | tuple[int, int]) -> tuple[int, int]:

@@ -107,7 +107,7 @@ def _alike(plain: str, known: Collection[str], aliases: Aliases) -> list[str]:
     spoken = {name: [name, *(alias for alias, targets in aliases.items() if name in targets)] for name in known}
     words_of = {name: frozenset().union(*map(_words, names)) for name, names in spoken.items()}
     shared = {
-        word: [name for name, words in words_of.items() if any(each.startswith(word) for each in words)]
+        word: [name for name, words in words_of.items() if any(_begins(each, word) for each in words)]
         for word in _words(plain)
     }
     weights = {word: math.log(1 + len(words_of) / len(names)) for word, names in shared.items() if names}
@@ -120,6 +120,11 @@ def _alike(plain: str, known: Collection[str], aliases: Aliases) -> list[str]:
         return max(difflib.SequenceMatcher(None, plain, each).ratio() for each in spoken[name])
 
     return sorted((name for name in known if scores[name] == best), key=likeness, reverse=True)[:SUGGESTED]
+
+
+def _begins(word: str, asked: str) -> bool:
+    """Whether a word of a name is meant by its beginning: 2.1 by 2, and 2509 by none but itself."""
+    return word == asked or word.startswith(f"{asked}." if asked.isdigit() else asked)
 
 
 def _respelt(plain: str, known: Collection[str], aliases: Aliases) -> str:

@@ -11,7 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bigdit.catalog.families import EDITS, FAMILIES, PACKING, Inputs, argument_problems, fills, is_controlled
+from bigdit.catalog.families import (
+    EDITORS,
+    FAMILIES,
+    PACKING,
+    Inputs,
+    argument_problems,
+    editor_of,
+    fills,
+    is_controlled,
+)
 from bigdit.catalog.models import CatalogModel, TextInput, Vae, model, models
 from bigdit.catalog.names import load_json, refusal
 from bigdit.config.run import ModelConfig
@@ -115,7 +124,8 @@ def user_model(path: Path) -> CatalogModel:
         why = refusal("model", spec.class_name) or f"; {nearest(spec.class_name, FAMILIES)}"
         raise UserError(f"{path}: no family adapter drives {spec.class_name!r}{why}")
     own = None if folder is None else folder_vae(folder)
-    inputs, sibling = FAMILIES[spec.class_name], _sibling(spec, own)
+    named = None if folder is None else str(index_of(folder).get("_class_name"))
+    inputs, sibling = FAMILIES[spec.class_name], _sibling(spec, own, named)
     problems = [
         f"{path} has no {key}, which the plan needs; {sibling.name} has {sibling.spec.kwargs[key]}"
         for key in ("in_channels", "patch_size", inputs.text_dim)
@@ -127,23 +137,24 @@ def user_model(path: Path) -> CatalogModel:
     try:
         if widths is not None:
             _check_together(spec, inputs, sibling, own, widths)
-        made = of_arguments(spec, own)
+        made = of_arguments(spec, own, named)
     except UserError as error:
         raise UserError(*(f"{path}: {line}" for line in error.problems)) from None
     pipeline, assumed = None if folder is None else str(folder), made.unverified
     if folder is not None and own is None and (other := config_of(folder / "vae" / CONFIG).get("_class_name")):
         assumed = f"vae/config.json is of {other}, which is not known here: {assumed}"
-    edits = made.references if folder is None else EDITS.get(str(index_of(folder).get("_class_name")), made.references)
+    edits = editor_of(named).references if named in EDITORS else made.references
     update = {"source": (str(path),), "pipeline": pipeline, "unverified": assumed, "references": edits}
     return made.model_copy(update=update)
 
 
-def of_arguments(spec: ModelSpec, own: Vae | None = None) -> CatalogModel:
-    """The model of these arguments and its pipeline's `own` VAE, completed from its sibling.
+def of_arguments(spec: ModelSpec, own: Vae | None = None, named: str | None = None) -> CatalogModel:
+    """The model of these arguments and its pipeline's `own` VAE, completed from its sibling. `named`: the class of the
+    pipeline.
 
     Raises UserError where an argument that decides shapes is no valid number.
     """
-    inputs, sibling = FAMILIES[spec.class_name], _sibling(spec, own)
+    inputs, sibling = FAMILIES[spec.class_name], _sibling(spec, own, named)
     more = {"spec": spec, "params": None, "buffer_elems": None, "notes": None, "source": (), "pipeline": None}
     return sibling.model_copy(
         update=_read(spec, inputs, sibling, own) | more | {"references": int(is_controlled(spec))}
@@ -221,12 +232,14 @@ def _block_lists(spec: ModelSpec, inputs: Inputs, sibling: CatalogModel) -> tupl
     )
 
 
-def _sibling(spec: ModelSpec, vae: Vae | None) -> CatalogModel:
-    """The catalogue's model of the class with the most equal arguments; of several that with this VAE."""
+def _sibling(spec: ModelSpec, vae: Vae | None, named: str | None = None) -> CatalogModel:
+    """The catalogue's model of the class with the most equal arguments; of several that with this VAE. Models that only
+    the pipeline `named` edits with are alike to its own."""
+    editor = named if editor_of(named).seen else None
 
     def alike(candidate: CatalogModel) -> tuple[bool, int, bool]:
         equal = sum(spec.kwargs.get(key) == value for key, value in candidate.spec.kwargs.items())
-        as_fed = all(fed(spec) == fed(candidate.spec) for fed in (is_controlled, fills))
+        as_fed = all(fed(spec) == fed(candidate.spec) for fed in (is_controlled, fills)) and editor == candidate.editor
         return as_fed, equal, vae is not None and vae.name == candidate.vae.name
 
     return max((m for m in models() if m.spec.class_name == spec.class_name), key=alike)

@@ -13,10 +13,20 @@ import torch
 from torch import nn
 
 from bigdit import log
+from bigdit.catalog.families import editor_of
 from bigdit.config.data import EncodersConfig, IdentityCodec, TextEncoderConfig, VaeCodec
 from bigdit.encoders.first_frame import FirstFrames, load_first_frames
 from bigdit.encoders.host_bytes import text_bytes
-from bigdit.encoders.protocol import CPU_BATCH, ImageCodec, Keep, OneIsTooMuch, PixelCodec, TextEncoder, as_it_is
+from bigdit.encoders.protocol import (
+    CPU_BATCH,
+    ImageCodec,
+    Images,
+    Keep,
+    OneIsTooMuch,
+    PixelCodec,
+    TextEncoder,
+    as_it_is,
+)
 from bigdit.errors import UserError
 from bigdit.shortage import memory_errors, ran_out
 from bigdit.store.text import Text
@@ -147,8 +157,11 @@ class Encoders:
     of_images: Turn = at_once
 
 
-def load_encoders(config: EncodersConfig, worker: int = 0, note: Callable[[str], None] = log.notice) -> Encoders:
-    """The encoders of the `worker`-th process of this machine. Texts are cached in CPU memory.
+def load_encoders(
+    config: EncodersConfig, worker: int = 0, note: Callable[[str], None] = log.notice, references: int = 0
+) -> Encoders:
+    """The encoders of the `worker`-th process of this machine, for samples with `references`. Texts are cached in CPU
+    memory.
 
     If the device does not hold all, they take turns, and `note` is called: text encodes in its own turn; `of_images`
     calls what uses image and first_frame. Raises UserError if encoders cannot be loaded.
@@ -163,7 +176,7 @@ def load_encoders(config: EncodersConfig, worker: int = 0, note: Callable[[str],
     turns = Turns(device, (texts, images), note)
     text = None
     if (asked := config.text) is not None:
-        encoder = turns.load(texts, lambda: load_text_encoder(asked, device, captions))
+        encoder = turns.load(texts, lambda: load_text_encoder(asked, device, captions, references))
         text = TextCache(encoder, turn=turns.of(texts))
     image = turns.load(images, lambda: load_image_codec(config.image, device, size))
     frames = turns.load(images, lambda: load_first_frames(config.first_frame, image, device))
@@ -195,15 +208,22 @@ def load_image_codec(
 
 
 def load_text_encoder(
-    config: TextEncoderConfig, device: torch.device | str = "cpu", batch_size: int = CPU_BATCH
+    config: TextEncoderConfig, device: torch.device | str = "cpu", batch_size: int = CPU_BATCH, references: int = 0
 ) -> TextEncoder:
-    """The text encoder of a run, on `device`, with batches of at most `batch_size` captions.
+    """The text encoder of a run, on `device`, with batches of at most `batch_size` captions of samples with
+    `references`.
 
     Raises UserError if it cannot be loaded.
     """
     # transformers and diffusers take seconds to import.
     if config.pipeline is not None:
+        from bigdit.encoders.components import KEY, read_index
         from bigdit.encoders.pipeline import PipelineTextEncoder
+
+        if editor_of(read_index(KEY, config.pipeline)["_class_name"]).seen:
+            from bigdit.encoders.edits import EditTextEncoder
+
+            return EditTextEncoder(config, references, device)
 
         return PipelineTextEncoder(config, device, batch_size)
     from bigdit.encoders.t5 import T5TextEncoder
@@ -259,8 +279,12 @@ class TextCache:
         """The encoder's."""
         return self._encoder.modules()
 
-    def encode(self, captions: Sequence[str], kept: Keep = as_it_is) -> list[Text]:
-        """The texts of captions. Each distinct caption that is not cached is encoded once."""
+    def encode(self, captions: Sequence[str], kept: Keep = as_it_is, images: Images = ()) -> list[Text]:
+        """The texts of captions. Each distinct caption that is not cached is encoded once. Texts with `images` are not
+        cached: they are those of one sample."""
+        if images:
+            seen = self._turn(lambda: self._encoder.encode(captions, self._to_cpu, images))
+            return [kept(text) for text in seen]
         distinct = list(dict.fromkeys(captions))
         unknown = [caption for caption in distinct if caption not in self._cached]
         encoded = self._turn(lambda: self._encoder.encode(unknown, self._to_cpu)) if unknown else []

@@ -16,7 +16,7 @@ from bigdit.catalog.families import mask_of
 from bigdit.config.data import TextEncoderConfig
 from bigdit.encoders.components import KEY, ProcessorTokenizer, TokenizerCalls, describe, load_text_pipeline
 from bigdit.encoders.folder import DTYPES
-from bigdit.encoders.protocol import MAX_TOKENS, BatchSize, Keep, as_it_is, encode_by_length
+from bigdit.encoders.protocol import MAX_TOKENS, BatchSize, Images, Keep, as_it_is, encode_by_length
 from bigdit.encoders.recipes import RECIPES, EncodingRecipe, Padding
 from bigdit.errors import UserError
 from bigdit.shortage import ran_out
@@ -94,7 +94,7 @@ class PipelineTextEncoder:
         """The text encoders."""
         return [part for part in self._pipeline.components.values() if isinstance(part, nn.Module)]
 
-    def encode(self, captions: Sequence[str], kept: Keep = as_it_is) -> list[Text]:
+    def encode(self, captions: Sequence[str], kept: Keep = as_it_is, images: Images = ()) -> list[Text]:
         """The texts of captions in the encoders' dtype, without padding that the transformer does not see."""
         tokens = self._count_tokens(captions)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
+from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 
@@ -168,6 +169,10 @@ def as_it_is(text: Text) -> Text:
     return text
 
 
+Images = Sequence[Sequence[Image.Image]]
+"""The images that each of some captions edits. They are read by encoders whose `Editor.seen` is set."""
+
+
 class TextEncoder(Protocol):
     """Encodes captions. `dim` of the states, `pooled_dim` of the vector or None, `max_tokens` of a caption.
 
@@ -188,8 +193,9 @@ class TextEncoder(Protocol):
         """The modules with weights."""
         ...
 
-    def encode(self, captions: Sequence[str], kept: Keep = as_it_is) -> list[Text]:
-        """The texts of captions, after `kept`. Without it they stay on the encoder's device."""
+    def encode(self, captions: Sequence[str], kept: Keep = as_it_is, images: Images = ()) -> list[Text]:
+        """The texts of captions, after `kept`. Without it they stay on the encoder's device. Encoders that read
+        `images` need them."""
         ...
 
     def null(self) -> Text:

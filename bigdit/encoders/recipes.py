@@ -126,7 +126,10 @@ RECIPES: dict[str, EncodingRecipe] = {
     "PRXPipeline": replace(_MASKED, length="tokenizer.model_max_length"),
     "PixArtAlphaPipeline": _MASKED,
     "PixArtSigmaPipeline": _MASKED,
-    "QwenImagePipeline": EncodingRecipe(("states", "mask"), "masked"),
+    **dict.fromkeys(
+        ("QwenImageEditPipeline", "QwenImageEditPlusPipeline", "QwenImagePipeline"),
+        EncodingRecipe(("states", "mask"), "masked"),
+    ),
     "SanaPipeline": _MASKED,
     "SanaSprintPipeline": EncodingRecipe(("states", "mask"), "masked"),
     "SanaVideoPipeline": _MASKED,

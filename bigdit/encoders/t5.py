@@ -16,7 +16,7 @@ from bigdit.catalog.families import too_large
 from bigdit.config.data import T5_TOKENS, TextEncoderConfig
 from bigdit.encoders.components import full_length, tokenizer_digest
 from bigdit.encoders.folder import DTYPES, check_files, load_from, read_config, weights_sample
-from bigdit.encoders.protocol import CPU_BATCH, MAX_TOKENS, BatchSize, Keep, as_it_is, encode_by_length
+from bigdit.encoders.protocol import CPU_BATCH, MAX_TOKENS, BatchSize, Images, Keep, as_it_is, encode_by_length
 from bigdit.errors import UserError, nearest
 from bigdit.store.tensors import config_digest, weights_digest
 from bigdit.store.text import Length, Text
@@ -74,7 +74,7 @@ class T5TextEncoder:
         """The encoder."""
         return [self._model]
 
-    def encode(self, captions: Sequence[str], kept: Keep = as_it_is) -> list[Text]:
+    def encode(self, captions: Sequence[str], kept: Keep = as_it_is, images: Images = ()) -> list[Text]:
         """Captions to hidden states of at most max_tokens tokens, without padding."""
         if not captions:
             return []

@@ -19,6 +19,8 @@ from bigdit.catalog.conditions import (
     first_frame_misfits,
     takes_classes,
 )
+from bigdit.catalog.families import EDITED, MOST_ASPECT, editor_of
+from bigdit.config.data import written_bucket
 from bigdit.config.run import RunConfig
 from bigdit.encoders.first_frame import load_first_frames
 from bigdit.encoders.fit import size_misfits, unfit_model
@@ -84,8 +86,9 @@ def extract(
     if wanted:
         engine(job, numbered(root, schema, source))
     if (text := run.encoders.text) is not None:
+        null = lambda: load_text_encoder(text, references=run.data.references).null()  # noqa: E731
         with own_folder(root) as folder:  # a worker wrote it, unless no part was missing
-            write_null_text(root, lambda: load_text_encoder(text).null(), store_identity(schema), folder)
+            write_null_text(root, null, store_identity(schema), folder)
     whole = not missing(root, schema.ranges())
     if whole and schema == latest_schema(root):
         commit_growth(root, schema)
@@ -100,7 +103,7 @@ def _prepare(run: RunConfig, model: ModelSpec, source: SourceList, by_content: b
     Returns its schema, with the changes of the sources.
     """
     codec, text = load_image_codec(run.encoders.image), run.encoders.text
-    text_encoder = None if text is None else load_text_encoder(text)
+    text_encoder = None if text is None else load_text_encoder(text, references=run.data.references)
     frames = load_first_frames(run.encoders.first_frame, codec, torch.device("cpu"))
     first_frame = None if frames is None else frames.identity
     classes = (source.class_names or class_count(model)) if takes_classes(model) else None
@@ -111,6 +114,7 @@ def _prepare(run: RunConfig, model: ModelSpec, source: SourceList, by_content: b
         *unfit_model(model, codec, text_encoder, classes),
         *_unfit_frames(model, codec, text_encoder, first_frame),
         *(f"encoders.image gives {misfit}" for misfit in fill_misfits(model, fill)),
+        *_unfit_references(run, codec, text_encoder),
         *(f"data.buckets gives {misfit}" for misfit in size_misfits(model, shapes)),
     ]
     if problems:
@@ -157,6 +161,21 @@ def _unfit_frames(
 ) -> list[str]:
     tokens = None if text is None else text.max_tokens
     return [f"encoders gives {misfit}" for misfit in first_frame_misfits(model, codec.channels, found, tokens)]
+
+
+def _unfit_references(run: RunConfig, codec: ImageCodec, text: TextEncoder | None) -> list[str]:
+    """Why the pipeline that encodes captions cannot edit images of these buckets."""
+    named = None if text is None else text.identity.get("class_name")
+    editor = editor_of(named)
+    if not run.data.references or editor.area is None:
+        return []
+    if codec.downsample != EDITED:
+        return [f"encoders.image has {codec.downsample} pixels a side of a latent, and {named} takes {EDITED}"]
+    long = [each for each in run.data.all_buckets if max(each[-2:]) > MOST_ASPECT * min(each[-2:])]
+    return [
+        f"data.buckets has {written_bucket(each)}; with {named} a side is at most {MOST_ASPECT} times the other"
+        for each in long
+    ]
 
 
 def _whole(root: Path, schema: StoreSchema, *, changed: bool) -> StoreReport:

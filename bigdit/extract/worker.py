@@ -21,9 +21,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
+from PIL import Image
 
 from bigdit.catalog.conditions import FILL, LOSS_MASK
-from bigdit.catalog.families import REFERENCE
+from bigdit.catalog.families import ALONE, REFERENCE, Editor
 from bigdit.config.data import EncodersConfig, frames_of
 from bigdit.die_with_parent import end_with_parent, undisturbed
 from bigdit.encoders.latents import bucket_pixels, fill_mask, mask_latents
@@ -37,7 +38,7 @@ from bigdit.store.part import EncodedRange, PartWriter, Shape, Skipped, part_pat
 from bigdit.store.report import Stopwatch, UnitSpeed, append
 from bigdit.store.schema import Classes, StoreSchema, check_same, part_identity, store_identity
 from bigdit.store.store import write_null_text
-from bigdit.store.text import Cut, Length, Text, lengths_of, summed
+from bigdit.store.text import Cut, Length, Text, TextKey, lengths_of, summed, text_key
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def work(pipe: Connection, number: int, encoders: EncodersConfig, schema: StoreS
     end_with_parent()
     torch.set_num_threads(1)
     try:
-        loaded = load_encoders(encoders, number, lambda text: pipe.send(Note(text)))
+        loaded = load_encoders(encoders, number, lambda text: pipe.send(Note(text)), schema.references)
         first = loaded.first_frame
         found = {
             "codec": loaded.image.identity,
@@ -131,7 +132,13 @@ def _work_through(pipe: Connection, root: Path, folder: Path, schema: StoreSchem
             path = part_path(root, unit.start, unit.end)
             _mark(folder / path.name)
             encoding = UnitEncoder(
-                encoders, schema.buckets, classes, lambda *counts: pipe.send(Progress(*counts)), watch, schema.fill > 0
+                encoders,
+                schema.buckets,
+                classes,
+                lambda *counts: pipe.send(Progress(*counts)),
+                watch,
+                schema.fill > 0,
+                schema.editor,
             )
             encoded = encoding.encode(unit.items)
             speed = watch.stop(unit.start, unit.end, len(encoded.skipped), str(encoders.device))
@@ -179,6 +186,10 @@ def _note(
     committed.append(written)
 
 
+DROPPED = Caption("", 2.0**-126)
+"""The last caption of a sample whose texts depend on its images: it is used where its captions are dropped. Its weight
+is fp32's least, so it is not chosen among the others."""
+
 OnImages = Callable[[int, int], None]
 """Called with the images encoded or skipped since the last call, and the number of skipped ones."""
 
@@ -199,8 +210,10 @@ class UnitEncoder:
         on_progress: OnImages = lambda images, skipped: None,
         watch: Stopwatch | None = None,
         fill: bool = False,
+        editor: Editor = ALONE,
     ) -> None:
         self._fill = fill
+        self._editor, self._seen = editor, dict[int, list[Image.Image]]()
         self._encoders, self._buckets, self._classes = encoders, buckets, classes
         self._on_progress, self._watch = on_progress, watch or Stopwatch()
         self._waiting: dict[tuple[int, ...], list[npt.NDArray[np.uint8]]] = defaultdict(list)
@@ -223,11 +236,8 @@ class UnitEncoder:
             self._take(item)
         for bucket in list(self._waiting):
             self._encode(bucket)
-        distinct = list(dict.fromkeys(caption.text for each in self._captions.values() for caption in each))
-        text = self._encoders.text
         with self._watch.at("encoding"):
-            encoded = [] if self._classes or text is None else text.encode(distinct)
-        texts = dict(zip(distinct, encoded, strict=True))
+            texts = self._texts()
         frames = {shape: _joined(batches) for shape, batches in self._frames.items()}
         if self._masked:
             frames = {
@@ -246,6 +256,22 @@ class UnitEncoder:
             lengths_of(self._lengths(texts)),
         )
 
+    def _texts(self) -> dict[TextKey, Text]:
+        """The texts of all captions. Where they depend on images, each sample has its own, and an empty one last for a
+        dropped caption."""
+        text = self._encoders.text
+        if self._classes or text is None:
+            return {}
+        if not self._editor.seen:
+            distinct = list(dict.fromkeys(caption.text for each in self._captions.values() for caption in each))
+            return dict(zip(distinct, text.encode(distinct), strict=True))
+        self._captions = {index: (*each, DROPPED) for index, each in self._captions.items()}
+        keys = [
+            (index, text) for index, each in self._captions.items() for text in dict.fromkeys(one.text for one in each)
+        ]
+        encoded = text.encode([caption for _, caption in keys], images=[self._seen[index] for index, _ in keys])
+        return dict(zip(keys, encoded, strict=True))
+
     def _take(self, item: Item) -> None:
         """Read an item, and encode its bucket if a batch is full; or record that it is skipped."""
         codec = self._encoders.image
@@ -257,7 +283,8 @@ class UnitEncoder:
                 bucket, pixels = bucket_pixels(
                     sample.image, sample.fit.buckets or self._buckets, codec.color, sample.fit
                 )
-                references = [bucket_pixels(each, [bucket], codec.color, sample.fit)[1] for each in sample.references]
+                size = self._editor.resized(*bucket[-2:])
+                references = [bucket_pixels(each, [size], codec.color, sample.fit)[1] for each in sample.references]
                 if self._classes:
                     self._labels[item.index] = self._classes.of(sample)
         except Unusable as error:
@@ -266,6 +293,8 @@ class UnitEncoder:
             return
         if not self._classes:
             self._captions[item.index], self._names[item.index] = sample.captions, item.name
+        if self._editor.seen:
+            self._seen[item.index] = [Image.fromarray(pixels.transpose(1, 2, 0)) for pixels in references]
         shape = codec.latent_shape(bucket)
         self._indices[shape].append(item.index)
         if self._fill:
@@ -299,17 +328,22 @@ class UnitEncoder:
         self._latents[shape].append(encoded)
         self._on_progress(len(encoded), 0)
 
-    def _cuts(self, texts: Mapping[str, Text]) -> Iterator[Cut]:
-        """The cuts of each caption of each image."""
-        for index, captions in self._captions.items():
-            for cut in (cut for caption in captions for cut in texts[caption.text].cuts):
-                yield replace(cut, samples=[self._names[index]])
-
-    def _lengths(self, texts: Mapping[str, Text]) -> Iterator[tuple[str, Length]]:
-        """The name of each image, and the lengths of its captions."""
+    def _own(self, texts: Mapping[TextKey, Text]) -> Iterator[tuple[str, Text]]:
+        """The name of each image, and the text of each of its captions."""
         for index, captions in self._captions.items():
             for caption in captions:
-                yield from ((self._names[index], each) for each in texts[caption.text].lengths)
+                if caption is not DROPPED:
+                    yield self._names[index], texts[text_key(texts, index, caption.text)]
+
+    def _cuts(self, texts: Mapping[TextKey, Text]) -> Iterator[Cut]:
+        """The cuts of each caption of each image."""
+        for name, text in self._own(texts):
+            yield from (replace(cut, samples=[name]) for cut in text.cuts)
+
+    def _lengths(self, texts: Mapping[TextKey, Text]) -> Iterator[tuple[str, Length]]:
+        """The name of each image, and the lengths of its captions."""
+        for name, text in self._own(texts):
+            yield from ((name, each) for each in text.lengths)
 
 
 def _joined(batches: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -25,7 +25,6 @@ from bigdit.loader.raw_store import RawReader, RawStore
 from bigdit.loader.stages import source_of_part
 from bigdit.store import FeatureStore
 from bigdit.store.part import FIRST_FRAME, Shape
-from bigdit.store.reader import Part
 from bigdit.store.tensors import bytes_of
 from bigdit.store.text import TEXT
 
@@ -170,19 +169,17 @@ class BatchReader:
     def lengths(self, bucket: Shape, parts: Ints, rows: Ints, seeds: Sequence[int]) -> Ints:
         """How many states the masks of these samples' texts show."""
         null = self._store.null_text.shown
-        found = [
-            null if self._drops(seed) else part.shown(_caption(part, bucket, row, seed))
+        captions = [
+            (self._store.part(number), self._chosen(number, bucket, row, seed))
             for number, row, seed in zip(parts.tolist(), rows.tolist(), seeds, strict=True)
-            for part in (self._store.part(number),)
         ]
-        return np.array(found)
+        return np.array([null if caption is None else part.shown(caption) for part, caption in captions])
 
     def advise(self, bucket: Shape, parts: Ints, rows: Ints, seeds: Sequence[int]) -> None:
         """Prefetch this batch."""
         for number, row, seed in zip(parts.tolist(), rows.tolist(), seeds, strict=True):
-            part = self._store.part(number)
-            unread = not self._shapes or self._drops(seed)
-            part.advise(bucket, row, None if unread else _caption(part, bucket, row, seed))
+            caption = self._chosen(number, bucket, row, seed) if self._shapes else None
+            self._store.part(number).advise(bucket, row, caption)
 
     def read(self, bucket: Shape, parts: Ints, rows: Ints, seeds: Sequence[int]) -> Batch:
         """The batch of these rows. Raises UserError if they are damaged."""
@@ -209,13 +206,13 @@ class BatchReader:
         texts = {name: Padded(self._buffers, name, count, shape) for name, shape in self._shapes.items()}
         pooled = [null.pooled] * count
         for place in np.lexsort((rows, parts)).tolist():
-            if self._drops(seeds[place]):
+            caption = self._chosen(int(parts[place]), bucket, int(rows[place]), seeds[place])
+            if caption is None:
                 for name, dropped in null.sequences.items():
                     memory = texts[name].room(place, len(dropped.states), dropped.shown)
                     memory[:] = bytes_of(dropped.states)
                 continue
             part = self._store.part(int(parts[place]))
-            caption = _caption(part, bucket, int(rows[place]), seeds[place])
             part.check_fits(caption, self._shapes)
             memories = {
                 name: text.room(place, part.tokens(caption, name), part.shown(caption, name))
@@ -275,12 +272,15 @@ class BatchReader:
             latents[place].normal_(generator=generator).mul_(deviation).add_(mean)
         return latents
 
+    def _chosen(self, number: int, bucket: Shape, row: int, seed: int) -> int | None:
+        """The number of a sample's caption in its part; None: the null text."""
+        part = self._store.part(number)
+        if not self._drops(seed):
+            return part.choose_caption(bucket, row, draw(seed, b"caption"))
+        return part.last_caption(bucket, row) if self._store.schema.editor.seen else None
+
     def _drops(self, seed: int) -> bool:
         return draw(seed, b"dropout") < self._dropout
 
     def _held(self, values: torch.Tensor) -> torch.Tensor:
         return values.pin_memory() if self._pinned else values
-
-
-def _caption(part: Part, bucket: Shape, row: int, seed: int) -> int:
-    return part.choose_caption(bucket, row, draw(seed, b"caption"))

@@ -96,7 +96,8 @@ def streams(class_name: str, model: nn.Module) -> dict[str, Extra]:
 
 def references(sample: BatchShape) -> dict[str, Extra]:
     """The latents of the images that a sample is an edit of, if it is one."""
-    return {REFERENCE: Extra((sample.references, *sample.latents))} if sample.references else {}
+    shape = sample.reference or sample.latents
+    return {REFERENCE: Extra((sample.references, *shape))} if sample.references else {}
 
 
 def text(conditions: Conditions) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,13 +16,14 @@ import torch
 from PIL import Image
 
 from bigdit.catalog.conditions import CLASS_LABEL, FILL, no_class
-from bigdit.catalog.families import REFERENCE
+from bigdit.catalog.families import ALONE, REFERENCE, Editor, editor_of
+from bigdit.catalog.resolve import index_of
 from bigdit.config import RunConfig
 from bigdit.config.data import MAX_PIXELS, TextEncoderConfig
 from bigdit.encoders.first_frame import FirstFrames, load_first_frames
 from bigdit.encoders.latents import binary, bucket_pixels
 from bigdit.encoders.load import load_text_encoder
-from bigdit.encoders.protocol import ImageCodec, masked_out, shapes_of, to_unit_range
+from bigdit.encoders.protocol import ImageCodec, Images, masked_out, shapes_of, to_unit_range
 from bigdit.errors import UserError
 from bigdit.loader.batch import condition
 from bigdit.loader.buffers import extras_of, padded
@@ -77,6 +78,12 @@ class Given:
     text_mask: torch.Tensor | None
     extras: Mapping[str, torch.Tensor]
 
+    @property
+    def count(self) -> int:
+        """The number of conditions."""
+        tensors = (self.text_embeds, *self.extras.values())
+        return next(len(each) for each in tensors if each is not None)
+
     def rows(self, numbers: Sequence[int], device: torch.device, dtype: torch.dtype) -> Given:
         """Those with these numbers, for a model that computes in `dtype`."""
 
@@ -87,21 +94,39 @@ class Given:
         return Given(embeds, mask, {name: chosen(each) for name, each in self.extras.items()})
 
 
+def away(numbers: Sequence[int], count: int, conditions: int) -> list[int]:
+    """What guidance leads away from for `numbers` of `count` images: the condition after the last image's, or one for
+    each where there are twice as many `conditions` as images."""
+    return [count + number if conditions == 2 * count else count for number in numbers]
+
+
 class Texts:
     """Captions as the run's text encoder embeds them, in CPU memory; the encoder is freed."""
 
     def __init__(
-        self, config: TextEncoderConfig, captions: Sequence[str], options: SamplingOptions, device: torch.device
+        self,
+        config: TextEncoderConfig,
+        captions: Sequence[str],
+        options: SamplingOptions,
+        device: torch.device,
+        seen: Images = (),
     ) -> None:
-        encoder = load_text_encoder(config, device)
-        texts = list(encoder.encode(captions))
-        if options.guided:
+        """`seen`: the images that each caption edits, where the encoder reads them. Then guidance leads away from a
+        text of each with the same images."""
+        encoder = load_text_encoder(config, device, references=len(seen[0]) if seen else 0)
+        texts = list(encoder.encode(captions, images=seen))
+        if options.guided and seen:
+            texts += encoder.encode([options.negative or ""] * len(captions), images=seen)
+        elif options.guided:
             texts.append(encoder.null() if options.negative is None else encoder.encode([options.negative])[0])
         self._texts = [text.to("cpu", torch.float32) for text in texts]
         self._most = {name: most for name, (most, _) in shapes_of(encoder).items()}
 
+    def __len__(self) -> int:
+        return len(self._texts)
+
     def of(self, numbers: Sequence[int]) -> Given:
-        """Those of captions by their numbers. With guidance the number after the last is what it leads away from."""
+        """Those of captions by their numbers. With guidance what it leads away from follows: see `away`."""
         return Given(*padded([self._texts[number] for number in numbers], self._most))
 
 
@@ -130,6 +155,9 @@ class Labels:
                 raise UserError(f"guidance leads away from no class, which this model does not know; {words.unguided}")
             self._numbers.append(away)
 
+    def __len__(self) -> int:
+        return len(self._numbers)
+
     def of(self, numbers: Sequence[int]) -> Given:
         """As Texts.of."""
         return Given(None, None, {CLASS_LABEL: torch.tensor([self._numbers[number] for number in numbers])})
@@ -156,13 +184,15 @@ def conditions_of(
     options: SamplingOptions,
     device: torch.device,
     words: ConditionOptions = ConditionOptions(),
+    seen: Images = (),
 ) -> Texts | Labels:
     """Those of these captions, if the run has captions, or of classes that are `known` to it; encoded on `device`.
+    `seen`: as in Texts.
 
     Raises UserError where an encoder cannot be loaded, and for an unknown class.
     """
     if run.encoders.text is not None:
-        return Texts(run.encoders.text, captions, options, device)
+        return Texts(run.encoders.text, captions, options, device, seen)
     assert known is not None  # of a run without captions
     return Labels(known, spec, captions, options, words)
 
@@ -242,7 +272,7 @@ class EncodedConditions:
     def of(self, numbers: Sequence[int], device: torch.device, dtype: torch.dtype) -> Given:
         """The conditions of these images. With guidance, those that it leads away from follow, with the same first
         frames or references."""
-        asked = [*numbers, *([self.count] * len(numbers) if self.guided else [])]
+        asked = [*numbers, *(away(numbers, self.count, len(self.texts)) if self.guided else [])]
         given = self.texts.of(asked)
         frames = [*numbers, *numbers] if self.guided else list(numbers)
         begun = {name: each[frames] for name, each in self.begun.items()}
@@ -265,9 +295,12 @@ def encoded(
     `codec` stays in CPU memory. Raises UserError where an encoder cannot be loaded, and in `words` for an unknown
     class.
     """
-    texts = conditions_of(run, spec, known, captions, options, device, words)
+    editor = _editor(run)
+    edited = [_edited(each, options.bucket, editor) for each in images] if run.data.references else []
+    seen = [edited[0 if len(edited) == 1 else at] for at in range(len(captions))] if editor.seen and edited else ()
+    texts = conditions_of(run, spec, known, captions, options, device, words, [[each] for each in seen])
     give_back(device)
-    begun = _begun(run, images, options, codec, device)
+    begun = _begun(run, images, edited, options, codec, device)
     give_back(device)
     of_each = {name: each.expand(len(captions), *each.shape[1:]) for name, each in begun.items()}
     return EncodedConditions(len(captions), options.guided, texts, of_each)
@@ -276,6 +309,7 @@ def encoded(
 def _begun(
     run: RunConfig,
     images: Sequence[Image.Image],
+    edited: Sequence[Image.Image],
     options: SamplingOptions,
     codec: ImageCodec,
     device: torch.device,
@@ -289,14 +323,26 @@ def _begun(
     elif run.data.fill:
         begun = {FILL: torch.cat([_masked(each, options.bucket, codec) for each in images])}
     else:
-        begun = {REFERENCE: torch.cat([_reference(each, options.bucket, codec) for each in images])}
+        begun = {REFERENCE: torch.cat([_reference(each, codec) for each in edited])}
     codec.move(_CPU)
     return begun
 
 
-def _reference(image: Image.Image, bucket: tuple[int, ...], codec: ImageCodec) -> torch.Tensor:
+def _editor(run: RunConfig) -> Editor:
+    """How the pipeline that encodes the run's captions edits images."""
+    text = run.encoders.text
+    return ALONE if text is None or text.pipeline is None else editor_of(index_of(text.pipeline).get("_class_name"))
+
+
+def _edited(image: Image.Image, bucket: tuple[int, ...], editor: Editor) -> Image.Image:
+    """An image to edit in the size that extraction gives it for an edit of `bucket`."""
+    _, pixels = bucket_pixels(image, [editor.resized(*bucket[-2:])], "rgb")
+    return Image.fromarray(pixels.transpose(1, 2, 0))
+
+
+def _reference(image: Image.Image, codec: ImageCodec) -> torch.Tensor:
     """The latents [1, 1, C, h, w] fp32 of an image to edit, in CPU memory, rounded as in a store."""
-    _, pixels = bucket_pixels(image, [bucket], codec.color)
+    _, pixels = bucket_pixels(image, [(image.height, image.width)], codec.color)
     return codec.encode_mode(to_unit_range(torch.from_numpy(pixels)[None])).to(_CPU, torch.bfloat16).float()[None]
 
 

@@ -88,7 +88,8 @@ def dataset_need(request: ResolvedRequest, batch: BatchShape, encoding: Encoding
     text = sum((each.stored for each in texts), Interval(low=0, high=0))
     kind = "video" if request.model.video else "image"
     sample = latents + (LABELLED_ROW_BYTES if batch.text is None else ROW_BYTES)
-    first = _first_frame_bytes(request.model, batch) + latents * batch.references
+    first = _first_frame_bytes(request.model, batch)
+    first += math.prod(batch.reference or batch.latents) * STORED_BYTES * batch.references
     sample += first + FRAMED_BYTES if first else 0
     sample += STREAM_BYTES * max(len(texts) - 1, 0)
     store = (text + Interval(low=sample, high=sample)) * images

@@ -232,7 +232,7 @@ def _wanted_latents(header: Header) -> Wanted:
             if masked:
                 wanted[f"{LOSS_MASK}/{sides}"] = ((torch.bfloat16,), (count, *shape[-2:]))
             if edited:
-                wanted[f"{REFERENCE}/{sides}"] = ((torch.bfloat16,), (count, None, *shape))
+                wanted[f"{REFERENCE}/{sides}"] = ((torch.bfloat16,), (count, None, shape[0], None, None))
             elif filled:
                 wanted[f"{FILL}/{sides}"] = ((torch.bfloat16,), (count, None, *shape[-2:]))
             elif first or not masked:

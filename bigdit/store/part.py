@@ -14,7 +14,7 @@ A part that has its name is complete. Its tensors in order, with shapes as in `l
     first_frame/SHAPE   bf16 [n, C, F, H, W]: latents of the first frame, followed by zeros, for image-to-video models
     image_embeds/SHAPE  bf16 [n, tokens, dim]: embeddings of the first frame by an image encoder, for some of them
     loss_mask/SHAPE     bf16 [n, H, W]: the weight of the loss at each latent, if images of the part have masks
-    reference/SHAPE     bf16 [n, references, C, H, W]: latents of the images that the row is an edit of, for edit models
+    reference/SHAPE     bf16 [n, references, C, h, w]: latents of the images that the row is an edit of, for edit models
     fill/SHAPE          bf16 [n, C + pixels a latent, H, W]: latents of the masked image, and its mask, for fill models
     text, text/NAME     [tokens, dim] bf16, or float8_e4m3fn with `text_scale…` fp32 [tokens]; each caption once
     pooled       bf16 [m, p], if the encoders give a vector
@@ -43,7 +43,7 @@ import torch
 from bigdit.catalog.conditions import FILL, LOSS_MASK
 from bigdit.catalog.families import REFERENCE
 from bigdit.store.tensors import Pieces, bytes_of, chained_digest, commit, header_bytes, row_digest
-from bigdit.store.text import Cut, Lengths, StoredCaption, Text, caption_columns
+from bigdit.store.text import Cut, Lengths, StoredCaption, Text, TextKey, caption_columns
 
 FIRST_FRAME = "first_frame"
 FRAME_COLUMNS = (FIRST_FRAME, "image_embeds", LOSS_MASK, REFERENCE, FILL)
@@ -68,14 +68,14 @@ class EncodedRange:
 
     By shape: latents [n, *shape], or [n, 2, *shape] of mean and deviation; source indices; first frames or references
     by the names of FRAME_COLUMNS, [n, …]. By index: captions; labels, if images have classes; `contents`, the digests
-    of the image and of its captions or label. `texts` has the text of each distinct caption; `cuts` the captions that
-    tokenizers cut, and `lengths` how long all are.
+    of the image and of its captions or label. `texts` has the text of each distinct caption, or of each
+    image's; `cuts` the captions that tokenizers cut, and `lengths` how long all are.
     """
 
     latents: Mapping[Shape, torch.Tensor]
     indices: Mapping[Shape, list[int]]
     captions: Mapping[int, tuple[StoredCaption, ...]]
-    texts: Mapping[str, Text]
+    texts: Mapping[TextKey, Text]
     skipped: list[Skipped]
     labels: Mapping[int, int] | None = None
     frames: Mapping[Shape, Mapping[str, torch.Tensor]] | None = None

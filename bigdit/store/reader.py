@@ -80,6 +80,11 @@ class Part:
         _, first, count, _ = self.rows[shape][row].tolist()
         return int(first) if count == 1 else int(first) + chosen(self.weights[first : first + count], draw)
 
+    def last_caption(self, shape: Shape, row: int) -> int:
+        """The number of a row's last caption: where texts depend on images, that of the dropped caption."""
+        _, first, count, _ = self.rows[shape][row].tolist()
+        return int(first + count - 1)
+
     def latents_span(self, shape: Shape, row: int) -> tuple[int, int]:
         """Offset and bytes of a row's latents."""
         column = self._latents[shape]

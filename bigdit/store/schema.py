@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 
 from pydantic import NonNegativeInt, PositiveInt, TypeAdapter, ValidationError, model_validator
 
+from bigdit.catalog.families import Editor, editor_of
 from bigdit.documents import read_json
 from bigdit.errors import UserError, nearest
 from bigdit.files import create_text
@@ -124,6 +125,11 @@ class StoreSchema(Strict):
             raise ValueError("a size in an encoder's description is no number")
         _BUCKETS.validate_python([source.get("buckets", []) for source in self.current])
         return self
+
+    @property
+    def editor(self) -> Editor:
+        """How the pipeline that encoded the captions edits images."""
+        return editor_of(self.text_encoder.get("class_name"))
 
     @property
     def count(self) -> int:

@@ -332,7 +332,7 @@ class FeatureStore:
         name."""
         found, references = self.schema.first_frame, self.schema.references
         more: dict[str, tuple[int, ...]] = {LOSS_MASK: bucket[-2:]} if self.schema.has_masks else {}
-        more |= {REFERENCE: (references, *bucket)} if references else {}
+        more |= {REFERENCE: (references, *self.schema.editor.latents(bucket))} if references else {}
         more |= {FILL: (self.schema.fill, *bucket[-2:])} if self.schema.fill else {}
         if found is None:
             return more

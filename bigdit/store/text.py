@@ -191,27 +191,34 @@ def column_name(kind: str, name: str) -> str:
     return kind if name == TEXT else f"{kind}/{name}"
 
 
+TextKey = str | tuple[int, str]
+"""A caption; or the index of an image and its caption, where texts depend on images."""
+
+
+def text_key(texts: Mapping[TextKey, Text], index: int, caption: str) -> TextKey:
+    """The key of a caption of an image."""
+    return (index, caption) if (index, caption) in texts else caption
+
+
 def caption_columns(
-    captions: Mapping[int, tuple[StoredCaption, ...]], texts: Mapping[str, Text], eight_bits: bool
+    captions: Mapping[int, tuple[StoredCaption, ...]], texts: Mapping[TextKey, Text], eight_bits: bool
 ) -> tuple[dict[str, Pieces], dict[str, Pieces], dict[int, int]]:
     """Tables `caption` and `stream/…`; columns `text…`, `text_scale…` and `pooled`; the first caption of each index."""
     stored = {text: _Stored.of(found, eight_bits) for text, found in texts.items()}
     names = list(next(iter(stored.values())).sequences) if stored else [TEXT]
-    chosen: list[StoredCaption] = []
+    chosen: list[tuple[StoredCaption, TextKey]] = []
     firsts = {}
     for index, some in captions.items():
         firsts[index] = len(chosen)
-        chosen += some
+        chosen += [(each, text_key(texts, index, each.text)) for each in some]
     places = {name: _places(stored, name) for name in names}
     table = [
-        (start, length, int(np.float32(each.weight).view(np.uint32)), stored[each.text].digest, shown)
-        for each in chosen
-        for start, length, shown in (places[TEXT][each.text],)
+        (start, length, int(np.float32(each.weight).view(np.uint32)), stored[key].digest, shown)
+        for each, key in chosen
+        for start, length, shown in (places[TEXT][key],)
     ]
     tables = {"caption": Pieces.of(_table(table, 5))}
-    tables |= {
-        f"stream/{name}": Pieces.of(_table([places[name][each.text] for each in chosen], 3)) for name in names[1:]
-    }
+    tables |= {f"stream/{name}": Pieces.of(_table([places[name][key] for _, key in chosen], 3)) for name in names[1:]}
     columns = {}
     for name in names if stored else ():
         sequences = [found.sequences[name] for found in stored.values()]
@@ -219,7 +226,7 @@ def caption_columns(
         columns[column_name("text", name)] = Pieces(states, tuple(states[0].shape[1:]), states[0].dtype)
         if eight_bits:
             columns[column_name("text_scale", name)] = Pieces(scales, (), torch.float32)
-    vectors = [vector[None] for each in chosen if (vector := stored[each.text].pooled) is not None]
+    vectors = [vector[None] for _, key in chosen if (vector := stored[key].pooled) is not None]
     if vectors:
         columns["pooled"] = Pieces(vectors, tuple(vectors[0].shape[1:]), torch.bfloat16)
     return tables, columns, firsts
@@ -259,7 +266,7 @@ class _Stored(NamedTuple):
         return cls(sequences, pooled, chained_digest(bytes_of(part) for part in parts if part is not None))
 
 
-def _places(stored: Mapping[str, _Stored], name: str) -> dict[str, tuple[int, int, int]]:
+def _places(stored: Mapping[TextKey, _Stored], name: str) -> dict[TextKey, tuple[int, int, int]]:
     """By caption: the first state of a sequence in its column, the number of states, and how many the mask shows."""
     sequences = [found.sequences[name] for found in stored.values()]
     starts = itertools.accumulate((len(each.states) for each in sequences), initial=0)

@@ -174,8 +174,13 @@ def largest_batch_shape(store: FeatureStore | RawStore) -> BatchShape:
     latents = max(store.buckets, key=math.prod)
     wide = store.has_deviation or store.latents_dtype == torch.float32
     references = 0 if isinstance(store, RawStore) else store.schema.references
+    reference = store.schema.editor.latents(latents) if references else None
     return BatchShape(
-        latents=latents, latents_dtype="fp32" if wide else "bf16", text=store.text_shape, references=references
+        latents=latents,
+        latents_dtype="fp32" if wide else "bf16",
+        text=store.text_shape,
+        references=references,
+        reference=reference if reference != latents else None,
     )
 
 

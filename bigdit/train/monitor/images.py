@@ -19,7 +19,7 @@ from bigdit.encoders.protocol import to_bytes
 from bigdit.engines import compute_dtype
 from bigdit.errors import UserError
 from bigdit.files import replacing
-from bigdit.sampling.conditions import ConditionOptions, Given, SamplingOptions, asked_image, encoded
+from bigdit.sampling.conditions import ConditionOptions, Given, SamplingOptions, asked_image, away, encoded
 from bigdit.sampling.grid import grid_png, moving_grid, small, stills_png, webp
 from bigdit.store.part import Shape
 from bigdit.store.schema import Known
@@ -95,7 +95,7 @@ class ValidationImages:
             images = [asked_image("samples.images:", path, self._run.data.max_pixels) for path in self._config.images]
             codec = load_image_codec(self._run.encoders.image, _CPU)
             found = encoded(self._run, spec, known, captions, images, self._options, codec, _CPU, _WORDS)
-            given = found.texts.of(range(len(captions) + self._options.guided))
+            given = found.texts.of(range(len(found.texts)))
             return given, found.begun, codec.latent_shape(self._options.bucket)
         except UserError as error:
             return str(error)
@@ -117,15 +117,14 @@ class ValidationImages:
         )
         asked = self._predict(self._of(numbers, numbers))
         if self._options.guided:
-            away = self._predict(self._of([len(self._config.captions)] * len(numbers), numbers))
-            asked = _guided(asked, away, self._config.guidance)
+            others = away(numbers, len(self._config.captions), self._given.count)
+            asked = _guided(asked, self._predict(self._of(others, numbers)), self._config.guidance)
         tokens = self._family.tokens(self._engine.model, noise.shape)
         sampler = objectives.default_sampler(self._objective)
         return objectives.sample(self._objective, sampler, asked, noise, self._config.steps, tokens)
 
     def _of(self, captions: list[int], begun: list[int]) -> Given:
-        """Conditions of these captions and of these videos' first frames. The caption after the last is what guidance
-        leads away from."""
+        """Conditions of these captions, or of what guidance leads away from, and of these videos' first frames."""
         placed = self._engine.device, compute_dtype(self._engine.strategy)
         given, first = self._given.rows(captions, *placed), Given(None, None, self._begun).rows(begun, *placed)
         return replace(given, extras={**given.extras, **first.extras})

@@ -11,6 +11,7 @@ import torch
 import transformers
 from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.t5gemma import T5GemmaModuleConfig
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
@@ -390,6 +391,33 @@ PARTS = {
     "ZImagePipeline": lambda: _one(qwen_tokenizer, qwen3),
 }
 """The parts that encode text, by the pipeline's class."""
+
+
+class Qwen2_5_VLProcessor(transformers.Qwen2_5_VLProcessor):
+    """transformers' own without its videos' half, which asks for torchvision."""
+
+    def __init__(self, image_processor, tokenizer):
+        self.image_processor, self.tokenizer, self.chat_template = image_processor, tokenizer, None
+        self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
+        self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
+        self.video_token_id = self.video_processor = None
+
+
+def _seeing_qwen():
+    """As the published one: its processor makes a token of 28 × 28 pixels."""
+    tokenizer = copy.deepcopy(qwen_tokenizer())
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]},
+        replace_extra_special_tokens=False,
+    )
+    model = qwen_vl(tokenizer)
+    model.config.image_token_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    images = Qwen2VLImageProcessorPil(size={"shortest_edge": 56**2, "longest_edge": 12845056})
+    return {"tokenizer": tokenizer, "text_encoder": model, "processor": Qwen2_5_VLProcessor(images, tokenizer)}
+
+
+SEEING = dict.fromkeys(("QwenImageEditPipeline", "QwenImageEditPlusPipeline"), _seeing_qwen)
+"""The same of pipelines whose text encoders read images."""
 SETTINGS = {"Krea2Pipeline": {"text_encoder_select_layers": [1, 2, 4]}}
 """What its folder's index says beside them."""
 
@@ -397,11 +425,11 @@ SETTINGS = {"Krea2Pipeline": {"text_encoder_select_layers": [1, 2, 4]}}
 def save(folder, class_name, seed=0):
     """Write the text half of a pipeline in diffusers' layout, and give its parts."""
     torch.manual_seed(seed)
-    parts = PARTS[class_name]()
+    parts = (PARTS | SEEING)[class_name]()
     index = {"_class_name": class_name, "vae": ["diffusers", "AutoencoderKL"], **SETTINGS.get(class_name, {})}
     for name, part in parts.items():
         part.eval() if isinstance(part, torch.nn.Module) else None
-        part.save_pretrained(folder / name)
+        (part.image_processor if name == "processor" else part).save_pretrained(folder / name)
         library = "prx" if isinstance(part, T5GemmaEncoder) else "transformers"  # as PRX's repositories have it
         index[name] = [library, type(part).__name__]
     (folder / "model_index.json").write_text(json.dumps(index))
@@ -467,6 +495,17 @@ FLUX_FILL = FLUX | {"in_channels": 48, "out_channels": 16}
 """Of FluxFillPipeline, whose VAE makes a latent of 2 × 2 pixels."""
 FLUX2 = _PACKED | {"joint_attention_dim": 48, "timestep_guidance_channels": 16, "axes_dims_rope": [2, 2, 2, 2]}
 """Of Flux2Pipeline, which reads three layers."""
+QWEN_IMAGE = {
+    "patch_size": 2,
+    "in_channels": 16,
+    "out_channels": 4,
+    "num_layers": 1,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "joint_attention_dim": 16,
+    "axes_dims_rope": [4, 6, 6],
+}
+"""Of QwenImagePipeline and its edits."""
 OVIS_IMAGE = _PACKED | {"out_channels": 16, "axes_dims_rope": [2, 2, 4]}
 """Of OvisImagePipeline."""
 COGVIEW3 = {

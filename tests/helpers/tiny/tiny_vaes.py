@@ -57,6 +57,14 @@ def qwen_image():
     )
 
 
+def qwen_image_of_8():
+    """Of 8 × 8 pixels a latent, as the published one."""
+    halved = [False, True, True]
+    return diffusers.AutoencoderKLQwenImage(
+        base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=halved, **STATISTICS
+    )
+
+
 def ltx(**config):
     vae = diffusers.AutoencoderKLLTXVideo(
         latent_channels=4,

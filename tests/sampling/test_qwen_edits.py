@@ -1,0 +1,187 @@
+"""Qwen-Image's edits from files to samples: texts depend on the image, and references have another size."""
+
+import json
+
+import diffusers
+import numpy as np
+import pytest
+import tiny_pipelines
+import tiny_sources
+import tiny_vaes
+import torch
+import yaml
+from commands import bigdit, in_process, with_set
+from gpus import benched
+from PIL import Image
+from training import train_here
+
+from bigdit import models
+from bigdit.catalog import model
+from bigdit.catalog.models import batch_shape
+from bigdit.checkpoint import latest
+from bigdit.encoders.latents import bucket_pixels
+from bigdit.loader.stream import BatchReader
+from bigdit.models.packing import pack
+from bigdit.sampling import Sampler
+from bigdit.store import FeatureStore
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("qwen edits")]
+
+SHAPE = (4, 8, 12)  # of 64 × 96 pixels
+SEEN = (832, 1248)
+"""What both pipelines make of a reference in the ratio of the bucket."""
+CATALOGUE = {"QwenImageEditPipeline": "qwen-image-edit", "QwenImageEditPlusPipeline": "qwen-image-edit-plus"}
+CAPTIONS = ["make it snow", "make it " * 40]
+
+
+def colours(seed, height, width):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
+
+
+@pytest.fixture(scope="module", params=CATALOGUE)
+def encoded(request, tmp_path_factory):
+    """The folder of a run over two edits whose features are made, and its pipeline without a transformer."""
+    name = request.param
+    folder = tmp_path_factory.mktemp(name)
+    torch.manual_seed(0)
+    vae = tiny_vaes.qwen_image_of_8()
+    vae.save_pretrained(folder / "pipeline/vae")
+    parts = tiny_pipelines.save(folder / "pipeline", name)
+    for number, caption in enumerate([*CAPTIONS, "no reference"]):
+        tiny_sources.save(folder / f"images/{number}.png", caption, colours(number, 64, 96))
+    for number in range(2):
+        colours(10 + number, 80, 110).save(folder / f"images/{number}.reference.png")
+    config = {
+        "model": {"class_name": "QwenImageTransformer2DModel", "kwargs": tiny_pipelines.QWEN_IMAGE},
+        "data": {
+            "images": str(folder / "images"),
+            "features": str(folder / "features"),
+            "buckets": [[64, 96]],
+            "references": 1,
+        },
+        "encoders": {
+            "image": {"name": "vae", "class_name": "AutoencoderKLQwenImage", "path": str(folder / "pipeline/vae")},
+            "text": {"pipeline": str(folder / "pipeline"), "max_tokens": 128},
+        },
+        "strategy": {"micro_batch_size": 2, "precision": "fp32"},
+        "train": {"steps": 2},
+        "output": str(folder / "run"),
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    done = bigdit("extract", "--config", folder / "run.yaml")
+    assert done.returncode == 0, done.stderr
+    parts |= {"vae": vae.eval(), "scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
+    return folder, tiny_pipelines.pipeline_of(name, parts)
+
+
+def reference_of(folder, number):
+    """As extraction has it: of the file, in the ratio of its bucket."""
+    with Image.open(folder / f"images/{number}.reference.png") as image:
+        return Image.fromarray(bucket_pixels(image, [SEEN], "rgb")[1].transpose(1, 2, 0))
+
+
+def edit(pipeline, transformer, folder, number, caption, adapters=None, steps=2):
+    """The latents of the pipeline's call on a reference, and what its transformer was fed first."""
+    parts = {name: part for name, part in pipeline.components.items() if part is not None}
+    whole = tiny_pipelines.pipeline_of(type(pipeline).__name__, parts | {"transformer": transformer})
+    whole.set_progress_bar_config(disable=True)
+    if adapters is not None:
+        whole.load_lora_weights(adapters)
+    calls = []
+    hook = transformer.register_forward_hook(
+        lambda module, args, fed, answer: calls.append((fed, answer[0])), with_kwargs=True
+    )
+    asked = {"height": 64, "width": 96, "num_inference_steps": steps, "output_type": "latent"}
+    with torch.no_grad():
+        made = whole(reference_of(folder, number), caption, generator=torch.Generator().manual_seed(0), **asked).images
+    hook.remove()
+    return made, calls[0]
+
+
+def test_a_batch_is_what_the_pipeline_feeds_its_transformer(encoded):
+    folder, pipeline = encoded
+    store = FeatureStore.open(folder / "features")
+    transformer = diffusers.QwenImageTransformer2DModel(**tiny_pipelines.QWEN_IMAGE).eval()
+    rows = torch.tensor([[0, 0], [1, 0]]).numpy()
+    read, dropped = (BatchReader(store, 2, share, pinned=False).read(SHAPE, *rows, [1, 2]) for share in (0.0, 1.0))
+    for place, number, batch, caption in ((1, 0, read, CAPTIONS[0]), (1, 0, dropped, ""), (0, 1, dropped, "")):
+        _, (fed, answer) = edit(pipeline, transformer, folder, number, caption, steps=1)
+        texts, tokens = fed["encoder_hidden_states"], fed["hidden_states"]
+        count = int(batch.text_mask[place].float().sum())
+        assert torch.equal(batch.text_embeds[place, :count], texts[0].bfloat16())
+        own = SHAPE[1] * SHAPE[2] // 4
+        references = pack(batch.extras["reference"][place : place + 1, 0]).float()
+        assert torch.allclose(references, tokens[:, own:], rtol=2**-7, atol=1e-4)  # rounded, and made in a batch
+        # The prediction of the pipeline's own inputs, with the padding of a batch.
+        padding = store.max_tokens - texts.shape[1]
+        given = type(batch)(
+            None,
+            torch.nn.functional.pad(texts, (0, 0, 0, padding)),
+            batch.text_mask[place : place + 1],
+            (0,),
+            {"reference": models.packing.unpack(tokens[:, own:], *(side // 8 for side in SEEN))[:, None]},
+        )
+        latents = models.packing.unpack(tokens[:, :own], *SHAPE[1:])
+        with torch.no_grad():
+            found = models.family("QwenImageTransformer2DModel").predict(transformer, latents, fed["timestep"], given)
+        assert torch.allclose(pack(found), answer[:, :own], rtol=1e-4, atol=1e-5)
+    assert not torch.equal(read.text_embeds[0], dropped.text_embeds[0])
+
+
+def test_a_caption_that_is_too_long_is_cut_and_one_without_reference_is_skipped(encoded):
+    folder, _ = encoded
+    report = json.loads((folder / "features/report.json").read_text())
+    assert [(each["name"], each["reason"]) for each in report["skipped"]] == [
+        ("2.png", "reference 2.reference.png is missing")
+    ]
+    (cut,) = report["cut"]
+    assert (cut["captions"], cut["samples"], cut["key"]) == (1, ["1.png"], "encoders.text.max_tokens")
+
+
+def test_the_catalogue_counts_the_tokens_of_the_pipeline(encoded):
+    folder, pipeline = encoded
+    known = model(CATALOGUE[type(pipeline).__name__])
+    shape, store = batch_shape(known, (64, 96)), FeatureStore.open(folder / "features")
+    assert shape.reference[1:] == store.frame_shapes(SHAPE)["reference"][2:] == (104, 156)
+    assert shape.text[0] - known.text.tokens == store.max_tokens - 128
+
+
+@pytest.mark.parametrize("encoded", ["QwenImageEditPlusPipeline"], indirect=True)
+def test_a_step_takes_what_was_predicted_and_the_pipeline_edits_with_what_was_trained(encoded):
+    folder, pipeline = encoded
+    receipt, _ = benched("--config", folder / "run.yaml")
+    assert receipt["predicted_peak_allocated_bytes"] == receipt["measured_peak_allocated_bytes"]
+    torch.manual_seed(1)
+    base = diffusers.QwenImageTransformer2DModel(**tiny_pipelines.QWEN_IMAGE).bfloat16().float()
+    base.save_pretrained(folder / "base/transformer")
+    asked = ("strategy.lora={rank: 2, alpha: 4}", "strategy.precision=bf16", "strategy.optimizer.lr=0.05",
+             "train.checkpoint_every=2", f"model.init_from={folder / 'base/transformer'}",
+             "samples.captions=[make it red]", f"samples.images=[{folder / 'images/0.png'}]", "samples.steps=2",
+             "samples.every=2", "samples.seed=5")  # fmt: skip
+    train_here(folder / "run.yaml", *asked)
+    drawn = in_process("sample", "--checkpoint", folder / "run", "--caption", "make it red", "--image",
+                       folder / "images/0.png", "--steps", "2", "--seed", "5", "--out", folder / "samples")  # fmt: skip
+    assert drawn.returncode == 0, drawn.stderr
+    assert (folder / "samples/grid.png").read_bytes() == (folder / "run/samples/step-00000002.png").read_bytes()
+    checkpoint, _ = latest(folder / "run")
+    without, _ = edit(pipeline, base, folder, 1, "make it red")
+    trained, _ = edit(pipeline, Sampler(checkpoint, torch.device("cpu")).model().float(), folder, 1, "make it red")
+    adapters = folder / "run/exports/step-00000002/transformer"
+    loaded, _ = edit(pipeline, base, folder, 1, "make it red", adapters)
+    assert (loaded - trained).norm() < 0.02 * (loaded - without).norm()  # adapters that are rounded, too
+    assert (loaded - without).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("encoded", ["QwenImageEditPlusPipeline"], indirect=True)
+def test_what_does_not_fit_is_refused_in_a_line(encoded, tmp_path):
+    folder, pipeline = encoded
+    name, fresh = type(pipeline).__name__, (f"output={tmp_path / 'run'}", f"data.features={tmp_path / 'none'}")
+    refused = {
+        ("data.references=0",): "reads the image to edit, and data.references is 0; set it to 1",
+        ("data.buckets=[[64, 320]]",): f"data.buckets has 64 × 320; with {name} a side is at most 4 times the other",
+        ("encoders.text.max_tokens=20",): "encoders.text.max_tokens is 20, and the template takes",
+    }
+    for settings, problem in refused.items():
+        done = in_process("extract", "--config", folder / "run.yaml", *with_set((*fresh, *settings)))
+        assert done.returncode == 1
+        assert problem in " ".join(done.stderr.split()), done.stderr
