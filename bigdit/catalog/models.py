@@ -57,7 +57,8 @@ class CatalogModel(Strict):
     `resolution` is the side in pixels of the squares it was published for, None where none is stated and for video,
     which has its `clip`; `unverified` what about the entry was not verified; `pipeline` the folder in diffusers' layout
     that a user's own model lies in, with its VAE and text encoders; `folder` the one of its weights in such a layout;
-    `references` how many images a sample is an edit of.
+    `references` how many images a sample is an edit of; `first_frame` whether its videos begin with a given image,
+    where other models of the same arguments begin with none.
     """
 
     spec: ModelSpec
@@ -78,6 +79,7 @@ class CatalogModel(Strict):
     pipeline: str | None = None
     folder: str = "transformer"
     references: NonNegativeInt = 0
+    first_frame: bool = False
 
     @property
     def name(self) -> str:
@@ -229,12 +231,12 @@ def batch_shape(
     if frames is None and model.clip is not None:
         frames = model.clip.frames
     latents = latent_shape(model, height, width, frames)
-    text = model.text
+    text, shape = model.text, BatchShape(latents=latents, references=model.references, first_frame=model.first_frame)
     if text is None:
-        return BatchShape(latents=latents, references=model.references)
+        return shape
     if text.tokens is None or text.dim is None:
         raise UserError(f"the text input of {model.name} is no single (tokens, dim) sequence: {text.notes}")
-    return BatchShape(latents=latents, text=(text.tokens, text.dim), references=model.references)
+    return shape.model_copy(update={"text": (text.tokens, text.dim)})
 
 
 def _sides(resolution: int | tuple[int, int]) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from bigdit.models.build import build, check_folder, load, not_safetensors, outl
 from bigdit.models.context import split_context
 from bigdit.models.equip import adapt, arrange, equip
 from bigdit.models.families import families, family
-from bigdit.models.family import Conditions, Extra, Family, references, take_through
+from bigdit.models.family import Conditions, Extra, Family, images, take_through
 from bigdit.models.lora_files import loaded_by, read_adapters, save_adapters, save_for_comfyui, start_adapters
 from bigdit.models.whole import Piece, single_file_layout
 
@@ -24,12 +24,12 @@ __all__ = [
     "equip",
     "families",
     "family",
+    "images",
     "load",
     "loaded_by",
     "not_safetensors",
     "outline",
     "read_adapters",
-    "references",
     "save_adapters",
     "save_for_comfyui",
     "single_file_layout",

@@ -173,10 +173,11 @@ def largest_batch_shape(store: FeatureStore | RawStore) -> BatchShape:
     """Shapes of a store's largest bucket, with text of its max_tokens where it has text."""
     latents = max(store.buckets, key=math.prod)
     wide = store.has_deviation or store.latents_dtype == torch.float32
-    references = 0 if isinstance(store, RawStore) else store.schema.references
-    return BatchShape(
-        latents=latents, latents_dtype="fp32" if wide else "bf16", text=store.text_shape, references=references
-    )
+    shape = BatchShape(latents=latents, latents_dtype="fp32" if wide else "bf16", text=store.text_shape)
+    if isinstance(store, RawStore):
+        return shape
+    given = {"references": store.schema.references, "first_frame": store.schema.first_frame is not None}
+    return shape.model_copy(update=given)
 
 
 @dataclass(frozen=True)
