@@ -29,7 +29,7 @@ from bigdit.store import FeatureStore
 from bigdit.store.part import EncodedRange, Shape, part_path, write_part
 from bigdit.store.schema import FILE, StoreSchema, part_identity, schema_text, store_identity
 from bigdit.store.store import write_null_text
-from bigdit.store.text import TEXT, Text
+from bigdit.store.text import TEXT, Text, TextKey
 
 SHAPES = [(32, 32, 32), (32, 28, 36), (32, 36, 28), (32, 24, 42), (32, 42, 24)]
 TOKENS, MEAN_TOKENS, DIM = 300, 103, 2304

@@ -17,16 +17,25 @@ IMAGE_EMBEDS = "image_embeds"
 """An extra: an image encoder's embeddings of that frame."""
 IMAGE_ENCODER = "image_encoder"
 """The image encoder in a pipeline's folder."""
-CLIP_TOKENS = 257
-"""CLIP ViT-H/14 on 224 × 224 pixels: 16² patches and the class token."""
 TEXT_TOKENS = 512
-"""The text states of a model with image embeddings: its blocks take all states before them as the image's.
+"""The text states of a Wan model with image embeddings: its blocks take all states before them as the image's.
 Source: diffusers 0.42.1, WanAttnProcessor."""
 
 
 def takes_first_frame(model: ModelSpec) -> bool:
-    """Whether the model takes the first frame of its videos from a store."""
+    """Whether the model always takes the first frame of its videos from a store."""
     return model.class_name in FAMILIES and FAMILIES[model.class_name].first_frame and begins_with_an_image(model)
+
+
+def may_begin(model: ModelSpec) -> bool:
+    """Whether the model can take the first frame of its videos from a store."""
+    return takes_first_frame(model) or (model.class_name in FAMILIES and FAMILIES[model.class_name].blank)
+
+
+def embeds_first_frame(model: ModelSpec) -> bool:
+    """Whether the model takes an image encoder's embeddings of the first frame."""
+    inputs = FAMILIES[model.class_name]
+    return inputs.image_dim is not None and (inputs.blank or model.kwargs.get(inputs.image_dim) is not None)
 
 
 def fed_more(model: ModelSpec) -> bool:
@@ -38,20 +47,27 @@ def fed_more(model: ModelSpec) -> bool:
 
 def first_frame_problems(run: RunConfig, model: ModelSpec) -> list[str]:
     """Why the model cannot take the run's first frame."""
-    asked, takes = run.encoders.first_frame, takes_first_frame(model)
+    asked, needed = run.encoders.first_frame, takes_first_frame(model) or _known_to_begin(model)
     if asked is None:
-        example = "{pipeline: FOLDER}" if model.kwargs.get("image_dim") is not None else "{}"
-        missing = f"{model.name} needs the first frame, and encoders.first_frame is missing; set it to {example}"
-        return [missing] if takes else []
-    if not takes:
+        if not needed:
+            return []
+        example = "{pipeline: FOLDER}" if embeds_first_frame(model) else "{}"
+        return [f"{model.name} needs the first frame, and encoders.first_frame is missing; set it to {example}"]
+    if not may_begin(model):
         return [f"encoders.first_frame is set, and {model.name} does not take one; leave it out"]
-    if (asked.pipeline is None) != (model.kwargs.get("image_dim") is None):
+    if (asked.pipeline is not None) != embeds_first_frame(model):
         needs = "no" if asked.pipeline else "an image encoder's"
         found = "set" if asked.pipeline else "missing"
+        key = FAMILIES[model.class_name].image_dim
         return [
-            f"encoders.first_frame.pipeline is {found}, and {model.name} takes {needs} image embeddings (image_dim)"
+            f"encoders.first_frame.pipeline is {found}, and {model.name} takes {needs} image embeddings"
+            + (f" ({key})" if key else "")
         ]
     return []
+
+
+def _known_to_begin(model: ModelSpec) -> bool:
+    return any(each.first_frame for each in models() if each.name == model.name)
 
 
 def first_frame_misfits(
@@ -59,21 +75,22 @@ def first_frame_misfits(
 ) -> list[str]:
     """Why the model cannot take a store's first frame (StoreSchema.first_frame, None without). `channels`: of latents;
     `text_tokens`: states of a caption."""
-    if found is None or not takes_first_frame(model):
-        missing = [f"no first frame, which {model.name} needs"] if takes_first_frame(model) else []
+    if found is None or not may_begin(model):
+        needed = takes_first_frame(model) or _known_to_begin(model)
+        missing = [f"no first frame, which {model.name} needs"] if needed else []
         return missing if found is None else [f"a first frame, which {model.name} does not take"]
-    problems, given = [], found["mask"] + channels
+    problems, given, inputs = [], found["mask"] + channels, FAMILIES[model.class_name]
     taken, out = (model.kwargs.get(key) for key in ("in_channels", "out_channels"))
-    if isinstance(taken, int) and isinstance(out, int) and taken - out != given:
+    if isinstance(taken, int) and isinstance(out, int) and taken > out and taken - out != given:
         problems.append(
             f"{given} channels of the first frame ({found['mask']} of its mask), and the model takes {taken - out} "
             f"(in_channels {taken} − out_channels {out})"
         )
-    if (dim := model.kwargs.get("image_dim")) is not None:
-        if (found.get("tokens"), found.get("dim")) != (CLIP_TOKENS, dim):
+    if (dim := model.kwargs.get(inputs.image_dim or "")) is not None:
+        if (found.get("tokens"), found.get("dim")) != (inputs.image_tokens, dim):
             there = f"{found['tokens']} × {found['dim']}" if "dim" in found else "no"
-            problems.append(f"{there} embeddings of the first frame, and the model takes {CLIP_TOKENS} × {dim}")
-        if text_tokens not in (None, TEXT_TOKENS):
+            problems.append(f"{there} embeddings of the first frame, and the model takes {inputs.image_tokens} × {dim}")
+        if not inputs.blank and text_tokens not in (None, TEXT_TOKENS):
             problems.append(f"{text_tokens} states of text, and with an image the model takes {TEXT_TOKENS}")
     return problems
 

@@ -33,7 +33,8 @@ class Inputs(Strict):
     texts: each has a mask, `…_mask`. `classes`: the argument with the number of
     classes, for a family that takes one. `packs`: latents go in as 2 × 2 patches in the channels.
     `video`: latents have frames; `first_frame`: its models that begin with an image can be trained; `blank`:
-    all its models can begin with one, and get zeros instead. `references`: the most images that a sample can be an edit
+    all its models can begin with one, or with none. `image_dim`: the argument with the width of an image encoder's
+    embeddings of that image, of `image_tokens`. `references`: the most images that a sample can be an edit
     of. `fill`: its models with more channels still are given a masked image and its mask. `square`:
     height and width are one number to it; `fixed`: that of `sample_size`.
     `depths`: the lists of like blocks, in the order of the forward pass, each with the constructor argument that
@@ -55,6 +56,8 @@ class Inputs(Strict):
     video: bool = False
     first_frame: bool = False
     blank: bool = False
+    image_dim: str | None = None
+    image_tokens: int = 0
     references: int = 0
     fill: bool = False
     square: bool = False
@@ -137,7 +140,14 @@ FAMILIES: dict[str, Inputs] = {
     "SanaTransformer2DModel": Inputs(text_dim="caption_channels"),
     "SanaVideoTransformer3DModel": Inputs(text_dim="caption_channels", video=True),
     "CogVideoXTransformer3DModel": Inputs(text_dim="text_embed_dim", video=True),
-    "WanTransformer3DModel": Inputs(text_dim="text_dim", video=True, first_frame=True, depths={"blocks": "num_layers"}),
+    "WanTransformer3DModel": Inputs(
+        text_dim="text_dim",
+        video=True,
+        first_frame=True,
+        image_dim="image_dim",
+        image_tokens=257,  # of CLIP ViT-H/14 on 224 × 224 pixels: 16² patches and the class token
+        depths={"blocks": "num_layers"},
+    ),
     "HunyuanVideoTransformer3DModel": Inputs(
         text_dim="text_embed_dim", extras=("pooled_text",), video=True, depths=_TWO_LISTS
     ),
@@ -146,6 +156,8 @@ FAMILIES: dict[str, Inputs] = {
         streams={"glyph_text": Stream(dim="text_embed_2_dim", tokens=256)},
         video=True,
         blank=True,
+        image_dim="image_embed_dim",
+        image_tokens=729,  # of SigLIP SO400M/14 on 384 × 384 pixels: 27² patches
     ),
     "Kandinsky5Transformer3DModel": Inputs(
         text_dim="in_text_dim",
@@ -417,7 +429,7 @@ def training_obstacle(spec: ModelSpec) -> str | None:
         return no_adapter(class_name)
     if inputs.video and not inputs.blank and begins_with_an_image(spec):
         if not inputs.first_frame:
-            return f"{spec.name} begins with an image, which only models of WanTransformer3DModel can take here"
+            return f"{spec.name} begins with an image, which the adapter of {class_name} does not take"
         if spec.kwargs.get("pos_embed_seq_len") is not None:
             return f"{spec.name} needs the first and the last frame, and a store keeps only the first"
     return None

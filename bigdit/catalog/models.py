@@ -61,7 +61,8 @@ class CatalogModel(Strict):
     which has its `clip`; `unverified` what about the entry was not verified; `pipeline` the folder in diffusers' layout
     that a user's own model lies in, with its VAE and text encoders; `folder` the one of its weights in such a layout;
     `references` how many images a sample is an edit of; `editor` the diffusers pipeline that edits, where it is not the
-    one of its class.
+    one of its class; `first_frame` whether its videos begin with a given image, where other models of the same
+    arguments begin with none.
     """
 
     spec: ModelSpec
@@ -83,6 +84,7 @@ class CatalogModel(Strict):
     folder: str = "transformer"
     references: NonNegativeInt = 0
     editor: str | None = None
+    first_frame: bool = False
 
     @property
     def name(self) -> str:
@@ -234,15 +236,15 @@ def batch_shape(
     if frames is None and model.clip is not None:
         frames = model.clip.frames
     latents = latent_shape(model, height, width, frames)
-    text = model.text
+    text, shape = model.text, BatchShape(latents=latents, references=model.references, first_frame=model.first_frame)
     if text is None:
-        return BatchShape(latents=latents, references=model.references)
+        return shape
     if text.tokens is None or text.dim is None:
         raise UserError(f"the text input of {model.name} is no single (tokens, dim) sequence: {text.notes}")
     tokens = text.tokens + text.reference_tokens * model.references
     reference = editor_of(model.editor).latents(latents) if model.references else None
     own = None if reference == latents else reference
-    return BatchShape(latents=latents, text=(tokens, text.dim), references=model.references, reference=own)
+    return shape.model_copy(update={"text": (tokens, text.dim), "reference": own})
 
 
 def _sides(resolution: int | tuple[int, int]) -> tuple[int, int]:

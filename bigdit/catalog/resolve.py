@@ -93,6 +93,10 @@ def config_file(path: Path) -> Path:
     return inner if inner.is_file() else path / "config.json"
 
 
+_BEGINS = "ImageToVideoPipeline"
+"""How the names of pipelines end whose videos begin with an image."""
+
+
 def find_model(asked: str) -> CatalogModel:
     """The model of that catalogue name or alias, or of the config.json, or folder with one, at that path.
 
@@ -144,8 +148,9 @@ def user_model(path: Path) -> CatalogModel:
     if folder is not None and own is None and (other := config_of(folder / "vae" / CONFIG).get("_class_name")):
         assumed = f"vae/config.json is of {other}, which is not known here: {assumed}"
     edits = editor_of(named).references if named in EDITORS else made.references
+    begins = named is not None and named.endswith(_BEGINS)
     update = {"source": (str(path),), "pipeline": pipeline, "unverified": assumed, "references": edits}
-    return made.model_copy(update=update)
+    return made.model_copy(update=update | {"first_frame": begins and FAMILIES[made.spec.class_name].blank})
 
 
 def of_arguments(spec: ModelSpec, own: Vae | None = None, named: str | None = None) -> CatalogModel:
@@ -157,7 +162,7 @@ def of_arguments(spec: ModelSpec, own: Vae | None = None, named: str | None = No
     inputs, sibling = FAMILIES[spec.class_name], _sibling(spec, own, named)
     more = {"spec": spec, "params": None, "buffer_elems": None, "notes": None, "source": (), "pipeline": None}
     return sibling.model_copy(
-        update=_read(spec, inputs, sibling, own) | more | {"references": int(is_controlled(spec))}
+        update=_read(spec, inputs, sibling, own) | more | {"references": int(is_controlled(spec)), "first_frame": False}
     )
 
 

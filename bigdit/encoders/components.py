@@ -40,11 +40,15 @@ CLASSES = (
     *("Qwen2Tokenizer", "T5Tokenizer", "TokenizersBackend"),
     # Image encoders and what prepares their images.
     *("CLIPVisionModel", "CLIPVisionModelWithProjection", "CLIPImageProcessor", "CLIPImageProcessorPil"),
+    *("SiglipVisionModel", "SiglipImageProcessor", "SiglipImageProcessorPil"),
 )
 """The allowed classes of transformers, for tokenizers and processors also with `Fast`. Others, such as AutoModel, may
 load any class, and code from the folder."""
 
-_ASKED = {"BriaPipeline": ("vae", "transformer"), "HunyuanVideo15Pipeline": ("vae",)}
+_ASKED = {
+    "BriaPipeline": ("vae", "transformer"),
+    **dict.fromkeys(("HunyuanVideo15ImageToVideoPipeline", "HunyuanVideo15Pipeline"), ("vae",)),
+}
 """Parts that encode no text, but whose attributes these pipelines read."""
 
 

@@ -1,6 +1,7 @@
 """First frames for image-to-video models: their latents, and their embeddings by an image encoder.
 
-Source: diffusers 0.42.1, WanImageToVideoPipeline: prepare_latents, encode_image.
+Source: diffusers 0.42.1, WanImageToVideoPipeline: prepare_latents, encode_image; HunyuanVideo15ImageToVideoPipeline:
+prepare_cond_latents_and_mask, _get_image_embeds.
 """
 
 from __future__ import annotations
@@ -22,9 +23,8 @@ from bigdit.store.part import FIRST_FRAME
 from bigdit.store.tensors import config_digest, weights_digest
 
 _KEY = "encoders.first_frame.pipeline"
-_PROCESSOR = "image_processor"
-_LAYER = -2
-"""The layer of the image encoder's hidden states that models take."""
+_SIGLIP = "SiglipVisionModel"
+"""The image encoder whose last states models take; of CLIP's they take those before its last layer."""
 
 
 class FirstFrames:
@@ -32,7 +32,7 @@ class FirstFrames:
 
     def __init__(self, config: FirstFrameConfig, codec: ImageCodec, device: torch.device) -> None:
         self._config, self._codec, self._device = config, codec, device
-        self.mask, self.color = codec.temporal_downsample, codec.color
+        self.mask, self.color = codec.first_mask, codec.color
         self._encoder: Any = None
         self._processor: Any = None
         if config.pipeline is not None:
@@ -77,7 +77,10 @@ class FirstFrames:
         for video in videos:
             image = Image.fromarray(video[:, 0].permute(1, 2, 0).expand(-1, -1, 3).contiguous().numpy())
             given = self._processor(images=image, return_tensors="pt").to(self._device, DTYPES[self._config.dtype])
-            rows.append(self._encoder(**given, output_hidden_states=True).hidden_states[_LAYER])
+            if type(self._encoder).__name__ == _SIGLIP:
+                rows.append(self._encoder(**given).last_hidden_state)
+            else:
+                rows.append(self._encoder(**given, output_hidden_states=True).hidden_states[-2])
         return torch.cat(rows)
 
     def _loaded(self, folder: Path) -> tuple[Any, Any]:
@@ -86,7 +89,8 @@ class FirstFrames:
 
         index = read_index(_KEY, folder)
         parts = []
-        for name in (IMAGE_ENCODER, _PROCESSOR):
+        siglip = _SIGLIP in (index.get(IMAGE_ENCODER) or ())
+        for name in (IMAGE_ENCODER, "feature_extractor" if siglip else "image_processor"):
             entry = index.get(name)
             if not isinstance(entry, list) or not entry[0]:
                 raise UserError(f"{_KEY}: {folder} holds a {index['_class_name']} without {name}")

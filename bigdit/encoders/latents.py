@@ -249,12 +249,21 @@ def encode_latents(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
     return normalisation(vae).apply(z.squeeze(2) if image else z)
 
 
+FIRST_MASKS = {"AutoencoderKLHunyuanVideo15": 1}
+"""The channels of a first frame's mask, by the class of VAEs that encode the frame alone, before zeros. Others encode a
+video of zeros after it, as Wan's does, and the mask has as many channels as a latent has frames.
+
+Source: diffusers 0.42.1, prepare_latents, or prepare_cond_latents_and_mask, of the families' image-to-video pipelines.
+"""
+
+
 def encode_condition(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
     """Latents fp32 of a video's condition, pixels [B, 3, F, H, W], as `encode_latents`.
 
-    Source: diffusers 0.42.1, WanImageToVideoPipeline.prepare_latents.
+    Source: diffusers 0.42.1, as FIRST_MASKS.
     """
-    return normalisation(vae).as_condition(vae.encode(pixels).latent_dist.mode().float())
+    z, found = vae.encode(pixels).latent_dist.mode().float(), normalisation(vae)
+    return found.apply(z) if type(vae).__name__ in FIRST_MASKS else found.as_condition(z)
 
 
 def first_alone(pixels: torch.Tensor) -> torch.Tensor:

@@ -45,12 +45,13 @@ class EncodedBatch:
 class ImageCodec(Protocol):
     """Turns pixels into latents and back.
 
-    `channels` of the latents; `downsample`: pixels a side of one latent; `temporal_downsample`: frames of one latent
-    frame after the first, which has its own; `color` of the pixels; `stored_dtype` of the latents; `batch_size`: images
-    of one call.
+    `channels` of the latents; `first_mask`: those of a first frame's mask; `downsample`: pixels a side of one latent;
+    `temporal_downsample`: frames of one latent frame after the first, which has its own; `color` of the pixels;
+    `stored_dtype` of the latents; `batch_size`: images of one call.
     """
 
     channels: int
+    first_mask: int
     downsample: int
     temporal_downsample: int
     color: Color
@@ -102,7 +103,7 @@ class PixelCodec:
     """The identity codec: pixel unshuffle by `factor` of each frame. Pixel shuffle inverts it exactly."""
 
     stored_dtype = torch.float32
-    temporal_downsample = 1
+    first_mask = temporal_downsample = 1
 
     def __init__(self, config: IdentityCodec, batch_size: int) -> None:
         self.batch_size = batch_size

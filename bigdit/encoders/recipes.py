@@ -104,11 +104,14 @@ RECIPES: dict[str, EncodingRecipe] = {
         rare=("glyph_text",),
         length="tokenizer_max_length",
     ),
-    "HunyuanVideo15Pipeline": EncodingRecipe(
-        ("states", "mask", "glyph_text", "glyph_text_mask"),
-        "masked",
-        rare=("glyph_text",),
-        length="tokenizer_max_length",
+    **dict.fromkeys(
+        ("HunyuanVideo15ImageToVideoPipeline", "HunyuanVideo15Pipeline"),
+        EncodingRecipe(
+            ("states", "mask", "glyph_text", "glyph_text_mask"),
+            "masked",
+            rare=("glyph_text",),
+            length="tokenizer_max_length",
+        ),
     ),
     "HunyuanVideoPipeline": EncodingRecipe(("states", "pooled", "mask"), "masked"),
     "Kandinsky5T2VPipeline": EncodingRecipe(  # cuts all captions if one is too long

@@ -10,10 +10,12 @@ from typing import Any
 import diffusers
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from bigdit.config.data import VaeCodec, frames_of, written_bucket
 from bigdit.encoders.folder import DTYPES, check_files, load_from, load_from_file, read_config, weights_sample
 from bigdit.encoders.latents import (
+    FIRST_MASKS,
     VIDEO_VAES,
     Color,
     check_divides,
@@ -66,6 +68,7 @@ class DiffusersVae:
         ratio = found.get("spatial_compression_ratio") or getattr(self._vae, "spatial_compression_ratio", None)
         self.downsample = int(ratio or 2 ** (len(found.block_out_channels) - 1))
         self.temporal_downsample = frames_a_latent(self._vae)
+        self.first_mask = FIRST_MASKS.get(config.class_name, self.temporal_downsample)
         self.color: Color = "gray" if found.get("in_channels") == 1 else "rgb"
         self._frames = config.class_name in VIDEO_VAES and config.class_name != _FOR_IMAGES
         if config.tiling:
@@ -155,8 +158,11 @@ class DiffusersVae:
     @torch.no_grad()
     def encode_first(self, pixels: torch.Tensor) -> torch.Tensor:
         def encode(places: Sequence[int]) -> torch.Tensor:
-            video = first_alone(pixels[places[0]].unsqueeze(0)).to(self._device, DTYPES[self._config.dtype])
-            return encode_condition(self._vae, video)
+            video = pixels[places[0]].unsqueeze(0)
+            alone = video[:, :, :1] if self._config.class_name in FIRST_MASKS else first_alone(video)
+            latents = encode_condition(self._vae, alone.to(self._device, DTYPES[self._config.dtype]))
+            frames = (video.shape[2] - 1) // self.temporal_downsample + 1
+            return F.pad(latents, (0, 0, 0, 0, 0, frames - latents.shape[2]))
 
         return torch.stack(BatchSize(1).map(encode, range(len(pixels))))  # one by one, as in the pipeline
 

@@ -8,7 +8,7 @@ from bigdit.models.build import build, check_folder, load, not_safetensors, outl
 from bigdit.models.context import split_context
 from bigdit.models.equip import adapt, arrange, equip
 from bigdit.models.families import families, family
-from bigdit.models.family import Conditions, Extra, Family, references, take_through
+from bigdit.models.family import Conditions, Extra, Family, images, take_through
 from bigdit.models.lora_files import (
     loaded_by,
     of_plain_weights,
@@ -31,6 +31,7 @@ __all__ = [
     "equip",
     "families",
     "family",
+    "images",
     "load",
     "loaded_by",
     "not_safetensors",
@@ -38,7 +39,6 @@ __all__ = [
     "outline",
     "read_adapters",
     "read_single_file",
-    "references",
     "save_adapters",
     "save_for_comfyui",
     "single_file_layout",

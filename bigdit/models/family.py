@@ -57,7 +57,8 @@ class Family:
 
     `predict`: the model's output, of the latents' shape, or with twice the channels where it has a variance too; t [B]
     in [0, 1], 1 = noise. `lists`: its lists of blocks, in the order of the forward pass. `extras`: what a batch must
-    hold besides latents and text, by name: `pooled_text`, `class_label`, …
+    hold besides latents and text, by name: `pooled_text`, `class_label`, … `first`: what it holds too where videos
+    begin with an image, of a class whose models can do without.
 
     `shared`: modules within a block that the model also calls from outside of it, which only DiT has. Engines that
     shard by block gather a block's weights only while it runs.
@@ -67,6 +68,7 @@ class Family:
     predict: Callable[[nn.Module, torch.Tensor, torch.Tensor, Conditions], torch.Tensor]
     lists: tuple[str, ...] = ("transformer_blocks",)
     extras: Callable[[nn.Module], dict[str, Extra]] = lambda model: {}
+    first: Callable[[nn.Module], dict[str, Extra]] = lambda model: {}
     shared: Callable[[nn.Module], list[nn.Module]] = lambda model: []
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
@@ -94,10 +96,11 @@ def streams(class_name: str, model: nn.Module) -> dict[str, Extra]:
     return extras
 
 
-def references(sample: BatchShape) -> dict[str, Extra]:
-    """The latents of the images that a sample is an edit of, if it is one."""
+def images(family: Family, model: nn.Module, sample: BatchShape) -> dict[str, Extra]:
+    """The latents of the images that a sample is an edit of, or its first frame, if it has them."""
     shape = sample.reference or sample.latents
-    return {REFERENCE: Extra((sample.references, *shape))} if sample.references else {}
+    found = {REFERENCE: Extra((sample.references, *shape))} if sample.references else {}
+    return found | (family.first(model) if sample.first_frame else {})
 
 
 def text(conditions: Conditions) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,7 +132,7 @@ def take_through(model: nn.Module, family: Family, sample: BatchShape) -> None:
             text_mask=None if text is None else torch.ones(1, text[0]),
             extras={
                 name: torch.full((1, *each.sample_shape(sample.latents)), each.fill, dtype=each.dtype)
-                for name, each in (family.extras(model) | references(sample)).items()
+                for name, each in (family.extras(model) | images(family, model, sample)).items()
             },
         )
         family.predict(model, torch.zeros(1, *sample.latents), torch.full((1,), 0.5), conditions)

@@ -73,7 +73,7 @@ def prepare(request: StepRequest, built: Built) -> Workload:
     strategy, encoders, model = request.strategy, request.encoders, built.model
     family = models.family(request.model.class_name)
     models.arrange(model, family, strategy)
-    extras = family.extras(model) | models.references(request.batch)
+    extras = family.extras(model) | models.images(family, model, request.batch)
     params = sum(param.numel() for param in model.parameters())
     if encoders is None:
         make = functools.partial(batch, request.batch, strategy, extras)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, get_args
 import yaml
 
 from bigdit.catalog import CatalogModel
-from bigdit.catalog.conditions import takes_first_frame
+from bigdit.catalog.conditions import embeds_first_frame, takes_first_frame
 from bigdit.catalog.encoders import caption_tokens, online_encoders
 from bigdit.catalog.families import PUBLISHED, fills, objective_of
 from bigdit.catalog.models import TextInput, before_download, models, repositories
@@ -201,9 +201,9 @@ def _text(pipeline: str, text: TextInput) -> dict[str, Any]:
 
 def _first_frame(pipeline: str, model: CatalogModel) -> dict[str, Any]:
     """The encoder of the first frame, for models that begin with an image."""
-    if not takes_first_frame(model.spec):
+    if not model.first_frame and not takes_first_frame(model.spec):
         return {}
-    return {"first_frame": {} if model.spec.kwargs.get("image_dim") is None else {"pipeline": pipeline}}
+    return {"first_frame": {"pipeline": pipeline} if embeds_first_frame(model.spec) else {}}
 
 
 def _folder(model: CatalogModel) -> str:
@@ -301,7 +301,8 @@ def obstacle(plan: Plan) -> str | None:
         return "it does not fit"
     if plan.request.model.training_obstacle is not None:
         return plan.request.model.training_obstacle
-    if plan.chosen.strategy.features == "online" and takes_first_frame(plan.request.model.spec):
+    begins = plan.request.model.first_frame or takes_first_frame(plan.request.model.spec)
+    if plan.chosen.strategy.features == "online" and begins:
         return "strategy.features online cannot give the first frame that the model needs"
     if plan.chosen.strategy.features == "online" and plan.batch.references:
         return "strategy.features online cannot give the images that the model edits"

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from bigdit.catalog import CatalogModel, Gpu, batch_shape
-from bigdit.catalog.conditions import CLIP_TOKENS, fill_channels, takes_first_frame
+from bigdit.catalog.conditions import fill_channels, takes_first_frame
 from bigdit.catalog.encoders import online_encoders
-from bigdit.catalog.families import fills, stream_shapes
+from bigdit.catalog.families import FAMILIES, fills, stream_shapes
 from bigdit.catalog.gpus import precision_problems
 from bigdit.config.data import PART_SIZE, part_size
 from bigdit.encoders.recipes import RECIPES
@@ -167,9 +167,11 @@ def _first_frame_bytes(model: CatalogModel, batch: BatchShape) -> int:
     masked image: its latents and mask."""
     if fills(model.spec):
         return fill_channels(batch.latents[0], model.vae.downsample) * math.prod(batch.latents[1:]) * STORED_BYTES
-    if not takes_first_frame(model.spec):
+    if not batch.first_frame and not takes_first_frame(model.spec):
         return 0
-    return (math.prod(batch.latents) + CLIP_TOKENS * (model.spec.kwargs.get("image_dim") or 0)) * STORED_BYTES
+    inputs = FAMILIES[model.spec.class_name]
+    embeds = inputs.image_tokens * (model.spec.kwargs.get(inputs.image_dim or "") or 0)
+    return (math.prod(batch.latents) + embeds) * STORED_BYTES
 
 
 def _first_frame_note(nbytes: int, model: CatalogModel, batch: BatchShape) -> str:

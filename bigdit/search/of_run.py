@@ -123,7 +123,9 @@ def _request(document: dict[str, Any], asked: Mapping[str, Any]) -> ResolvedRequ
         request = request.model_copy(update={"constraints": fixed})
     validated = 0 if run.validation is None else run.validation.samples
     update: dict[str, Any] = {
-        "model": request.model.model_copy(update={"references": run.data.references}),
+        "model": request.model.model_copy(
+            update={"references": run.data.references, "first_frame": run.encoders.first_frame is not None}
+        ),
         "validated": validated,
         "samples": run.samples and host_weights(run.encoders),
     }

@@ -44,13 +44,15 @@ class ModelSpec(Strict):
 class BatchShape(Strict):
     """Shapes of one sample: latents (channels, height, width), or (channels, frames, height, width) of a video;
     text (tokens, dim), None without text; `latents_dtype`: as they are stored; `references`: images that it is an edit
-    of, each with latents of the shape `reference`, None: of `latents`. Other inputs follow from the model."""
+    of, each with latents of the shape `reference`, None: of `latents`; `first_frame`: whether it begins with a given
+    image. Other inputs follow from the model."""
 
     latents: tuple[Count, Count, Count] | tuple[Count, Count, Count, Count]
     text: tuple[Count, Count] | None = None
     latents_dtype: Literal["fp32", "bf16"] = "fp32"
     references: Annotated[int, Field(ge=0)] = 0
     reference: tuple[Count, Count, Count] | None = None
+    first_frame: bool = False
 
 
 OptimizerName = Literal[

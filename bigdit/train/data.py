@@ -173,15 +173,13 @@ def largest_batch_shape(store: FeatureStore | RawStore) -> BatchShape:
     """Shapes of a store's largest bucket, with text of its max_tokens where it has text."""
     latents = max(store.buckets, key=math.prod)
     wide = store.has_deviation or store.latents_dtype == torch.float32
-    references = 0 if isinstance(store, RawStore) else store.schema.references
-    reference = store.schema.editor.latents(latents) if references else None
-    return BatchShape(
-        latents=latents,
-        latents_dtype="fp32" if wide else "bf16",
-        text=store.text_shape,
-        references=references,
-        reference=reference if reference != latents else None,
-    )
+    shape = BatchShape(latents=latents, latents_dtype="fp32" if wide else "bf16", text=store.text_shape)
+    if isinstance(store, RawStore):
+        return shape
+    given: dict[str, Any] = {"references": store.schema.references, "first_frame": store.schema.first_frame is not None}
+    if store.schema.references and (reference := store.schema.editor.latents(latents)) != latents:
+        given["reference"] = reference
+    return shape.model_copy(update=given)
 
 
 @dataclass(frozen=True)

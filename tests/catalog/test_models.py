@@ -23,7 +23,7 @@ NAMES = [m.name for m in models()]
 
 
 def test_counts():
-    assert len(models()) == 93
+    assert len(models()) == 95
     assert len(gpus()) == 80
     document = load_json("models.json")
     assert (len(document["text_encoders"]), len(document["native_dit"])) == (17, 12)

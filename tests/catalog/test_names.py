@@ -177,9 +177,6 @@ REASONS = {
     "kandinsky6": (find_model, "bigdit has no adapter for its class yet", ""),
     "rhymes-ai/Allegro": (find_model, "encodes only tiles", "cogvideox-2b"),
     "maxin-cn/Latte-1": (find_model, "its VAE encodes images, not videos", "cogvideox-2b"),
-    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v": (
-        *(find_model, "that SigLIP encodes", "hunyuanvideo-1.5-480p"),
-    ),
     "midjourney": (find_model, "its weights and its arguments are not published", ""),
     "mi300x": (resolve_gpu, "AMD's Instinct GPUs have no CUDA", "h200-sxm, b200"),
     **dict.fromkeys(("7900xtx", "rx7900xtx", "rx 7900 xtx"), (resolve_gpu, "AMD's GPUs have no CUDA", "")),

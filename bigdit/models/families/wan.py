@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bigdit.catalog.conditions import CLIP_TOKENS, IMAGE_CONDITION, IMAGE_EMBEDS
+from bigdit.catalog.conditions import IMAGE_CONDITION, IMAGE_EMBEDS
+from bigdit.catalog.families import FAMILIES
 from bigdit.models.family import Conditions, Extra, Family, arguments
 
 TIMESTEP_SCALE = 1000.0
@@ -34,7 +35,9 @@ def extras(model: nn.Module) -> dict[str, Extra]:
     if config.in_channels > config.out_channels:
         found[IMAGE_CONDITION] = Extra((config.in_channels - config.out_channels,), per_latent=True)
     if config.image_dim is not None:
-        found[IMAGE_EMBEDS] = Extra((config.pos_embed_seq_len or CLIP_TOKENS, config.image_dim))
+        found[IMAGE_EMBEDS] = Extra(
+            (config.pos_embed_seq_len or FAMILIES[FAMILY.CLASS_NAME].image_tokens, config.image_dim)
+        )
     return found
 
 

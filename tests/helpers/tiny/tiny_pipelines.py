@@ -344,6 +344,17 @@ def _seeing():
     }
 
 
+def _siglip():
+    """SigLIP's half for images, which makes 729 states of one as the published one does, and its processor."""
+    config = transformers.SiglipVisionConfig(
+        hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=54, patch_size=2
+    )
+    return {
+        "image_encoder": transformers.SiglipVisionModel(config),
+        "feature_extractor": transformers.SiglipImageProcessor(size={"height": 54, "width": 54}),
+    }
+
+
 def _second(parts):
     """The parts under the names of a second encoder."""
     return {f"{name}_2": part for name, part in parts.items()}
@@ -365,6 +376,7 @@ PARTS = {
     "HiDreamImagePipeline": _of_hidream,
     "HunyuanImagePipeline": lambda: _one(qwen_tokenizer, qwen_vl) | _second(_one(transformers.ByT5Tokenizer, byt5)),
     "HunyuanDiTPipeline": lambda: _one(bert_tokenizer, bert) | _second(_one(t5_tokenizer, t5)),
+    "HunyuanVideo15ImageToVideoPipeline": lambda: PARTS["HunyuanVideo15Pipeline"]() | _siglip(),
     "HunyuanVideo15Pipeline": lambda: (
         _one(qwen_tokenizer, qwen_words) | _second(_one(transformers.ByT5Tokenizer, byt5))
     ),
@@ -444,7 +456,7 @@ def pipeline_of(class_name, parts):
     absent |= {each.name: False for each in parameters if each.name == "requires_safety_checker"}
     if class_name == "BriaPipeline":  # which asks for both, also where captions alone are encoded
         absent |= {"vae": diffusers.AutoencoderKL(), "transformer": diffusers.BriaTransformer2DModel(**BRIA)}
-    if class_name == "HunyuanVideo15Pipeline":  # asks its VAE for the latents' channels, there or not
+    if class_name.startswith("HunyuanVideo15"):  # asks its VAE for the latents' channels, there or not
         absent["vae"] = tiny_vaes.hunyuan_15()
     return pipeline(**(absent | SETTINGS.get(class_name, {}) | parts))
 
@@ -659,4 +671,4 @@ HUNYUAN_VIDEO_15 = {
     "image_embed_dim": 8,
     "rope_axes_dim": [4, 6, 6],
 }
-"""From text, for HunyuanVideo15Pipeline."""
+"""From text, for HunyuanVideo15Pipeline, and from an image, for HunyuanVideo15ImageToVideoPipeline."""
