@@ -151,6 +151,7 @@ def test_what_does_not_fit_is_refused_in_a_line(encoded, tmp_path):
         done = in_process(command, "--config", folder / "run.yaml", *with_set(asked))
         assert done.returncode == 1
         assert problem in " ".join(done.stderr.split()), done.stderr
-    done = bigdit("train", "--config", folder / "run.yaml", "--set", f"model={json.dumps(wide)}")
+    asked = (f"model={json.dumps(wide)}", f"output={tmp_path / 'run'}")
+    done = bigdit("train", "--config", folder / "run.yaml", *with_set(asked))
     assert done.returncode == 1
     assert "it has 8 channels of masked images, and FluxTransformer2DModel takes 9" in " ".join(done.stderr.split())
