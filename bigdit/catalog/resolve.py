@@ -11,7 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bigdit.catalog.families import EDITS, FAMILIES, PACKING, Inputs, argument_problems, fills, is_controlled
+from bigdit.catalog.families import (
+    EDITS,
+    FAMILIES,
+    PACKING,
+    Inputs,
+    argument_problems,
+    begins_with_an_image,
+    fills,
+    is_controlled,
+)
 from bigdit.catalog.models import CatalogModel, TextInput, Vae, model, models
 from bigdit.catalog.names import load_json, refusal
 from bigdit.config.run import ModelConfig
@@ -226,12 +235,16 @@ def _block_lists(spec: ModelSpec, inputs: Inputs, sibling: CatalogModel) -> tupl
     )
 
 
+_FED = (is_controlled, fills, begins_with_an_image)
+"""Whether a model's input has more than latents."""
+
+
 def _sibling(spec: ModelSpec, vae: Vae | None) -> CatalogModel:
     """The catalogue's model of the class with the most equal arguments; of several that with this VAE."""
 
     def alike(candidate: CatalogModel) -> tuple[bool, int, bool]:
         equal = sum(spec.kwargs.get(key) == value for key, value in candidate.spec.kwargs.items())
-        as_fed = all(fed(spec) == fed(candidate.spec) for fed in (is_controlled, fills))
+        as_fed = all(fed(spec) == fed(candidate.spec) for fed in _FED)
         return as_fed, equal, vae is not None and vae.name == candidate.vae.name
 
     return max((m for m in models() if m.spec.class_name == spec.class_name), key=alike)
@@ -239,7 +252,7 @@ def _sibling(spec: ModelSpec, vae: Vae | None) -> CatalogModel:
 
 def _vae(spec: ModelSpec, inputs: Inputs, sibling: CatalogModel) -> Vae:
     """The sibling's VAE, or one with other channels. A model with further inputs has the sibling's in_channels."""
-    key = "out_channels" if is_controlled(spec) or fills(spec) else "in_channels"
+    key = "out_channels" if any(fed(spec) for fed in _FED) else "in_channels"
     found = spec.kwargs.get(key)
     if found is None or found == sibling.spec.kwargs.get(key):
         return sibling.vae
