@@ -9,6 +9,7 @@ import tiny_vaes
 import torch
 import yaml
 from commands import in_process
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from gpus import benched
 from PIL import Image
 from tiny_videos import moving_square
@@ -23,7 +24,7 @@ from bigdit.store import FeatureStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("image-to-video")]
 
-SIDE, FRAMES = 16, 5
+SIDE = 16
 
 
 def of_hunyuan(pipeline, frame):
@@ -45,12 +46,39 @@ def as_hunyuan(fed):
     return latents, fed["encoder_attention_mask"], extras, fed["timestep"]
 
 
+def of_cogvideox(pipeline, frame):
+    image = pipeline.video_processor.preprocess(frame, height=SIDE, width=SIDE)
+    _, latents = pipeline.prepare_latents(image, 1, 4, 7, SIDE, SIDE, torch.float32, torch.device("cpu"))
+    return latents.transpose(1, 2), None
+
+
+def as_cogvideox(fed):
+    latents, condition = fed["hidden_states"].transpose(1, 2).split((4, 4), dim=1)
+    return latents, None, {"image_condition": condition}, fed["timestep"]
+
+
+def of_ltx(pipeline, frame):
+    image = pipeline.video_processor.preprocess(frame, height=64, width=64)
+    latents, kept = pipeline.prepare_latents(image, 1, 4, 64, 64, 9, torch.float32, torch.device("cpu"))
+    alone = pipeline._unpack_latents(latents * kept[..., None], 2, 2, 2)
+    return alone, None
+
+
+def as_ltx(fed):
+    """Its first frame is among its latents, at a t of 0."""
+    latents = fed["hidden_states"].transpose(1, 2).unflatten(2, (2, 2, 2))
+    assert not fed["timestep"][:, :4].any()
+    return latents, fed["encoder_attention_mask"], {"image_condition": latents}, fed["timestep"][:, -1]
+
+
 # By pipeline: the transformer, the VAE, what it makes of a frame, what it feeds, and what its call is told.
 CASES = {
     "HunyuanVideo15ImageToVideoPipeline": SimpleNamespace(
         class_name="HunyuanVideo15Transformer3DModel",
         kwargs=tiny_pipelines.HUNYUAN_VIDEO_15 | {"target_size": SIDE},
         vae=tiny_vaes.hunyuan_15,
+        side=SIDE,
+        frames=5,
         makes=of_hunyuan,
         feeds=as_hunyuan,
         asked={},
@@ -60,12 +88,54 @@ CASES = {
         },
         encoder=True,
     ),
+    "CogVideoXImageToVideoPipeline": SimpleNamespace(  # 1.5, whose latents go in by pairs of frames
+        class_name="CogVideoXTransformer3DModel",
+        kwargs={
+            **{
+                "in_channels": 8,
+                "out_channels": 4,
+                "num_attention_heads": 2,
+                "attention_head_dim": 16,
+                "num_layers": 2,
+            },
+            **{"time_embed_dim": 8, "text_embed_dim": 16, "max_text_seq_length": 226, "ofs_embed_dim": 8},
+            **{"sample_height": 8, "sample_width": 8, "use_rotary_positional_embeddings": True},
+            **{"patch_size_t": 2, "patch_bias": False},
+        },
+        vae=lambda: tiny_vaes.cogvideox(frames=2, invert_scale_latents=True, scaling_factor=0.7),
+        side=SIDE,
+        frames=7,
+        makes=of_cogvideox,
+        feeds=as_cogvideox,
+        asked={"height": SIDE, "width": SIDE, "guidance_scale": 1.0},
+        parts=lambda: {
+            "scheduler": diffusers.CogVideoXDDIMScheduler(
+                prediction_type="v_prediction", timestep_spacing="trailing", rescale_betas_zero_snr=True
+            )
+        },
+        encoder=False,
+    ),
+    "LTXImageToVideoPipeline": SimpleNamespace(
+        class_name="LTXVideoTransformer3DModel",
+        kwargs={
+            **{"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 8},
+            **{"cross_attention_dim": 16, "num_layers": 2, "caption_channels": 16},
+        },
+        vae=lambda: tiny_vaes.ltx(levels=4, patch=4),  # 8 frames of 32 × 32 pixels, as the published one
+        side=2 * 32,
+        frames=9,
+        makes=of_ltx,
+        feeds=as_ltx,
+        asked={"height": 64, "width": 64, "frame_rate": 25, "guidance_scale": 1.0},
+        parts=lambda: {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)},
+        encoder=False,
+    ),
 }
 
 
 @pytest.fixture(scope="module", params=CASES)
 def encoded(request, tmp_path_factory):
-    """The case, the folder of a run over two clips whose features are made, and its pipeline without a transformer."""
+    """The case, the folder of a run over two clips whose features are made, and its pipeline."""
     case, folder = CASES[request.param], tmp_path_factory.mktemp("begins")
     torch.manual_seed(0)
     vae = case.vae().eval()
@@ -80,8 +150,8 @@ def encoded(request, tmp_path_factory):
         "data": {
             "images": str(folder / "clips"),
             "features": str(folder / "features"),
-            "buckets": [[FRAMES, SIDE, SIDE]],
-            "fps": 8,
+            "buckets": [[case.frames, case.side, case.side]],
+            "fps": 16,
         },
         "encoders": {
             "image": {"name": "vae", "class_name": type(vae).__name__, "path": str(folder / "pipeline/vae")},
@@ -95,23 +165,26 @@ def encoded(request, tmp_path_factory):
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
     done = in_process("extract", "--config", folder / "run.yaml")
     assert done.returncode == 0, done.stderr
-    return case, folder, tiny_pipelines.pipeline_of(request.param, parts | {"vae": vae} | case.parts())
+    made = parts | {"vae": vae, "transformer": getattr(diffusers, case.class_name)(**case.kwargs)} | case.parts()
+    return case, folder, tiny_pipelines.pipeline_of(request.param, made)
 
 
-def frame_of(folder, number):
+def frame_of(folder, number, side):
     """As extraction has it: of the clip, in its bucket."""
-    _, pixels = bucket_pixels(first_image(folder / f"clips/{number}.mp4"), [(SIDE, SIDE)], "rgb")
+    _, pixels = bucket_pixels(first_image(folder / f"clips/{number}.mp4"), [(side, side)], "rgb")
     return Image.fromarray(pixels.transpose(1, 2, 0))
 
 
-def test_batches_are_what_the_pipeline_makes(encoded):
+def test_batches_are_what_the_pipeline_makes(encoded, monkeypatch):
+    """Some draw from the VAE's distribution; a store has its mode."""
     case, folder, pipeline = encoded
+    monkeypatch.setattr(DiagonalGaussianDistribution, "sample", lambda found, generator=None: found.mode())
     store = FeatureStore.open(folder / "features")
     (shape,) = store.buckets
     batch = BatchReader(store, 2, 1.0, pinned=False).read(shape, *torch.tensor([[0, 0], [1, 0]]).numpy(), [1, 2])
     for place, number in enumerate((1, 0)):
         with torch.no_grad():
-            condition, embeds = case.makes(pipeline, frame_of(folder, number))
+            condition, embeds = case.makes(pipeline, frame_of(folder, number, case.side))
         assert torch.equal(batch.extras["image_condition"][place], condition[0].bfloat16())
         assert ("image_embeds" in batch.extras) == (embeds is not None)
         assert embeds is None or torch.equal(batch.extras["image_embeds"][place], embeds[0].bfloat16())
@@ -123,7 +196,7 @@ def test_a_step_takes_what_was_predicted_and_the_pipeline_loads_what_was_trained
     receipt, _ = benched("--config", folder / "run.yaml")
     assert receipt["predicted_peak_allocated_bytes"] == receipt["measured_peak_allocated_bytes"]
     train_here(folder / "run.yaml")
-    image = frame_of(folder, 0)
+    image = frame_of(folder, 0, case.side)
     image.save(folder / "first.png")
     drawn = in_process("sample", "--checkpoint", folder / "run", "--caption", "a square", "--image",
                        folder / "first.png", "--steps", "2", "--out", folder / "samples")  # fmt: skip
@@ -139,12 +212,17 @@ def test_a_step_takes_what_was_predicted_and_the_pipeline_loads_what_was_trained
     transformer.register_forward_hook(
         lambda module, args, fed, answer: calls.append((fed, answer[0])), with_kwargs=True
     )
-    whole(image, "a square", num_frames=FRAMES, num_inference_steps=2, output_type="latent", **case.asked)
+    whole(image, "a square", num_frames=case.frames, num_inference_steps=2, output_type="latent", **case.asked)
     assert len(calls) == 2
     for fed, answer in list(calls):
         latents, mask, extras, t = case.feeds(fed)
         batch = Batch(latents, fed["encoder_hidden_states"], mask, (0,), extras)
         with torch.no_grad():
             found = family.predict(transformer, latents, t / 1000, batch)
+        if "LTX" in case.class_name:  # whose first frame is known
+            answer = answer.transpose(1, 2).unflatten(2, (2, 2, 2))
+            found, answer = found[:, :, 1:], answer[:, :, 1:]
+        elif "Cog" in case.class_name:
+            answer = answer.transpose(1, 2)
         assert torch.allclose(found, answer, rtol=1e-4, atol=1e-4)
         assert found.std() > 0.01

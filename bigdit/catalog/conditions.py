@@ -63,6 +63,16 @@ def first_frame_problems(run: RunConfig, model: ModelSpec) -> list[str]:
             f"encoders.first_frame.pipeline is {found}, and {model.name} takes {needs} image embeddings"
             + (f" ({key})" if key else "")
         ]
+    if run.strategy.cp > 1 and not takes_first_frame(model):
+        return [
+            f"strategy.cp is {run.strategy.cp}, and {model.class_name} with encoders.first_frame does not split a "
+            "sample; set it to 1"
+        ]
+    if model.kwargs.get("use_learned_positional_embeddings") and run.strategy.lora is None:
+        return [
+            f"{model.name} has learned positions in a buffer, which checkpoints of full fine-tuning do not keep; set "
+            "strategy.lora"
+        ]
     return []
 
 

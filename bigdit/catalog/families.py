@@ -139,7 +139,7 @@ _TWO_LISTS = {"transformer_blocks": "num_layers", "single_transformer_blocks": "
 FAMILIES: dict[str, Inputs] = {
     "SanaTransformer2DModel": Inputs(text_dim="caption_channels"),
     "SanaVideoTransformer3DModel": Inputs(text_dim="caption_channels", video=True),
-    "CogVideoXTransformer3DModel": Inputs(text_dim="text_embed_dim", video=True),
+    "CogVideoXTransformer3DModel": Inputs(text_dim="text_embed_dim", video=True, first_frame=True),
     "WanTransformer3DModel": Inputs(
         text_dim="text_dim",
         video=True,
@@ -170,7 +170,7 @@ FAMILIES: dict[str, Inputs] = {
             "visual_transformer_blocks": "num_visual_blocks",
         },
     ),
-    "LTXVideoTransformer3DModel": Inputs(text_dim="caption_channels", video=True),
+    "LTXVideoTransformer3DModel": Inputs(text_dim="caption_channels", video=True, blank=True),
     "MochiTransformer3DModel": Inputs(text_dim="text_embed_dim", video=True, by_text=True),
     "QwenImageTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True, references=1),
     "ZImageTransformer2DModel": Inputs(text_dim="cap_feat_dim", depths={"layers": "n_layers"}, by_text=True),
@@ -349,7 +349,7 @@ PUBLISHED: dict[str, FlowMatchingSpec | DdpmSpec] = {
         FlowMatchingSpec(shift=ExponentialShift(max_tokens=8192, max_mu=0.9)),
     ),
     "cogvideox-2b": _COGVIDEOX.model_copy(update={"snr_shift": 3.0}),
-    **dict.fromkeys(("cogvideox-5b", "cogvideox1.5-5b"), _COGVIDEOX),
+    **dict.fromkeys(("cogvideox-5b", "cogvideox1.5-5b", "cogvideox-5b-i2v", "cogvideox1.5-5b-i2v"), _COGVIDEOX),
 }
 """Objectives of published models that differ from their family's: shift and noise of the scheduler in the model's own
 repository. Kontext's is FluxKontextPipeline's default. Wan 2.1's shift is for 480 pixels; its README has 5 for 720. Wan

@@ -17,6 +17,7 @@ from bigdit.catalog.families import (
     PACKING,
     Inputs,
     argument_problems,
+    begins_with_an_image,
     editor_of,
     fills,
     is_controlled,
@@ -237,6 +238,10 @@ def _block_lists(spec: ModelSpec, inputs: Inputs, sibling: CatalogModel) -> tupl
     )
 
 
+_FED = (is_controlled, fills, begins_with_an_image)
+"""Whether a model's input has more than latents."""
+
+
 def _sibling(spec: ModelSpec, vae: Vae | None, named: str | None = None) -> CatalogModel:
     """The catalogue's model of the class with the most equal arguments; of several that with this VAE. Models that only
     the pipeline `named` edits with are alike to its own."""
@@ -244,7 +249,7 @@ def _sibling(spec: ModelSpec, vae: Vae | None, named: str | None = None) -> Cata
 
     def alike(candidate: CatalogModel) -> tuple[bool, int, bool]:
         equal = sum(spec.kwargs.get(key) == value for key, value in candidate.spec.kwargs.items())
-        as_fed = all(fed(spec) == fed(candidate.spec) for fed in (is_controlled, fills)) and editor == candidate.editor
+        as_fed = all(fed(spec) == fed(candidate.spec) for fed in _FED) and editor == candidate.editor
         return as_fed, equal, vae is not None and vae.name == candidate.vae.name
 
     return max((m for m in models() if m.spec.class_name == spec.class_name), key=alike)
@@ -252,7 +257,7 @@ def _sibling(spec: ModelSpec, vae: Vae | None, named: str | None = None) -> Cata
 
 def _vae(spec: ModelSpec, inputs: Inputs, sibling: CatalogModel) -> Vae:
     """The sibling's VAE, or one with other channels. A model with further inputs has the sibling's in_channels."""
-    key = "out_channels" if is_controlled(spec) or fills(spec) else "in_channels"
+    key = "out_channels" if any(fed(spec) for fed in _FED) else "in_channels"
     found = spec.kwargs.get(key)
     if found is None or found == sibling.spec.kwargs.get(key):
         return sibling.vae

@@ -249,7 +249,7 @@ def encode_latents(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
     return normalisation(vae).apply(z.squeeze(2) if image else z)
 
 
-FIRST_MASKS = {"AutoencoderKLHunyuanVideo15": 1}
+FIRST_MASKS = {"AutoencoderKLCogVideoX": 0, "AutoencoderKLHunyuanVideo15": 1, "AutoencoderKLLTXVideo": 0}
 """The channels of a first frame's mask, by the class of VAEs that encode the frame alone, before zeros. Others encode a
 video of zeros after it, as Wan's does, and the mask has as many channels as a latent has frames.
 
@@ -263,6 +263,8 @@ def encode_condition(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
     Source: diffusers 0.42.1, as FIRST_MASKS.
     """
     z, found = vae.encode(pixels).latent_dist.mode().float(), normalisation(vae)
+    if vae.config.get("invert_scale_latents"):  # CogVideoX 1.5 was trained with a condition that was not scaled up
+        return z / found.scale
     return found.apply(z) if type(vae).__name__ in FIRST_MASKS else found.as_condition(z)
 
 

@@ -78,6 +78,7 @@ RECIPES: dict[str, EncodingRecipe] = {
     "AuraFlowPipeline": _ZEROED,
     "BriaPipeline": EncodingRecipe(("states", "null_states", "-"), "zeroed"),
     "ChromaPipeline": EncodingRecipe(("states", "-", "mask", "null_states", "-", "null_mask"), "masked"),
+    "CogVideoXImageToVideoPipeline": EncodingRecipe(("states", "null_states"), "kept"),
     "CogVideoXPipeline": EncodingRecipe(("states", "null_states"), "kept"),
     "CogView3PlusPipeline": EncodingRecipe(("states", "null_states"), "kept"),
     "CogView4Pipeline": EncodingRecipe(  # pads to a multiple of 16, and to the longest; the transformer sees all
@@ -120,7 +121,10 @@ RECIPES: dict[str, EncodingRecipe] = {
     "Krea2Pipeline": EncodingRecipe(  # pads within its template
         ("states", "mask"), "masked", joined=True, settings=("text_encoder_select_layers",)
     ),
-    "LTXPipeline": EncodingRecipe(("states", "mask", "null_states", "null_mask"), "attended"),
+    **dict.fromkeys(
+        ("LTXConditionPipeline", "LTXImageToVideoPipeline", "LTXPipeline"),
+        EncodingRecipe(("states", "mask", "null_states", "null_mask"), "attended"),
+    ),
     "LongCatImagePipeline": EncodingRecipe(("states", "-"), "kept", length="tokenizer_max_length"),
     "Lumina2Pipeline": _MASKED,
     "LuminaPipeline": replace(_MASKED, length="max_sequence_length", multiple=8),

@@ -58,7 +58,8 @@ class Family:
     `predict`: the model's output, of the latents' shape, or with twice the channels where it has a variance too; t [B]
     in [0, 1], 1 = noise. `lists`: its lists of blocks, in the order of the forward pass. `extras`: what a batch must
     hold besides latents and text, by name: `pooled_text`, `class_label`, … `first`: what it holds too where videos
-    begin with an image, of a class whose models can do without.
+    begin with an image, of a class whose models can do without. `keeps_first`: the latents of such an image are
+    those of the first frame, so nothing is learned of it.
 
     `shared`: modules within a block that the model also calls from outside of it, which only DiT has. Engines that
     shard by block gather a block's weights only while it runs.
@@ -69,6 +70,7 @@ class Family:
     lists: tuple[str, ...] = ("transformer_blocks",)
     extras: Callable[[nn.Module], dict[str, Extra]] = lambda model: {}
     first: Callable[[nn.Module], dict[str, Extra]] = lambda model: {}
+    keeps_first: bool = False
     shared: Callable[[nn.Module], list[nn.Module]] = lambda model: []
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:

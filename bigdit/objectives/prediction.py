@@ -61,7 +61,7 @@ def masked(error: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """An error [B, C, (F,) H, W] times the weights [B, H, W] of places, if there are any."""
     if mask is None:
         return error
-    return error * mask.float().view(len(mask), *(1,) * (error.dim() - 3), *mask.shape[1:])
+    return error * mask.float().view(len(mask), *(1,) * (error.dim() - mask.dim()), *mask.shape[1:])
 
 
 def flow_weights(objective: FlowMatchingSpec, times: Sequence[float]) -> list[float] | None:

@@ -12,7 +12,7 @@ import torch
 from torch.profiler import record_function
 
 from bigdit import objectives, optim
-from bigdit.catalog.conditions import LOSS_MASK
+from bigdit.catalog.conditions import IMAGE_CONDITION, LOSS_MASK
 from bigdit.engines import Ema, Engine, compute_dtype
 from bigdit.loader.batch import Batch, CaptionedBatch, RawBatch
 from bigdit.models import Family
@@ -98,7 +98,7 @@ def train_step(
             batch = batch.to(engine.device, dtype)
             predict = functools.partial(predict_by, engine, family, batch)
             tokens = family.tokens(engine.model, batch.latents.shape)
-            mask = batch.extras.get(LOSS_MASK)
+            mask = loss_mask(family, batch)
             loss = objectives.loss(objective, predict, batch.latents, batch.seeds, dtype, tokens, mask=mask)
         with phase("backward"):
             engine.backward(loss, last=i == len(micro_batches) - 1)
@@ -111,6 +111,17 @@ def train_step(
             ema.update()
     loss = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
     return StepResult(loss, stepped.grad_norm, stepped.taken)
+
+
+def loss_mask(family: Family, batch: Batch) -> torch.Tensor | None:
+    """The weight of the loss at each place [B, H, W], or [B, F, H, W]: 0 at a first frame of which nothing is learned,
+    and the others weigh so much more, as in the mean over them. None: all weigh 1."""
+    mask, given = batch.extras.get(LOSS_MASK), batch.extras.get(IMAGE_CONDITION)
+    if not family.keeps_first or given is None or (frames := given.shape[2]) == 1:
+        return mask
+    weights = given.new_full((len(given), frames, 1, 1), frames / (frames - 1), dtype=torch.float32)
+    weights[:, 0] = 0
+    return weights if mask is None else weights * mask[:, None]
 
 
 def predict_by(engine: Engine, family: Family, batch: Batch, latents: torch.Tensor, t: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ CALLS = {
     "AuraFlowPipeline": {"max_sequence_length": 256},
     "BriaPipeline": {"max_sequence_length": 128},
     "ChromaPipeline": {"max_sequence_length": 512},
+    "CogVideoXImageToVideoPipeline": {"max_sequence_length": 226},
     "CogVideoXPipeline": {"max_sequence_length": 226},
     "CogView3PlusPipeline": {"max_sequence_length": 224},
     "CogView4Pipeline": {"max_sequence_length": 1024},
@@ -37,7 +38,10 @@ CALLS = {
     "HunyuanVideoPipeline": {"max_sequence_length": 256},
     "Kandinsky5T2VPipeline": {"max_sequence_length": 512},
     "Krea2Pipeline": {"max_sequence_length": 512},
-    "LTXPipeline": {"max_sequence_length": 128},
+    **{
+        name: {"max_sequence_length": 128 if name != "LTXConditionPipeline" else 256}
+        for name in ("LTXConditionPipeline", "LTXImageToVideoPipeline", "LTXPipeline")
+    },
     "LongCatImagePipeline": {},
     "Lumina2Pipeline": {"max_sequence_length": 256},
     "LuminaPipeline": {"clean_caption": True},

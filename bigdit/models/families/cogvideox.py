@@ -2,7 +2,8 @@
 
 Its checkpoints predict v of a variance-preserving process; here, as every model, it learns the flow's velocity.
 
-Source: Yang et al., arXiv:2408.06072; diffusers' CogVideoXTransformer3DModel and CogVideoXPipeline.
+Source: Yang et al., arXiv:2408.06072; diffusers' CogVideoXTransformer3DModel, CogVideoXPipeline and
+CogVideoXImageToVideoPipeline.
 """
 
 from __future__ import annotations
@@ -11,18 +12,26 @@ import torch
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from torch import nn
 
-from bigdit.models.family import Conditions, Family, arguments
+from bigdit.catalog.conditions import IMAGE_CONDITION
+from bigdit.models.family import Conditions, Extra, Family, arguments
 
 TIMESTEP_SCALE = 1000.0
+OFFSET = 2.0
+"""What 1.5's image-to-video model always gets beside t."""
 
 
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
-    """Velocity [B, C, F, H, W] for latents of that shape, t [B], text_embeds [B, T, D], padded text attended to."""
+    """Velocity [B, C, F, H, W] for latents of that shape, t [B], text_embeds [B, T, D], padded text attended to.
+
+    Image to video: the extra image_condition, as `latents`, in further channels.
+    """
     _, _, frames, height, width = latents.shape
+    given = conditions.extras.get(IMAGE_CONDITION)
     return model(
-        hidden_states=latents.transpose(1, 2),
+        hidden_states=(latents if given is None else torch.cat([latents, given], dim=1)).transpose(1, 2),
         encoder_hidden_states=conditions.text_embeds,
         timestep=t * TIMESTEP_SCALE,
+        ofs=latents.new_full((1,), OFFSET) if arguments(model).ofs_embed_dim else None,
         image_rotary_emb=_rotary(model, frames, height, width, latents.device),
         return_dict=False,
     )[0].transpose(1, 2)
@@ -60,4 +69,11 @@ def _fitted(grid: tuple[int, int], base: tuple[int, int]) -> tuple[tuple[int, in
     return (top, left), (top + sides[0], left + sides[1])
 
 
-FAMILY = Family("CogVideoXTransformer3DModel", predict)
+def extras(model: nn.Module) -> dict[str, Extra]:
+    """Image to video: `image_condition`, the latents of the first frame, and zeros."""
+    config = arguments(model)
+    more = config.in_channels - config.out_channels
+    return {IMAGE_CONDITION: Extra((more,), per_latent=True)} if more > 0 else {}
+
+
+FAMILY = Family("CogVideoXTransformer3DModel", predict, extras=extras)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from bigdit import log, objectives
-from bigdit.catalog.conditions import LOSS_MASK
 from bigdit.checkpoint import Peers
 from bigdit.config.run import ValidationConfig
 from bigdit.engines import Ema, Engine, compute_dtype
@@ -32,7 +31,7 @@ from bigdit.train.monitor.metrics import Metrics, mfu_of
 from bigdit.train.monitor.trackers import Trackers
 from bigdit.train.resume import Start
 from bigdit.train.state import TrainState
-from bigdit.train.step import StepResult, predict_by
+from bigdit.train.step import StepResult, loss_mask, predict_by
 from bigdit.units import how_many
 
 
@@ -206,7 +205,7 @@ class Validation:
         engine, dtype = self._engine, compute_dtype(self._engine.strategy)
         predict = functools.partial(predict_by, engine, self._family, batch)
         tokens = self._family.tokens(engine.model, batch.latents.shape)
-        mask = batch.extras.get(LOSS_MASK)
+        mask = loss_mask(self._family, batch)
         return float(objectives.loss(self._objective, predict, batch.latents, batch.seeds, dtype, tokens, t, mask))
 
     def _batches(self) -> Iterator[tuple[Batch, int]]:

@@ -65,21 +65,21 @@ def qwen_image_of_8():
     )
 
 
-def ltx(**config):
+def ltx(levels=2, patch=2, **config):
     vae = diffusers.AutoencoderKLLTXVideo(
         latent_channels=4,
-        block_out_channels=(8, 8),
-        decoder_block_out_channels=(8, 8),
-        down_block_types=("LTXVideoDownBlock3D",) * 2,
-        layers_per_block=(1, 1, 1),
-        decoder_layers_per_block=(1, 1, 1),
-        spatio_temporal_scaling=(True, False),
-        decoder_spatio_temporal_scaling=(True, False),
-        decoder_inject_noise=(False, False, False),
-        downsample_type=("conv", "conv"),
-        upsample_residual=(False, False),
-        upsample_factor=(1, 1),
-        patch_size=2,
+        block_out_channels=(8,) * levels,
+        decoder_block_out_channels=(8,) * levels,
+        down_block_types=("LTXVideoDownBlock3D",) * levels,
+        layers_per_block=(1,) * (levels + 1),
+        decoder_layers_per_block=(1,) * (levels + 1),
+        spatio_temporal_scaling=(True,) * (levels - 1) + (False,),
+        decoder_spatio_temporal_scaling=(True,) * (levels - 1) + (False,),
+        decoder_inject_noise=(False,) * (levels + 1),
+        downsample_type=("conv",) * levels,
+        upsample_residual=(False,) * levels,
+        upsample_factor=(1,) * levels,
+        patch_size=patch,
         **config,
     )
     vae.latents_mean.uniform_(-1, 1)
@@ -125,8 +125,10 @@ def hunyuan_image():
     )
 
 
-def cogvideox(frames=1):
-    return diffusers.AutoencoderKLCogVideoX(**pyramid("CogVideoX{}Block3D"), temporal_compression_ratio=frames)
+def cogvideox(frames=1, **config):
+    return diffusers.AutoencoderKLCogVideoX(
+        **pyramid("CogVideoX{}Block3D"), temporal_compression_ratio=frames, **config
+    )
 
 
 def mochi():
