@@ -47,12 +47,14 @@ def _check_images(run: RunConfig) -> list[str]:
             if images
             else []
         )
-    if images in (1, captions):
+    each = run.data.references or 1
+    if images in (each, each * captions):
         return []
-    needs = "data.references needs an image" if run.data.references else "encoders.first_frame needs an image"
+    needs = "data.references needs" if run.data.references else "encoders.first_frame needs"
+    number, what = ("an image", "one") if each == 1 else (f"{each} images", str(each))
     return [
-        f"samples.images has {images} for {captions} of samples.captions, and {needs} for each "
-        f"{'edit' if run.data.references else 'video'}; name one for all, or one for each"
+        f"samples.images has {images} for {captions} of samples.captions, and {needs} {number} for each "
+        f"{'edit' if run.data.references else 'video'}; name {what} for all, or {what} for each"
     ]
 
 
