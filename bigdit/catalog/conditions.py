@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bigdit.catalog.families import FAMILIES, PACKING, begins_with_an_image, fills, is_controlled
+from bigdit.catalog.families import FAMILIES, PACKING, begins_with_an_image, editor_of, fills, is_controlled
 from bigdit.catalog.models import models
 from bigdit.config.run import RunConfig
 from bigdit.strategy import ModelSpec
@@ -111,17 +111,27 @@ LOSS_MASK = "loss_mask"
 
 def reference_misfits(model: ModelSpec, found: int) -> list[str]:
     """Why the model cannot take samples that are edits of so many images."""
-    most = FAMILIES[model.class_name].references if model.class_name in FAMILIES else 0
-    edits = sum(each.references for each in models() if each.name == model.name) or int(is_controlled(model))
+    known = next((each for each in models() if each.name == model.name), None)
+    least = int(is_controlled(model)) if known is None else known.references
+    named, most = most_references(model)
     if found > most:
-        return [f"{how_many(found, 'reference')} a sample, and {model.class_name} takes {most or 'none'}"]
-    if edits and found != edits:
-        return [f"{how_many(found, 'reference')} a sample, and {model.name} takes {how_many(edits, 'image')}"]
+        return [f"{how_many(found, 'reference')} a sample, and {named} takes {most or 'none'}"]
+    if found < least:
+        return [f"{how_many(found, 'reference')} a sample, and {model.name} takes {how_many(least, 'image')}"]
     return []
 
 
+def most_references(model: ModelSpec) -> tuple[str, int]:
+    """What says how many images a sample of a model can edit, and the number: the model's pipeline, or its class."""
+    editor = next((each.editor for each in models() if each.name == model.name), None)
+    if editor is not None:
+        return editor, editor_of(editor).references
+    return model.class_name, FAMILIES[model.class_name].references if model.class_name in FAMILIES else 0
+
+
 def _reference_problems(run: RunConfig, model: ModelSpec) -> list[str]:
-    fix = "leave it out" if run.data.references else "set it to 1"
+    _, most = most_references(model)
+    fix = f"set it to {min(max(run.data.references, 1), most)}" if most else "leave it out"
     return [f"data.references gives {each}; {fix}" for each in reference_misfits(model, run.data.references)]
 
 

@@ -172,7 +172,7 @@ FAMILIES: dict[str, Inputs] = {
     ),
     "LTXVideoTransformer3DModel": Inputs(text_dim="caption_channels", video=True, blank=True),
     "MochiTransformer3DModel": Inputs(text_dim="text_embed_dim", video=True, by_text=True),
-    "QwenImageTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True, references=1),
+    "QwenImageTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True, references=3),
     "ZImageTransformer2DModel": Inputs(text_dim="cap_feat_dim", depths={"layers": "n_layers"}, by_text=True),
     "Krea2Transformer2DModel": Inputs(text_dim="text_hidden_dim", text_layers="num_text_layers", packs=True),
     "PRXTransformer2DModel": Inputs(text_dim="context_in_dim", depths={"blocks": "depth"}),
@@ -212,7 +212,7 @@ FAMILIES: dict[str, Inputs] = {
     "LongCatImageTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True, depths=_TWO_LISTS),
     "BriaTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True, depths=_TWO_LISTS),
     "Flux2Transformer2DModel": Inputs(
-        text_dim="joint_attention_dim", joined=3, packs=True, references=1, depths=_TWO_LISTS
+        text_dim="joint_attention_dim", joined=3, packs=True, references=10, depths=_TWO_LISTS
     ),
     "AuraFlowTransformer2DModel": Inputs(
         text_dim="joint_attention_dim",
@@ -301,7 +301,7 @@ EDITORS = {
     "FluxControlPipeline": Editor(),
     "FluxKontextPipeline": Editor(),
     "QwenImageEditPipeline": Editor(area=1024**2, seen=1024**2),
-    "QwenImageEditPlusPipeline": Editor(area=1024**2, seen=384**2),
+    "QwenImageEditPlusPipeline": Editor(references=3, area=1024**2, seen=384**2),
 }
 """The pipelines that edit images. Source: their __call__ in diffusers 0.42.1."""
 ALONE = Editor(references=0)

@@ -148,7 +148,7 @@ def user_model(path: Path) -> CatalogModel:
     pipeline, assumed = None if folder is None else str(folder), made.unverified
     if folder is not None and own is None and (other := config_of(folder / "vae" / CONFIG).get("_class_name")):
         assumed = f"vae/config.json is of {other}, which is not known here: {assumed}"
-    edits = editor_of(named).references if named in EDITORS else made.references
+    edits = int(named in EDITORS) or made.references
     begins = named is not None and named.endswith(_BEGINS)
     update = {"source": (str(path),), "pipeline": pipeline, "unverified": assumed, "references": edits}
     return made.model_copy(update=update | {"first_frame": begins and FAMILIES[made.spec.class_name].blank})

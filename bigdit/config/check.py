@@ -41,19 +41,23 @@ def _check_images(run: RunConfig) -> list[str]:
     if run.samples is None:
         return []
     images, captions = len(run.samples.images), len(run.samples.captions)
+    references = run.data.references
+    each = references or 1
+    many = "an image" if each == 1 else f"{each} images"
     needs = {
-        "data.references needs an image for each edit": run.data.references,
+        f"data.references needs {many} for each edit": references,
         "data.fill needs an image for each": run.data.fill,
         "encoders.first_frame needs an image for each video": run.encoders.first_frame is not None,
     }
     if not any(needs.values()):
         unset = "encoders.first_frame, data.references and data.fill are not"
         return [f"samples.images is set, and {unset}; leave it out"] if images else []
-    if images in (1, captions):
+    if images in (each, each * captions):
         return []
-    why = next(each for each, needed in needs.items() if needed)
+    why, one = next(why for why, needed in needs.items() if needed), "one" if each == 1 else str(each)
     return [
-        f"samples.images has {images} for {captions} of samples.captions, and {why}; name one for all, or one for each"
+        f"samples.images has {images} for {captions} of samples.captions, and {why}; name {one} for all, or {one} for "
+        "each"
     ]
 
 

@@ -62,6 +62,8 @@ SourceKind = Literal["folder", "csv", "json", "parquet", "webdataset", "datasets
 
 PART_SIZE = 256
 """Default samples in a part of a store."""
+MOST_REFERENCES = 10
+"""The most images that a sample is an edit of."""
 LARGE_PART = 1e9
 """The most bytes of a part: several parts are in memory at once."""
 
@@ -102,7 +104,8 @@ class SourceConfig(Section):
     image: str | None = None
     """For lists, tables and metadata of a folder: the column of images, or of their paths."""
     reference: str = "reference"
-    """For lists and tables, with data.references: the column of the images that samples are edits of."""
+    """For lists and tables, with data.references: the column of the images that samples are edits of. A cell is an
+    image, or a list of paths."""
     captions: dict[str, float | str] = {}
     """For lists, tables and metadata of a folder: the column of captions, a list of columns, or a mapping of columns to
     weights (numbers or columns)."""
@@ -200,9 +203,9 @@ class DataConfig(Section):
     ratio, and a video to the most frames that it can fill. A source may have its own."""
     fps: Positive | None = None
     """Frames per second that are read from videos."""
-    references: Annotated[Natural, Field(le=1)] = 0
-    """For edit models: images that each sample is an edit of. 1: x.reference.png beside x.png, or the column
-    reference."""
+    references: Annotated[Natural, Field(le=MOST_REFERENCES)] = 0
+    """For edit models: images that each sample is an edit of: x.reference.png and x.reference2.png beside x.png, or the
+    column reference. A sample that lacks one is skipped."""
     fill: bool = False
     """For fill models: each sample is also encoded with a part masked out, which the model paints. The mask is the one
     that its source has (mask), else a random rectangle or ellipse."""

@@ -14,7 +14,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from bigdit.catalog.families import MOST_ASPECT, editor_of, resized
 from bigdit.config.data import TextEncoderConfig
-from bigdit.encoders.components import KEY, describe, load_text_pipeline
+from bigdit.encoders.components import KEY, describe, load_text_pipeline, read_index
 from bigdit.encoders.folder import DTYPES, check_files, load_from
 from bigdit.encoders.protocol import MAX_TOKENS, BatchSize, Images, Keep, as_it_is
 from bigdit.errors import UserError
@@ -38,10 +38,12 @@ class EditTextEncoder:
 
     def __init__(self, config: TextEncoderConfig, references: int, device: torch.device | str) -> None:
         assert config.pipeline is not None
-        if not references:
+        named = read_index(KEY, config.pipeline)["_class_name"]
+        most = editor_of(named).references
+        if not 0 < references <= most:
             raise UserError(
-                f"{KEY}: the text encoder of {config.pipeline} reads the image to edit, and data.references is 0; set "
-                "it to 1"
+                f"{KEY}: the text encoder of {config.pipeline}, a {named}, reads the images to edit, and "
+                f"data.references is {references}; set it to {'1' if most == 1 else f'1 to {most}'}"
             )
         self._config, self._folder, self._references = config, config.pipeline, references
         self._device, self._size = torch.device(device), BatchSize(1)

@@ -290,15 +290,17 @@ def encoded(
     device: torch.device,
     words: ConditionOptions,
 ) -> EncodedConditions:
-    """Encode captions and `images`, one for all or one for each, with the run's encoders, which use `device` in turn.
+    """Encode captions and `images`, for all or for each, with the run's encoders, which use `device` in turn.
 
     `codec` stays in CPU memory. Raises UserError where an encoder cannot be loaded, and in `words` for an unknown
     class.
     """
     editor = _editor(run)
-    edited = [_edited(each, options.bucket, editor) for each in images] if run.data.references else []
+    size = run.data.references
+    shown = [_edited(each, options.bucket, editor) for each in images] if size else []
+    edited = [shown[at : at + size] for at in range(0, len(shown), size or 1)]
     seen = [edited[0 if len(edited) == 1 else at] for at in range(len(captions))] if editor.seen and edited else ()
-    texts = conditions_of(run, spec, known, captions, options, device, words, [[each] for each in seen])
+    texts = conditions_of(run, spec, known, captions, options, device, words, seen)
     give_back(device)
     begun = _begun(run, images, edited, options, codec, device)
     give_back(device)
@@ -309,7 +311,7 @@ def encoded(
 def _begun(
     run: RunConfig,
     images: Sequence[Image.Image],
-    edited: Sequence[Image.Image],
+    edited: Images,
     options: SamplingOptions,
     codec: ImageCodec,
     device: torch.device,
@@ -323,7 +325,7 @@ def _begun(
     elif run.data.fill:
         begun = {FILL: torch.cat([_masked(each, options.bucket, codec) for each in images])}
     else:
-        begun = {REFERENCE: torch.cat([_reference(each, codec) for each in edited])}
+        begun = {REFERENCE: torch.cat([torch.cat([_reference(each, codec) for each in some], 1) for some in edited])}
     codec.move(_CPU)
     return begun
 

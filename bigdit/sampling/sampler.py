@@ -92,6 +92,7 @@ class Sampler:
         self._codec = load_image_codec(run.encoders.image, _CPU)
         begins = "begins with" if run.encoders.first_frame is not None else None
         self._takes = "edits" if run.data.references else "paints in" if run.data.fill else begins
+        self.begun = run.data.references or 1  # images of a sample
         self._objective = objective_of(spec, run.objective)
         if (why := partial(self._objective)) is not None:
             raise UserError(f"{self._name}: {why}")
@@ -238,10 +239,12 @@ class Sampler:
     def _check_images(self, images: int, captions: int) -> None:
         if self._takes is None and images:
             raise UserError("--image: the model neither edits an image nor begins with one; leave it out")
-        if self._takes is not None and images not in (1, captions):
+        each = self.begun
+        if self._takes is not None and images not in (each, each * captions):
+            number, what = ("an image", "one") if each == 1 else (f"{each} images", str(each))
             raise UserError(
-                f"--image: the model {self._takes} an image: {images} were given for {captions} captions; pass one for "
-                "all, or one for each"
+                f"--image: the model {self._takes} {number}: {images} were given for {captions} captions; pass {what} "
+                f"for all, or {what} for each"
             )
 
     def _attempt(

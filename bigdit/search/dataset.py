@@ -88,8 +88,7 @@ def dataset_need(request: ResolvedRequest, batch: BatchShape, encoding: Encoding
     text = sum((each.stored for each in texts), Interval(low=0, high=0))
     kind = "video" if request.model.video else "image"
     sample = latents + (LABELLED_ROW_BYTES if batch.text is None else ROW_BYTES)
-    first = _first_frame_bytes(request.model, batch)
-    first += math.prod(batch.reference or batch.latents) * STORED_BYTES * batch.references
+    first = _first_frame_bytes(request.model, batch) + _reference_bytes(request.model, batch) * batch.references
     sample += first + FRAMED_BYTES if first else 0
     sample += STREAM_BYTES * max(len(texts) - 1, 0)
     store = (text + Interval(low=sample, high=sample)) * images
@@ -172,6 +171,13 @@ def _first_frame_bytes(model: CatalogModel, batch: BatchShape) -> int:
     inputs = FAMILIES[model.spec.class_name]
     embeds = inputs.image_tokens * (model.spec.kwargs.get(inputs.image_dim or "") or 0)
     return (math.prod(batch.latents) + embeds) * STORED_BYTES
+
+
+def _reference_bytes(model: CatalogModel, batch: BatchShape) -> int:
+    """Of an image that a sample edits: its latents, and its states in the text and in that of the dropped caption."""
+    _, dim = batch.text or (0, 0)
+    seen = 0 if model.text is None else model.text.reference_tokens
+    return (math.prod(batch.reference or batch.latents) + 2 * seen * dim) * STORED_BYTES
 
 
 def _first_frame_note(nbytes: int, model: CatalogModel, batch: BatchShape) -> str:

@@ -21,7 +21,7 @@ import xxhash
 from PIL import Image
 
 from bigdit import log
-from bigdit.config.data import MAX_PIXELS, SourceConfig
+from bigdit.config.data import MAX_PIXELS, MOST_REFERENCES, SourceConfig
 from bigdit.errors import UserError, shown
 from bigdit.sources.captions import (
     LISTS,
@@ -41,7 +41,18 @@ from bigdit.sources.captions import (
     SUFFIXES as CAPTIONS,
 )
 from bigdit.sources.disk import IMAGE_BYTES, IMPOSSIBLE, holds_files, read_file, sampled_digest, unreadable
-from bigdit.sources.image import MASK, REFERENCE, SUFFIXES, alpha, decode, marked, owner, usual_mark, with_reference
+from bigdit.sources.image import (
+    MASK,
+    REFERENCE,
+    SUFFIXES,
+    alpha,
+    decode,
+    marked,
+    owner,
+    reference_marks,
+    usual_mark,
+    with_references,
+)
 from bigdit.sources.protocol import Caption, Contents, Entry, Item, Unusable
 from bigdit.sources.text_rows import METADATA, Metadata
 from bigdit.sources.videos import SUFFIXES as VIDEOS
@@ -87,7 +98,7 @@ class FolderItem(Item):
     folder, if there are none beside it; or the problem of its row. `follow_links`: it and its captions may be links out
     of `root`. `labelled`: its folder is its class. `captioned`: its own captions are read. `mask`: as SourceConfig has
     it. `mask_file`: the name of its mask, where it is not the usual one. `clip`: the part of a video to read.
-    `reference`: the name of the file that it is an edit of, if it must be one.
+    `references`: the names of the files that it is an edit of, if it must be one.
     """
 
     index: int
@@ -100,7 +111,7 @@ class FolderItem(Item):
     captioned: bool = True
     mask: Literal["file", "alpha"] | None = None
     clip: Clip | None = None
-    reference: str | None = None
+    references: tuple[str, ...] | None = None
     mask_file: str | None = None
 
     @property
@@ -119,10 +130,11 @@ class FolderItem(Item):
         with self._error_if_gone():
             data = read_file(self.path, IMAGE_BYTES)
         contents = contents_of(data, self.clip, max_pixels, captions, label)
-        if self.reference is not None:
-            if (referred := self._beside(self.reference)) is None:
-                raise Unusable(f"reference {self.reference} is missing")
-            contents = with_reference(contents, referred, max_pixels)
+        if self.references is not None:
+            files = {name: self._beside(name) for name in self.references}
+            if missing := [name for name, data in files.items() if data is None]:
+                raise Unusable(f"reference {missing[0]} is missing")
+            contents = with_references(contents, [data for data in files.values() if data is not None], max_pixels)
         if self.mask == "alpha":
             return replace(contents, mask=partial(alpha, data, max_pixels))
         masked = self.mask_file or usual_mark(self.path.name, MASK)
@@ -194,7 +206,7 @@ class ImageFolder:
         suffixes = SUFFIXES if clip is None else (*SUFFIXES, *VIDEOS)
         self.class_names: set[str] = set()
         digest = xxhash.xxh3_128(b"follow_links\n" if self._links else b"")
-        found = Listing(suffixes, config, key, edits=references > 0)
+        found = Listing(suffixes, config, key, references)
         try:
             self._names = Names(self._classified(_digested(found, digest)))
         except NotADirectoryError:
@@ -228,8 +240,8 @@ class ImageFolder:
         found = enumerate(map(_stored, self._names.range(start, end)), start)
         how = self._links, self._labelled, self._captioned, self._mask, self._clip
         return [
-            FolderItem(index, self.root, entry.name, files, row, *how, *marks)
-            for index, (entry, (files, row, *marks)) in found
+            FolderItem(index, self.root, entry.name, files, row, *how, references, mask)
+            for index, (entry, (files, row, references, mask)) in found
         ]
 
     def entries(self) -> Iterator[Entry]:
@@ -268,8 +280,8 @@ def _digested(found: Listing, digest: xxhash.xxh3_128) -> Iterator[str]:
         yield _BETWEEN.join([name, images, captions + told, " ".join(map(str, times)), stored])
 
 
-_Kept = tuple[Beside | None, tuple[Caption, ...] | str | None, str | None, str | None]
-"""The `beside`, `row`, `reference` and `mask_file` of an item."""
+_Kept = tuple[Beside | None, tuple[Caption, ...] | str | None, tuple[str, ...] | None, str | None]
+"""The `beside`, `row`, `references` and `mask_file` of an item."""
 
 
 def _stored(text: str) -> tuple[Entry, _Kept]:
@@ -278,25 +290,26 @@ def _stored(text: str) -> tuple[Entry, _Kept]:
     captioned, row, reference, mask = json.loads(kept) if kept else (None, None, None, None)
     told = None if row is None else json.loads(row)
     found = tuple(Caption(*each) for each in told) if isinstance(told, list) else told
-    return Entry(name, 1, image, captions, times), (captioned and tuple(captioned), found, reference, mask)
+    references = (reference,) if isinstance(reference, str) else reference and tuple(reference)
+    return Entry(name, 1, image, captions, times), (captioned and tuple(captioned), found, references, mask)
 
 
-_Found = tuple[str, list[tuple[int, int]], Beside | None, str | None, str | None, str | None]
-"""The relative path of an image; bytes and times of image, JSON and text, and of a reference, -1 for a missing one; the
-names of JSON and text, where they are not the usual ones; its row of metadata in JSON; the name of its reference, and
-that of its mask, where it is not the usual one."""
+_Found = tuple[str, list[tuple[int, int]], Beside | None, str | None, str | list[str] | None, str | None]
+"""The relative path of an image; bytes and times of image, JSON and text, and of references, -1 for a missing one; the
+names of JSON and text, where they are not the usual ones; its row of metadata in JSON; the name of its reference, or of
+several, and that of its mask, where it is not the usual one."""
 
 
 class Listing:
     """The images with `suffixes` below a folder. Other files are counted in `ignored`, and in `masks` and `references`
-    those of images. `unread`: captions that have the name of no image. `edits`: whether images have references.
+    those of images. `unread`: captions that have the name of no image. `edited`: the references of each image.
 
     A folder is sorted as if its name ended in a slash, which is the order of whole paths. So memory holds one folder of
     each level, never the whole tree.
     """
 
-    def __init__(self, suffixes: Collection[str], config: SourceConfig, key: str, *, edits: bool = False) -> None:
-        self._suffixes, self._config, self._key, self._edits = suffixes, config, key, edits
+    def __init__(self, suffixes: Collection[str], config: SourceConfig, key: str, edited: int = 0) -> None:
+        self._suffixes, self._config, self._key, self._edited = suffixes, config, key, reference_marks(edited)
         self.ignored: Counter[str] = Counter()
         self.masks = self.references = 0
         self.unread: list[str] = []
@@ -327,9 +340,9 @@ class Listing:
                     known = entries if captioned else entries & {name, mask}
                     asked = [name, *captions, *([mask] if masked else [])]
                     files = [_seen(file, descriptor) if file in known else _MISSING for file in asked]
-                    edited = (references and references.get(owner(name))) or usual_mark(name, REFERENCE)
-                    reference = edited if self._edits else None
-                    files += [] if reference is None else [_seen(reference, descriptor)]
+                    edited = [found.get(owner(name)) or usual_mark(name, mark) for mark, found in references.items()]
+                    files += [_seen(each, descriptor) for each in edited]
+                    reference = edited if len(edited) > 1 else edited[0] if edited else None
                     row = None if (table := own or above) is None else table.row(folder + name, captions[1] in entries)
                     stem = os.path.splitext(name)[0]
                     own_mask = mask if masked and mask != usual_mask else None
@@ -349,20 +362,25 @@ class Listing:
         names = [name for name in METADATA if name in entries and reads_captions(self._config)]
         return Metadata(folder, names[0], self._config, self._key) if names else None
 
-    def _marked(self, entries: Collection[str]) -> tuple[set[str], dict[str, str], dict[str, str]]:
-        """The masks and references in a folder, which are no images of their own; and of both the name by the owner.
-        Those that the source does not ask for are counted in `ignored`."""
-        marked_by, beside = [], set[str]()
-        for mark, used in ((MASK, self._config.mask == "file"), (REFERENCE, self._edits)):
-            found = marked(entries, mark)
+    def _marked(self, entries: Collection[str]) -> tuple[set[str], dict[str, str], dict[str, dict[str, str]]]:
+        """The masks and references in a folder, which are no images of their own; the name of a mask by its owner; and
+        that of references by their mark. Those that the source does not ask for are counted in `ignored`."""
+        marked_by, beside = dict[str, dict[str, str]](), set[str]()
+        referring = {name for name in entries if REFERENCE in name.lower()}
+        asked = [(MASK, self._config.mask == "file", entries)]
+        asked += [(each, each in self._edited, referring) for each in reference_marks(MOST_REFERENCES)]
+        for mark, used, names in asked:
+            found = marked(names, mark)
             if found and not used:
                 owners = {owner(name) for name in entries if name not in found and _is_image(name)}
                 found = {name: stem for name, stem in found.items() if stem in owners}
                 self.ignored[mark.removeprefix(".")] += len(found)
             beside |= found.keys()
-            marked_by.append({stem: name for name, stem in found.items()} if used else {})
-        self.masks, self.references = self.masks + len(marked_by[0]), self.references + len(marked_by[1])
-        return beside, marked_by[0], marked_by[1]
+            marked_by[mark] = {stem: name for name, stem in found.items()} if used else {}
+        references = {mark: marked_by[mark] for mark in self._edited}
+        self.masks += len(marked_by[MASK])
+        self.references += sum(map(len, references.values()))
+        return beside, marked_by[MASK], references
 
 
 def _is_image(name: str) -> bool:

@@ -1,6 +1,7 @@
 """Decodes the bytes of a file to an image for encoders: upright, opaque, 8 bits, RGB or gray.
 
-References are the images that samples are edits of: `x.reference.png` beside `x.png`, or a column of a table.
+References are the images that samples are edits of: `x.reference.png` beside `x.png`, and for further ones
+`x.reference2.png` and so on; or a column of a table.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import re
 import unicodedata
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -138,6 +139,11 @@ MASK, REFERENCE = ".mask", ".reference"
 """How the stems of masks and references end."""
 
 
+def reference_marks(references: int) -> list[str]:
+    """How the stems of so many references end: .reference, .reference2, …"""
+    return [REFERENCE, *(f"{REFERENCE}{number}" for number in range(2, references + 1))][:references]
+
+
 def usual_mark(image: str, mark: str) -> str:
     """`a.mask.png`, of `a.jpg`."""
     return f"{os.path.splitext(image)[0]}{mark}.png"
@@ -160,13 +166,17 @@ def owner(image: str) -> str:
     return unicodedata.normalize("NFC", os.path.splitext(image)[0])
 
 
-def with_reference(contents: Contents, data: bytes, max_pixels: int) -> Contents:
-    """The contents of an edit of the image whose file is `data`."""
+def with_references(contents: Contents, files: Sequence[bytes], max_pixels: int) -> Contents:
+    """The contents of an edit of the images in these files."""
 
     def digest() -> int:
-        return xxhash.xxh3_64_intdigest(data, contents.digest())
+        found = contents.digest()
+        for data in files:
+            found = xxhash.xxh3_64_intdigest(data, found)
+        return found
 
-    return replace(contents, digest=digest, references=(functools.partial(_decoded, data, max_pixels),))
+    decoded = tuple(functools.partial(_decoded, data, max_pixels) for data in files)
+    return replace(contents, digest=digest, references=decoded)
 
 
 def _decoded(data: bytes, max_pixels: int) -> Image.Image:

@@ -16,10 +16,11 @@ import xxhash
 from PIL import Image
 
 from bigdit.config.data import MAX_PIXELS, SourceConfig, SourceKind
+from bigdit.documents import parse_json
 from bigdit.errors import UserError, nearest
 from bigdit.sources.captions import label_of, reads_captions, weighted
 from bigdit.sources.disk import IMAGE_BYTES, check_size, holds_files, read_file, sampled_digest, unreadable
-from bigdit.sources.image import SUFFIXES, with_reference
+from bigdit.sources.image import SUFFIXES, with_references
 from bigdit.sources.protocol import Caption, Contents, Entry, Item, Unusable
 from bigdit.sources.videos import Clip, contents_of, is_video, video_frames
 from bigdit.units import how_many
@@ -110,8 +111,8 @@ _URL = re.compile(r"(^|/)[a-z][a-z0-9+.-]+:/")
 
 @dataclass(frozen=True)
 class TableItem(Item):
-    """One row: its image, the cells of its captions or label, and the image that it is an edit of. `clip`: the part of
-    a video to read. `where`: the row, if its name is that of its image."""
+    """One row: its image, the cells of its captions or label, and the images that it is an edit of, as many as
+    `edited`. `clip`: the part of a video to read. `where`: the row, if its name is that of its image."""
 
     index: int
     name: str
@@ -119,8 +120,9 @@ class TableItem(Item):
     columns: Columns
     image: ImageBytes | None
     clip: Clip | None = None
-    reference: ImageBytes | None = None
+    references: tuple[ImageBytes, ...] = ()
     where: str | None = None
+    edited: int = 1
 
     def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
         """As Item.read."""
@@ -143,10 +145,13 @@ class TableItem(Item):
         contents = contents_of(_bytes(self.image), self.clip, max_pixels, captions, label)
         if self.columns.reference is None:
             return contents
-        if self.reference is None:
+        if not self.references:
             raise Unusable(f"column {self.columns.reference} names no image")
+        if len(self.references) != self.edited:
+            names = how_many(len(self.references), "image")
+            raise Unusable(f"column {self.columns.reference} names {names}, and data.references is {self.edited}")
         try:
-            return with_reference(contents, _bytes(self.reference), max_pixels)
+            return with_references(contents, [_bytes(each) for each in self.references], max_pixels)
         except Unusable as error:
             raise Unusable(f"reference: {error}") from None
 
@@ -178,7 +183,7 @@ class TableSource:
         self._columns = choose(config, rows.columns, rows.where, key, references)
         if not len(rows):
             raise UserError(f"{key}: {rows.where} has no rows")
-        self._rows, self._clip = rows, clip
+        self._rows, self._clip, self._edited = rows, clip, references
         # The columns are digested too: others give other features.
         edits = f" {self._columns.reference}" if references else ""
         digest = xxhash.xxh3_128_hexdigest(f"{rows.digest} {self._columns}{edits}".encode())
@@ -200,11 +205,10 @@ class TableSource:
         name, columns, base = self._rows.name(index), self._columns, self._rows.base(index)
         if isinstance(row, Unusable):
             return TableItem(index, name, row, columns, None, self._clip)
-        image, edited = (
-            None if each is None else _image(row[each], base) for each in (columns.image, columns.reference)
-        )
+        image = _image(row[columns.image], base)
+        edited = () if columns.reference is None else _listed(row[columns.reference], base)
         where, name = (name, str(row[columns.image])) if isinstance(image, ImageFile) else (None, name)
-        return TableItem(index, name, row, columns, image, self._clip, edited, where)
+        return TableItem(index, name, row, columns, image, self._clip, edited, where, self._edited)
 
 
 def _image(cell: Any, base: Path) -> ImageBytes | None:
@@ -214,6 +218,15 @@ def _image(cell: Any, base: Path) -> ImageBytes | None:
     if not isinstance(cell, str) or not cell:
         return None
     return ImageFile(base / cell, beside=not Path(cell).is_absolute())
+
+
+def _listed(cell: Any, base: Path) -> tuple[ImageBytes, ...]:
+    """The images of a cell: one, or a list of paths, which is JSON in CSV."""
+    if isinstance(cell, str) and cell.startswith("["):
+        with contextlib.suppress(ValueError):
+            cell = parse_json(cell.encode())
+    found = (_image(each, base) for each in (cell if isinstance(cell, list) else [cell]))
+    return tuple(each for each in found if each is not None)
 
 
 # The kind of a column's cells. Cells of CSV are always text.
@@ -265,7 +278,7 @@ def choose(config: SourceConfig, found: Mapping[str, Cells], where: str, key: st
     if config.label is not None:
         wanted.append(("label", config.label, ("text", "numbers")))
     if edited is not None:
-        wanted.append(("reference", edited, ("image", "text")))
+        wanted.append(("reference", edited, ("image", "text", "texts")))
     for setting, column, kinds in wanted:
         if column not in found:
             problems.append(f"{key}.{setting}: {where} has no column {column}; {nearest(column, found)}")

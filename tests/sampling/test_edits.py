@@ -197,7 +197,7 @@ def test_what_does_not_fit_is_refused_in_a_line(encoded, tmp_path):
     refused = {
         ("train", kontext): "data.references gives 0 references a sample, and flux.1-kontext-dev takes 1 image",
         ("train", ("data.references=0",)): "it was encoded with data.references 1, and the run has 0",
-        ("train", ("data.references=2",)): "data.references is 2, and 1 or less was expected",
+        ("train", ("data.references=2",)): "2 references a sample, and FluxTransformer2DModel takes 1; set it to 1",
         (
             "train",
             ("samples={captions: [a, b]}",),

@@ -80,8 +80,8 @@ def reference_of(folder, number):
         return Image.fromarray(bucket_pixels(image, [SEEN], "rgb")[1].transpose(1, 2, 0))
 
 
-def edit(pipeline, transformer, folder, number, caption, adapters=None, steps=2):
-    """The latents of the pipeline's call on a reference, and what its transformer was fed first."""
+def edit(pipeline, transformer, folder, number, caption, adapters=None, steps=2, references=None):
+    """The latents of the pipeline's call on a reference, or on several, and what its transformer was fed first."""
     parts = {name: part for name, part in pipeline.components.items() if part is not None}
     whole = tiny_pipelines.pipeline_of(type(pipeline).__name__, parts | {"transformer": transformer})
     whole.set_progress_bar_config(disable=True)
@@ -93,7 +93,8 @@ def edit(pipeline, transformer, folder, number, caption, adapters=None, steps=2)
     )
     asked = {"height": 64, "width": 96, "num_inference_steps": steps, "output_type": "latent"}
     with torch.no_grad():
-        made = whole(reference_of(folder, number), caption, generator=torch.Generator().manual_seed(0), **asked).images
+        given = references or reference_of(folder, number)
+        made = whole(given, caption, generator=torch.Generator().manual_seed(0), **asked).images
     hook.remove()
     return made, calls[0]
 
@@ -177,7 +178,7 @@ def test_what_does_not_fit_is_refused_in_a_line(encoded, tmp_path):
     folder, pipeline = encoded
     name, fresh = type(pipeline).__name__, (f"output={tmp_path / 'run'}", f"data.features={tmp_path / 'none'}")
     refused = {
-        ("data.references=0",): "reads the image to edit, and data.references is 0; set it to 1",
+        ("data.references=0",): "reads the images to edit, and data.references is 0; set it to 1 to 3",
         ("data.buckets=[[64, 320]]",): f"data.buckets has 64 × 320; with {name} a side is at most 4 times the other",
         ("encoders.text.max_tokens=20",): "encoders.text.max_tokens is 20, and the template takes",
     }
@@ -185,3 +186,47 @@ def test_what_does_not_fit_is_refused_in_a_line(encoded, tmp_path):
         done = in_process("extract", "--config", folder / "run.yaml", *with_set((*fresh, *settings)))
         assert done.returncode == 1
         assert problem in " ".join(done.stderr.split()), done.stderr
+
+
+@pytest.mark.parametrize("encoded", ["QwenImageEditPlusPipeline"], indirect=True)
+def test_samples_of_two_references_are_what_the_pipeline_makes_of_both(encoded, tmp_path):
+    folder, pipeline = encoded
+    pair = [str(folder / f"images/{number}.reference.png") for number in (1, 0)]
+    rows = [
+        {"image": str(folder / "images/0.png"), "caption": "put both", "reference": pair},
+        {"image": str(folder / "images/1.png"), "caption": "one alone", "reference": pair[:1]},
+        {"image": str(folder / "images/2.png"), "caption": "one gone", "reference": [pair[0], "gone.png"]},
+    ]
+    (tmp_path / "list.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    settings = (f"data.images={tmp_path / 'list.jsonl'}", f"data.features={tmp_path / 'features'}",
+                "data.references=2", f"output={tmp_path / 'run'}", "strategy.micro_batch_size=1",
+                f"samples={{captions: [put both], images: [{pair[0]}, {pair[1]}], steps: 1}}")  # fmt: skip
+    done = bigdit("extract", "--config", folder / "run.yaml", *with_set(settings))
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "features/report.json").read_text())
+    assert [each["reason"] for each in report["skipped"]] == [
+        "column reference names 1 image, and data.references is 2 (list.jsonl row 2)",
+        "reference: image gone.png is missing (list.jsonl row 3)",
+    ]
+    store = FeatureStore.open(tmp_path / "features")
+    batch = BatchReader(store, 1, 0.0, pinned=False).read(SHAPE, *torch.tensor([[0], [0]]).numpy(), [1])
+    transformer = diffusers.QwenImageTransformer2DModel(**tiny_pipelines.QWEN_IMAGE).eval()
+    both = [reference_of(folder, number) for number in (1, 0)]
+    _, (fed, answer) = edit(pipeline, transformer, folder, 0, "put both", steps=1, references=both)
+    count = int(batch.text_mask[0].float().sum())
+    assert torch.equal(batch.text_embeds[0, :count], fed["encoder_hidden_states"][0].bfloat16())
+    own = SHAPE[1] * SHAPE[2] // 4
+    latents = models.packing.unpack(fed["hidden_states"][:, :own], *SHAPE[1:])
+    given = type(batch)(None, batch.text_embeds.float(), batch.text_mask, (0,),
+                        {"reference": batch.extras["reference"].float()})  # fmt: skip
+    with torch.no_grad():
+        found = models.family("QwenImageTransformer2DModel").predict(transformer, latents, fed["timestep"], given)
+    assert torch.allclose(pack(found), answer[:, :own], atol=0.02 * answer.abs().max().item())  # rounded to bf16
+    train_here(folder / "run.yaml", *settings)
+    pictures = [part for each in pair for part in ("--image", each)]
+    drawn = in_process("sample", "--checkpoint", tmp_path / "run", "--caption", "put both", *pictures, "--steps", "1",
+                       "--out", tmp_path / "samples")  # fmt: skip
+    assert drawn.returncode == 0, drawn.stderr
+    drawn = in_process("sample", "--checkpoint", tmp_path / "run", "--caption", "put both", "--image", pair[0],
+                       "--out", tmp_path / "none")  # fmt: skip
+    assert "--image: the model edits 2 images: 1 were given for 1 captions" in " ".join(drawn.stderr.split())
