@@ -114,7 +114,7 @@ def test_a_source_without_one_usable_sample_ends_a_run_though_another_has_some(f
     assert run(None, tmp_path / "run", *online(folder, more), "train.steps=2") == 1
     (line,) = printed(capfd, "error: ")
     assert re.fullmatch(
-        r"error: data\.images: none of 2 images of a source can be used; the first: .*more: (0|1)\.png is skipped: "
+        r"error: data\.images: none of 2 images of a source can be used: .*more: (0|1)\.png is skipped: "
         r"caption \1\.txt is empty",
         line,
     )

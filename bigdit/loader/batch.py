@@ -106,7 +106,7 @@ class CaptionedBatch(_Tensors):
     """One micro-batch of one bucket, not encoded yet.
 
     pixels [B, 1 or 3, (F,) H, W] uint8; a caption for each sample, none if images have classes; the samples' `indices`
-    in the source; seeds and `extras` as in Batch. `skipped`: a line for each sample that others were taken instead of.
+    in the source; seeds and `extras` as in Batch. `skipped`: a line for each that another was taken instead of.
     """
 
     pixels: torch.Tensor

@@ -29,14 +29,14 @@ from bigdit.units import how_many
 class Loaded:
     """The sample `index` of the source, its pixels in the bucket, uint8, and the number of its class, if it has one.
 
-    `skipped`: a line for each unusable sample before it.
+    `skipped`: a line on the unusable sample whose place it takes.
     """
 
     index: int
     sample: Sample
     pixels: npt.NDArray[np.uint8]
     label: int | None
-    skipped: tuple[str, ...]
+    skipped: str | None
 
 
 class RawStore:
@@ -80,18 +80,16 @@ class RawStore:
         ends = self.schema.ends()
         source = bisect.bisect_right(ends, at)
         start, end = ends[source] - int(self.schema.sources[source]["count"]), ends[source]
-        skipped: list[str] = []
+        skipped: str | None = None
         for index in itertools.chain(range(at, end), range(start, at)):
             (item,) = self._source.items(index, index + 1)
             try:
-                return self._loaded(item, tuple(f"{each}; {item.name} is taken instead" for each in skipped))
+                return self._loaded(item, skipped and f"data.images: {skipped}; {item.name} is taken instead")
             except Unusable as error:
-                skipped.append(f"data.images: {item.name} is skipped: {error}")
-        raise UserError(
-            f"data.images: none of {how_many(end - start, 'image')} of a source can be used; the first: {skipped[0]}"
-        )
+                skipped = skipped or f"{item.name} is skipped: {error}"
+        raise UserError(f"data.images: none of {how_many(end - start, 'image')} of a source can be used: {skipped}")
 
-    def _loaded(self, item: Item, skipped: tuple[str, ...]) -> Loaded:
+    def _loaded(self, item: Item, skipped: str | None) -> Loaded:
         """Raises Unusable."""
         sample, known = item.load(), self.schema.classes
         _, pixels = bucket_pixels(sample.image, [self._bucket], self._color, sample.fit)
@@ -128,7 +126,7 @@ class RawReader:
             masks = [mask_latents(each.sample, pixels_of, shape) for each in loaded]
             extras[LOSS_MASK] = self._held(torch.stack(masks))
         indices = tuple(each.index for each in loaded)
-        skipped = tuple(line for each in loaded for line in each.skipped)
+        skipped = tuple(each.skipped for each in loaded if each.skipped is not None)
         return CaptionedBatch(self._held(pixels), captions, indices, tuple(seeds), extras, skipped)
 
     def _caption(self, loaded: Loaded, seed: int) -> str | None:
