@@ -61,6 +61,11 @@ def _within(mode: Callable[[int], TorchFunctionMode], forward: Callable[..., Any
         return forward(*args, **kwargs)
 
 
+def _called(func: Any, args: Any, kwargs: Any) -> Any:
+    """What the function returns. torch 2.13 cannot compile the method `unflatten` within a mode."""
+    return (torch.unflatten if func is torch.Tensor.unflatten else func)(*args, **(kwargs or {}))
+
+
 class _Ulysses(TorchFunctionMode):
     """Within it, attention is of all tokens of the group, with a share of the heads on each process.
 
@@ -73,7 +78,7 @@ class _Ulysses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
+            return _called(func, args, kwargs)
         return self._attend(*args, **(kwargs or {}))
 
     def _attend(
@@ -135,7 +140,7 @@ class _Summed(TorchFunctionMode):
         self._group, self._over = group, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        found = _called(func, args, kwargs)
         if func is not torch.matmul or self._over:
             return found
         self._over = True

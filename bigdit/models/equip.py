@@ -52,7 +52,7 @@ def arrange(model: nn.Module, family: Family, strategy: Strategy, *, backend: st
     if strategy.float8 != "none":
         use_float8(model, family, strategy.float8)
     if strategy.compile_blocks:
-        compile_blocks(model, family, backend)
+        compile_blocks(model, family, backend, whole=strategy.cp > 1)
     if strategy.blocks_to_swap:
         swap_blocks(model, family, strategy.blocks_to_swap, trained=strategy.lora is None)
     join_gradients(model, family)
@@ -65,13 +65,16 @@ def arrange(model: nn.Module, family: Family, strategy: Strategy, *, backend: st
 _DISABLED = "TORCHDYNAMO_DISABLE"
 
 
-def compile_blocks(model: nn.Module, family: Family, backend: str | Callable[..., Any] = "inductor") -> None:
+def compile_blocks(
+    model: nn.Module, family: Family, backend: str | Callable[..., Any] = "inductor", *, whole: bool = False
+) -> None:
     """Have each block compiled when it is first called with new shapes or strides.
 
     Regional compilation: blocks that are alike share their graphs. Apply it before checkpointing and offload: torch
     finds graphs by the code of a class's own `forward`, and what replaces that has none. Each bucket has its own
-    graphs: with sizes that may change, Inductor of torch 2.13 does not know how convolutions lie in memory. Raises
-    UserError where a variable keeps torch from compiling.
+    graphs: with sizes that may change, Inductor of torch 2.13 does not know how convolutions lie in memory. `whole`: a
+    block that would be compiled in pieces is an error; between pieces, torch 2.13 loses attention over processes, and
+    gradients are wrong. Raises UserError where a variable keeps torch from compiling.
 
     Source: PyTorch's recipe on regional compilation; `compile_repeated_blocks` of diffusers' ModelMixin.
     """
@@ -84,7 +87,7 @@ def compile_blocks(model: nn.Module, family: Family, backend: str | Callable[...
     options = {"shape_padding": False, "layout_optimization": False} if backend == "inductor" else None
     dynamo.config.recompile_limit = dynamo.config.accumulated_recompile_limit  # else 8: four buckets, and then none
     for block in family.blocks(model):
-        block.forward = torch.compile(block.forward, backend=backend, dynamic=False, options=options)
+        block.forward = torch.compile(block.forward, backend=backend, dynamic=False, options=options, fullgraph=whole)
 
 
 @contextmanager

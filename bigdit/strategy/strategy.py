@@ -362,10 +362,6 @@ def _context_problems(strategy: Strategy) -> list[str]:
         problems.append(f"cp is {cp}, which does not divide world_size {strategy.world_size}")
     if strategy.engine == "ddp":
         problems.append("cp was not tried with engine ddp; use engine fsdp2")
-    if strategy.compile_blocks:
-        problems.append("compile_blocks was not tried with cp; leave one of them out")
-    if strategy.float8 != "none":
-        problems.append("float8 was not tried with cp; leave one of them out")
     return problems
 
 

@@ -1,8 +1,8 @@
 """Context parallelism on four processes beside one process, by name: a line of JSON.
 
 The largest differences of the loss, of each gradient, and of the losses and the weights of ten steps: of each family
-where two or four share samples, or of one family by each engine and setting where two and two do. Of families that are
-named, three steps where all four share samples.
+where two or four share samples, plain and compiled, or of one family by each engine and setting where two and two do.
+Of families that are named, three steps where all four share samples.
 
 torchrun --nproc-per-node 4 tests/engines/context.py [FAMILY …]
 """
@@ -105,7 +105,12 @@ WAYS = {
     "lora": {"lora": LoraSpec(rank=2, base="int8")},
     "zero2": {"engine": "deepspeed", "ds_config": {"zero_optimization": {"stage": 2}}},
     "zero3": {"engine": "deepspeed", "ds_config": {"zero_optimization": {"stage": 3}}},
+    "compiled": {"compile_blocks": True, "checkpointed_blocks": "all"},
+    "tensorwise": {"precision": "bf16", "float8": "tensorwise"},
+    "rowwise": {"precision": "bf16", "float8": "rowwise", "compile_blocks": True},
 }
+SAME = ("lora", "gradient_clipping", "precision", "float8")
+"""What changes the numbers of one process, too."""
 
 
 def spec_of(name: str) -> ModelSpec:
@@ -154,12 +159,12 @@ class Run:
     def __init__(self, name: str, chosen: Strategy, world: World) -> None:
         self.name, self.strategy, self.world = name, chosen, world
         self.family = models.family(TINY[name][0])
-        model = models.build(spec_of(name), device="cpu", dtype=torch.float32, seed=0)
+        model = models.build(spec_of(name), device="cpu", dtype=engines.compute_dtype(chosen), seed=0)
         generator = torch.Generator().manual_seed(1)
         for param in model.parameters():  # zeros of the initialisation would hide what reaches what
             param.data.normal_(std=0.1, generator=generator)
         self.extras = self.family.extras(model)
-        models.equip(model, self.family, chosen)
+        models.equip(model, self.family, chosen, backend="aot_eager")
         self.engine = engines.create(chosen, model, self.family, device=torch.device("cpu"), world=world)
 
     def gradients(self) -> tuple[float, dict[str, torch.Tensor]]:
@@ -177,7 +182,8 @@ class Run:
             if param.grad is not None
         }
         self.engine.model.zero_grad()
-        return mean(loss, self.world), found
+        # Compiled blocks have zeros where others have no gradient.
+        return mean(loss, self.world), {name: each for name, each in found.items() if each.any()}
 
     def trained(self) -> tuple[list[float], dict[str, torch.Tensor]]:
         """The loss of each of three steps, and the weights after them."""
@@ -222,7 +228,7 @@ Answer = tuple[float, dict[str, torch.Tensor], list[float], dict[str, torch.Tens
 def answer(name: str, chosen: Strategy, world: World) -> Answer:
     """Loss and gradients of a step, then the curve and the weights of three."""
     run = Run(name, chosen, world)
-    kept = chosen.engine != "deepspeed" and not chosen.optimizer_in_backward
+    kept = chosen.engine != "deepspeed" and not chosen.optimizer_in_backward and chosen.precision == "fp32"
     return *(run.gradients() if kept else (0.0, {})), *run.trained()
 
 
@@ -232,7 +238,7 @@ def compared(alone: Answer, shared: Answer) -> dict[str, float]:
     (loss, gradients, curve, weights), (other, others, curves, others_weights) = alone, shared
     assert gradients.keys() == others.keys() or not others
     assert weights.keys() == others_weights.keys()
-    least = max(float(each.abs().max()) for each in gradients.values()) * 1e-3
+    least = max((float(each.abs().max()) for each in gradients.values()), default=0.0) * 1e-3
     return {
         "loss": abs(loss - other) / loss if others else 0.0,
         "gradients": max((_off(gradients[key], each, least) for key, each in others.items()), default=0.0),
@@ -248,7 +254,9 @@ def _off(one: torch.Tensor, other: torch.Tensor, least: float) -> float:
 def families(world: World, names: Iterable[str]) -> dict[str, dict[str, float]]:
     found = {}
     for name in names:
-        shared = {cp: answer(name, strategy(cp), world) for cp in DEGREES}
+        shared: dict[object, Answer] = {cp: answer(name, strategy(cp), world) for cp in DEGREES}
+        if not sys.argv[1:] and name != "dit":
+            shared["compiled"] = answer(name, strategy(4, compile_blocks=True), world)
         if world.is_main:
             alone = answer(name, strategy(1), World())
             found |= {f"{name} {cp}": compared(alone, each) for cp, each in shared.items()}
@@ -259,7 +267,7 @@ def ways(world: World) -> dict[str, dict[str, float]]:
     found, alone = {}, {}
     for name, way in WAYS.items():
         shared = answer("qwen-image", strategy(2, **way), world)
-        same = {key: way[key] for key in ("lora", "gradient_clipping") if key in way}
+        same = {key: way[key] for key in SAME if key in way}
         if world.is_main:
             key = str(same)
             alone[key] = alone.get(key) or answer("qwen-image", strategy(1, **same), World())

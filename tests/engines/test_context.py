@@ -12,11 +12,13 @@ from bigdit.errors import UserError
 
 # fp32: attention of a part of the heads has other kernels, and sums come in another order.
 MOST = {"loss": 1e-6, "gradients": 1e-5, "curve": 1e-6, "weights": 1e-5}
+# As far as one process of FP8 is from another engine; each process has scales of its own.
+MOST_OF_FP8 = {"loss": 0.0, "gradients": 0.0, "curve": 1e-2, "weights": 5e-3}
 PER_FAMILY = ("flux", "flux2", "qwen-image", "wan", "wan-i2v", "ltx", "pixart", "dit", "hunyuan-1.5", "sana")
 """SD3 and CogVideoX, whose text is as HunyuanVideo 1.5's, are in benchmarks/context.py alone."""
 WAYS = (
     *("recomputed", "selective", "segments", "offload", "accumulated", "clipped", "hsdp", "replicas", "in_backward"),
-    *("lora", "zero2", "zero3"),
+    *("lora", "zero2", "zero3", "compiled", "tensorwise", "rowwise"),
 )
 
 
@@ -32,7 +34,10 @@ def differences():
 def test_it_trains_as_one_process_does(differences):
     assert {*differences} == {*(f"{name} 4" for name in PER_FAMILY), *WAYS}
     wrong = {
-        (name, what): value for name, each in differences.items() for what, value in each.items() if value > MOST[what]
+        (name, what): value
+        for name, each in differences.items()
+        for what, value in each.items()
+        if value > (MOST_OF_FP8 if name.endswith("wise") else MOST)[what]
     }
     assert not wrong
 
@@ -74,8 +79,6 @@ def test_what_cannot_be_split_is_refused_by_a_line():
     [
         ("fsdp2,world_size=6,cp=4", "cp is 4, which does not divide world_size 6"),
         ("cp=2", "cp is 2, which does not divide world_size 1"),
-        ("fsdp2,world_size=4,cp=2,compile_blocks=true", "compile_blocks was not tried with cp"),
-        ("fsdp2,world_size=4,cp=2,float8=rowwise", "float8 was not tried with cp"),
         ("fsdp2,world_size=4,cp=3", "cp is 3, and 1, 2, 4 or 8 was expected"),
         (
             "fsdp2,world_size=8,cp=4,micro_batch_size=2,global_batch_size=6",
