@@ -127,6 +127,8 @@ def guard(main: Callable[[], int | None]) -> int:
     cannot be written is an error; a lost notice is not.
     """
     prepare_streams()
+    if os.environ.get("TORCH_LOGS") == "":  # with an empty one torch 2.13 cannot be imported
+        del os.environ["TORCH_LOGS"]
     status = _guarded(main)
     lost_stream("stderr")
     if lost := lost_stream("stdout"):

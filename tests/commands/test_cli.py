@@ -271,6 +271,14 @@ def test_ctrl_c_while_what_is_done_exits_is_no_traceback():
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
+def test_an_empty_variable_for_torchs_messages_is_none():
+    """With one torch raises AttributeError when it is imported."""
+    code = "import sys; from bigdit.errors import guard; sys.exit(guard(lambda: print(__import__('torch').__name__)))"
+    everything = {"env": os.environ | {"TORCH_LOGS": ""}, "capture_output": True, "text": True, "timeout": 60}
+    done = subprocess.run([sys.executable, "-c", code], check=False, **everything)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "torch\n", "")
+
+
 def processes():
     """Those of this machine that have not ended, each with the one that started it."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
