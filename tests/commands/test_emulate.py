@@ -276,17 +276,21 @@ def test_an_optimizer_that_steps_chunk_by_chunk_takes_one_step(tmp_path: Path) -
     assert peaks(done.account)["forward"] > weights_and_states
 
 
-@pytest.mark.parametrize("how", ["fsdp", "ddp"])
-def test_two_processes_on_two_gpus(tmp_path: Path, how: str) -> None:
+PARAMETERS = 4 * (1024 + 1) * 1024 * 4
+
+
+def state_of(account: dict[str, Any]) -> int:
+    return sum(group["nbytes"] for group in account["gpus"][0]["live"] if group["phase"] == "step")
+
+
+def test_two_processes_on_two_gpus(tmp_path: Path) -> None:
+    """Copies of one model; shards are on two machines."""
     command = ("torchrun", "--standalone", "--nproc-per-node", 2, script(tmp_path, SHARDS))
-    done = emulate("--gpu", "a40", "--processes", 2, "--steps", 2, "--json", "--", *command, HOW=how)
+    done = emulate("--gpu", "a40", "--processes", 2, "--steps", 2, "--json", "--", *command, HOW="ddp")
     assert done.returncode == 0, done.stderr
     accounts = done.report["runs"][0]["accounts"]
     assert [(each["rank"], each["steps"], each["gpus"][0]["index"]) for each in accounts] == [(0, 2, 0), (1, 2, 1)]
-    parameters = 4 * (1024 + 1) * 1024 * 4
-    state = 2 * parameters // (2 if how == "fsdp" else 1)
-    held = sum(group["nbytes"] for group in accounts[0]["gpus"][0]["live"] if group["phase"] == "step")
-    assert held >= state
+    assert state_of(accounts[0]) >= 2 * PARAMETERS
     assert not any("shared its memory" in notice for notice in done.report["notices"])  # a snapshot is of all GPUs
     process = accounts[0]["gpus"][0]["process"]
     assert process["high_bytes"] - process["low_bytes"] > GIB // 2  # NCCL's buffers, whose size is not known
@@ -300,6 +304,8 @@ def test_two_machines_with_a_gpu_each(tmp_path: Path) -> None:
     accounts = done.report["runs"][0]["accounts"]
     found = [(each["node"], each["rank"], each["world_size"], each["gpus"][0]["index"]) for each in accounts]
     assert found == [(0, 0, 2, 0), (1, 1, 2, 0)]
+    assert [each["steps"] for each in accounts] == [2, 2]
+    assert PARAMETERS <= state_of(accounts[0]) < 2 * PARAMETERS  # half of it
     assert (done.report["nodes"], done.report["fits"]) == (2, True)
     assert not any("shared its memory" in notice for notice in done.report["notices"])
 

@@ -15,7 +15,6 @@ from bigdit.emulator.fake_weights import document, known, lay_out, repository, w
 from bigdit.errors import UserError
 
 PIPELINES = {
-    "black-forest-labs/FLUX.1-dev": "bfloat16",
     "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers": "bfloat16",
     "stabilityai/stable-diffusion-3.5-medium": "bfloat16",
     "THUDM/CogVideoX-2b": "float16",
@@ -119,14 +118,14 @@ def test_diffusers_loads_the_pipeline(loaded, name):
         assert parts[f"tokenizer{suffix}"]["class"] == document()["tokenizers"][tokenizer]["class"]
     models_loaded = [part for part in parts.values() if "params" in part]
     assert all(part["zero"] and f"torch.{PIPELINES[name]}" in part["dtypes"] for part in models_loaded)
-    # FLUX.1-dev alone has 33 GB of weights; of T5 in fp16 transformers makes a third again, in fp32.
+    # Stable Diffusion 3.5 alone has 16 GB of weights; of T5 in fp16 transformers makes a third again, in fp32.
     assert found["peak"] < 8 * 2**30
 
 
 def test_hardly_any_disk(hub):
     folder, _ = hub
     assert disk_bytes(folder) < DISK_BYTES
-    assert sum(path.stat().st_size for path in folder.rglob("*")) > 150e9
+    assert sum(path.stat().st_size for path in folder.rglob("*")) > 100e9
 
 
 @pytest.mark.parametrize(

@@ -70,25 +70,28 @@ def test_a_missing_compiler_is_a_line(monkeypatch):
     build.recipe.cache_clear()
 
 
-def test_libraries_are_built_once_and_by_one(tmp_path):
-    environment = (
-        os.environ | emulated_environment(catalog.resolve_gpu("a40")) | {"BIGDIT_EMULATED_CACHE": str(tmp_path)}
-    )
-    command = [str(cuda_python()), "-c", "import torch; print(torch.cuda.device_count())"]
+@pytest.fixture(scope="module")
+def at_once(tmp_path_factory):
+    """A command that needs the libraries, its environment, and the folder that two of it have filled at once. With -s
+    it is none that starts warm, with libraries that were loaded before."""
+    environment = os.environ | emulated_environment(catalog.resolve_gpu("a40"))
+    environment["BIGDIT_EMULATED_CACHE"] = str(tmp_path_factory.mktemp("libraries"))
+    command = [str(cuda_python()), "-s", "-W", "ignore", "-c", "import torch; print(torch.cuda.device_count())"]
     both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [process.communicate()[0] for process in both] == ["1\n", "1\n"]
-    (folder,) = tmp_path.iterdir()  # nothing half-built lies beside it
+    (folder,) = Path(environment["BIGDIT_EMULATED_CACHE"]).iterdir()  # nothing half-built lies beside it
+    return command, environment, folder
+
+
+def test_libraries_are_built_once_and_by_one(at_once):
+    command, environment, folder = at_once
     built = (folder / "libcuda.so.1").stat().st_mtime_ns
     subprocess.run(command, env=environment, check=True)
     assert (folder / "libcuda.so.1").stat().st_mtime_ns == built
 
 
-def test_damaged_libraries_are_built_again(tmp_path):
-    environment = os.environ | emulated_environment(catalog.resolve_gpu("a40"))
-    environment["BIGDIT_EMULATED_CACHE"] = str(tmp_path)
-    command = [str(cuda_python()), "-W", "ignore", "-c", "import torch; print(torch.cuda.device_count())"]
-    subprocess.run(command, env=environment, check=True)
-    (folder,) = tmp_path.iterdir()
+def test_damaged_libraries_are_built_again(at_once):
+    command, environment, folder = at_once
     whole = (folder / "libcudart.so.13").read_bytes()
     for damage in (whole[:9000] + b"x" + whole[9001:], None):
         if damage is None:
