@@ -325,34 +325,39 @@ def _optimizer_problems(strategy: Strategy) -> list[str]:
                 f"use optimizer.name {' or '.join(each for each in OPTIMIZERS if each not in to_nearest)}"
             )
     if strategy.optimizer_in_backward:
-        if name in PACKAGES:
-            problems.append(
-                f"optimizer_in_backward steps weights one after the other, and optimizer.name {name} needs all "
-                "gradients at once; set optimizer_in_backward to false"
-            )
-        if engine == "ddp":
-            problems.append(
-                "optimizer_in_backward steps before engine ddp averages gradients; use engine single or fsdp2"
-            )
-        if engine == "deepspeed":
-            problems.append(
-                f"optimizer_in_backward: ZeRO-{strategy.zero_stage} partitions gradients before it steps; "
-                "use engine single or fsdp2"
-            )
-        if strategy.grad_accum_steps > 1:
-            problems.append(
-                f"optimizer_in_backward steps on every micro-batch, and grad_accum_steps is "
-                f"{strategy.grad_accum_steps}; set it to 1"
-            )
-        if strategy.gradient_clipping is not None:
-            problems.append(
-                "optimizer_in_backward steps before the norm of all gradients is known; set gradient_clipping to null"
-            )
-        if strategy.precision == "fp16":
-            problems.append(
-                "optimizer_in_backward steps before an overflow is known, and precision fp16 skips such steps; "
-                "use precision bf16"
-            )
+        problems += _backward_problems(strategy)
+    return problems
+
+
+def _backward_problems(strategy: Strategy) -> list[str]:
+    """Of an optimizer that steps within the backward pass."""
+    problems = []
+    if strategy.optimizer.name in PACKAGES:
+        problems.append(
+            f"optimizer_in_backward steps weights one after the other, and optimizer.name "
+            f"{strategy.optimizer.name} needs all gradients at once; set optimizer_in_backward to false"
+        )
+    if strategy.engine == "ddp":
+        problems.append("optimizer_in_backward steps before engine ddp averages gradients; use engine single or fsdp2")
+    if strategy.engine == "deepspeed":
+        problems.append(
+            f"optimizer_in_backward: ZeRO-{strategy.zero_stage} partitions gradients before it steps; "
+            "use engine single or fsdp2"
+        )
+    if strategy.grad_accum_steps > 1:
+        problems.append(
+            f"optimizer_in_backward steps on every micro-batch, and grad_accum_steps is "
+            f"{strategy.grad_accum_steps}; set it to 1"
+        )
+    if strategy.gradient_clipping is not None:
+        problems.append(
+            "optimizer_in_backward steps before the norm of all gradients is known; set gradient_clipping to null"
+        )
+    if strategy.precision == "fp16":
+        problems.append(
+            "optimizer_in_backward steps before an overflow is known, and precision fp16 skips such steps; "
+            "use precision bf16"
+        )
     return problems
 
 
