@@ -48,9 +48,9 @@ def on_disk(nbytes: float) -> str:
 
 
 def count(n: float) -> str:
-    """A parameter count: 1.604 B, 39.8 M."""
-    for unit, name, digits in ((1e9, "B", 3), (1e6, "M", 1), (1e3, "k", 1)):
-        if n >= unit:
+    """A parameter count: 14.29 B, 1.604 B, 39.8 M."""
+    for least, unit, name, digits in ((1e10, 1e9, "B", 2), (1e9, 1e9, "B", 3), (1e6, 1e6, "M", 1), (1e3, 1e3, "k", 1)):
+        if n >= least:
             return f"{n / unit:.{digits}f} {name}"
     return str(int(n))
 
