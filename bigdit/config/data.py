@@ -104,8 +104,8 @@ class SourceConfig(Section):
     image: str | None = None
     """For lists, tables and metadata of a folder: the column of images, or of their paths."""
     reference: str = "reference"
-    """For lists and tables, with data.references: the column of the images that samples are edits of. A cell is an image,
-    or a list of paths."""
+    """For lists and tables, with data.references: the column of the images that samples are edits of. A cell is an
+    image, or a list of paths."""
     captions: dict[str, float | str] = {}
     """For lists, tables and metadata of a folder: the column of captions, a list of columns, or a mapping of columns to
     weights (numbers or columns)."""
