@@ -52,6 +52,11 @@ class BatchShape(Strict):
     references: Annotated[int, Field(ge=0)] = 0
     reference: tuple[Count, Count, Count] | None = None
 
+    @property
+    def grids(self) -> list[tuple[int, ...]]:
+        """The shapes of latents that become tokens, each once."""
+        return [self.latents, *([] if self.reference is None else [self.reference])]
+
 
 OptimizerName = Literal[
     "adamw",
