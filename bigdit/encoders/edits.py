@@ -12,6 +12,7 @@ from torch import nn
 from transformers import BatchFeature, PreTrainedTokenizerBase
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from bigdit.catalog.context import DEGREES
 from bigdit.catalog.families import MOST_ASPECT, editor_of, resized
 from bigdit.config.data import TextEncoderConfig
 from bigdit.encoders.components import KEY, describe, load_text_pipeline, read_index
@@ -116,10 +117,12 @@ class EditTextEncoder:
         return [resize(image, *size) for image, size in zip(images, sizes, strict=True)]
 
     def _most_tokens(self) -> int:
-        """The most tokens of an image, of any that is at most MOST_ASPECT times as long as wide."""
+        """The most tokens of an image, of any that is at most MOST_ASPECT times as long as wide. They are a multiple of
+        the most GPUs that share a sample."""
         ratios = (MOST_ASPECT ** (step / 2048 - 1) for step in range(4097))
         sizes = {resized(self._seen, 1, ratio) for ratio in ratios}
-        return max(self._processor.tokens_of(*size) for size in sizes)
+        most = max(self._processor.tokens_of(*size) for size in sizes)
+        return -(-most // max(DEGREES)) * max(DEGREES)
 
 
 class _Processor:

@@ -197,7 +197,7 @@ def request_for(
     batch = batch_shape(model, resolution, frames)
     text = None if batch.text is None else batch.text[0]
     problems += context_problems(model.spec, strategy.cp)
-    problems += context_misfits(model.spec, strategy.cp, [batch.latents], text)
+    problems += context_misfits(model.spec, strategy.cp, batch.grids, text)
     if problems:
         raise UserError(*problems)
     encoders = online_encoders(model, batch) if strategy.features == "online" else None

@@ -119,7 +119,7 @@ class ResolvedRequest(Strict):
         global batch goes evenly over groups of so many."""
         shapes = [batch_shape(self.model, size, self.frames) for size in (self.resolution, *self.buckets)]
         text = None if shapes[0].text is None else shapes[0].text[0]
-        found = degrees(self.model.spec, [each.latents for each in shapes], text)
+        found = degrees(self.model.spec, [grid for each in shapes for grid in each.grids], text)
         found = [cp for cp in found if self.cluster.gpus % cp == 0 and cp <= self.cluster.gpus_per_node]
         if self.constraints.cp is not None:
             found = [cp for cp in found if cp == self.constraints.cp]

@@ -164,9 +164,9 @@ def _shapes(
 
 def _sharing(model: CatalogModel, shapes: Sequence[BatchShape], cp: int) -> tuple[list[int], list[str]]:
     """How many GPUs may share samples of all these shapes, and why `cp` may not share those of the first."""
-    latents, text = [each.latents for each in shapes], None if shapes[0].text is None else shapes[0].text[0]
-    problems = [*context_problems(model.spec, cp), *context_misfits(model.spec, cp, latents[:1], text)]
-    found = degrees(model.spec, latents, text)
+    text = None if shapes[0].text is None else shapes[0].text[0]
+    problems = [*context_problems(model.spec, cp), *context_misfits(model.spec, cp, shapes[0].grids, text)]
+    found = degrees(model.spec, [grid for each in shapes for grid in each.grids], text)
     return found, [problem.replace("strategy.cp", "--cp") for problem in problems]
 
 

@@ -333,7 +333,7 @@ def store_report(root: Path, schema: StoreSchema) -> StoreReport:
         encoded=sum(buckets.values()),
         buckets={name: count for name, count in sorted(buckets.items()) if count},
         skipped=[item for header in headers for item in header.skipped() if item.index not in known],
-        captions=captions,
+        captions=captions - (sum(buckets.values()) if schema.editor.seen else 0),  # each image has a dropped one too
         cut=summed(cut for header in headers for cut in header.cuts()),
         lengths=[
             CaptionLengths.of(each) for each in joined_lengths(each for header in headers for each in header.lengths())

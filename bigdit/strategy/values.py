@@ -54,6 +54,11 @@ class BatchShape(Strict):
     reference: tuple[Count, Count, Count] | None = None
     first_frame: bool = False
 
+    @property
+    def grids(self) -> list[tuple[int, ...]]:
+        """The shapes of latents that become tokens, each once."""
+        return [self.latents, *([] if self.reference is None else [self.reference])]
+
 
 OptimizerName = Literal[
     "adamw",

@@ -115,7 +115,8 @@ def open_store(run: RunConfig, spec: ModelSpec, plan: PlanFile | None) -> Featur
     ]
     if problems:
         raise UserError(*(f"data.features: {store.root} does not fit: {problem}" for problem in problems))
-    split = context_misfits(spec, run.strategy.cp, store.buckets, None if tokens == 0 else tokens)
+    edited = map(store.schema.editor.latents, store.buckets) if store.schema.references else ()
+    split = context_misfits(spec, run.strategy.cp, [*store.buckets, *edited], None if tokens == 0 else tokens)
     too_few = none_left(store, run.validation.samples) if run.validation is not None else []
     if problems := [*split, *too_few, *_unknown_classes(run, store), *_unreadable_images(run)]:
         raise UserError(*problems)

@@ -136,6 +136,7 @@ def test_a_caption_that_is_too_long_is_cut_and_one_without_reference_is_skipped(
         ("2.png", "reference 2.reference.png is missing")
     ]
     (cut,) = report["cut"]
+    assert report["captions"] == 2
     assert (cut["captions"], cut["samples"], cut["key"]) == (1, ["1.png"], "encoders.text.max_tokens")
 
 

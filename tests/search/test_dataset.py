@@ -143,8 +143,8 @@ def test_references_are_counted():
 
 def test_texts_with_an_image_are_counted_for_the_dropped_caption_too():
     edits = need("qwen-image-edit", images=10)
-    assert edits.padded_text_bytes == (512 + 1407) * 3584 * 2
-    note = f"the image that each sample edits takes {(524_288 + 2 * 1407 * 3584 * 2) / 1e6:.1f} MB more; "
+    assert edits.padded_text_bytes == (512 + 1408) * 3584 * 2
+    note = f"the image that each sample edits takes {(524_288 + 2 * 1408 * 3584 * 2) / 1e6:.1f} MB more; "
     assert any(each.startswith(note) for each in edits.notes)
 
 
