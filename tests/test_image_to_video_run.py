@@ -99,7 +99,7 @@ CASES = {
                 "num_layers": 2,
             },
             **{"time_embed_dim": 8, "text_embed_dim": 16, "max_text_seq_length": 226, "ofs_embed_dim": 8},
-            **{"sample_height": 8, "sample_width": 8, "use_rotary_positional_embeddings": True},
+            **{"sample_height": 300, "sample_width": 300, "use_rotary_positional_embeddings": True},
             **{"patch_size_t": 2, "patch_bias": False},
         },
         vae=lambda: tiny_vaes.cogvideox(frames=2, invert_scale_latents=True, scaling_factor=0.7),

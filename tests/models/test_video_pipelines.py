@@ -10,9 +10,11 @@ import tiny_vaes
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from bigdit import models
+from bigdit import models, objectives
 from bigdit.loader.batch import Batch
+from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.strategy import ModelSpec
+from bigdit.train.step import loss_mask
 
 TINY = json.loads((Path(__file__).parent / "tiny_video.json").read_text())
 STEPS = 2
@@ -122,3 +124,41 @@ def test_padding_and_the_other_captions_of_a_batch_change_nothing(name):
                 {key: each[one] for key, each in extras.items()},
             )
             assert torch.allclose(family.predict(model, latents[one], t[one], own), together[one], atol=1e-5)
+
+
+def test_nothing_is_learned_of_a_first_frame_that_is_given():
+    """Its velocity is that which leads to it, and the loss is the mean over the other frames."""
+    tiny, (family, model) = TINY["ltx"], made("ltx")
+    latents, text = drawn(2, *tiny["latents"]), drawn(2, *tiny["text"])
+    begun = {"image_condition": torch.cat([latents[:, :, :1], torch.zeros_like(latents[:, :, 1:])], dim=2)}
+    batch = Batch(latents, text, torch.ones(text.shape[:2]), (1, 2), begun)
+    seen = []
+
+    def predict(noisy, t):
+        seen.append((noisy, t, family.predict(model, noisy, t, batch)))
+        return seen[-1][2]
+
+    tokens = family.tokens(model, latents.shape)
+    fed = FlowMatchingSpec(), predict, latents, batch.seeds, torch.float32, tokens
+    with torch.no_grad():
+        loss = objectives.loss(*fed, mask=loss_mask(family, batch))
+        ((noisy, t, found),) = seen
+        t = t.view(-1, 1, 1, 1, 1)
+        error = found - ((noisy - (1 - t) * latents) / t - latents)
+        other = batch.extras | {"image_condition": begun["image_condition"] * 2}
+        moved = family.predict(model, noisy, t.flatten(), Batch(latents, text, batch.text_mask, (1, 2), other))
+    assert error[:, :, 0].abs().max() < 1e-3
+    assert torch.allclose(loss, error[:, :, 1:].square().mean(), rtol=1e-4)
+    assert not torch.allclose(moved[:, :, 1:], found[:, :, 1:])  # the others see it
+
+
+def test_an_image_is_not_its_own_first_frame():
+    (family, model), text = made("ltx"), drawn(1, *TINY["ltx"]["text"])
+    latents, mask = drawn(1, 4, 1, 4, 6), torch.ones(1, text.shape[1])
+    begun = Batch(latents, text, mask, (), {"image_condition": latents})
+    with torch.no_grad():
+        found = [
+            family.predict(model, latents, torch.ones(1), each) for each in (begun, Batch(latents, text, mask, (), {}))
+        ]
+    assert torch.equal(*found)
+    assert loss_mask(family, begun) is None
