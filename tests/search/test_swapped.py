@@ -55,6 +55,19 @@ def test_a_quantised_base_is_recommended_where_a_lossless_one_is_much_slower(fre
     assert lossless.reason.endswith("; lossless")
 
 
+@pytest.mark.slow
+def test_on_several_gpus_replicas_over_a_quantised_base_are_recommended_where_shards_are_much_slower() -> None:
+    """Two GPUs gather each block over PCIe, if they share the weights."""
+    found = make_plan(resolved(SHORT, 3400, Constraints(lora_rank=16), cluster=Cluster(gpus=2), buckets=()))
+    strategy = found.chosen.strategy
+    assert (found.verdict, strategy.engine, strategy.world_size) == ("FITS", "ddp", 2)
+    assert strategy.lora is not None
+    assert strategy.lora.base in ("int8", "nf4")
+    assert "DDP, a replica on each of 2 GPUs" in plans.shown(found, width=200)
+    assert any(each.lossless for each in found.front), [each.option for each in found.front]
+    assert record(found).strategy == strategy
+
+
 @pytest.fixture(scope="module")
 def short() -> Plan:
     """The same, where the weights have to stay in bf16."""
@@ -145,10 +158,13 @@ def test_swapped_blocks_are_proposed_where_they_can_be_trained() -> None:
     assert titles(resolved(FLUX, 12_000, alone)) == [
         "single GPU, AdamW, LoRA 16 over bf16, weights of blocks in CPU memory"
     ]
+    assert titles(resolved(FLUX, 12_000, alone, cluster=Cluster(gpus=2))) == [
+        "DDP on 2, AdamW, LoRA 16 over bf16, weights of blocks in CPU memory"
+    ]
     whole = "single GPU, Adafactor, bf16 without masters, stepped in the backward pass, weights of blocks in CPU memory"
     assert titles(resolved(FLUX, 12_000, Constraints())) == titles(resolved(FLUX, 12_000, WHOLE)) == [whole]
     for pins, changes in (
-        (alone, {"cluster": Cluster(gpus=2)}),
+        (WHOLE.model_copy(update={"engine": None}), {"cluster": Cluster(gpus=2)}),
         (Constraints(lora_rank=16, engine="fsdp2"), {}),
         (Constraints(lora_rank=16, checkpointed_blocks=2), {}),
         (Constraints(lora_rank=16, precision="fp16"), {}),
