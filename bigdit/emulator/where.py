@@ -17,14 +17,15 @@ _WRITTEN_WITHIN_S = 1.0
 
 
 def log_waiting(folder: Path) -> None:
-    """Log a line for each Python process that still runs, by rank; those that only wait for their children are left
+    """Log a line for each Python process that still runs, by rank. Launchers, and a process's own workers, are left
     out."""
-    files = {
-        int(file.stem.removeprefix("where-")): file for accounts in folder.glob("accounts-*") for file in _of(accounts)
-    }
+    files = {int(file.stem.removeprefix("where-")): file for file in folder.glob("accounts-*/where-*.txt")}
     alive = {pid: environment for pid in files if (environment := _environment(pid)) is not None}
-    parents = {int(environment["PPID"]) for environment in alive.values()}
-    asked = [pid for pid in alive if pid not in parents]
+    ranks = {pid: environment.get("RANK", environment.get("SLURM_PROCID")) for pid, environment in alive.items()}
+    parents = {pid: int(environment["PPID"]) for pid, environment in alive.items()}
+    workers = {pid for pid, parent in parents.items() if parent in ranks and ranks[parent] == ranks[pid]}
+    launchers = {parent for pid, parent in parents.items() if pid not in workers}
+    asked = [pid for pid in alive if pid not in workers | launchers]
     for pid in asked:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR2)
@@ -33,10 +34,6 @@ def log_waiting(folder: Path) -> None:
         time.sleep(0.05)
     for line in sorted(filter(None, (_line(pid, alive[pid], files[pid].read_text()) for pid in asked))):
         log.notice(line)
-
-
-def _of(accounts: Path) -> list[Path]:
-    return list(accounts.glob("where-*.txt"))
 
 
 def _environment(pid: int) -> dict[str, str] | None:
