@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from bigdit import log
-from bigdit.emulator import janitor, smi
+from bigdit.emulator import janitor, smi, where
 from bigdit.emulator.emulation import Account, EmulatedRun, read_account
 from bigdit.errors import UserError
 
@@ -44,6 +44,7 @@ def run_emulated(
 
     Raises UserError if it cannot be started or emulated.
     """
+    by_slurm = _by_slurm(command)
     path = f"{_programs(folder)}{os.pathsep}{environments[0].get('PATH', os.environ.get('PATH', os.defpath))}"
     program = shutil.which(command[0], path=path)
     if program is None:
@@ -57,11 +58,22 @@ def run_emulated(
         "BIGDIT_EMULATED_SKIP_FIRST": str(int(skip_first)),
         "BIGDIT_EMULATED_SNAPSHOT": str(int(snapshots is not None)),
     }
+    if by_slurm:
+        asked["BIGDIT_EMULATED_NODES"] = "\n".join(each["BIGDIT_EMULATED_GPU"] for each in environments)
+        environments = environments[:1]  # SLURM starts the tasks of all machines
     nodes = _of_nodes(len(environments))
     merged = [{**os.environ, **each, **node, **asked} for each, node in zip(environments, nodes, strict=True)]
     status = _wait([program, *command[1:]], merged, folder, stdout_to_stderr)
     _refuse(accounts, status)
     return _gather(accounts, status, time.monotonic() - began, skip_first, snapshots)
+
+
+def _by_slurm(command: Sequence[str]) -> bool:
+    """Whether SLURM starts the processes. Raises UserError where the command returns before they have ended."""
+    name = Path(command[0]).name
+    if name == "sbatch" and not {"-W", "--wait"} & {*command}:
+        raise UserError("sbatch returns before its job has run, and emulated GPUs end then; write sbatch --wait")
+    return name in ("sbatch", "srun", "salloc")
 
 
 @contextlib.contextmanager
@@ -111,8 +123,10 @@ def _wait(
         ]
     except OSError as error:
         raise UserError(f"{command[0]} cannot be run: {error.strerror}") from error
-    with _passed_on(processes):
+    with _passed_on(processes, folder):
         status = _first_failure(processes)
+        if status:
+            where.log_waiting(folder)
     janitor.end(folder)
     return status if status >= 0 else 128 - status
 
@@ -135,12 +149,15 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 @contextlib.contextmanager
-def _passed_on(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Forward SIGINT and SIGTERM to the commands. They end this process after the commands."""
+def _passed_on(processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> Iterator[None]:
+    """Forward SIGINT and SIGTERM to the commands, and log where their processes were. They end this process after the
+    commands."""
     came: list[int] = []
 
     def pass_on(number: int, _: FrameType | None) -> None:
         came.append(number)
+        if len(came) == 1:
+            where.log_waiting(folder)
         for process in processes:
             _signal(process, number if len(came) == 1 else signal.SIGKILL)
 

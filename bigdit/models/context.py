@@ -62,8 +62,12 @@ def _within(mode: Callable[[int], TorchFunctionMode], forward: Callable[..., Any
 
 
 def _called(func: Any, args: Any, kwargs: Any) -> Any:
-    """What the function returns. torch 2.13 cannot compile the method `unflatten` within a mode."""
-    return (torch.unflatten if func is torch.Tensor.unflatten else func)(*args, **(kwargs or {}))
+    """What the function returns. Within a mode, torch 2.13 cannot compile methods that it knows by name elsewhere, such
+    as `unflatten`, and those that others replaced."""
+    name = func.__name__
+    if getattr(torch.Tensor, name, None) is func:
+        return getattr(args[0], name)(*args[1:], **(kwargs or {}))
+    return func(*args, **(kwargs or {}))
 
 
 class _Ulysses(TorchFunctionMode):

@@ -311,9 +311,12 @@ def test_two_machines_with_a_gpu_each(tmp_path: Path) -> None:
 
 
 def test_a_machine_that_fails_ends_the_others(tmp_path: Path) -> None:
-    """Their launchers would wait for it."""
-    done = emulate("--gpu", "a40", "--nodes", 2, "--", "sh", "-c", "test $NODE_RANK = 1 && exit 3; sleep 300")
+    """Their launchers would wait for it. Where their processes were is logged."""
+    file = script(tmp_path, "import time\ndef meet():\n    time.sleep(300)\nmeet()\n")
+    waits = f"test $NODE_RANK = 1 && exit 3; RANK=0 python {file}"
+    done = emulate("--gpu", "a40", "--nodes", 2, "--", "sh", "-c", waits)
     assert done.returncode == 3
+    assert re.search(rf"rank 0, process \d+ of machine 1 is in meet \({file.name}:3\)", done.stderr)
     assert "no answer: the command ended with status 3" in done.stdout
 
 

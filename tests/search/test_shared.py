@@ -52,3 +52,9 @@ def test_a_sample_that_fits_is_not_shared_unless_the_global_batch_has_fewer() ->
     assert any("choose it with --cp 2" in each.reason for each in roomy.rejected)
     one = planned(20000, global_batch_size=1)
     assert (one.verdict, one.chosen.strategy.cp, one.chosen.strategy.global_batch_size) == ("FITS", 2, 1)
+
+
+def test_samples_that_are_shared_anyway_may_be_shared_by_more() -> None:
+    plan = planned(20000, cluster=Cluster(gpus=4), global_batch_size=2)
+    assert (plan.verdict, plan.chosen.strategy.cp) == ("FITS", 2)
+    assert not any("choose it with --cp" in each.reason for each in plan.rejected)

@@ -2,12 +2,13 @@
 bit."""
 
 import getpass
+import json
 import os
 import re
 import signal
 
 import pytest
-from commands import DIGITS, with_set
+from commands import BIN, DIGITS, with_set
 from disturbing import rows_of, weights_of
 from running import FSDP2, LIMIT_S, ZERO2, arguments, ended, until
 from slurm import GPUS, NODES, Job, cluster, unpack
@@ -151,6 +152,17 @@ def test_an_array_encodes_what_one_machine_does_though_a_task_is_lost(slurm, ima
         {file.name: file.read_bytes() for file in each.glob("part-*")} for each in (store, tmp_path / "right")
     )
     assert made == wanted
+
+
+def test_an_emulated_command_may_be_slurm_s(slurm, tmp_path):
+    """Each machine's tasks have the GPUs of that machine, which the job's environment names."""
+    uses = "import torch; torch.ones(1 << 20, device='cuda').sum().item()"
+    emulate = (BIN / "bigdit", "emulate", "--gpu=a40", "--nodes=2", "--json", "--")
+    job = ("--nodes=2", f"--output={tmp_path}/log", f'--wrap=srun {cuda_python()} -c "{uses}"')
+    report = json.loads(slurm.run(*emulate, "sbatch", "--wait", *job))
+    accounts = report["runs"][0]["accounts"]
+    assert [(each["node"], each["rank"], each["world_size"]) for each in accounts] == [(0, 0, 2), (1, 1, 2)]
+    assert not any("shared its memory" in notice for notice in report["notices"])
 
 
 def test_emulated_gpus_are_allocated(slurm, tmp_path):

@@ -30,6 +30,17 @@ def _next() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
+def _of_machine() -> None:
+    """Take the GPUs of the machine that SLURM started this process for."""
+    machines, number = os.environ.get("BIGDIT_EMULATED_NODES", ""), os.environ.get("SLURM_NODEID", "")
+    if machines and number:
+        found = machines.splitlines()
+        if int(number) >= len(found):
+            sys.exit(f"error: SLURM started this process on machine {int(number) + 1}, and --nodes is {len(found)}")
+        os.environ["BIGDIT_EMULATED_GPU"] = found[int(number)]
+
+
 if "BIGDIT_EMULATED_GPU" in os.environ:
+    _of_machine()
     _observe()
 _next()

@@ -24,6 +24,7 @@ def start() -> None:
 
         observers = (account, history, libraries, notices, steps)
         ending.install(account.write, [observer.forget for observer in observers])
+        parent.say_where()
 
 
 def _before_torch(spec: ModuleSpec) -> None:

@@ -45,8 +45,8 @@ def _document(how: str, seconds: float) -> dict[str, Any]:
         notices.add(f"{name} was called, and has no answer on an emulated GPU")
     return {
         "pid": os.getpid(),
-        "rank": _number("RANK"),
-        "node": _number("NODE_RANK") or 0,
+        "rank": _place("RANK", "SLURM_PROCID"),
+        "node": _place("NODE_RANK", "SLURM_NODEID") or 0,
         "world_size": world,
         "argv": [str(part) for part in sys.argv],
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "cuda": str(torch.version.cuda)},
@@ -208,7 +208,13 @@ def _world_size(torch: Any) -> int:
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_world_size())
-    return _number("WORLD_SIZE") or 1
+    return _place("WORLD_SIZE", "SLURM_NTASKS") or 1
+
+
+def _place(name: str, of_slurm: str) -> int | None:
+    """What a launcher says, or else SLURM, if it is the emulated command that started this process."""
+    found = _number(name)
+    return _number(of_slurm) if found is None and "BIGDIT_EMULATED_NODES" in os.environ else found
 
 
 def _number(name: str) -> int | None:
