@@ -36,9 +36,9 @@ _NOT_FOR_THEM = ("bitsandbytes", "peft", "scipy", "torchao")
 losses: four of eleven seconds in every process. bigdit imports them itself where needed."""
 _NOT_FOR_MODELS = ("transformers",)
 """What diffusers imports for pipelines, which steps do not need: a fifth of the remaining time."""
-_NOT_FOR_LAUNCHES = "accelerate.utils.imports", "boto3"
+_NOT_FOR_ONE = {("accelerate.utils.imports", "boto3"), ("peft.import_utils", "torchao")}
 """accelerate, which diffusers imports with any model, imports Amazon's client if it is installed: a sixteenth of the
-start."""
+start. peft imports torchao for weights that torchao has quantised, which bigdit's are not: a tenth."""
 _FOR_PIPELINES = "transformers.utils.quantization_config"
 """What diffusers imports even without transformers; it works if that fails (diffusers 0.42)."""
 _NAMES_ASKED = "diffusers.utils.import_utils"
@@ -163,7 +163,7 @@ _every_name = importlib.metadata.packages_distributions
 def _find_spec(name: str, package: str | None = None) -> ModuleSpec | None:
     """The spec of a module, for libraries that check what is installed; imports do not use this function."""
     asking = sys._getframe(1).f_globals.get("__name__")
-    if (name in _hidden and asking in _ASKING) or (asking, name) == _NOT_FOR_LAUNCHES:
+    if (name in _hidden and asking in _ASKING) or (asking, name) in _NOT_FOR_ONE:
         return None
     return _every_spec(name, package)
 

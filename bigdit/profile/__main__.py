@@ -112,8 +112,6 @@ def _import_for(line: str) -> None:
         optim.build(strategy.optimizer, [torch.zeros(1)], stochastic_rounding=strategy.precision == "bf16_sr")
         importlib.import_module(f"bigdit.engines.{strategy.engine}")
         if strategy.lora is not None:
-            import torchao  # as peft does with the first adapter
-
             import bigdit.models.lora
         if request.encoders is not None:
             import bigdit.encoders.frozen  # noqa: F401

@@ -88,9 +88,10 @@ def explore(planner: Planner, proposed: Sequence[Option]) -> list[FailedOption]:
 
 def _firsts(planner: Planner, option: Option) -> list[Strategy]:
     """With nothing recomputed, and with all blocks. Of what varies another option the state alone is needed, which
-    is the same whatever is recomputed or compiled."""
+    is the same whatever is recomputed, compiled or multiplied in FP8."""
     none, full = (_recomputing(option.strategy, each, FIRST) for each in (0, planner.request.model.block_count))
-    return [none, full] if option.base is None else [none.model_copy(update={"compile_blocks": False})]
+    plain = none.model_copy(update={"compile_blocks": False, "float8": "none"})
+    return [none, full] if option.base is None else [plain]
 
 
 def _first(planner: Planner, option: Option) -> Attempt | Failure:
