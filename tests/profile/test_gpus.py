@@ -240,5 +240,8 @@ diffusers.SanaTransformer2DModel
 assert not {"transformers", "boto3"} & {*sys.modules}
 from transformers.utils.quantization_config import QuantizationConfigMixin
 from transformers import T5EncoderModel
+import bigdit.models.lora, peft.import_utils
+assert not peft.import_utils.is_torchao_available()
+assert peft.import_utils.is_bnb_available()
 """
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
