@@ -152,7 +152,7 @@ SD3 = {"class_name": "SD3Transformer2DModel", "kwargs": {"patch_size": 2, "pos_e
                 "and SD3Transformer2DModel takes up to 32 on a side (its pos_embed_max_size × "
                 "patch_size); use a smaller size"
             ],
-        ),  # fmt: skip
+        ),
     ],
 )
 def test_latents_that_a_model_does_not_take_are_named(model, shape, misfits):
