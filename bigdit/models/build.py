@@ -189,7 +189,7 @@ _NOT_WEIGHTS = {
 def not_safetensors(file: Path) -> str | None:
     """What a file is that is no safetensors file, by its name and first bytes; None where it is one."""
     if not file.is_file():
-        return "it is missing" if not file.exists() else "it is a folder; name a file, a checkpoint or an export"
+        return "it is missing" if not file.exists() else "it is no file"
     if what := _NOT_WEIGHTS.get(file.suffix.lower()):
         return f"{file.name} {what}; take the .safetensors of it"
     if problem := lfs_pointer(file):
