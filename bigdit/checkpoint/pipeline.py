@@ -66,7 +66,7 @@ def pipeline_of(checkpoint: Checkpoint) -> Pipeline | str:
         loader = models.loaded_by(spec.class_name, index.get("_class_name"))
         if loader is None:
             return f"diffusers loads no adapters of {spec.class_name}; `bigdit sample` generates with them"
-        return f"adapters are loaded over {base}, by {loader}"
+        return f"load them over {base}, by {loader}"
     if partial(objective_of(spec, run.objective)) is not None:
         return f"{base} has two experts; put transformer/ in the place of the one that it goes on from"
     wanted = [name for name, entry in index.items() if _is_part(entry) and name not in (_TRANSFORMER, _SCHEDULER)]

@@ -118,6 +118,8 @@ def _adapter_tensors(source: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
         folders = (source, source / "transformer")
         folder = next((each for each in folders if (each / ADAPTERS).is_file()), source)
         check_exported(folder)
+        if not (folder / ADAPTERS).is_file():
+            raise UserError(f"it holds no {ADAPTERS}; name a checkpoint (checkpoints/STEP of an output) or an export")
         source = folder / ADAPTERS
     problem = models.not_safetensors(source)
     if problem is not None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from bigdit.search.plan import ResolvedRequest
 
 EXIT_DOES_NOT_FIT = 2
 
@@ -51,6 +54,7 @@ def run(
     folder = out or Path("plans", request.model.name)
     if folder.exists():
         raise UserError(f"--out: {folder} exists already, and was not changed; name another folder")
+    _check_images(request, images)  # before the plan, which takes a minute
     with log.status(f"planning the training of {request.model.name}") as status:
         plan = make_plan(request, progress=status)
     text, why = skeleton(plan, images, folder.name), obstacle(plan)
@@ -58,7 +62,6 @@ def run(
     if why is not None or text is None:
         log.notice(f"wrote nothing: {why or 'its VAE is unknown'}; `bigdit plan` says more")
         return EXIT_DOES_NOT_FIT
-    _check_images(text)
     write_plan(plan, folder, run=text)
     log.say(f"wrote {folder / RUN}; next:")
     downloads = [line.removeprefix("# ") for line in text.splitlines() if line.startswith("# hf download ")]
@@ -84,10 +87,14 @@ def _rank(text: str) -> int:
     return int(text)
 
 
-def _check_images(text: str) -> None:
-    """Raise UserError where the run's sources cannot be read."""
-    from bigdit.config.load import parse_run
-    from bigdit.documents import parse_yaml
+def _check_images(request: ResolvedRequest, images: Path) -> None:
+    """Raise UserError where the images cannot be read."""
+    from bigdit.config.data import DataConfig
+    from bigdit.report.how_to_run import source_of
     from bigdit.sources.open import check_sources
 
-    check_sources(parse_run(parse_yaml(text)).data, listed=True)
+    frames = [request.frames] if request.frames else []
+    clip = request.model.clip
+    data: dict[str, Any] = {"images": source_of(request.model, images), "buckets": [[*frames, *request.resolution]]}
+    data |= {"references": request.model.references, **({"fps": clip.fps} if clip else {})}
+    check_sources(DataConfig.model_validate(data), listed=True)

@@ -88,7 +88,8 @@ def _apply(document: dict[str, Any], override: str) -> None:
     for parent in parents:
         node = _within(node, parent, override)
         if not isinstance(node, dict | list):
-            raise UserError(f"--set {override[:80]}: {parent} is a value, and has no keys")
+            fix = "; write it as a list in the YAML: images: [{path: FOLDER}]" if parent == "images" else ""
+            raise UserError(f"--set {override[:80]}: {parent} is a value, and has no keys{fix}")
     try:
         value = parse_yaml(text)
     except ValueError as error:

@@ -53,15 +53,32 @@ def size_misfits(model: ModelSpec, shapes: Iterable[Shape]) -> list[str]:
         return []
     if family.video:
         return [f"latents of {shape_name(shape)}{misfit}" for shape in shapes for misfit in _video_misfit(model, shape)]
+    shapes = list(shapes)
     moving = [f"latents of {shape_name(shape)}, with frames" for shape in shapes if len(shape) == 4]
-    if moving or not family.square:
+    if moving:
         return [f"{each}, and {model.class_name} generates images" for each in moving]
+    if not family.square:
+        return _beyond_positions(model, shapes)
     side = model.kwargs.get("sample_size") if family.fixed else None
     takes = "only squares" if side is None else f"only {side} × {side} (its sample_size)"
     return [
         f"latents of {shape_name(shape)}, and {model.class_name} takes {takes}"
         for shape in shapes
         if shape[-1] != shape[-2] or side not in (None, shape[-1])
+    ]
+
+
+def _beyond_positions(model: ModelSpec, shapes: Iterable[Shape]) -> list[str]:
+    """Which latents have more patches on a side than the model has positions."""
+    most, patch = model.kwargs.get("pos_embed_max_size"), model.kwargs.get("patch_size")
+    sided = model.class_name in ("SD3Transformer2DModel", "CogView3PlusTransformer2DModel")  # AuraFlow's is of an area
+    if not (sided and isinstance(most, int) and isinstance(patch, int)):
+        return []
+    return [
+        f"latents of {shape_name(shape)}, and {model.class_name} takes up to {most * patch} on a side "
+        f"(its pos_embed_max_size × patch_size); use a smaller size"
+        for shape in shapes
+        if max(shape[-2:]) // patch > most
     ]
 
 

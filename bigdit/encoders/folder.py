@@ -28,7 +28,8 @@ def read_config(key: str, folder: Path) -> dict[str, Any]:
         config = read_json(folder / "config.json")
     except OSError as error:
         raise UserError(
-            f"{key}: {folder / 'config.json'} cannot be read ({error.strerror}); expected a folder of save_pretrained"
+            f"{key}: {folder / 'config.json'} cannot be read ({error.strerror}); fetch the model by `hf download`, or "
+            "name a folder of save_pretrained"
         ) from None
     except ValueError as error:
         raise UserError(f"{key}: {folder / 'config.json'} is {error}") from None

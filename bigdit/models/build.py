@@ -169,7 +169,7 @@ def lacking(folder: Path) -> str | None:
     if folder.is_file():
         return not_safetensors(folder)
     if not folder.is_dir():
-        return "there is no such folder; name one of diffusers, or a checkpoint"
+        return "there is no such folder; fetch it by `hf download`, or name one of diffusers, or a checkpoint"
     if not (folder / "config.json").is_file():
         within = folder / "transformer"
         return f"it has no config.json{f'; {within} has' if (within / 'config.json').is_file() else ''}"

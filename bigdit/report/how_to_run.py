@@ -32,7 +32,7 @@ from bigdit.strategy import Strategy
 
 _HEAD = """\
 # Written by `bigdit plan`: the strategy is the plan's; plan.yaml in this folder has its predictions.
-# {}Paths are relative to the folder that commands run in. docs/reference has all keys.
+# {}Paths are relative to the folder that commands run in. `make docs` builds a reference of all keys.
 """
 RUN = "run.yaml"
 _FROM_SCRATCH = Beginning(steps=100_000, warmup_steps=1000, lr=1e-4)
@@ -71,7 +71,7 @@ def skeleton(plan: Plan, images: Path | None = None, name: str = "") -> str | No
         "model": ({"name": model.name} if known else {"class_name": spec.class_name, "kwargs": spec.kwargs})
         | ({} if weights is None else {"init_from": weights}),
         "data": {
-            "images": source if model.text else {"path": source, "label": "folder"},
+            "images": source_of(model, source),
             **({} if online else {"features": features}),
             "buckets": [[*_frames(plan), *sides] for sides in sizes],
             **({} if model.clip is None else {"fps": model.clip.fps}),
@@ -97,6 +97,11 @@ def skeleton(plan: Plan, images: Path | None = None, name: str = "") -> str | No
     }
     head = _HEAD.format("" if images else "Fill in the folders. ")
     return head + "".join(f"# {note}\n" for note in _notes(plan)) + as_yaml(run)
+
+
+def source_of(model: CatalogModel, images: Path | str) -> str | dict[str, str]:
+    """The value of data.images for a folder or table: with classes for a model without captions."""
+    return str(images) if model.text else {"path": str(images), "label": "folder"}
 
 
 def _steps(plan: Plan) -> int:

@@ -56,7 +56,7 @@ def show(plan: Plan, folder: Path | None = None, console: Console | None = None)
 
 def show_short(plan: Plan, name: str) -> None:
     """Print verdict, settings, duration and CPU memory of the plan for `name`."""
-    length = speed(plan, PARTS).get("run", "unknown; add --images")
+    length = speed(plan, PARTS).get("run", "unknown; `bigdit plan --images N` estimates it")
     log.out.print(_headline(plan))
     memory = needs(plan, notes=False)["CPU memory"]
     log.out.print(lines(name, _recommended(plan) | {"run": length, "CPU memory": memory}), highlight=False)

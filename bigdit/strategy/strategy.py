@@ -422,7 +422,7 @@ def _memory_problems(strategy: Strategy) -> list[str]:
         )
     if strategy.lora is not None and strategy.lora.base == "bf16" and not strategy.precision.startswith("bf16"):
         problems.append(
-            f"lora.base bf16 is computed with in bf16, and precision is {strategy.precision}; use precision bf16, or "
+            f"lora.base bf16 computes in bf16, and precision is {strategy.precision}; use precision bf16, or "
             "lora.base int8, fp8 or nf4"
         )
     if strategy.features == "cached" and strategy.encode_chunk is not None:

@@ -55,10 +55,12 @@ def test_it_asks_for_what_is_left_out_and_writes_a_run_that_loads(tmp_path):
         ([], "--model is missing; give it, or run `bigdit init` on a terminal, where it asks"),
         ([*DIT, "--images", "nowhere"], f"--images: nowhere does not exist in {ROOT}; name the folder of your images"),
         (["--model", "dit-s-9", "--gpu", "a40", "--images", "docs", "--lora", "0"], "--model 'dit-s-9' is not in the"),
+        ([*DIT, "--images", "README.md"], "data.images: README.md is a .md file; give a folder of images or videos"),
+        ([*DIT, "--images", "bigdit/store"], "data.images: bigdit/store holds no images"),
         ([*DIT, "--images", "docs", "--out", "docs"], "--out: docs exists already, and was not changed; name another"),
     ],
 )
 def test_what_is_missing_or_wrong_is_one_line(options, line):
     done = in_process("init", *options)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith(f"error: {line}")
+    assert done.stderr.startswith(f"error: {line}")  # before the plan, which says that it began

@@ -258,7 +258,7 @@ ALONE = ("strategy.engine=single", "strategy.ds_config=null", "strategy.global_b
     [
         (("strategy.world_size=2",), ["strategy: engine single runs one process, and world_size is 2; use engine "
          "fsdp2, deepspeed or ddp, or set world_size to 1"]),
-        (("strategy.lora={}", "model.init_from=/weights"), ["strategy: lora.base bf16 is computed with in bf16, and "
+        (("strategy.lora={}", "model.init_from=/weights"), ["strategy: lora.base bf16 computes in bf16, and "
          "precision is fp32; use precision bf16, or lora.base int8, fp8 or nf4"]),
         (("strategy.blocks_to_swap=2", "strategy.lora={base: nf4}", "model.init_from=/weights"), ["strategy: "
          "blocks_to_swap is 2, and the weights of two blocks are on the device at any time; set it to 3 or more, or "

@@ -130,6 +130,7 @@ def test_a_vae_of_images_takes_no_videos(tmp_path):
 WAN = {"class_name": "WanTransformer3DModel", "kwargs": {"patch_size": [1, 2, 2]}}
 COGVIDEOX = {"class_name": "CogVideoXTransformer3DModel", "kwargs": {"patch_size": 2, "patch_size_t": 2}}
 SANA = {"class_name": "SanaTransformer2DModel", "kwargs": {}}
+SD3 = {"class_name": "SD3Transformer2DModel", "kwargs": {"patch_size": 2, "pos_embed_max_size": 16}}
 
 
 @pytest.mark.parametrize(
@@ -143,11 +144,23 @@ SANA = {"class_name": "SanaTransformer2DModel", "kwargs": {}}
         (COGVIDEOX, (16, 21, 8, 8), ["with 21 frames, and the model's patch size is 2; nearest: 22"]),
         (SANA, (16, 8, 8), []),
         (SANA, (16, 3, 8, 8), ["with frames, and SanaTransformer2DModel generates images"]),
+        (SD3, (16, 32, 32), []),
+        (
+            SD3,
+            (16, 24, 34),
+            [
+                "and SD3Transformer2DModel takes up to 32 on a side (its pos_embed_max_size × "
+                "patch_size); use a smaller size"
+            ],
+        ),
     ],
 )
 def test_latents_that_a_model_does_not_take_are_named(model, shape, misfits):
     name = "x".join(map(str, shape))
-    expected = [f"latents of {name}{', ' if 'images' in misfit else ' '}{misfit}" for misfit in misfits]
+    commas = ("images", "up to")
+    expected = [
+        f"latents of {name}{', ' if any(each in misfit for each in commas) else ' '}{misfit}" for misfit in misfits
+    ]
     assert size_misfits(ModelSpec(name="x", **model), [shape]) == expected
 
 

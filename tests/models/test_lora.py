@@ -147,7 +147,7 @@ def test_targets_are_named_by_their_last_parts():
 
 
 def test_what_cannot_be_is_refused():
-    with pytest.raises(ValueError, match=r"lora\.base bf16 is computed with in bf16, and precision is fp32"):
+    with pytest.raises(ValueError, match=r"lora\.base bf16 computes in bf16, and precision is fp32"):
         Strategy(lora=LoraSpec(), precision="fp32")
     for base, engine in (("nf4", "fsdp2"), ("nf4", "deepspeed"), ("int8", "deepspeed")):
         with pytest.raises(ValueError, match=rf"lora\.base {base} keeps packed weights, which {engine} cannot shard"):

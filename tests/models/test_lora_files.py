@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from tiny_loras import SPEC, TINY, spec_of, trained
 from torch import nn
 
-from bigdit import models
+from bigdit import checkpoint, models
 from bigdit.errors import UserError
 from bigdit.models import comfyui
 from bigdit.models.lora import apply_lora
@@ -146,3 +146,10 @@ PAIR = {f"{ONE}.lora_A.weight": torch.ones(2, 16), f"{ONE}.lora_B.weight": torch
 def test_what_is_no_start_is_named(tensors, lora, problem):
     with pytest.raises(UserError, match=problem):
         started(FLUX, LoraSpec(**{"rank": 2} | lora), tensors)
+
+
+def test_a_folder_without_adapters_is_named(tmp_path):
+    lora = LoraSpec(rank=2)
+    model, _ = started(FLUX, lora, PAIR)
+    with pytest.raises(UserError, match=r"it holds no pytorch_lora_weights\.safetensors; name a"):
+        checkpoint.load_adapters(model, FLUX, lora, tmp_path)

@@ -320,7 +320,7 @@ def test_sizes_read_as_they_are_written(sizes):
         ),
         (
             {"gpu": "v100-32g-sxm2", "gpus": 8, "lora": 8, "engine": "zero2"},
-            "--engine zero2, --lora 8: no strategy has this: lora.base bf16 is computed with in bf16, and precision is "
+            "--engine zero2, --lora 8: no strategy has this: lora.base bf16 computes in bf16, and precision is "
             "fp16; use precision bf16, or lora.base int8, fp8 or nf4; or: lora.base int8 keeps packed weights, "
             "which deepspeed cannot shard; use lora.base bf16, or engine ddp or fsdp2; or: lora.base nf4 keeps "
             "packed weights, which deepspeed cannot shard; use lora.base bf16, or engine ddp",
