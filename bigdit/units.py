@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from bigdit.errors import UserError
 
@@ -99,6 +100,25 @@ def parse_resolution(text: str, option: str = "--resolution") -> int | tuple[int
             f"{option} expects pixels such as 1024 or 480x832 (height x width){most}, and {text[:40]!r} was found"
         )
     return (int(match[1]), int(match[2])) if match[2] else int(match[1])
+
+
+def parse_sizes(
+    option: str, asked: int | str | tuple[int, int] | Sequence[int | str | tuple[int, int]]
+) -> tuple[tuple[int, int], ...]:
+    """All sizes that `asked` names, in its order; a list holds several. Raises UserError with the `option`'s name."""
+    if isinstance(asked, list):
+        return tuple(size for each in asked for size in parse_sizes(option, each))
+    if isinstance(asked, tuple) and len(asked) == 2 and all(isinstance(side, int) for side in asked):
+        asked = "x".join(map(str, asked))
+    if not isinstance(asked, int | str):
+        raise UserError(f"{option} expects pixels such as 1024, (480, 832) or a list of them, and {asked!r} was found")
+    parsed = [parse_resolution(part, option) for part in str(asked).split(",")]
+    return tuple((each, each) if isinstance(each, int) else each for each in parsed)
+
+
+def size_text(size: tuple[int, int]) -> str:
+    """As `parse_sizes` reads it: `1024`, `480x832`."""
+    return str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"
 
 
 def parse_count(text: str, option: str) -> int:

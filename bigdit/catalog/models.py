@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 from functools import cache
 from typing import Any
 
@@ -245,6 +246,24 @@ def batch_shape(
     reference = editor_of(model.editor).latents(latents) if model.references else None
     own = None if reference == latents else reference
     return shape.model_copy(update={"text": (tokens, text.dim), "reference": own})
+
+
+ASPECTS: tuple[tuple[int, int], ...] = ((1, 1), (4, 3), (3, 4), (16, 9), (9, 16))
+"""Width to height of the usual formats of images, for `aspect`."""
+
+
+def aspect_sizes(model: CatalogModel, size: tuple[int, int]) -> tuple[tuple[int, int], ...]:
+    """The usual aspect ratios at about the area of `size`, with sides that the VAE and the patches divide;
+    for a model of squares alone the `size` itself."""
+    if model.square:
+        return (size,)
+    multiple = model.vae.downsample * model.patch_size
+    area = size[0] * size[1]
+
+    def side(pixels: float) -> int:
+        return max(round(pixels / multiple), 1) * multiple
+
+    return tuple((side(math.sqrt(area * high / wide)), side(math.sqrt(area * wide / high))) for wide, high in ASPECTS)
 
 
 def _sides(resolution: int | tuple[int, int]) -> tuple[int, int]:

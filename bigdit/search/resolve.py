@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
@@ -19,16 +17,17 @@ from bigdit.catalog.context import context_misfits, context_problems, degrees
 from bigdit.catalog.encoders import online_encoders
 from bigdit.catalog.gpus import float8_problems, precision_problems
 from bigdit.catalog.machine import resolve_gpu
+from bigdit.catalog.models import aspect_sizes
 from bigdit.config.load import PRESETS
 from bigdit.config.wrong import expected, shown
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
 from bigdit.profile.attempt import model_problems
 from bigdit.search.plan import Constraints, EngineChoice, ResolvedRequest
-from bigdit.search.request import Asked, PlanRequest, Size, option
+from bigdit.search.request import PlanRequest, Size, option
 from bigdit.speed.seconds import Cluster
 from bigdit.strategy import MOST_GPUS, BatchShape, EmaSpec, LoraSpec, OptimizerSpec, Precision, Strategy, Strict
-from bigdit.units import A_SIZE, gib, parse_bytes, parse_count, parse_memory, parse_resolution
+from bigdit.units import A_SIZE, gib, parse_bytes, parse_count, parse_memory, parse_sizes, size_text
 
 _ASKED = {
     "network_gbs": "network",
@@ -57,21 +56,19 @@ def resolve_request(model: str | None = None, gpu: str | None = None, **options:
     cluster = Cluster(**_sound(Cluster, given, problems))
     fixed = Constraints(**_sound(Constraints, given, problems))
     amounts = _sound(ResolvedRequest, given, problems)
-    shapes = None
+    first, shared = None, [1]
     if found_model is not None:
         aspects = asked.buckets == "aspect" or (asked.buckets is None and not found_model.video)
-        shapes = _shapes(found_model, sizes, more, aspects, amounts.get("frames"), fixed.cp or 1)
-        problems += shapes.unshared
-    shared = [1] if shapes is None else shapes.shared
+        frames, cp = amounts.get("frames"), fixed.cp or 1
+        sizes, first, shared, misfits = _shapes(found_model, sizes, more, aspects, frames, cp)
+        problems += [*misfits, *model_fits(found_model, fixed, first)]
     problems += cluster_problems(cluster, fixed, amounts.get("global_batch_size"), device, shared)
     problems += constraint_problems(cluster, fixed, device)
     if asked.from_scratch and asked.lora is not None:
         problems.append(
             "--from-scratch and --lora were given, and adapters need weights that they adapt; leave one out"
         )
-    if found_model is not None and shapes is not None:
-        problems += [*shapes.misfits, *model_fits(found_model, fixed, shapes.first)]
-    if problems or found_model is None or device is None or shapes is None:
+    if problems or found_model is None or device is None:
         raise UserError(*problems)
     if found_model.clip is not None:
         amounts.setdefault("frames", found_model.clip.frames)
@@ -79,13 +76,12 @@ def resolve_request(model: str | None = None, gpu: str | None = None, **options:
         own = (gpu or "").strip().casefold() == "auto"
         usual = memory_bytes() if own else device.host_bytes * cluster.processes_per_node
         amounts |= {"host_memory_bytes": usual, "host_assumed": not own}
-    resolution, *buckets = shapes.sizes
     request = ResolvedRequest(
         model=found_model,
         gpu=device,
         cluster=cluster,
-        resolution=resolution,
-        buckets=tuple(buckets),
+        resolution=sizes[0],
+        buckets=sizes[1:],
         constraints=fixed,
         **amounts,
     )
@@ -135,31 +131,21 @@ def _given(asked: PlanRequest, problems: list[str]) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class _Shapes:
-    """The sizes of a request, the first to train at and further ones, and its `first` shape, None where it does not
-    fit the model. `shared`: how many GPUs may share samples of all; `unshared`, `misfits`: problems."""
-
-    sizes: tuple[Size, ...]
-    first: BatchShape | None
-    shared: list[int]
-    unshared: list[str]
-    misfits: list[str]
-
-
 def _shapes(
-    model: CatalogModel, sizes: tuple[Size, ...], more: tuple[Size, ...], aspects: bool, frames: int | None, cp: int
-) -> _Shapes:
-    """`sizes` and `more` for the model, with the usual `aspects` of the first in the place of more."""
-    named = {**dict.fromkeys(more, "--buckets"), **dict.fromkeys(sizes, "--resolution")}
-    first, misfits = fitting_shape(model, next(iter(sizes), None), frames, named)
+    model: CatalogModel, asked: Sequence[Size], more: Sequence[Size], aspects: bool, frames: int | None, cp: int
+) -> tuple[tuple[Size, ...], BatchShape | None, list[int], list[str]]:
+    """The sizes to train at, first the one that the shape is of; the usual `aspects` of that one in the place of
+    `more`. How many GPUs may share samples of all. Problems; no shape for a first size that does not fit."""
+    named = {**dict.fromkeys(more, "--buckets"), **dict.fromkeys(asked, "--resolution")}
+    first, misfits = fitting_shape(model, next(iter(asked), None), frames, named)
     if first is None:
-        return _Shapes((), None, [1], [], misfits)
+        return (), None, [1], misfits
     height, width = (side * model.vae.downsample for side in first.latents[-2:])
-    further = (*sizes, *(aspect_sizes(model, (height, width)) if aspects else more))
-    others = [] if misfits else [batch_shape(model, size, frames) for size in further[1 if sizes else 0 :]]
-    shared, unshared = _sharing(model, [first, *others], cp)
-    return _Shapes(tuple(dict.fromkeys([(height, width), *further])), first, shared, unshared, misfits)
+    further = aspect_sizes(model, (height, width)) if aspects else more
+    sizes = tuple(dict.fromkeys([(height, width), *asked, *further]))
+    shapes = [first] if misfits else [batch_shape(model, size, frames) for size in sizes]
+    shared, unshared = _sharing(model, shapes, cp)
+    return sizes, first, shared, [*misfits, *unshared]
 
 
 def _sharing(model: CatalogModel, shapes: Sequence[BatchShape], cp: int) -> tuple[list[int], list[str]]:
@@ -239,41 +225,6 @@ def _sound(kind: type[Strict], given: Mapping[str, Any], problems: list[str]) ->
             of_elements = [detail for detail in details if detail["loc"] and isinstance(detail["loc"][-1], int)]
             problems.append(f"{option(asked)} {expected(of_elements or details)}")  # one of a list, before its length
     return sound
-
-
-ASPECTS: tuple[Size, ...] = ((1, 1), (4, 3), (3, 4), (16, 9), (9, 16))
-"""Width to height of the usual formats of images, for `aspect`."""
-
-
-def parse_sizes(option: str, asked: Asked | Sequence[Asked]) -> tuple[Size, ...]:
-    """All sizes that `asked` names, in its order; a list holds several. Raises UserError with the `option`'s name."""
-    if isinstance(asked, list):
-        return tuple(size for each in asked for size in parse_sizes(option, each))
-    if isinstance(asked, tuple) and len(asked) == 2 and all(isinstance(side, int) for side in asked):
-        asked = "x".join(map(str, asked))
-    if not isinstance(asked, int | str):
-        raise UserError(f"{option} expects pixels such as 1024, (480, 832) or a list of them, and {asked!r} was found")
-    parsed = [parse_resolution(part, option) for part in str(asked).split(",")]
-    return tuple((each, each) if isinstance(each, int) else each for each in parsed)
-
-
-def aspect_sizes(model: CatalogModel, size: Size) -> tuple[Size, ...]:
-    """The usual aspect ratios at about the area of `size`, with sides that the VAE and the patches divide;
-    for a model of squares alone the `size` itself."""
-    if model.square:
-        return (size,)
-    multiple = model.vae.downsample * model.patch_size
-    area = size[0] * size[1]
-
-    def side(pixels: float) -> int:
-        return max(round(pixels / multiple), 1) * multiple
-
-    return tuple((side(math.sqrt(area * high / wide)), side(math.sqrt(area * wide / high))) for wide, high in ASPECTS)
-
-
-def written(size: Size) -> str:
-    """As `parse_sizes` reads it: `1024`, `480x832`."""
-    return str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"
 
 
 def cluster_problems(
@@ -387,7 +338,7 @@ def fitting_shape(
         try:
             shapes[each] = batch_shape(model, each, frames)
         except UserError as error:
-            where = named if each is None else f"{named} {written(each)}"
+            where = named if each is None else f"{named} {size_text(each)}"
             problems += [f"{'--frames' if 'frames' in problem else where}: {problem}" for problem in error.problems]
     return shapes.get(size), list(dict.fromkeys(problems))
 
