@@ -197,6 +197,7 @@ def test_doctor_without_a_compiler(monkeypatch, tmp_path):
     found = json.loads(result.stdout)
     assert {e["name"]: e["usable"] for e in found["engines"]} == {
         "single": True,
+        "ddp": True,
         "fsdp2": True,
         "deepspeed": True,
     }
