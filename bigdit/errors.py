@@ -143,11 +143,16 @@ def _print(text: str) -> None:
         print(shown(text), file=sys.stderr)
 
 
+def _first_here() -> bool:
+    """Whether this is a machine's first process: each machine may have a problem of its own."""
+    return os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
+
+
 def _guarded(main: Callable[[], int | None]) -> int:
     try:
         return main() or 0
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if _first_here():
             for problem in error.problems:
                 _print(f"error: {problem}")
         return EXIT_USER

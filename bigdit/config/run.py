@@ -63,8 +63,8 @@ class TrainConfig(Section):
     grace: Positive = 60.0
     """Seconds to save a checkpoint and end after SIGTERM, SIGUSR1, SIGHUP or Ctrl-C."""
     timeout: Positive = 240.0
-    """Seconds that a process waits for another before the run ends. Until the first step is done, and while checkpoints
-    are written: at least 600."""
+    """Seconds that a process waits for another before the run ends. From when all have come until the first step is
+    done, and while checkpoints are written: at least 600."""
     compare_replicas_every: Count | None = 100
     """Steps between comparisons of the weights and optimizer state that several processes hold alike: ZeRO, HSDP. A
     process that differs is named, and the run ends. Each checkpoint is compared before it is saved. null: nothing

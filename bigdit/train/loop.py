@@ -76,7 +76,7 @@ def train(stages: Sequence[Prepared], world: World, stop: Stop) -> Ended:
     on_host = any(each.strategy.cpu_offload for each in stages)
     timeout = max(run.train.timeout, FIRST_STEP_S)
     with (
-        process_group(world, needed=needed, on_host=on_host, timeout=timeout) as device,
+        process_group(world, needed=needed, on_host=on_host, timeout=timeout, meeting=run.train.timeout) as device,
         ending_together(world, stop, timeout),
         output_lock(run.output, world),
         memory_errors("training", device, _LESS[device.type]),

@@ -45,13 +45,13 @@ def _gpu(world: World) -> torch.device:
 
 @contextmanager
 def process_group(
-    world: World, *, needed: bool, on_host: bool = False, timeout: float = 600.0
+    world: World, *, needed: bool, on_host: bool = False, timeout: float = 600.0, meeting: float = 240.0
 ) -> Iterator[torch.device]:
     """The device of this process, inside a process group where one is `needed` or several processes run.
 
     `on_host`: CPU tensors are reduced too, as FSDP2 does with CPU offload. `timeout`: seconds that a process waits for
-    another, in every group that is made within. Raises UserError where the processes do not meet, where they are more
-    than the machine's GPUs, and where accelerate was asked for the CPU.
+    another, in every group that is made within; `meeting`: until all have come. Raises UserError where they do not,
+    where they are more than the machine's GPUs, and where accelerate was asked for the CPU.
     """
     device = torch.device("cpu")
     backend = "gloo"
@@ -77,7 +77,7 @@ def process_group(
             os.environ.setdefault("LOCAL_RANK", "0")
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         else:
-            _meet(backend, timeout)
+            _meet(backend, timeout, meeting)
         try:
             yield device
         finally:
@@ -100,9 +100,10 @@ def _groups_wait(timeout: timedelta) -> Iterator[None]:
         c10d.default_pg_timeout, c10d.default_pg_nccl_timeout = before
 
 
-def _meet(backend: str, timeout: float) -> None:
+def _meet(backend: str, timeout: float, meeting: float) -> None:
     try:
-        store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+        store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=meeting)))
+        store.set_timeout(timedelta(seconds=timeout))
         store = dist.PrefixStore(f"start {os.environ.get(STARTS, '0')}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     except RuntimeError as error:  # torch's errors of the network and of its store
@@ -110,9 +111,13 @@ def _meet(backend: str, timeout: float) -> None:
             raise
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         why = (str(error).splitlines() or [""])[0][:200]
+        if "EADDRINUSE" in str(error):
+            raise UserError(
+                f"another program uses the port of {where} (MASTER_ADDR, MASTER_PORT); set another"
+            ) from error
         raise UserError(
             f"the run's processes did not all come to {where} (MASTER_ADDR, MASTER_PORT) within train.timeout, "
-            f"{timeout:g} s, or one ended before: {why}"
+            f"{meeting:g} s, or one ended before: {why}"
         ) from error
 
 

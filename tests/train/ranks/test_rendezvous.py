@@ -1,0 +1,44 @@
+"""Processes that cannot meet end with a line, in seconds, on each machine."""
+
+import socket
+import time
+
+import pytest
+from commands import DIGITS, TINY, run_ranks, with_set
+
+from bigdit.train.processes.launch import free_port
+
+FSDP2 = ("strategy.engine=fsdp2", "strategy.ds_config=null", "strategy.world_size=2", "train.timeout=10")
+
+
+def alone(rank, address, port, features, output):
+    """The only process that starts of two machines with one each."""
+    settings = with_set([*TINY, *FSDP2, f"data.features={features}", f"output={output}"])
+    own = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    done = run_ranks(
+        1, "-m", "bigdit.train", "--config", DIGITS, *settings, MASTER_ADDR=address, MASTER_PORT=str(port), **own
+    )
+    assert done.returncode == 1
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, done.stderr
+    return errors[0]
+
+
+def test_a_port_in_use_is_a_line(features, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        line = alone(0, "127.0.0.1", port, features, tmp_path)
+    assert line.startswith(f"error: another program uses the port of 127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT)")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rendezvous_that_nobody_joins_is_a_line(features, tmp_path, rank):
+    began = time.monotonic()
+    line = alone(rank, "127.0.0.1", free_port(), features, tmp_path)
+    assert "did not all come to 127.0.0.1" in line
+    assert time.monotonic() - began < 120
+
+
+def test_another_machine_s_own_problem_is_a_line_there(tmp_path):
+    assert "holds no latents" in alone(1, "127.0.0.1", free_port(), tmp_path / "none", tmp_path)
