@@ -131,7 +131,7 @@ def test_first_frames_are_counted():
     more = begun.latent_bytes + 257 * 1280 * 2 + 8  # its latents, its embeddings, its digest
     beside = plain.store_bytes.low / 10 - plain.latent_bytes
     assert begun.store_bytes.low / 10 - begun.latent_bytes == beside + more
-    assert any(note.startswith("the first frame of each video takes 4.85 MB more; a second") for note in begun.notes)
+    assert any(note.startswith("the first frame of each video takes 4.85 MB more; the VAE") for note in begun.notes)
 
 
 def test_references_are_counted():
@@ -139,6 +139,13 @@ def test_references_are_counted():
     more = plain.latent_bytes + 8  # the latents of another image, and its digest
     assert edits.store_bytes.low / 10 == plain.store_bytes.low / 10 + more
     assert any(note.startswith("the image that each sample edits takes 524 kB more; ") for note in edits.notes)
+
+
+def test_masked_images_are_counted():
+    plain, filled = (need(name, images=10) for name in ("flux.1-dev", "flux.1-fill-dev"))
+    more = (16 + 64) * 128 * 128 * 2 + 8  # its latents, its mask by pixels, its digest
+    assert filled.store_bytes.low / 10 == plain.store_bytes.low / 10 + more
+    assert any(note.startswith("the masked image of each sample takes 2.62 MB more; ") for note in filled.notes)
 
 
 def test_without_images_there_is_no_data_set():
