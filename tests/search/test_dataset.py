@@ -131,7 +131,7 @@ def test_first_frames_are_counted():
     more = begun.latent_bytes + 257 * 1280 * 2 + 8  # its latents, its embeddings, its digest
     beside = plain.store_bytes.low / 10 - plain.latent_bytes
     assert begun.store_bytes.low / 10 - begun.latent_bytes == beside + more
-    assert any(note.startswith("the first frame of each video takes 4.85 MB more; a second") for note in begun.notes)
+    assert any(note.startswith("the first frame of each video takes 4.85 MB more; the VAE") for note in begun.notes)
 
 
 def test_references_are_counted():
@@ -146,6 +146,13 @@ def test_texts_with_an_image_are_counted_for_the_dropped_caption_too():
     assert edits.padded_text_bytes == (512 + 1408) * 3584 * 2
     note = f"the image that each sample edits takes {(524_288 + 2 * 1408 * 3584 * 2) / 1e6:.1f} MB more; "
     assert any(each.startswith(note) for each in edits.notes)
+
+
+def test_masked_images_are_counted():
+    plain, filled = (need(name, images=10) for name in ("flux.1-dev", "flux.1-fill-dev"))
+    more = (16 + 64) * 128 * 128 * 2 + 8  # its latents, its mask by pixels, its digest
+    assert filled.store_bytes.low / 10 == plain.store_bytes.low / 10 + more
+    assert any(note.startswith("the masked image of each sample takes 2.62 MB more; ") for note in filled.notes)
 
 
 def test_without_images_there_is_no_data_set():
