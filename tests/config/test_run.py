@@ -121,7 +121,7 @@ def test_all_problems_of_values_are_reported_at_once():
         ("data.buckets=[]", "data.buckets is [], and a list of at least 1 was expected"),
         ("data.buckets=[[8, 99998]]", "data.buckets.0.1 is 99998, and 65535 or less was expected"),
         ("data.remote_cache=much", "data.remote_cache is 'much', and a size such as 16GiB was expected"),
-        ("encoders.image=5", "encoders.image is 5, and keys such as name, factor, color, class_name, path, latents "
+        ("encoders.image=5", "encoders.image is 5, and keys such as name, factor, color, class_name, path, config "
          "were expected"),
         ("encoders.image={}", "encoders.image is {}, and a mapping with a name was expected"),
         ("encoders.image.name=foo", "encoders.image.name is 'foo', which is unknown; known: identity, vae"),
