@@ -39,6 +39,9 @@ def without_machine_code() -> None:
     codecache.CacheBase.get_system()  # and this all of Triton
     torch._inductor.config.profile_bandwidth = True  # it writes a kernel's bytes beside its source
     AsyncCompile.triton = lambda self, name, source, **device: _Kernel(source)  # type: ignore[method-assign]
+    # What Dynamo looks up at its first call, each fork would: a twelfth of an attempt. Backward here would end forks.
+    torch.compile(torch.nn.Linear(1, 1), backend="eager")(torch.ones(1, 1))
+    torch._dynamo.reset()
 
 
 _FLOAT8 = (
