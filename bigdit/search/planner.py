@@ -278,11 +278,9 @@ class Planner:
             sizes = {"micro_batch_size": micro_batch_size, "checkpointed_blocks": blocks}
             return self.step_request(chosen.strategy.model_copy(update=sizes), size)
 
-        def near(size: tuple[int, int]) -> bool:
-            return abs(_area(size) / planned - 1) <= NEAR
-
         def wanted(size: tuple[int, int], blocks: int) -> bool:
-            return size == request.resolution or blocks == chosen.blocks or not near(size)
+            near = size != request.resolution and abs(_area(size) / planned - 1) <= NEAR
+            return not near or blocks == chosen.blocks
 
         def largest(blocks: int) -> dict[tuple[int, int], int | None]:
             """Of each size, from what is predicted of the planned one, and then from what ran last, by their pixels."""
@@ -292,8 +290,7 @@ class Planner:
             pixels, pixel_bytes = float(expected * planned), _sample_bytes(option, expected, blocks) / planned
             limits: dict[tuple[int, int], int | None] = {}
             short: dict[int, int] = {}  # what does not fit, clearly, by the area of its samples
-            # Of about as large ones the smallest first: what does not fit there does not fit in the others.
-            for size in sorted(sizes, key=lambda size: (not near(size), _area(size) if near(size) else 0)):
+            for size in sizes:
                 if not wanted(size, blocks):
                     continue
                 if size[::-1] in limits:  # turned by a quarter, the same samples take the same bytes
