@@ -36,7 +36,8 @@ def _of_machine() -> None:
     if machines and number:
         found = machines.splitlines()
         if int(number) >= len(found):
-            sys.exit(f"error: SLURM started this process on machine {int(number) + 1}, and --nodes is {len(found)}")
+            sys.stderr.write(f"error: SLURM runs {int(number) + 1} machines or more, and --nodes is {len(found)}\n")
+            os._exit(1)
         os.environ["BIGDIT_EMULATED_GPU"] = found[int(number)]
 
 
