@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from bigdit.search.plan import ResolvedRequest
 
 EXIT_DOES_NOT_FIT = 2
+
+T = TypeVar("T")
 
 
 def run(
@@ -44,12 +47,10 @@ def run(
     from bigdit.search.resolve import resolve_request
 
     cuda_python()  # first: a missing one is an error at once
-    model = model or _ask("--model", "Model (a name of `bigdit models`)", "sana-600m")
-    images = images or Path(_ask("--images", "Folder of images with captions", "images"))
-    if not images.exists():
-        raise UserError(f"--images: {images} does not exist in {Path.cwd()}; name the folder of your images")
-    gpu = gpu or _ask("--gpu", "GPU (a name of `bigdit gpus`, or auto for this machine's)", "auto")
-    rank = _rank(_ask("--lora", "Rank of LoRA (0: full fine-tuning)", "16")) if lora is None else lora
+    model = model or _ask("--model", "Model (a name of `bigdit models`)", "sana-600m", _model)
+    images = _images(images) if images else _ask("--images", "Folder of images with captions", "images", _images)
+    gpu = gpu or _ask("--gpu", "GPU (a name of `bigdit gpus`, or auto for this machine's)", "auto", _gpu)
+    rank = _ask("--lora", "Rank of LoRA (0: full fine-tuning)", "16", _rank) if lora is None else lora
     request = resolve_request(model=model, gpu=gpu, lora=rank or None, full=None if rank else True)
     folder = out or Path("plans", request.model.name)
     if folder.exists():
@@ -70,13 +71,43 @@ def run(
     return 0
 
 
-def _ask(option: str, what: str, default: str) -> str:
-    """The answer of a person. Raises UserError where there is none to ask."""
+def _ask(option: str, what: str, default: str, read: Callable[[str], T]) -> T:
+    """The answer of a person, asked again while it cannot be read. Raises UserError where there is none to ask."""
     from bigdit.errors import UserError
 
     if not sys.stdin.isatty():
         raise UserError(f"{option} is missing; give it, or run `bigdit init` on a terminal, where it asks")
-    return str(typer.prompt(what, default))
+
+    def value(text: str) -> T:
+        try:
+            return read(text)
+        except UserError as error:
+            raise typer.BadParameter("; ".join(error.problems)) from None
+
+    found: T = typer.prompt(what, default, value_proc=value)
+    return found
+
+
+def _model(text: str) -> str:
+    from bigdit.catalog import find_model
+
+    find_model(text)
+    return text
+
+
+def _images(asked: str | Path) -> Path:
+    from bigdit.errors import UserError
+
+    if not Path(asked).exists():
+        raise UserError(f"--images: {asked} does not exist in {Path.cwd()}; name the folder of your images")
+    return Path(asked)
+
+
+def _gpu(text: str) -> str:
+    from bigdit.catalog.machine import resolve_gpu
+
+    resolve_gpu(text)
+    return text
 
 
 def _rank(text: str) -> int:

@@ -32,8 +32,11 @@ def answered(folder, answers, *options):
 def test_it_asks_for_what_is_left_out_and_writes_a_run_that_loads(tmp_path):
     for name in ("a", "b"):
         save(tmp_path / f"photos/{name}/1.png", None)
-    out, status = answered(tmp_path, ["dit-s-8", "photos", "rtx-3060-12g", "0"])
+    wrong = ["dit-s-9", "nowhere", "rtx-30", "some"]
+    right = ["dit-s-8", "photos", "rtx-3060-12g", "0"]
+    out, status = answered(tmp_path, [each for pair in zip(wrong, right, strict=True) for each in pair])
     assert status == 0, out
+    assert out.count("Error: ") == 4
     for question in ("Model (a name", "[sana-600m]", "Folder of images", "GPU (a name", "Rank of LoRA"):
         assert question in out
     assert "FITS: needs " in out
