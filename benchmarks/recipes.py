@@ -33,7 +33,7 @@ from bigdit.catalog.conditions import class_count
 from bigdit.catalog.families import REFERENCE
 from bigdit.checkpoint import latest
 from bigdit.config import load_run
-from bigdit.config.data import Bucket, frames_of
+from bigdit.config.data import Bucket
 from bigdit.config.run import RECEIPT, receipt_of
 from bigdit.config.stages import load_stages
 from bigdit.emulator import emulated_environment, shared_state
@@ -188,10 +188,11 @@ def requests(found: Recipe) -> dict[Bucket, StepRequest]:
     strategy = run.strategy
     if not strategy.optimizer_in_backward:
         strategy = strategy.sized(strategy.step_size.model_copy(update={"grad_accum_steps": 2}))
-    return {
-        bucket: request_for(model, gpu, strategy, resolution=(bucket[-2], bucket[-1]), frames=frames_of(bucket))
-        for bucket in run.data.buckets
-    }
+    asked: dict[Bucket, StepRequest] = {}
+    for bucket in run.data.buckets:
+        *frames, height, width = bucket
+        asked[bucket] = request_for(model, gpu, strategy, resolution=(height, width), frames=next(iter(frames), None))
+    return asked
 
 
 def make_store(root: Path, name: str, document: dict[str, Any], arguments: dict[str, Any], each: int = 16) -> None:

@@ -24,7 +24,7 @@ Source: diffusers 0.42.1, WanAttnProcessor."""
 
 def takes_first_frame(model: ModelSpec) -> bool:
     """Whether the model always takes the first frame of its videos from a store."""
-    return model.class_name in FAMILIES and FAMILIES[model.class_name].first_frame and begins_with_an_image(model)
+    return begins_with_an_image(model) and FAMILIES[model.class_name].first_frame
 
 
 def may_begin(model: ModelSpec) -> bool:

@@ -427,7 +427,7 @@ def training_obstacle(spec: ModelSpec) -> str | None:
     inputs = FAMILIES.get(class_name)
     if inputs is None:
         return no_adapter(class_name)
-    if inputs.video and not inputs.blank and begins_with_an_image(spec):
+    if not inputs.blank and begins_with_an_image(spec):
         if not inputs.first_frame:
             return f"{spec.name} begins with an image, which the adapter of {class_name} does not take"
         if spec.kwargs.get("pos_embed_seq_len") is not None:
@@ -459,4 +459,5 @@ def begins_with_an_image(spec: ModelSpec) -> bool:
     """Whether a video model takes its first frame: in further channels, or in its blocks."""
     channels, out = (spec.kwargs.get(key) for key in ("in_channels", "out_channels"))
     wider = isinstance(channels, int) and isinstance(out, int) and channels > out
-    return wider or any(spec.kwargs.get(key) is not None for key in ("image_dim", "image_condition_type"))
+    given = wider or any(spec.kwargs.get(key) is not None for key in ("image_dim", "image_condition_type"))
+    return given and spec.class_name in FAMILIES and FAMILIES[spec.class_name].video

@@ -296,8 +296,8 @@ def test_what_a_run_holds_out_and_draws_is_in_its_plan(tmp_path):
         ),
         (
             [*TINY, "--out", "plan", "--engine", "single", "--also-gpus", "2"],
-            "--engine single runs on one GPU, and --also-gpus has 2; use --engine zero1, zero2, zero3 or fsdp2, or "
-            "leave it out",
+            "--engine single runs on one GPU, and --also-gpus has 2; use --engine ddp, zero1, zero2, zero3 or fsdp2, "
+            "or leave it out",
         ),
         (
             [*TINY, "--ema-widths", "0.1"],

@@ -14,6 +14,7 @@ from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.errors import UserError
 from bigdit.libraries import TESTED_WITH
 from bigdit.profile.run_attempt import notices
+from bigdit.strategy import BatchShape
 from bigdit.units import parse_resolution
 
 READ_BY_THE_PAGE = """
@@ -44,7 +45,7 @@ def test_a_user_s_model_under_zero(config, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
     found = json.loads(bigdit("profile", *options, "--json").stdout)  # from the cache
-    assert found["batch"] == {"latents": [32, 16, 8], "latents_dtype": "fp32", "text": [300, 2304], "references": 0}
+    assert found["batch"] == BatchShape(latents=(32, 16, 8), text=(300, 2304)).model_dump(mode="json")
     assert (found["emulated"], found["fits"]) == (cuda_build(cuda_python()), True)
     for phase in found["ledger"]["phases"]:
         assert sum(phase["at_peak"].values()) == phase["peak_bytes"]

@@ -421,8 +421,8 @@ def test_pipelines_that_cannot_be_used_are_named(tmp_path):
     index.write_text("[]")
     with pytest.raises(UserError, match=r"model_index\.json does not name a pipeline's class"):
         load()
-    index.write_text('{"_class_name": "FluxFillPipeline"}')
-    with pytest.raises(UserError, match=r"holds a FluxFillPipeline, which is not supported; did you mean FluxPipeline"):
+    index.write_text('{"_class_name": "FluxPriorReduxPipeline"}')
+    with pytest.raises(UserError, match=r"holds a FluxPriorReduxPipeline, which is not supported"):
         load()
     index.write_text('{"_class_name": "WanPipeline", "text_encoder": ["custom", "Encoder"]}')
     with pytest.raises(UserError, match=r"has custom\.Encoder as text_encoder, which is not supported; did you"):

@@ -56,7 +56,7 @@ def test_chunks_change_no_number(monkeypatch, optimizer):
 def test_chunks_hold_every_pair_in_order_and_in_bounds():
     sizes = [10, 10, 40, 1, 30, 5]
     pairs = [(torch.zeros(size, dtype=torch.bfloat16), torch.zeros(size)) for size in sizes]
-    chunks = list(single._chunks(pairs, 100))
+    chunks = list(single.chunks(pairs, 100))
     assert [[len(master) for _, master in chunk] for chunk in chunks] == [[10, 10], [40], [1], [30], [5]]
 
 

@@ -33,8 +33,8 @@ def test_what_encoded_is_gone_before_the_model_comes_and_the_model_before_anythi
 ):
     sampler, held = Sampler(computed_in(precision, trained), CPU), {}
 
-    def load(config, device):
-        encoder = load_text_encoder(config, device)
+    def load(config, device, **more):
+        encoder = load_text_encoder(config, device, **more)
         held["encoder"] = weakref.ref(*encoder.modules())
         return encoder
 

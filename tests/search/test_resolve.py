@@ -6,15 +6,15 @@ from hypothesis import strategies as st
 
 import bigdit
 from bigdit import catalog
-from bigdit.catalog.models import models
+from bigdit.catalog.models import ASPECTS, aspect_sizes, models
 from bigdit.config.load import MOST_RANK
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
 from bigdit.search.plan import Constraints, ResolvedRequest
-from bigdit.search.resolve import ASPECTS, aspect_sizes, parse_sizes, resolve_request, written
+from bigdit.search.resolve import resolve_request
 from bigdit.speed.seconds import Cluster
 from bigdit.strategy import MOST_GPUS
-from bigdit.units import GIB, MIB
+from bigdit.units import GIB, MIB, parse_sizes, size_text
 
 SANA = "sana-1600m-1024"
 
@@ -184,7 +184,7 @@ def test_aspect_sizes_are_what_the_model_takes(name, multiples):
 
 @given(st.lists(st.tuples(st.integers(1, 9999), st.integers(1, 9999)), min_size=1))
 def test_sizes_read_as_they_are_written(sizes):
-    assert parse_sizes("--resolution", ",".join(map(written, sizes))) == tuple(sizes)
+    assert parse_sizes("--resolution", ",".join(map(size_text, sizes))) == tuple(sizes)
     assert parse_sizes("--resolution", list(sizes)) == tuple(sizes)
 
 
@@ -359,11 +359,11 @@ def test_contradictions_are_reported_next_to_what_is_unknown():
     found = problems("sana-1600m", "a4", gpus=12, global_batch=100, engine="single", checkpointed_blocks=99, frames=3)
     assert [line.split()[0].rstrip(":") for line in found] == [
         "--gpu",
+        "--frames",
+        "--checkpointed-blocks",
         "--gpus",
         "--engine",
         "--global-batch",
-        "--frames",
-        "--checkpointed-blocks",
     ]
 
 

@@ -10,6 +10,7 @@ from commands import ONLINE, ROOT, bigdit, in_process, run_ranks, with_set
 from gpus import benched
 from PIL import Image
 
+from bigdit.strategy import BatchShape
 from bigdit.train.monitor.metrics import read_metrics
 
 CONFIG = ROOT / "launch/recipes/digits-classes.yaml"
@@ -112,7 +113,7 @@ def test_an_image_of_a_class_that_there_is_not_is_refused(digits_by_class):
 @pytest.mark.parametrize("class_name", TINY)
 def test_a_step_of_the_run_is_predicted_to_the_byte(digits_by_class, class_name):
     receipt, _ = benched("--config", CONFIG, *settings(digits_by_class, *TINY[class_name]))
-    assert receipt["batch"] == {"latents": [4, 4, 4], "text": None, "latents_dtype": "fp32", "references": 0}
+    assert receipt["batch"] == BatchShape(latents=(4, 4, 4)).model_dump(mode="json")
     assert receipt["objective"]["name"] == "ddpm"
     assert receipt["predicted_peak_allocated_bytes"] == receipt["measured_peak_allocated_bytes"]
 

@@ -82,7 +82,7 @@ SWAPPING = (
         (
             ["model.init_from=nowhere"],
             "model.init_from: nowhere does not hold diffusers weights of SanaTransformer2DModel: there is no such "
-            "folder; name one of diffusers, or a checkpoint",
+            "folder; fetch it by `hf download`, or name one of diffusers, or a checkpoint",
         ),
         (
             ["model.kwargs.attention_head_dim=33"],  # taken: what the class makes of it no sample goes through
