@@ -8,7 +8,7 @@ from commands import DIGITS, TINY, run_ranks, with_set
 
 from bigdit.train.processes.launch import free_port
 
-FSDP2 = ("strategy.engine=fsdp2", "strategy.ds_config=null", "strategy.world_size=2", "train.timeout=10")
+FSDP2 = ("strategy.engine=fsdp2", "strategy.ds_config=null", "strategy.world_size=2", "train.timeout=2")
 
 
 def alone(rank, address, port, features, output):
