@@ -7,13 +7,12 @@ import pytest
 import tiny_pipelines
 import tiny_vaes
 import torch
-import yaml
 from commands import in_process
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from gpus import benched
 from PIL import Image
 from tiny_videos import moving_square
-from training import train_here
+from training import encoded_for, train_here
 
 from bigdit import models
 from bigdit.encoders.latents import bucket_pixels
@@ -139,32 +138,14 @@ def encoded(request, tmp_path_factory):
     case, folder = CASES[request.param], tmp_path_factory.mktemp("begins")
     torch.manual_seed(0)
     vae = case.vae().eval()
-    vae.save_pretrained(folder / "pipeline/vae")
     parts = tiny_pipelines.save(folder / "pipeline", request.param)
     (folder / "clips").mkdir()
     for number in range(2):
         moving_square(folder / f"clips/{number}.mp4", rightwards=number % 2 == 0)
     first_frame = {"pipeline": str(folder / "pipeline")} if case.encoder else {}
-    config = {
-        "model": {"class_name": case.class_name, "kwargs": case.kwargs},
-        "data": {
-            "images": str(folder / "clips"),
-            "features": str(folder / "features"),
-            "buckets": [[case.frames, case.side, case.side]],
-            "fps": 16,
-        },
-        "encoders": {
-            "image": {"name": "vae", "class_name": type(vae).__name__, "path": str(folder / "pipeline/vae")},
-            "text": {"pipeline": str(folder / "pipeline")},
-            "first_frame": first_frame,
-        },
-        "strategy": {"micro_batch_size": 2, "precision": "fp32"},
-        "train": {"steps": 2},
-        "output": str(folder / "run"),
-    }
-    (folder / "run.yaml").write_text(yaml.safe_dump(config))
-    done = in_process("extract", "--config", folder / "run.yaml")
-    assert done.returncode == 0, done.stderr
+    data = {"images": str(folder / "clips"), "buckets": [[case.frames, case.side, case.side]], "fps": 16}
+    made_of = {"class_name": case.class_name, "kwargs": case.kwargs}
+    encoded_for(folder, made_of, vae, data, first_frame=first_frame)
     made = parts | {"vae": vae, "transformer": getattr(diffusers, case.class_name)(**case.kwargs)} | case.parts()
     return case, folder, tiny_pipelines.pipeline_of(request.param, made)
 

@@ -1,6 +1,7 @@
 """Tiny runs of the digits that this process trains itself."""
 
-from commands import DIGITS, SINGLE, TINY, reading, with_set
+import yaml
+from commands import DIGITS, SINGLE, TINY, bigdit, reading, with_set
 from safetensors.torch import load_file
 
 from bigdit import checkpoint
@@ -16,6 +17,28 @@ def run(features, output, *more):
     """Train by the command's own function; its exit status."""
     overrides = [*TINY, *SINGLE, *reading(features), f"output={output}", *more]
     return main.main(["--config", str(DIGITS), *with_set(overrides)])
+
+
+def encoded_for(folder, model, vae, data, text=(), **encoders):
+    """A run.yaml of two steps in the folder over its images, whose features are made with the pipeline there, and this
+    VAE of it."""
+    pipeline = folder / "pipeline"
+    vae.save_pretrained(pipeline / "vae")
+    config = {
+        "model": model,
+        "data": {"images": str(folder / "images"), "features": str(folder / "features"), **data},
+        "encoders": {
+            "image": {"name": "vae", "class_name": type(vae).__name__, "path": str(pipeline / "vae")},
+            "text": {"pipeline": str(pipeline), **dict(text)},
+            **encoders,
+        },
+        "strategy": {"micro_batch_size": 2, "precision": "fp32"},
+        "train": {"steps": 2},
+        "output": str(folder / "run"),
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
+    done = bigdit("extract", "--config", folder / "run.yaml")
+    assert done.returncode == 0, done.stderr
 
 
 def train_here(config, *overrides):

@@ -11,11 +11,10 @@ import tiny_pipelines
 import tiny_sources
 import tiny_vaes
 import torch
-import yaml
 from commands import bigdit, in_process, with_set
 from gpus import benched
 from PIL import Image
-from training import train_here
+from training import encoded_for, train_here
 
 from bigdit.checkpoint import latest
 from bigdit.encoders.latents import bucket_pixels
@@ -40,31 +39,13 @@ def encoded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("edits")
     torch.manual_seed(0)
     vae = tiny_vaes.kl(shift_factor=0.1, scaling_factor=0.4).eval()
-    vae.save_pretrained(folder / "pipeline/vae")
     parts = tiny_pipelines.save(folder / "pipeline", PIPELINE)
     for number in range(5):
         tiny_sources.save(folder / f"images/{number}.png", f"make it {number}", colours(number))
     for number, suffix in enumerate(("png", "jpg", "webp", "png")):
         colours(10 + number, side=24).save(folder / f"images/{number}.reference.{suffix}")
-    config = {
-        "model": {"class_name": "FluxTransformer2DModel", "kwargs": tiny_pipelines.FLUX},
-        "data": {
-            "images": str(folder / "images"),
-            "features": str(folder / "features"),
-            "buckets": [[16, 16]],
-            "references": 1,
-        },
-        "encoders": {
-            "image": {"name": "vae", "class_name": "AutoencoderKL", "path": str(folder / "pipeline/vae")},
-            "text": {"pipeline": str(folder / "pipeline"), "max_tokens": 16},
-        },
-        "strategy": {"micro_batch_size": 2, "precision": "fp32"},
-        "train": {"steps": 2},
-        "output": str(folder / "run"),
-    }
-    (folder / "run.yaml").write_text(yaml.safe_dump(config))
-    done = bigdit("extract", "--config", folder / "run.yaml")
-    assert done.returncode == 0, done.stderr
+    flux = {"class_name": "FluxTransformer2DModel", "kwargs": tiny_pipelines.FLUX}
+    encoded_for(folder, flux, vae, {"buckets": [[16, 16]], "references": 1}, {"max_tokens": 16})
     parts |= {"vae": vae, "scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
     return folder, tiny_pipelines.pipeline_of(PIPELINE, parts)
 

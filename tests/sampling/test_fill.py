@@ -9,11 +9,10 @@ import tiny_pipelines
 import tiny_sources
 import tiny_vaes
 import torch
-import yaml
 from commands import bigdit, in_process, with_set
 from gpus import benched
 from PIL import Image
-from training import train_here
+from training import encoded_for, train_here
 
 from bigdit.loader.stream import BatchReader
 from bigdit.store import FeatureStore
@@ -34,32 +33,15 @@ def encoded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fill")
     torch.manual_seed(0)
     vae = tiny_vaes.kl(shift_factor=0.1, scaling_factor=0.4).eval()
-    vae.save_pretrained(folder / "pipeline/vae")
     parts = tiny_pipelines.save(folder / "pipeline", PIPELINE)
     for number in range(4):
         tiny_sources.save(folder / f"images/{number}.png", f"a square {number}", colours(number))
     for number in range(2):
         gray = np.random.default_rng(20 + number).integers(0, 256, (SIDE, SIDE), np.uint8)
         Image.fromarray(gray).save(folder / f"images/{number}.mask.png")
-    config = {
-        "model": {"class_name": "FluxTransformer2DModel", "kwargs": tiny_pipelines.FLUX_FILL},
-        "data": {
-            "images": {"path": str(folder / "images"), "mask": "file"},
-            "features": str(folder / "features"),
-            "buckets": [[SIDE, SIDE]],
-            "fill": True,
-        },
-        "encoders": {
-            "image": {"name": "vae", "class_name": "AutoencoderKL", "path": str(folder / "pipeline/vae")},
-            "text": {"pipeline": str(folder / "pipeline"), "max_tokens": 16},
-        },
-        "strategy": {"micro_batch_size": 2, "precision": "fp32"},
-        "train": {"steps": 2},
-        "output": str(folder / "run"),
-    }
-    (folder / "run.yaml").write_text(yaml.safe_dump(config))
-    done = in_process("extract", "--config", folder / "run.yaml")
-    assert done.returncode == 0, done.stderr
+    flux = {"class_name": "FluxTransformer2DModel", "kwargs": tiny_pipelines.FLUX_FILL}
+    data = {"images": {"path": str(folder / "images"), "mask": "file"}, "buckets": [[SIDE, SIDE]], "fill": True}
+    encoded_for(folder, flux, vae, data, {"max_tokens": 16})
     parts |= {"vae": vae, "scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
     return folder, tiny_pipelines.pipeline_of(PIPELINE, parts)
 

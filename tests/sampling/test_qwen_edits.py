@@ -9,11 +9,10 @@ import tiny_pipelines
 import tiny_sources
 import tiny_vaes
 import torch
-import yaml
 from commands import bigdit, in_process, with_set
 from gpus import benched
 from PIL import Image
-from training import train_here
+from training import encoded_for, train_here
 
 from bigdit import models
 from bigdit.catalog import model
@@ -45,31 +44,13 @@ def encoded(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(name)
     torch.manual_seed(0)
     vae = tiny_vaes.qwen_image_of_8()
-    vae.save_pretrained(folder / "pipeline/vae")
     parts = tiny_pipelines.save(folder / "pipeline", name)
     for number, caption in enumerate([*CAPTIONS, "no reference"]):
         tiny_sources.save(folder / f"images/{number}.png", caption, colours(number, 64, 96))
     for number in range(2):
         colours(10 + number, 80, 110).save(folder / f"images/{number}.reference.png")
-    config = {
-        "model": {"class_name": "QwenImageTransformer2DModel", "kwargs": tiny_pipelines.QWEN_IMAGE},
-        "data": {
-            "images": str(folder / "images"),
-            "features": str(folder / "features"),
-            "buckets": [[64, 96]],
-            "references": 1,
-        },
-        "encoders": {
-            "image": {"name": "vae", "class_name": "AutoencoderKLQwenImage", "path": str(folder / "pipeline/vae")},
-            "text": {"pipeline": str(folder / "pipeline"), "max_tokens": 128},
-        },
-        "strategy": {"micro_batch_size": 2, "precision": "fp32"},
-        "train": {"steps": 2},
-        "output": str(folder / "run"),
-    }
-    (folder / "run.yaml").write_text(yaml.safe_dump(config))
-    done = bigdit("extract", "--config", folder / "run.yaml")
-    assert done.returncode == 0, done.stderr
+    qwen = {"class_name": "QwenImageTransformer2DModel", "kwargs": tiny_pipelines.QWEN_IMAGE}
+    encoded_for(folder, qwen, vae, {"buckets": [[64, 96]], "references": 1}, {"max_tokens": 128})
     parts |= {"vae": vae.eval(), "scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
     return folder, tiny_pipelines.pipeline_of(name, parts)
 
