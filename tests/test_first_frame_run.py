@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import tiny_pipelines
 import torch
-import yaml
 from commands import bigdit, in_process, with_set
 from gpus import benched
 from PIL import Image, ImageSequence
 from tiny_vaes import wan
 from tiny_videos import moving_square
-from training import train_here
+from training import encoded_for, train_here
 
 from bigdit.checkpoint import latest
 from bigdit.encoders.latents import bucket_pixels
@@ -51,32 +50,14 @@ def encoded(tmp_path_factory):
     torch.manual_seed(0)
     vae = wan(halved=True).eval()
     vae.register_to_config(scale_factor_temporal=2)
-    vae.save_pretrained(folder / "vae")
     (folder / "pipeline").mkdir()
     parts = tiny_pipelines.save(folder / "pipeline", PIPELINE)
     (folder / "clips").mkdir()
     for number in range(4):
         moving_square(folder / f"clips/{number}.mp4", rightwards=number % 2 == 0)
-    config = {
-        "model": {"class_name": "WanTransformer3DModel", "kwargs": KWARGS},
-        "data": {
-            "images": str(folder / "clips"),
-            "features": str(folder / "features"),
-            "buckets": [[5, 16, 32]],
-            "fps": 8,
-        },
-        "encoders": {
-            "image": {"name": "vae", "class_name": "AutoencoderKLWan", "path": str(folder / "vae")},
-            "text": {"pipeline": str(folder / "pipeline")},
-            "first_frame": {"pipeline": str(folder / "pipeline")},
-        },
-        "strategy": {"micro_batch_size": 2, "precision": "fp32"},
-        "train": {"steps": 2},
-        "output": str(folder / "run"),
-    }
-    (folder / "run.yaml").write_text(yaml.safe_dump(config))
-    done = bigdit("extract", "--config", folder / "run.yaml")
-    assert done.returncode == 0, done.stderr
+    data = {"images": str(folder / "clips"), "buckets": [[5, 16, 32]], "fps": 8}
+    model = {"class_name": "WanTransformer3DModel", "kwargs": KWARGS}
+    encoded_for(folder, model, vae, data, first_frame={"pipeline": str(folder / "pipeline")})
     parts |= {"vae": vae, "scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
     return folder, tiny_pipelines.pipeline_of(PIPELINE, parts)
 

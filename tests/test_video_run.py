@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import tiny_pipelines
 import torch
-import yaml
 from commands import bigdit, in_process
 from gpus import benched
 from PIL import Image, ImageSequence
 from tiny_vaes import VIDEO_VAES
 from tiny_videos import moving_square
+from training import encoded_for
 
 from bigdit.sampling.grid import stills_png
 from bigdit.store import FeatureStore
@@ -43,33 +43,17 @@ def encoded(request, tmp_path_factory):
     pipeline, folder = request.param, tmp_path_factory.mktemp(request.param)
     vae, name, width = FAMILIES[pipeline]
     torch.manual_seed(0)
-    VIDEO_VAES[vae][0]().save_pretrained(folder / "vae")
+    made = VIDEO_VAES[vae][0]()
     (folder / "pipeline").mkdir()
     parts = tiny_pipelines.save(folder / "pipeline", pipeline)
     (folder / "clips").mkdir()
     for number in range(8):
         moving_square(folder / f"clips/{number}.mp4", rightwards=number % 2 == 0, frames=4 if number == 7 else 12)
-    config = {
-        "model": {"class_name": TINY[name]["class_name"], "kwargs": TINY[name]["kwargs"] | {width: 16}},
-        "data": {
-            "images": str(folder / "clips"),
-            "features": str(folder / "features"),
-            "buckets": [[5, 16, 32], [3, 16, 32]],
-            "fps": 8,
-        },
-        "encoders": {
-            "image": {"name": "vae", "class_name": vae, "path": str(folder / "vae")},
-            "text": {"pipeline": str(folder / "pipeline")},
-        },
-        "strategy": {"micro_batch_size": 2, "precision": "fp32"},
-        "train": {"steps": 2},
-        "output": str(folder / "run"),
-    }
-    (folder / "run.yaml").write_text(yaml.safe_dump(config))
-    done = bigdit("extract", "--config", folder / "run.yaml")
-    assert done.returncode == 0, done.stderr
-    assert "videos/s" in done.stdout
-    assert "images" not in done.stdout.replace(str(folder), "")
+    data = {"images": str(folder / "clips"), "buckets": [[5, 16, 32], [3, 16, 32]], "fps": 8}
+    model = {"class_name": TINY[name]["class_name"], "kwargs": TINY[name]["kwargs"] | {width: 16}}
+    printed = encoded_for(folder, model, made, data)
+    assert "videos/s" in printed
+    assert "images" not in printed.replace(str(folder), "")
     return pipeline, parts, folder
 
 

@@ -21,7 +21,7 @@ def run(features, output, *more):
 
 def encoded_for(folder, model, vae, data, text=(), **encoders):
     """A run.yaml of two steps in the folder over its images, whose features are made with the pipeline there, and this
-    VAE of it."""
+    VAE of it; what the command printed."""
     pipeline = folder / "pipeline"
     vae.save_pretrained(pipeline / "vae")
     config = {
@@ -39,6 +39,7 @@ def encoded_for(folder, model, vae, data, text=(), **encoders):
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
     done = bigdit("extract", "--config", folder / "run.yaml")
     assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def train_here(config, *overrides):
