@@ -140,7 +140,7 @@ class Space:
             title=f"{way.title}, micro-batch {size}",
             group=way.group,
             reserved_bytes=attempt.peak_reserved_bytes,
-            rate=step.seconds.per(size * accumulated),
+            rate=step.seconds.per(size * accumulated / strategy.cp),
             fits=attempt.peak_reserved_bytes <= self._room(strategy) and host <= request.host_memory_bytes,
         )
 
@@ -196,7 +196,7 @@ class Space:
 
     def _share(self, strategy: Strategy) -> int | None:
         batch = self.request.global_batch_size
-        return None if batch is None else batch // strategy.world_size
+        return None if batch is None else batch * strategy.cp // strategy.world_size
 
     def _room(self, strategy: Strategy) -> int:
         return safe_bytes(self.request.gpu, non_torch(strategy, self.request.gpu), UNPROVED)
