@@ -15,20 +15,28 @@ import torch
 import torch.distributed as dist
 from diffusers.hooks.context_parallel import apply_context_parallel
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+from diffusers.utils.constants import DIFFUSERS_ATTN_BACKEND
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from bigdit.catalog.context import CONTEXTS
+from bigdit.errors import UserError
 from bigdit.models.family import Family
 
 
 def split_context(model: nn.Module, family: Family, mesh: DeviceMesh) -> None:
     """Have the model split its tokens over the processes of a one-dimensional `mesh`, and return whole predictions.
 
-    Apply it after all that `equip` does, and before an engine takes the model.
+    Apply it after all that `equip` does, and before an engine takes the model. Raises UserError where diffusers is told
+    to attend by other kernels than torch's own: each process would attend to its own tokens alone.
     """
+    if not DIFFUSERS_ATTN_BACKEND.removeprefix("_").startswith("native"):
+        raise UserError(
+            f"DIFFUSERS_ATTN_BACKEND is {DIFFUSERS_ATTN_BACKEND}, and strategy.cp shares torch's own attention alone; "
+            "unset it, or set strategy.cp to 1"
+        )
     context, group = CONTEXTS[family.CLASS_NAME], mesh.get_group()
     plan: dict[str, Any] = {
         module: {at: _part(dim, split_output=isinstance(at, int)) for at, dim in of.items()}

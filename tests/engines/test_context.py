@@ -4,11 +4,13 @@ import json
 
 import pytest
 from commands import HELPERS, ROOT, run_ranks
+from torch import nn
 
 from bigdit.catalog.context import CONTEXTS, context_misfits, context_problems
 from bigdit.catalog.models import model
 from bigdit.config.load import parse_strategy
 from bigdit.errors import UserError
+from bigdit.models import context
 
 # fp32: attention of a part of the heads has other kernels, and sums come in another order.
 MOST = {"loss": 1e-6, "gradients": 1e-5, "curve": 1e-6, "weights": 1e-5}
@@ -95,3 +97,11 @@ def test_a_strategy_that_contradicts_itself(text, problem):
 def test_a_global_batch_is_of_groups_of_processes():
     strategy = parse_strategy(["fsdp2", "world_size=8", "cp=4", "global_batch_size=6"])
     assert (strategy.dp, strategy.grad_accum_steps, strategy.global_batch_size) == (2, 3, 6)
+
+
+def test_attention_that_processes_do_not_share_is_refused(monkeypatch):
+    monkeypatch.setattr(context, "DIFFUSERS_ATTN_BACKEND", "flex")
+    with pytest.raises(
+        UserError, match=r"DIFFUSERS_ATTN_BACKEND is flex, and strategy.cp shares torch's own attention"
+    ):
+        context.split_context(nn.Module(), None, None)
