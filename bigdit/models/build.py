@@ -42,7 +42,10 @@ def build(spec: ModelSpec, *, device: torch.device | str, dtype: torch.dtype, se
         torch.manual_seed(seed)
     on_host = torch.device(device).type == "cpu"  # tensors are made there anyway, and the context slows each call
     with nullcontext() if on_host else torch.device(device):
-        return _in_training(_constructed(spec), dtype)
+        model = _constructed(spec)
+    if isinstance(unused := getattr(model, "pad_token", None), nn.Parameter):
+        nn.init.zeros_(unused)  # LuminaNextDiT2DModel leaves it as memory was, which may be NaN
+    return _in_training(model, dtype)
 
 
 def load(spec: ModelSpec, folder: Path, *, dtype: torch.dtype) -> nn.Module:

@@ -219,6 +219,16 @@ def test_a_mask_hides_states_of_a_further_text() -> None:
 
 
 @pytest.mark.parametrize("class_name", TINY)
+def test_every_new_weight_is_written_to(class_name: str) -> None:
+    torch.use_deterministic_algorithms(True)  # what torch.empty returns is NaN then
+    try:
+        model = models.build(spec_of(class_name), device="cpu", dtype=torch.bfloat16, seed=0)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not [name for name, weights in model.named_parameters() if not weights.isfinite().all()]
+
+
+@pytest.mark.parametrize("class_name", TINY)
 def test_blocks_are_all_lists_of_blocks_in_the_order_of_the_forward_pass(class_name: str) -> None:
     fed = Fed(class_name)
     blocks = fed.family.blocks(fed.model)
