@@ -154,12 +154,16 @@ def test_an_array_encodes_what_one_machine_does_though_a_task_is_lost(slurm, ima
     assert made == wanted
 
 
-def test_an_emulated_command_may_be_slurm_s(slurm, tmp_path):
+@pytest.mark.parametrize("starts", ["sbatch", "salloc"])
+def test_an_emulated_command_may_be_slurm_s(starts, slurm, tmp_path):
     """Each machine's tasks have the GPUs of that machine, which the job's environment names."""
     uses = "import torch; torch.ones(1 << 20, device='cuda').sum().item()"
     emulate = (BIN / "bigdit", "emulate", "--gpu=a40", "--nodes=2", "--json", "--")
-    job = ("--nodes=2", f"--output={tmp_path}/log", f'--wrap=srun {cuda_python()} -c "{uses}"')
-    report = json.loads(slurm.run(*emulate, "sbatch", "--wait", *job))
+    job = {
+        "sbatch": ("--wait", f"--output={tmp_path}/log", f'--wrap=srun {cuda_python()} -c "{uses}"'),
+        "salloc": ("srun", cuda_python(), "-c", uses),
+    }
+    report = json.loads(slurm.run(*emulate, starts, "--nodes=2", *job[starts]))
     accounts = report["runs"][0]["accounts"]
     assert [(each["node"], each["rank"], each["world_size"]) for each in accounts] == [(0, 0, 2), (1, 1, 2)]
     assert not any("shared its memory" in notice for notice in report["notices"])
