@@ -128,7 +128,7 @@ def user_model(path: Path) -> CatalogModel:
     if spec.class_name not in FAMILIES:
         why = refusal("model", spec.class_name) or f"; {nearest(spec.class_name, FAMILIES)}"
         raise UserError(f"{path}: no family adapter drives {spec.class_name!r}{why}")
-    own = None if folder is None else folder_vae(folder)
+    own = None if folder is None else folder_vae(folder / "vae")
     named = None if folder is None else str(index_of(folder).get("_class_name"))
     inputs, sibling = FAMILIES[spec.class_name], _sibling(spec, own, named)
     problems = [
@@ -400,9 +400,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def folder_vae(folder: Path) -> Vae | None:
-    """The VAE in a pipeline's folder; None where it is missing or of an unknown class. Raises UserError for a
+    """The VAE in its folder of a pipeline's; None where it is missing or of an unknown class. Raises UserError for a
     config.json without the arguments of its class."""
-    file = folder / "vae" / CONFIG
+    file = folder / CONFIG
     config = config_of(file)
     class_name = str(config.get("_class_name"))
     if class_name not in _RATIOS:
@@ -412,7 +412,7 @@ def folder_vae(folder: Path) -> Vae | None:
         kwargs = {key: value for key, value in config.items() if not key.startswith("_")}
         alike = _known(class_name, (space, time, channels), kwargs)
         return Vae(
-            name=alike or f"the VAE of {folder.name}",
+            name=alike or f"the VAE of {folder.absolute().parent.name}",
             class_name=class_name,
             kwargs=kwargs,
             downsample=space,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from bigdit.commands.options import EmaWidth, Json, Set
+from bigdit.commands import EmaWidth, Json, Set
 from bigdit.units import LARGEST, how_many
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from bigdit.documents import Count, Natural, Number, Positive, Processes, Share, Side, Switch
 from bigdit.errors import UserError
-from bigdit.numbers import Count, Natural, Number, Positive, Processes, Share, Side, Switch
 from bigdit.strategy import Section
 from bigdit.units import GIB, parse_bytes
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bigdit import log
 from bigdit.die_with_parent import end_with_parent
-from bigdit.errors import UserError
+from bigdit.errors import UserError, nearest
 from bigdit.extract.worker import server
 from bigdit.store.files import LocalParts
 from bigdit.store.lease import missing
@@ -47,6 +47,10 @@ class VerifyReport(Strict):
 
 def open_schema(root: Path) -> StoreSchema:
     """The schema of a store. Raises UserError if there is none."""
+    if not root.exists():
+        beside = [each.name for each in root.absolute().parent.glob("*/")]
+        near = f"{nearest(root.name, beside)} " if beside else ""
+        raise UserError(f"{root}: there is no such folder; {near}{EXTRACT} makes it")
     schema = read_schema(root)
     if schema is None:
         raise UserError(f"data.features: {root} holds no latents; {EXTRACT} makes them")

@@ -14,8 +14,8 @@ import xxhash
 from pydantic import NonNegativeInt, PositiveInt, ValidationError
 
 from bigdit.errors import UserError
+from bigdit.loader.online import RawStore
 from bigdit.loader.order import WINDOW_PARTS, EpochStage, Ints, LeftOut, Order, Rates, ValidationSplit
-from bigdit.loader.raw_store import RawStore
 from bigdit.store import FeatureStore
 from bigdit.store.part import shape_name
 from bigdit.store.schema import Known

@@ -20,8 +20,8 @@ from bigdit.catalog.families import mask_of
 from bigdit.dist import World
 from bigdit.loader.batch import Batch, CaptionedBatch, read_ahead
 from bigdit.loader.buffers import Buffers, Padded, mark_first
+from bigdit.loader.online import RawReader, RawStore
 from bigdit.loader.order import Ints, Order, dealt, draw, sample_seed
-from bigdit.loader.raw_store import RawReader, RawStore
 from bigdit.loader.stages import source_of_part
 from bigdit.store import FeatureStore
 from bigdit.store.part import FIRST_FRAME, Shape

@@ -13,10 +13,10 @@ from bigdit.catalog import CatalogModel, Gpu, batch_shape
 from bigdit.catalog.context import degrees
 from bigdit.config.load import MOST_MICRO_BATCH, MOST_RANK
 from bigdit.config.plan_file import Asked, Expected, LargestMicroBatch, PlanFile, RecordedLedger, text_digest
+from bigdit.documents import Count, Natural, Positive, Side, Switch
 from bigdit.encoders.host_bytes import HostWeights
 from bigdit.memory import Ledger, Timeline, host_memory
 from bigdit.memory.process import ByteRange
-from bigdit.numbers import Count, Natural, Positive, Side, Switch
 from bigdit.speed.seconds import Cluster, Interval, StepTime
 from bigdit.strategy import (
     OPTIMIZERS,

@@ -17,12 +17,11 @@ import xxhash
 from bigdit.config.data import MAX_PIXELS, DataConfig, SourceConfig, SourceKind, frames_of
 from bigdit.documents import read_json
 from bigdit.errors import UserError, nearest
-from bigdit.sources.captions import FOLDER
+from bigdit.sources.captions import FOLDER, Ruled, Rules
 from bigdit.sources.file_rows import FileRows
 from bigdit.sources.folder import FrameFolders, ImageFolder
-from bigdit.sources.image import SUFFIXES
+from bigdit.sources.image import SUFFIXES, Varied
 from bigdit.sources.protocol import Contents, Entry, Item, Source
-from bigdit.sources.rules import Ruled, Rules, Varied
 from bigdit.sources.tables import Rows, TableSource
 from bigdit.sources.text_rows import METADATA, has_metadata, text_rows
 from bigdit.sources.videos import Clip, Clips

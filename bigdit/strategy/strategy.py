@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from bigdit.numbers import Count, Natural, Positive, Switch
+from bigdit.documents import Count, Natural, Positive, Switch
 from bigdit.strategy.deepspeed import PRECISIONS, Document, Values, complete, split
 from bigdit.strategy.values import (
     BITSANDBYTES,

@@ -28,9 +28,8 @@ from bigdit.encoders.fit import (
     text_misfits,
 )
 from bigdit.errors import UserError
-from bigdit.loader.online import RunEncoders, more_than_planned, open_online
+from bigdit.loader.online import RawStore, RunEncoders, more_than_planned, open_online
 from bigdit.loader.order import Order
-from bigdit.loader.raw_store import RawStore
 from bigdit.loader.stages import none_left
 from bigdit.loader.stream import FeatureStream
 from bigdit.sampling.conditions import asked_image

@@ -14,7 +14,7 @@ from bigdit.emulator import emulated_environment, shared_state
 from bigdit.emulator.interpreter import cuda_python
 from bigdit.profile.attempt import StepRequest
 from bigdit.profile.gpus import EmulatedGpus, worker_environment
-from bigdit.profile.measured.run import GpuRun
+from bigdit.profile.measured import GpuRun
 
 
 def run_all(asked: StepRequest, folder: Path) -> GpuRun:
