@@ -66,11 +66,11 @@ def _build(line: str) -> None:
 
 def _answer(line: str) -> str:
     from bigdit.models.equip import compile_errors
-    from bigdit.profile.run_attempt import attempt, encode, leave_values, recorded
+    from bigdit.profile.run_attempt import attempt, encode, recorded
 
     job = AttemptJob.model_validate_json(line)
     if not job.values:
-        leave_values()
+        importlib.import_module("bigdit_emulated.values").leave()
     strategy = job.request.strategy
     if strategy.compile_blocks and strategy.float8 != "none":
         from bigdit.profile.compiled import keep_float8

@@ -146,9 +146,8 @@ class EmulatedGpus:
         key = self._key(job)
         with self._one() as slot:
             found = _ATTEMPTS.find(key)
-            more = {"nothing": ("update", "step"), "update": ("step",), "step": ()}[counted]
-            for each in more:
-                found = found or _ATTEMPTS.find(self._key(job.model_copy(update={"counted": each})))
+            for more in {"nothing": ("update", "step"), "update": ("step",), "step": ()}[counted]:
+                found = found or _ATTEMPTS.find(self._key(job.model_copy(update={"counted": more})))
             if found is None:
                 if key in self._refused:
                     raise self._refused[key]
@@ -184,7 +183,7 @@ class EmulatedGpus:
         and the bytes that torch reserved at the sizes that ran. None where an attempt failed.
 
         A size runs without a limit, which tells its bytes. One that is expected not to fit runs within the capacity,
-        and ends early.
+        and ends early; but not compiled blocks, which torch keeps once their backward pass ran.
         """
         reserved = dict(row.known)
         below, above = _around(reserved, capacity_bytes)
@@ -192,17 +191,16 @@ class EmulatedGpus:
         while fitting + 1 < failing:
             expected = row.expected(reserved, capacity_bytes)
             size = min(max(int(expected), fitting + 1), failing - 1)
-            hopeless = size > expected
+            request = row.request(size)
+            hopeless = size > expected and not request.strategy.compile_blocks
             room = capacity_bytes if hopeless else UNLIMITED
-            attempt = self._answered(row.request(size), room, to_end=not hopeless)
+            attempt = self._answered(request, room, to_end=not hopeless)
             if not isinstance(attempt, Attempt):
                 return None
             if attempt.ran:
                 reserved[size] = attempt.peak_reserved_bytes
-            if attempt.fits and attempt.peak_reserved_bytes <= capacity_bytes:
-                fitting = size
-            else:
-                failing = size
+            fits = attempt.fits and attempt.peak_reserved_bytes <= capacity_bytes
+            fitting, failing = (size, failing) if fits else (fitting, size)
         return fitting + min(max(row.expected(reserved, capacity_bytes) - fitting, 0.0), 0.99), reserved
 
     def _answered(
@@ -231,12 +229,14 @@ class EmulatedGpus:
         kind = _kind(job.request)
         if self._follows.get(kind):
             return self._run(job, slot, values=True)
+        compiled = job.request.strategy.compile_blocks
+        asks = WorkerError if compiled else (UserError, WorkerError)  # what torch cannot compile needs no values
         try:
             without = self._run(job, slot, values=False)
-        except (UserError, WorkerError):  # it asks for values that are not there
+        except asks:  # for values that are not there
             self._follows[kind] = True
             return self._run(job, slot, values=True)
-        if not without.reads or job.request.strategy.compile_blocks:  # its kernels compute no values
+        if not without.reads or compiled:  # its kernels compute no values
             self._unread.add(kind)
             return without
         with self._first.setdefault(kind, Lock()):

@@ -248,11 +248,9 @@ def _pair(planner: Planner, new: Sequence[Estimate]) -> list[Estimate]:
     are thought to fit: such a one is often short of a few MiB, as the allocator's pieces fit."""
     best = new[0]
     option, size = planner.options[best.option], best.micro_batch_size
-    tried = any(title == option.title for title, _, _ in option.corrections)
-    fixed = planner.request.constraints.checkpointed_blocks is not None
+    fixed = planner.request.constraints.checkpointed_blocks is not None or best.blocks in (0, option.count)
     second = [each for each in new[1:] if each.strategy != best.strategy][:1]
-    if not tried or fixed or best.blocks in (0, option.count):
-        return [best, *second]
-    if option.reserved(size, best.blocks - 1) <= planner.capacity(option.strategy):
+    first = option.title not in {title for title, _, _ in option.corrections}
+    if first or fixed or option.reserved(size, best.blocks - 1) <= planner.capacity(option.strategy):
         return [best, *second]
     return [best, planner.estimate(option, size, best.blocks + 1)]
