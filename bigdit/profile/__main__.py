@@ -111,10 +111,11 @@ def _import_for(line: str) -> None:
         # Of one number: it imports the library that has the optimizer.
         optim.build(strategy.optimizer, [torch.zeros(1)], stochastic_rounding=strategy.precision == "bf16_sr")
         importlib.import_module(f"bigdit.engines.{strategy.engine}")
-        if strategy.lora is not None:
-            import bigdit.models.lora
         if request.encoders is not None:
-            import bigdit.encoders.frozen  # noqa: F401
+            import bigdit.encoders.frozen  # and transformers, before peft
+        if strategy.lora is not None:
+            with libraries.without_transformers():
+                import bigdit.models.lora  # noqa: F401
         if strategy.float8 != "none":
             import torchao.float8  # noqa: F401
     if strategy.compile_blocks:

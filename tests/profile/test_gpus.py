@@ -237,10 +237,11 @@ from bigdit import libraries
 with libraries.models_alone():
     import bigdit.models, diffusers
 diffusers.SanaTransformer2DModel
+with libraries.without_transformers():
+    import bigdit.models.lora, peft.import_utils
 assert not {"transformers", "boto3"} & {*sys.modules}
 from transformers.utils.quantization_config import QuantizationConfigMixin
 from transformers import T5EncoderModel
-import bigdit.models.lora, peft.import_utils
 assert not peft.import_utils.is_torchao_available()
 assert peft.import_utils.is_bnb_available()
 """
