@@ -111,11 +111,13 @@ WAYS = {
 }
 SAME = ("lora", "gradient_clipping", "precision", "float8")
 """What changes the numbers of one process, too."""
+ONE_BLOCK = {"num_layers": 1}
+"""Of models that are compiled: a second block's graph would take each process as long again."""
 
 
-def spec_of(name: str) -> ModelSpec:
+def spec_of(name: str, changed: dict[str, int]) -> ModelSpec:
     class_name, kwargs, _ = TINY[name]
-    return ModelSpec(name=name, class_name=class_name, kwargs=kwargs)
+    return ModelSpec(name=name, class_name=class_name, kwargs=kwargs | changed)
 
 
 def strategy(cp: int, **given: object) -> Strategy:
@@ -156,10 +158,10 @@ def batches(name: str, step: int, chosen: Strategy, world: World, extras: dict[s
 class Run:
     """A model with drawn weights, trained by a strategy."""
 
-    def __init__(self, name: str, chosen: Strategy, world: World) -> None:
+    def __init__(self, name: str, chosen: Strategy, world: World, changed: dict[str, int]) -> None:
         self.name, self.strategy, self.world = name, chosen, world
         self.family = models.family(TINY[name][0])
-        model = models.build(spec_of(name), device="cpu", dtype=engines.compute_dtype(chosen), seed=0)
+        model = models.build(spec_of(name, changed), device="cpu", dtype=engines.compute_dtype(chosen), seed=0)
         generator = torch.Generator().manual_seed(1)
         for param in model.parameters():  # zeros of the initialisation would hide what reaches what
             param.data.normal_(std=0.1, generator=generator)
@@ -225,9 +227,9 @@ def mean(loss: torch.Tensor, world: World) -> float:
 Answer = tuple[float, dict[str, torch.Tensor], list[float], dict[str, torch.Tensor]]
 
 
-def answer(name: str, chosen: Strategy, world: World) -> Answer:
-    """Loss and gradients of a step, then the curve and the weights of three."""
-    run = Run(name, chosen, world)
+def answer(name: str, chosen: Strategy, world: World, **changed: int) -> Answer:
+    """Loss and gradients of a step, then the curve and the weights of three; `changed`: arguments of the model."""
+    run = Run(name, chosen, world, changed)
     kept = chosen.engine != "deepspeed" and not chosen.optimizer_in_backward and chosen.precision == "fp32"
     return *(run.gradients() if kept else (0.0, {})), *run.trained()
 
@@ -266,11 +268,12 @@ def families(world: World, names: Iterable[str]) -> dict[str, dict[str, float]]:
 def ways(world: World) -> dict[str, dict[str, float]]:
     found, alone = {}, {}
     for name, way in WAYS.items():
-        shared = answer("qwen-image", strategy(2, **way), world)
+        blocks = ONE_BLOCK if "compile_blocks" in way else {}
+        shared = answer("qwen-image", strategy(2, **way), world, **blocks)
         same = {key: way[key] for key in SAME if key in way}
         if world.is_main:
-            key = str(same)
-            alone[key] = alone.get(key) or answer("qwen-image", strategy(1, **same), World())
+            key = str(same | blocks)
+            alone[key] = alone.get(key) or answer("qwen-image", strategy(1, **same), World(), **blocks)
             found[name] = compared(alone[key], shared)
     return found
 
