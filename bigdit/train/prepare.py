@@ -84,7 +84,7 @@ def prepare(run: RunConfig, plan: PlanFile | None = None) -> ModelSpec:
     problems = [*condition_problems(run, spec), *_missing_trackers(run), *_too_few_blocks(run, spec)]
     if run.samples is not None and (why := partial(objective_of(spec, run.objective))) is not None:
         problems.append(f"samples: {why}; leave samples out")
-    problems += context_problems(spec, run.strategy.cp)
+    problems += context_problems(spec, run.strategy.cp, run.strategy.cp_ring)
     if (missing := run.strategy.optimizer.missing_package) is not None:
         problems.append(f"strategy.optimizer.name: {missing}")
     if problems:
