@@ -176,6 +176,7 @@ _NAMES: dict[Meant, str] = {
     Meant("strategy.cp", "1, 2, 4 or 8", ("--cp",)): (
         "context_parallel context_parallel_size cp_size sp_size sequence_parallel_size ulysses_degree ulysses_size"
     ),
+    Meant("strategy.cp_ring", "1, 2, 4 or 8"): "ring_attention_size ring_degree ring_size",
     Meant("strategy.engine", "single, ddp, deepspeed or fsdp2", ("--engine",)): (
         "distributed_type distributed_backend"
     ),

@@ -196,7 +196,7 @@ def request_for(
         raise UserError(*problems)
     batch = batch_shape(model, resolution, frames)
     text = None if batch.text is None else batch.text[0]
-    problems += context_problems(model.spec, strategy.cp)
+    problems += context_problems(model.spec, strategy.cp, strategy.cp_ring)
     problems += context_misfits(model.spec, strategy.cp, batch.grids, text)
     if problems:
         raise UserError(*problems)

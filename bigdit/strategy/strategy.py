@@ -110,8 +110,10 @@ class Strategy(Section):
     ds_config: dict[str, Any] | None = None
     """DeepSpeed's JSON document: a mapping, or a file. Values that other keys set are "auto" there, or left out."""
     cp: Literal[1, 2, 4, 8] = 1
-    """Context parallelism: so many neighbouring processes share each sample, and each has a part of its tokens
-    (Ulysses)."""
+    """Context parallelism: so many neighbouring processes share each sample, and each has a part of its tokens."""
+    cp_ring: Literal[1, 2, 4, 8] = 1
+    """Of the cp processes, so many groups pass keys and values round (ring attention). The processes of a group
+    exchange tokens for heads (Ulysses), so cp / cp_ring divides the heads of attention."""
     dp_replicate: Count = 1
     """FSDP2: copies of the model, each sharded over world_size / dp_replicate processes (HSDP)."""
     reshard_after_forward: Switch = True
@@ -161,7 +163,7 @@ class Strategy(Section):
     @model_validator(mode="after")
     def _coherent(self) -> Strategy:
         problems = [*_engine_problems(self), *_optimizer_problems(self), *_memory_problems(self)]
-        problems += _context_problems(self) if self.cp > 1 else []
+        problems += _context_problems(self)
         problems += _compile_problems(self) if self.compile_blocks else []
         problems += _float8_problems(self) if self.float8 != "none" else []
         if self.ds_config is not None and self.engine == "deepspeed":
@@ -365,7 +367,9 @@ def _context_problems(strategy: Strategy) -> list[str]:
     cp, problems = strategy.cp, []
     if strategy.world_size % cp:
         problems.append(f"cp is {cp}, which does not divide world_size {strategy.world_size}")
-    if strategy.engine == "ddp":
+    if cp % strategy.cp_ring:
+        problems.append(f"cp_ring is {strategy.cp_ring}, which does not divide cp {cp}")
+    if cp > 1 and strategy.engine == "ddp":
         problems.append("cp was not tried with engine ddp; use engine fsdp2")
     return problems
 

@@ -87,7 +87,7 @@ def prepare(run: RunConfig, plan: PlanFile | None = None) -> ModelSpec:
     problems += _unfit_buckets(run, spec)
     if run.samples is not None and (why := partial(objective_of(spec, run.objective))) is not None:
         problems.append(f"samples: {why}; leave samples out")
-    problems += context_problems(spec, run.strategy.cp)
+    problems += context_problems(spec, run.strategy.cp, run.strategy.cp_ring)
     if (missing := run.strategy.optimizer.missing_package) is not None:
         problems.append(f"strategy.optimizer.name: {missing}")
     if problems:

@@ -1,8 +1,9 @@
 """Context parallelism on four processes beside one process, by name: a line of JSON.
 
 The largest differences of the loss, of each gradient, and of the losses and the weights of ten steps: of each family
-where two or four share samples, plain and compiled, or of one family by each engine and setting where two and two do.
-Of families that are named, three steps where all four share samples.
+where two or four share samples, by Ulysses, by rings (`ring`) and by rings of two (`rings`), plain and compiled, or of
+one family by each engine and setting where two and two do. Of families that are named, three steps where all four share
+samples: by Ulysses, and those of RINGS by a ring of two.
 
 torchrun --nproc-per-node 4 tests/engines/context.py [FAMILY …]
 """
@@ -27,7 +28,9 @@ from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.strategy import LoraSpec, ModelSpec, OptimizerSpec, Strategy
 from bigdit.train.step import train_step
 
-STEPS, DEGREES = (3, (4,)) if sys.argv[1:] else (10, (2, 4))
+STEPS = 3 if sys.argv[1:] else 10
+RINGS = ("qwen-image", "hunyuan-1.5")
+"""Both have masks: of texts that are split, and of texts that are whole."""
 SAMPLES, TEXT = 4, (8, 8)
 UNEVEN = 7
 """Tokens of a text that is not split: no degree divides it."""
@@ -108,6 +111,8 @@ WAYS = {
     "compiled": {"compile_blocks": True, "checkpointed_blocks": "all"},
     "tensorwise": {"precision": "bf16", "float8": "tensorwise"},
     "rowwise": {"precision": "bf16", "float8": "rowwise", "compile_blocks": True},
+    "ring": {"cp_ring": 2, "checkpointed_blocks": "all", "checkpointing": "selective"},
+    "compiled ring": {"cp_ring": 2, "compile_blocks": True, "checkpointed_blocks": "all"},
 }
 SAME = ("lora", "gradient_clipping", "precision", "float8")
 """What changes the numbers of one process, too."""
@@ -253,12 +258,22 @@ def _off(one: torch.Tensor, other: torch.Tensor, least: float) -> float:
     return float((one - other).abs().max() / one.abs().max().clamp(min=least))
 
 
+def degrees(name: str) -> dict[str, Strategy]:
+    """The ways of a family, by what is behind its name."""
+    if sys.argv[1:]:
+        return {"4": strategy(4)} | ({"4 rings": strategy(4, cp_ring=2)} if name in RINGS else {})
+    found = {"2": strategy(2), "4": strategy(4)}
+    if name != "sana":
+        found |= {"2 ring": strategy(2, cp_ring=2), "4 ring": strategy(4, cp_ring=4), "4 rings": strategy(4, cp_ring=2)}
+    if name != "dit":
+        found["compiled"] = strategy(4, compile_blocks=True)
+    return found
+
+
 def families(world: World, names: Iterable[str]) -> dict[str, dict[str, float]]:
     found = {}
     for name in names:
-        shared: dict[object, Answer] = {cp: answer(name, strategy(cp), world) for cp in DEGREES}
-        if not sys.argv[1:] and name != "dit":
-            shared["compiled"] = answer(name, strategy(4, compile_blocks=True), world)
+        shared = {key: answer(name, chosen, world) for key, chosen in degrees(name).items()}
         if world.is_main:
             alone = answer(name, strategy(1), World())
             found |= {f"{name} {cp}": compared(alone, each) for cp, each in shared.items()}
