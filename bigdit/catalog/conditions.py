@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bigdit.catalog.families import FAMILIES, PACKING, begins_with_an_image, editor_of, fills, is_controlled
+from bigdit.catalog.families import (
+    FAMILIES,
+    PACKING,
+    Inputs,
+    begins_with_an_image,
+    editor_of,
+    fills,
+    is_controlled,
+)
 from bigdit.catalog.models import models
 from bigdit.config.run import RunConfig
 from bigdit.strategy import ModelSpec
@@ -29,7 +37,8 @@ def takes_first_frame(model: ModelSpec) -> bool:
 
 def may_begin(model: ModelSpec) -> bool:
     """Whether the model can take the first frame of its videos from a store."""
-    return takes_first_frame(model) or (model.class_name in FAMILIES and FAMILIES[model.class_name].blank)
+    inputs = FAMILIES.get(model.class_name, Inputs())
+    return takes_first_frame(model) or inputs.blank or (inputs.keeps_first and not begins_with_an_image(model))
 
 
 def embeds_first_frame(model: ModelSpec) -> bool:
@@ -95,6 +104,10 @@ def first_frame_misfits(
         problems.append(
             f"{given} channels of the first frame ({found['mask']} of its mask), and the model takes {taken - out} "
             f"(in_channels {taken} − out_channels {out})"
+        )
+    if inputs.keeps_first and taken == out and found["mask"]:
+        problems.append(
+            f"a mask of the first frame, and {model.name} takes its latents alone, as the VAE of Wan 2.2 5B gives them"
         )
     if (dim := model.kwargs.get(inputs.image_dim or "")) is not None:
         if (found.get("tokens"), found.get("dim")) != (inputs.image_tokens, dim):

@@ -126,9 +126,10 @@ def test_padding_and_the_other_captions_of_a_batch_change_nothing(name):
             assert torch.allclose(family.predict(model, latents[one], t[one], own), together[one], atol=1e-5)
 
 
-def test_nothing_is_learned_of_a_first_frame_that_is_given():
+@pytest.mark.parametrize("name", ["ltx", "wan-t2v"])
+def test_nothing_is_learned_of_a_first_frame_that_is_given(name):
     """Its velocity is that which leads to it, and the loss is the mean over the other frames."""
-    tiny, (family, model) = TINY["ltx"], made("ltx")
+    tiny, (family, model) = TINY[name], made(name)
     latents, text = drawn(2, *tiny["latents"]), drawn(2, *tiny["text"])
     begun = {"image_condition": torch.cat([latents[:, :, :1], torch.zeros_like(latents[:, :, 1:])], dim=2)}
     batch = Batch(latents, text, torch.ones(text.shape[:2]), (1, 2), begun)
@@ -152,8 +153,9 @@ def test_nothing_is_learned_of_a_first_frame_that_is_given():
     assert not torch.allclose(moved[:, :, 1:], found[:, :, 1:])  # the others see it
 
 
-def test_an_image_is_not_its_own_first_frame():
-    (family, model), text = made("ltx"), drawn(1, *TINY["ltx"]["text"])
+@pytest.mark.parametrize("name", ["ltx", "wan-t2v"])
+def test_an_image_is_not_its_own_first_frame(name):
+    (family, model), text = made(name), drawn(1, *TINY[name]["text"])
     latents, mask = drawn(1, 4, 1, 4, 6), torch.ones(1, text.shape[1])
     begun = Batch(latents, text, mask, (), {"image_condition": latents})
     with torch.no_grad():
