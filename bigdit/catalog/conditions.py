@@ -57,9 +57,11 @@ def fed_more(model: ModelSpec) -> bool:
 def first_frame_problems(run: RunConfig, model: ModelSpec) -> list[str]:
     """Why the model cannot take the run's first frame."""
     asked, needed = run.encoders.first_frame, takes_first_frame(model) or _known_to_begin(model)
+    dropout = run.data.first_frame_dropout
     if asked is None:
         if not needed:
-            return []
+            set_key = "first_frame_dropout" if dropout else "first_frame_noise" if run.data.first_frame_noise else None
+            return [f"data.{set_key} is set, and encoders.first_frame is not; leave it out"] if set_key else []
         example = "{pipeline: FOLDER}" if embeds_first_frame(model) else "{}"
         return [f"{model.name} needs the first frame, and encoders.first_frame is missing; set it to {example}"]
     if not may_begin(model):
@@ -72,15 +74,10 @@ def first_frame_problems(run: RunConfig, model: ModelSpec) -> list[str]:
             f"encoders.first_frame.pipeline is {found}, and {model.name} takes {needs} image embeddings"
             + (f" ({key})" if key else "")
         ]
-    if run.strategy.cp > 1 and not takes_first_frame(model):
+    if dropout and FAMILIES[model.class_name].blank and run.strategy.micro_batch_size > 1:
         return [
-            f"strategy.cp is {run.strategy.cp}, and {model.class_name} with encoders.first_frame does not split a "
-            "sample; set it to 1"
-        ]
-    if model.kwargs.get("use_learned_positional_embeddings") and run.strategy.lora is None:
-        return [
-            f"{model.name} has learned positions in a buffer, which checkpoints of full fine-tuning do not keep; set "
-            "strategy.lora"
+            f"data.first_frame_dropout is {dropout:g}, and {model.class_name} masks the image of a whole micro-batch "
+            f"alone; set it to 0, or strategy.micro_batch_size, {run.strategy.micro_batch_size}, to 1"
         ]
     return []
 

@@ -108,10 +108,16 @@ def images(family: Family, model: nn.Module, sample: BatchShape) -> dict[str, Ex
 
 
 def kept_first(latents: torch.Tensor, conditions: Conditions) -> torch.Tensor | None:
-    """The latents [B, C, F, H, W] of a given first frame that takes the place of the video's own; None where none is
-    given, of a model with further channels for one, and of an image, a video of one frame."""
+    """The latents [B, C, F, H, W] of a given first frame that takes the place of the video's own, zeros of a sample
+    without; None where none is given, of a model with further channels for one, and of an image, a video of one
+    frame."""
     given = conditions.extras.get(IMAGE_CONDITION)
     return given if given is not None and given.shape[:3] == latents.shape[:3] and latents.shape[2] > 1 else None
+
+
+def is_given(given: torch.Tensor) -> torch.Tensor:
+    """Which samples have a first frame in `kept_first`: bool [B, 1, 1, 1, 1]."""
+    return given[:, :, 0].flatten(1).ne(0).any(dim=1).view(-1, 1, 1, 1, 1)
 
 
 def shown_first(
@@ -119,9 +125,10 @@ def shown_first(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The latents with the first frame of `given`, and the t of each token [B, frames · tokens], 0 in that frame.
     `tokens`: of a frame."""
-    shown = torch.cat([given[:, :, :1], latents[:, :, 1:]], dim=2)
+    there = is_given(given)
+    shown = torch.cat([torch.where(there, given[:, :, :1], latents[:, :, :1]), latents[:, :, 1:]], dim=2)
     moves = torch.arange(latents.shape[2] * tokens, device=t.device) >= tokens
-    return shown, t[:, None] * moves.to(t.dtype)
+    return shown, t[:, None] * (moves | ~there.view(-1, 1)).to(t.dtype)
 
 
 LEAST_T = 1e-4
@@ -130,7 +137,8 @@ LEAST_T = 1e-4
 def known_first(velocity: torch.Tensor, latents: torch.Tensor, t: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
     """The velocity, of whose first frame it is known: that which leads to the given one."""
     known = (latents[:, :, :1] - given[:, :, :1]) / t.clamp(min=LEAST_T).view(-1, 1, 1, 1, 1)
-    return torch.cat([known.to(velocity.dtype), velocity[:, :, 1:]], dim=2)
+    first = torch.where(is_given(given), known.to(velocity.dtype), velocity[:, :, :1])
+    return torch.cat([first, velocity[:, :, 1:]], dim=2)
 
 
 def text(conditions: Conditions) -> tuple[torch.Tensor, torch.Tensor]:
