@@ -7,7 +7,7 @@ import pytest
 import tiny_pipelines
 import tiny_vaes
 import torch
-from commands import in_process
+from commands import in_process, with_set
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from gpus import benched
 from PIL import Image
@@ -295,3 +295,31 @@ def test_a_step_takes_what_was_predicted_and_the_pipeline_loads_what_was_trained
             answer = answer.transpose(1, 2)
         assert torch.allclose(found, answer, rtol=1e-4, atol=1e-4)
         assert found.std() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("encoded", "settings", "problem"),
+    [
+        (
+            "HunyuanVideo15ImageToVideoPipeline",
+            ("data.first_frame_dropout=0.1",),
+            "masks the image of a whole micro-batch alone; set it to 0, or strategy.micro_batch_size, 2, to 1",
+        ),
+        (
+            "LTXImageToVideoPipeline",
+            ("encoders.first_frame=null", "data.first_frame_noise={}"),
+            "data.first_frame_noise is set, and encoders.first_frame is not; leave it out",
+        ),
+        (
+            "CogVideoXImageToVideoPipeline of learned positions",
+            ("model.kwargs.sample_frames=9",),
+            "and the model has learned positions of 5 × 8 × 8 latents",
+        ),
+    ],
+    indirect=["encoded"],
+)
+def test_what_does_not_fit_is_refused_in_a_line(encoded, settings, problem):
+    _, folder, _ = encoded
+    done = in_process("train", "--dry-run", "--config", folder / "run.yaml", *with_set(settings))
+    assert done.returncode == 1
+    assert problem in " ".join(done.stderr.split()), done.stderr
