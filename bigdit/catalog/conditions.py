@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bigdit.catalog.families import FAMILIES, PACKING, begins_with_an_image, editor_of, fills, is_controlled
+from bigdit.catalog.families import (
+    FAMILIES,
+    PACKING,
+    Inputs,
+    begins_with_an_image,
+    editor_of,
+    fills,
+    is_controlled,
+)
 from bigdit.catalog.models import models
 from bigdit.config.run import RunConfig
 from bigdit.strategy import ModelSpec
@@ -29,7 +37,8 @@ def takes_first_frame(model: ModelSpec) -> bool:
 
 def may_begin(model: ModelSpec) -> bool:
     """Whether the model can take the first frame of its videos from a store."""
-    return takes_first_frame(model) or (model.class_name in FAMILIES and FAMILIES[model.class_name].blank)
+    inputs = FAMILIES.get(model.class_name, Inputs())
+    return takes_first_frame(model) or inputs.blank or (inputs.keeps_first and not begins_with_an_image(model))
 
 
 def embeds_first_frame(model: ModelSpec) -> bool:
@@ -48,9 +57,11 @@ def fed_more(model: ModelSpec) -> bool:
 def first_frame_problems(run: RunConfig, model: ModelSpec) -> list[str]:
     """Why the model cannot take the run's first frame."""
     asked, needed = run.encoders.first_frame, takes_first_frame(model) or _known_to_begin(model)
+    dropout = run.data.first_frame_dropout
     if asked is None:
         if not needed:
-            return []
+            set_key = "first_frame_dropout" if dropout else "first_frame_noise" if run.data.first_frame_noise else None
+            return [f"data.{set_key} is set, and encoders.first_frame is not; leave it out"] if set_key else []
         example = "{pipeline: FOLDER}" if embeds_first_frame(model) else "{}"
         return [f"{model.name} needs the first frame, and encoders.first_frame is missing; set it to {example}"]
     if not may_begin(model):
@@ -63,15 +74,10 @@ def first_frame_problems(run: RunConfig, model: ModelSpec) -> list[str]:
             f"encoders.first_frame.pipeline is {found}, and {model.name} takes {needs} image embeddings"
             + (f" ({key})" if key else "")
         ]
-    if run.strategy.cp > 1 and not takes_first_frame(model):
+    if dropout and FAMILIES[model.class_name].blank and run.strategy.micro_batch_size > 1:
         return [
-            f"strategy.cp is {run.strategy.cp}, and {model.class_name} with encoders.first_frame does not split a "
-            "sample; set it to 1"
-        ]
-    if model.kwargs.get("use_learned_positional_embeddings") and run.strategy.lora is None:
-        return [
-            f"{model.name} has learned positions in a buffer, which checkpoints of full fine-tuning do not keep; set "
-            "strategy.lora"
+            f"data.first_frame_dropout is {dropout:g}, and {model.class_name} masks the image of a whole micro-batch "
+            f"alone; set it to 0, or strategy.micro_batch_size, {run.strategy.micro_batch_size}, to 1"
         ]
     return []
 
@@ -95,6 +101,10 @@ def first_frame_misfits(
         problems.append(
             f"{given} channels of the first frame ({found['mask']} of its mask), and the model takes {taken - out} "
             f"(in_channels {taken} − out_channels {out})"
+        )
+    if inputs.keeps_first and taken == out and found["mask"]:
+        problems.append(
+            f"a mask of the first frame, and {model.name} takes its latents alone, as the VAE of Wan 2.2 5B gives them"
         )
     if (dim := model.kwargs.get(inputs.image_dim or "")) is not None:
         if (found.get("tokens"), found.get("dim")) != (inputs.image_tokens, dim):

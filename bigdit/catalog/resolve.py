@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bigdit.catalog.conditions import may_begin
 from bigdit.catalog.families import (
     EDITORS,
     FAMILIES,
@@ -151,7 +152,7 @@ def user_model(path: Path) -> CatalogModel:
     edits = int(named in EDITORS) or made.references
     begins = named is not None and named.endswith(_BEGINS)
     update = {"source": (str(path),), "pipeline": pipeline, "unverified": assumed, "references": edits}
-    return made.model_copy(update=update | {"first_frame": begins and FAMILIES[made.spec.class_name].blank})
+    return made.model_copy(update=update | {"first_frame": begins and may_begin(made.spec)})
 
 
 def of_arguments(spec: ModelSpec, own: Vae | None = None, named: str | None = None) -> CatalogModel:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from bigdit.documents import Count, Natural, Number, Positive, Processes, Share, Side, Switch
+from bigdit.documents import Count, Natural, NotNegative, Number, Positive, Processes, Share, Side, Switch
 from bigdit.errors import UserError
 from bigdit.strategy import Section
 from bigdit.units import GIB, parse_bytes
@@ -187,6 +187,16 @@ class SourceConfig(Section):
         return columns
 
 
+class FirstFrameNoise(Section):
+    """Gaussian noise on the latents of a first frame. Its standard deviation is drawn for each sample: exp(x), with x
+    normal. The defaults are those of CogVideoX's authors, who add it to pixels (sat/diffusion_video.py)."""
+
+    mean: Number = -3.0
+    """The mean of x."""
+    std: NotNegative = 0.5
+    """The standard deviation of x."""
+
+
 class DataConfig(Section):
     """The training data, and its latent and embedding cache."""
 
@@ -223,6 +233,10 @@ class DataConfig(Section):
     caption_dropout: Share = 0.1
     """The share of samples trained on the empty caption, or on no class, for classifier-free guidance (Ho & Salimans,
     arXiv:2207.12598)."""
+    first_frame_dropout: Share = 0.0
+    """The share of videos trained without their first frame, for image-to-video models: as zeros, or as from text."""
+    first_frame_noise: FirstFrameNoise | None = None
+    """Noise on first frames in training: {} for the defaults. null: none."""
     read_threads: Processes = 2
     """Threads that read the store, or the images with features online."""
     reader: Literal["pread", "mmap"] = "pread"

@@ -71,6 +71,7 @@ _NAMES: dict[Meant, str] = {
     ),
     Meant("data.buckets", "[[frames, height, width]]", ("--frames",)): "num_frames n_frames video_length",
     Meant("data.fps", "frames a second"): "video_fps target_fps sample_fps",
+    Meant("data.first_frame_dropout", "a share, such as 0.05"): "noised_image_dropout",
     Meant("data.caption_dropout", "a share, such as 0.1"): (
         "caption_dropout_rate caption_dropout_probability caption_drop_rate proportion_empty_prompts class_dropout_prob"
     ),

@@ -87,9 +87,10 @@ def _video_misfit(model: ModelSpec, shape: Shape) -> list[str]:
     if len(shape) == 3:
         return [f" without frames, and {model.class_name} generates videos; set [frames, height, width]"]
     if model.kwargs.get("use_learned_positional_embeddings"):  # CogVideoX-5B's, from an image
-        sides = (model.kwargs.get("sample_height", 60), model.kwargs.get("sample_width", 90))
-        if shape[-2:] != sides:
-            return [f", and the model has learned positions of {sides[0]} × {sides[1]} latents"]
+        frames = (model.kwargs.get("sample_frames", 49) - 1) // model.kwargs.get("temporal_compression_ratio", 4) + 1
+        sizes = (frames, model.kwargs.get("sample_height", 60), model.kwargs.get("sample_width", 90))
+        if shape[1:] != sizes:
+            return [f", and the model has learned positions of {' × '.join(map(str, sizes))} latents"]
     patch = model.kwargs.get("patch_size")
     *_, side = patch if isinstance(patch, list | tuple) else [patch]
     deep = patch[0] if isinstance(patch, list | tuple) else model.kwargs.get("patch_size_t")

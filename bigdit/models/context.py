@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from bigdit.catalog.context import CONTEXTS
+from bigdit.catalog.families import FAMILIES
 from bigdit.errors import UserError
 from bigdit.models.family import Family
 from bigdit.models.ring import Ring
@@ -51,6 +52,8 @@ def split_context(model: nn.Module, family: Family, mesh: DeviceMesh) -> None:
     plan[context.gathers] = ContextParallelOutput(gather_dim=1)
     split = SimpleNamespace(_mesh=mesh, _flattened_mesh=whole, ulysses_anything=False, ring_anything=False)
     apply_context_parallel(model, split, plan)  # type: ignore[arg-type]
+    if FAMILIES[family.CLASS_NAME].keeps_first:
+        model.register_forward_pre_hook(functools.partial(_own_times, group), with_kwargs=True)
     mode: Callable[[int], TorchFunctionMode] = functools.partial(_Summed, group)
     if not context.linear:
         groups = {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
@@ -69,6 +72,15 @@ def _part(dim: int | tuple[int, int], *, split_output: bool) -> Any:
     if isinstance(dim, tuple):
         return [_part(each, split_output=split_output) for each in dim]
     return ContextParallelInput(split_dim=dim, split_output=split_output)
+
+
+def _own_times(
+    group: dist.ProcessGroup, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The inputs of a model whose tokens may each have a t, [B, tokens]: this process's."""
+    if (times := kwargs["timestep"]).dim() == 2:
+        kwargs = {**kwargs, "timestep": times.chunk(group.size(), 1)[group.rank()]}
+    return args, kwargs
 
 
 def _within(mode: Callable[[int], TorchFunctionMode], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -37,6 +37,12 @@ UNEVEN = 7
 HEADS = {"num_attention_heads": 4, "attention_head_dim": 12}
 PACKED = HEADS | {"in_channels": 16, "num_layers": 2, "joint_attention_dim": 8}
 WAN = HEADS | {"in_channels": 4, "out_channels": 4, "text_dim": 8, "freq_dim": 16, "ffn_dim": 32, "num_layers": 2}
+LTX = HEADS | {"in_channels": 4, "out_channels": 4, "cross_attention_dim": 48, "num_layers": 2, "caption_channels": 8}
+HUNYUAN = (
+    HEADS
+    | {"in_channels": 9, "out_channels": 4, "num_layers": 2, "num_refiner_layers": 1, "mlp_ratio": 2.0}
+    | {"text_embed_dim": 8, "text_embed_2_dim": 6, "image_embed_dim": 6, "rope_axes_dim": [4, 4, 4]}
+)
 PATCHES = {"in_channels": 4, "num_layers": 2, "sample_size": 8, "patch_size": 2}
 IMAGE, VIDEO = (4, 4, 8), (4, 2, 4, 8)
 TINY = {
@@ -53,12 +59,9 @@ TINY = {
     "qwen-image": ("QwenImageTransformer2DModel", PACKED | {"out_channels": 4, "axes_dims_rope": [4, 4, 4]}, IMAGE),
     "wan": ("WanTransformer3DModel", WAN, VIDEO),
     "wan-i2v": ("WanTransformer3DModel", WAN | {"in_channels": 12, "image_dim": 8, "added_kv_proj_dim": 48}, VIDEO),
-    "ltx": (
-        "LTXVideoTransformer3DModel",
-        HEADS
-        | {"in_channels": 4, "out_channels": 4, "cross_attention_dim": 48, "num_layers": 2, "caption_channels": 8},
-        VIDEO,
-    ),
+    "wan-begins": ("WanTransformer3DModel", WAN, VIDEO),
+    "ltx": ("LTXVideoTransformer3DModel", LTX, VIDEO),
+    "ltx-begins": ("LTXVideoTransformer3DModel", LTX, VIDEO),
     "pixart": (
         "PixArtTransformer2DModel",
         HEADS | PATCHES | {"out_channels": 8, "cross_attention_dim": 48, "caption_channels": 8},
@@ -79,13 +82,8 @@ TINY = {
         | {"max_text_seq_length": UNEVEN, "use_rotary_positional_embeddings": True},
         VIDEO,
     ),
-    "hunyuan-1.5": (
-        "HunyuanVideo15Transformer3DModel",
-        HEADS
-        | {"in_channels": 9, "out_channels": 4, "num_layers": 2, "num_refiner_layers": 1, "mlp_ratio": 2.0}
-        | {"text_embed_dim": 8, "text_embed_2_dim": 6, "image_embed_dim": 6, "rope_axes_dim": [4, 4, 4]},
-        VIDEO,
-    ),
+    "hunyuan-1.5": ("HunyuanVideo15Transformer3DModel", HUNYUAN, VIDEO),
+    "hunyuan-1.5-begins": ("HunyuanVideo15Transformer3DModel", HUNYUAN, VIDEO),
     "sana": (
         "SanaTransformer2DModel",
         {"in_channels": 4, "out_channels": 4, "num_attention_heads": 3, "attention_head_dim": 8, "num_layers": 2}
@@ -144,7 +142,7 @@ def batches(name: str, step: int, chosen: Strategy, world: World, extras: dict[s
     mask = (torch.arange(text[0]) < lengths[:, None]).float()
     more = {
         key: (torch.arange(each.shape[0]) < lengths[:, None]).float()
-        if each.fill
+        if each.fill and len(each.shape) == 1
         else draw(SAMPLES, *each.sample_shape(TINY[name][2]))
         for key, each in extras.items()
     }
@@ -170,7 +168,7 @@ class Run:
         generator = torch.Generator().manual_seed(1)
         for param in model.parameters():  # zeros of the initialisation would hide what reaches what
             param.data.normal_(std=0.1, generator=generator)
-        self.extras = self.family.extras(model)
+        self.extras = self.family.extras(model) | (self.family.first(model) if name.endswith("begins") else {})
         models.equip(model, self.family, chosen, backend="aot_eager")
         self.engine = engines.create(chosen, model, self.family, device=torch.device("cpu"), world=world)
 
