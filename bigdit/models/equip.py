@@ -96,7 +96,7 @@ def compile_blocks(
     options = {"shape_padding": False, "layout_optimization": False} if backend == "inductor" else None
     dynamo.config.recompile_limit = dynamo.config.accumulated_recompile_limit  # else 8: four buckets, and then none
     for block in family.blocks(model):
-        forward = types.MethodType(_apart(type(block)), block) if apart else block.forward
+        forward = types.MethodType(_apart(block.__class__), block) if apart else block.forward
         block.forward = torch.compile(forward, backend=backend, dynamic=False, options=options, fullgraph=whole)
 
 
