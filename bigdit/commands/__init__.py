@@ -4,12 +4,17 @@ which import torch."""
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 import typer
 
 from bigdit.errors import UserError
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 Config = Annotated[
     Path,
@@ -52,6 +57,23 @@ EmaWidth = Annotated[
     float | None,
     typer.Option(metavar="WIDTH", help="Use the EMA of this width, computed from snapshots (train.snapshot_every)."),
 ]
+
+
+def taking(options: type[T]) -> Callable[[Callable[[T], R]], Callable[..., R]]:
+    """Give a command an option for each field of a dataclass, of which it takes one."""
+
+    def of(command: Callable[[T], R]) -> Callable[..., R]:
+        def run(**asked: Any) -> R:
+            return command(options(**asked))
+
+        own = fields(options)  # type: ignore[arg-type]  # a dataclass
+        defaults = {each.name: each.default_factory() for each in own if callable(each.default_factory)}
+        found = inspect.signature(options, eval_str=True).parameters
+        named = [each.replace(default=defaults.get(name, each.default)) for name, each in found.items()]
+        run.__doc__, run.__signature__ = command.__doc__, inspect.Signature(named)  # type: ignore[attr-defined]
+        return run
+
+    return of
 
 
 def of_plans() -> list[inspect.Parameter]:
