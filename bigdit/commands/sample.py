@@ -156,8 +156,7 @@ def run(
                 height, width, steps, guidance, negative, sampler_name, seed, frames=frames[0] if frames else None
             )
             loaded.check(options, given, len(images))
-        sets = [images[at : at + loaded.begun] for at in range(0, len(images), loaded.begun)]
-        images = images if len(sets) == 1 else [each for some in sets for _ in range(count) for each in some]
+        images = loaded.repeated(images, count)
         rows, grid = _generate(loaded, prompts, options, images, out, with_captions)
     report = {
         "checkpoint": str(found.folder) if isinstance(found, Checkpoint) else None,
