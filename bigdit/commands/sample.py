@@ -132,8 +132,7 @@ def run(asked: Asked) -> None:
             height, width, asked.steps, asked.guidance, asked.negative, sampler, asked.seed, frames=(*frames, None)[0]
         )
         loaded.check(options, given, len(images))
-        sets = [images[at : at + loaded.begun] for at in range(0, len(images), loaded.begun)]
-        images = images if len(sets) == 1 else [each for some in sets for _ in range(asked.count) for each in some]
+        images = loaded.repeated(images, asked.count)
         rows, grid = _generate(loaded, prompts, options, images, asked.out, asked.with_captions)
     report = _report(asked, found, rows)
     write_json(asked.out / "samples.json", report)

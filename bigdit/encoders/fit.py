@@ -167,10 +167,10 @@ def run_misfits(run: RunConfig, schema: StoreSchema) -> list[str]:
     ]
     if run.data.classes is not None and schema.classes != list(run.data.classes):
         problems.append("it was encoded with other classes than data.classes, or in another order")
-    if run.data.references != schema.references:
-        problems.append(
-            f"it was encoded with data.references {schema.references}, and the run has {run.data.references}"
-        )
+    for key in ("references", "min_references"):
+        found, wanted = getattr(schema, key), getattr(run.data, key) or 0
+        if found != wanted:
+            problems.append(f"it was encoded with data.{key} {found}, and the run has {wanted}")
     if run.data.fill != bool(schema.fill):
         there, here = (str(fill).lower() for fill in (bool(schema.fill), run.data.fill))
         problems.append(f"it was encoded with data.fill {there}, and the run has {here}")

@@ -129,6 +129,7 @@ def _prepare(run: RunConfig, model: ModelSpec, source: SourceList, by_content: b
         fps=run.data.fps,
         first_frame=first_frame,
         references=run.data.references,
+        min_references=run.data.min_references or 0,
         fill=fill,
     )
     root = run.data.store

@@ -205,7 +205,7 @@ def _open(config: SourceConfig, data: DataConfig, key: str, clip: Clip | None) -
     match kind:
         case "folder":
             if config.frame_rate is None:
-                return ImageFolder(config, key, clip, data.references)
+                return ImageFolder(config, key, clip, data.reference_counts)
             assert clip is not None  # without frames, frame_rate is rejected
             return FrameFolders(config, key, config.frame_rate, clip)
         case "webdataset":
@@ -224,7 +224,7 @@ def _open(config: SourceConfig, data: DataConfig, key: str, clip: Clip | None) -
             rows = FileRows(files_of(config, ".parquet", key), "parquet", str(config.path), key)
         case _:
             assert_never(kind)
-    return TableSource(kind, rows, config, key, clip, data.references)
+    return TableSource(kind, rows, config, key, clip, data.reference_counts)
 
 
 def _refuse_columns(config: SourceConfig, kind: SourceKind, key: str) -> None:

@@ -42,7 +42,7 @@ _MOST_ELEMENTS = 1 << 48
 _MOST_DIMENSIONS = 8
 _STREAM = re.compile(r"stream/[a-z][a-z0-9_]{0,63}")
 _SHAPED = re.compile(
-    r"(latent|row|label|frame|first_frame|image_embeds|loss_mask|reference|fill)/[1-9]\d{0,8}(x[1-9]\d{0,8}){2,3}"
+    r"(latent|row|label|frame|first_frame|image_embeds|loss_mask|reference|fill)/[1-9]\d{0,8}(x[1-9]\d{0,8}){2,3}(r[1-9]\d?)?"
 )
 
 
