@@ -138,7 +138,7 @@ def _selective(planner: Planner, best: Sequence[Estimate]) -> None:
     """Selective checkpointing of what shares the activations of the best one, where that recomputes blocks, or a larger
     micro-batch would be faster if recomputing cost nothing."""
     looked_at = any(each.strategy.checkpointing == "selective" for each in planner.options.values())
-    if not best or looked_at or best[0].strategy.compile_blocks or planner.options[best[0].option].last_resort:
+    if not best or looked_at or best[0].strategy.compile_blocks or best[0].strategy.zero_stage == 3:
         return
     option = planner.options[best[0].option]
     most = option.largest(option.count, planner.capacity(option.strategy))
@@ -146,7 +146,7 @@ def _selective(planner: Planner, best: Sequence[Estimate]) -> None:
     bound = max((rate(planner.estimate(option, size, 0)) for size in sizes), default=0.0)
     fixed = planner.request.constraints.checkpointed_blocks
     hopeless = bound <= rate(best[0]) * (1 + SAME_SPEED) or fixed == 0
-    if hopeless and not best[0].blocks:
+    if option.last_resort or (hopeless and not best[0].blocks):
         return
     base = option.base or option
     alike = [each for each in planner.options.values() if (each.base or each) is base]

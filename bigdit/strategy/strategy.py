@@ -283,6 +283,12 @@ def _engine_problems(strategy: Strategy) -> list[str]:
         problems.append(
             f"dp_replicate is {strategy.dp_replicate}, which does not divide world_size {strategy.world_size}"
         )
+    if strategy.zero_stage == 3 and strategy.checkpointing == "selective" and strategy.checkpointed_blocks != 0:
+        # DeepSpeed adds the bias in place (LinearFunctionForZeroStage3), and a recomputed block adds it again.
+        problems.append(
+            "checkpointing selective keeps matrix products, which ZeRO-3 changes in place: gradients would be wrong; "
+            "use checkpointing full, or engine fsdp2"
+        )
     return problems
 
 

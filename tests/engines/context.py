@@ -96,6 +96,7 @@ TINY = {
 WAYS = {
     "recomputed": {"checkpointed_blocks": "all"},
     "selective": {"checkpointed_blocks": "all", "checkpointing": "selective"},
+    "ring": {"cp_ring": 2, "checkpointed_blocks": "all", "checkpointing": "selective"},
     "segments": {"checkpointed_segments": {"blocks": 2}},
     "offload": {"offload_activations": True},
     "accumulated": {"micro_batch_size": 1, "grad_accum_steps": 2},
@@ -109,7 +110,6 @@ WAYS = {
     "compiled": {"compile_blocks": True, "checkpointed_blocks": "all"},
     "tensorwise": {"precision": "bf16", "float8": "tensorwise"},
     "rowwise": {"precision": "bf16", "float8": "rowwise", "compile_blocks": True},
-    "ring": {"cp_ring": 2, "checkpointed_blocks": "all", "checkpointing": "selective"},
     "compiled ring": {"cp_ring": 2, "compile_blocks": True, "checkpointed_blocks": "all"},
 }
 SAME = ("lora", "gradient_clipping", "precision", "float8")
