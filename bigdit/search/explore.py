@@ -90,17 +90,12 @@ def _firsts(planner: Planner, option: Option) -> list[Strategy]:
     """With nothing recomputed, and with all blocks. Of what varies another option the state alone is needed, which
     is the same whatever is recomputed, compiled or multiplied in FP8."""
     none, full = (_recomputing(option.strategy, each, FIRST) for each in (0, planner.request.model.block_count))
-    return [none, full] if option.base is None else [none.model_copy(update=_PLAIN)]
-
-
-_PLAIN = {"compile_blocks": False, "float8": "none"}
+    plain = none.model_copy(update={"compile_blocks": False, "float8": "none"})
+    return [none, full] if option.base is None else [plain]
 
 
 def _first(planner: Planner, option: Option) -> Attempt | Failure:
-    """For its state, which without compiled blocks is known in a third of the time."""
-    first = _firsts(planner, option)[0]
-    plain = first.model_copy(update=_PLAIN if first.compile_blocks else {})
-    return probe(planner, [plain], variant=option.base is not None or plain != first)[0]
+    return probe(planner, _firsts(planner, option)[:1], variant=option.base is not None)[0]
 
 
 def _attempts_of(planner: Planner, option: Option) -> tuple[list[Strategy], list[Attempt | Failure]]:
