@@ -73,7 +73,7 @@ def _answer(line: str) -> str:
         importlib.import_module("bigdit_emulated.values").leave()
     strategy = job.request.strategy
     if strategy.compile_blocks and strategy.float8 != "none":
-        from bigdit.profile.compiled import keep_float8
+        from bigdit.models.float8 import keep_float8
 
         keep_float8()
     if job.request.part == "encoders":
