@@ -145,10 +145,9 @@ class EmulatedGpus:
         job = AttemptJob(request=request, capacity_bytes=capacity_bytes, to_end=to_end, counted=counted)
         key = self._key(job)
         with self._one() as slot:
-            found = _ATTEMPTS.find(key)
             more = {"nothing": ("update", "step"), "update": ("step",), "step": ()}[counted]
-            for each in more:
-                found = found or _ATTEMPTS.find(self._key(job.model_copy(update={"counted": each})))
+            keys = (key, *(self._key(job.model_copy(update={"counted": each})) for each in more))
+            found = next(filter(None, map(_ATTEMPTS.find, keys)), None)
             if found is None:
                 if key in self._refused:
                     raise self._refused[key]
@@ -159,6 +158,8 @@ class EmulatedGpus:
                         self._refused[key] = error
                     raise
                 _ATTEMPTS.keep(key, found)
+            elif found.ran and not found.reads:
+                self._unread.add(_kind(request))
             return found
 
     def attempts(
