@@ -158,6 +158,8 @@ class EmulatedGpus:
                         self._refused[key] = error
                     raise
                 _ATTEMPTS.keep(key, found)
+            elif found.ran and not found.reads:
+                self._unread.add(_kind(request))
             return found
 
     def attempts(

@@ -128,7 +128,7 @@ def _plan(planner: Planner, stages: _Stages) -> Plan:
         params=profile.params,
         batch=batch,
         verdict=chosen.verdict,
-        margin=planner.margin,
+        margin=planner.calibration.margin,
         chosen=next(row for row in rows if row.title == chosen.title),
         ledger=profile.ledger,
         packed_timeline=profile.packed_timeline,

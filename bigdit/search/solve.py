@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from bigdit.errors import UserError
 from bigdit.profile.pool import WorkerEnded
@@ -207,6 +207,9 @@ def _adapters(planner: Planner) -> list[Rejected]:
 MOST_RUN = 10
 """Estimates that are run at most, on the way to the best."""
 
+ROOMY = 0.95
+"""What is predicted to take no more than this share of the GPU fits as a rule: its record need not wait."""
+
 
 def best_that_runs(planner: Planner, ahead: Ahead, options: Sequence[Option]) -> Estimate | None:
     """The best that runs of these options. It alone is recorded: for what it takes of CPU memory, and by category.
@@ -216,6 +219,7 @@ def best_that_runs(planner: Planner, ahead: Ahead, options: Sequence[Option]) ->
     """
     ran: dict[str, Estimate | None] = {}
     refused: set[str] = set()
+    early: dict[str, Future[object]] = {}
 
     def held(verdict: Verdict) -> Estimate | None:
         """The best of those with this verdict, by predictions: the others' launches were not counted either."""
@@ -223,19 +227,23 @@ def best_that_runs(planner: Planner, ahead: Ahead, options: Sequence[Option]) ->
         again = [planner.estimate(planner.options[each.option], each.micro_batch_size, each.blocks) for each in found]
         return next((ran[each.title] for each in planner.preferred(again)), None)
 
+    aside = ThreadPoolExecutor()
     while True:
         order = [each for each in _ranked(planner, options) if each.title not in refused]
         if order and order[0].title not in ran and len(ran) < MOST_RUN:
             asked = _pair(planner, order)[: planner.gpus.count]
-            ran |= zip((each.title for each in asked), planner.run(asked), strict=True)
+            running = aside.submit(planner.run, asked)
+            if order[0].peak_reserved_bytes <= ROOMY * planner.capacity(order[0].strategy) and not early:
+                early[order[0].title] = aside.submit(planner.gpus.profile, planner.step_request(order[0].strategy))
+            ran |= zip((each.title for each in asked), running.result(), strict=True)
             continue
         best = held("FITS")
         if best is None:
             break
-        with ThreadPoolExecutor(1) as aside:
-            asked_next = aside.submit(ahead, best)
-            recorded = planner.record(best)
-            asked_next.result()
+        asked_next = aside.submit(ahead, best)
+        wait([early[best.title]] if best.title in early else [])
+        recorded = planner.record(best)
+        asked_next.result()
         if recorded.verdict == "FITS":
             return recorded
         refused.add(best.title)
