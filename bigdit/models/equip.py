@@ -86,8 +86,23 @@ def compile_blocks(
     # has convolutions, as Sana's, torch 2.13 lays all out as they like it: a mask too, which attention then refuses.
     options = {"shape_padding": False, "layout_optimization": False} if backend == "inductor" else None
     dynamo.config.recompile_limit = dynamo.config.accumulated_recompile_limit  # else 8: four buckets, and then none
-    for block in family.blocks(model):
-        block.forward = torch.compile(block.forward, backend=backend, dynamic=False, options=options, fullgraph=whole)
+    *_, last = blocks = family.blocks(model)
+    for block in blocks:
+        forward = block.forward if block is not last or family.unread is None else _detached(last, family.unread)
+        block.forward = torch.compile(forward, backend=backend, dynamic=False, options=options, fullgraph=whole)
+
+
+def _detached(block: nn.Module, unread: int) -> Callable[..., Any]:
+    """The block's `forward`, whose output number `unread` leads no gradient back. Else the compiler makes zeros of a
+    gradient that is not there, and weight decay would reach weights that the loss does not."""
+    forward = block.forward
+
+    def detached(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        outputs = [*forward(*args, **kwargs)]
+        outputs[unread] = outputs[unread].detach()
+        return (*outputs,)
+
+    return detached
 
 
 @contextmanager

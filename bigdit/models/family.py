@@ -62,7 +62,8 @@ class Family:
     those of the first frame, so nothing is learned of it.
 
     `shared`: modules within a block that the model also calls from outside of it, which only DiT has. Engines that
-    shard by block gather a block's weights only while it runs.
+    shard by block gather a block's weights only while it runs. `unread`: which output of the last block goes nowhere,
+    so that weights of that block have no gradient.
     """
 
     CLASS_NAME: str
@@ -72,6 +73,7 @@ class Family:
     first: Callable[[nn.Module], dict[str, Extra]] = lambda model: {}
     keeps_first: bool = False
     shared: Callable[[nn.Module], list[nn.Module]] = lambda model: []
+    unread: int | None = None
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The repeated blocks in the order of the forward pass: units of checkpointing and of sharding."""
