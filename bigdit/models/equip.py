@@ -95,8 +95,11 @@ def compile_blocks(
     # has convolutions, as Sana's, torch 2.13 lays all out as they like it: a mask too, which attention then refuses.
     options = {"shape_padding": False, "layout_optimization": False} if backend == "inductor" else None
     dynamo.config.recompile_limit = dynamo.config.accumulated_recompile_limit  # else 8: four buckets, and then none
-    for block in family.blocks(model):
+    *_, last = blocks = family.blocks(model)
+    for block in blocks:
         forward = types.MethodType(_apart(block.__class__), block) if apart else block.forward
+        if block is last and family.unread is not None:
+            forward = _detached(forward, family.unread)
         block.forward = torch.compile(forward, backend=backend, dynamic=False, options=options, fullgraph=whole)
 
 
@@ -113,6 +116,18 @@ def _apart(kind: type[nn.Module]) -> Callable[..., Any]:
         return tuple(each.clone() if isinstance(each, torch.Tensor) else each for each in found)
 
     return forward
+
+
+def _detached(forward: Callable[..., Any], unread: int) -> Callable[..., Any]:
+    """A block's `forward`, whose output number `unread` leads no gradient back. Else the compiler makes zeros of a
+    gradient that is not there, and weight decay would reach weights that the loss does not."""
+
+    def detached(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        outputs = [*forward(*args, **kwargs)]
+        outputs[unread] = outputs[unread].detach()
+        return (*outputs,)
+
+    return detached
 
 
 @contextmanager

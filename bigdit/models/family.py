@@ -64,7 +64,8 @@ class Family:
     `prepare`: what a new model needs before it is trained.
 
     `shared`: modules within a block that the model also calls from outside of it, which only DiT has. Engines that
-    shard by block gather a block's weights only while it runs.
+    shard by block gather a block's weights only while it runs. `unread`: which output of the last block goes nowhere,
+    so that weights of that block have no gradient.
     """
 
     CLASS_NAME: str
@@ -74,6 +75,7 @@ class Family:
     first: Callable[[nn.Module], dict[str, Extra]] = lambda model: {}
     prepare: Callable[[nn.Module], None] = lambda model: None
     shared: Callable[[nn.Module], list[nn.Module]] = lambda model: []
+    unread: int | None = None
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The repeated blocks in the order of the forward pass: units of checkpointing and of sharding."""
