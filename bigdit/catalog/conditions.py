@@ -140,6 +140,8 @@ def most_references(model: ModelSpec) -> tuple[str, int]:
 
 
 def _reference_problems(run: RunConfig, model: ModelSpec) -> list[str]:
+    if is_controlled(model) and run.data.min_references == 0:
+        return [f"data.min_references is 0, and {model.name} takes an image of each sample; leave it out"]
     _, most = most_references(model)
     fix = f"set it to {min(max(run.data.references, 1), most)}" if most else "leave it out"
     return [f"data.references gives {each}; {fix}" for each in reference_misfits(model, run.data.references)]

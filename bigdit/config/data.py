@@ -216,9 +216,9 @@ class DataConfig(Section):
     references: Annotated[Natural, Field(le=MOST_REFERENCES)] = 0
     """For edit models: images that each sample is an edit of: x.reference.png and x.reference2.png beside x.png, or the
     column reference. A sample that lacks one is skipped."""
-    min_references: Count | None = None
-    """The fewest, for samples with different numbers of references. Each batch has samples of one number. null: all
-    samples have as many as `references` says."""
+    min_references: Natural | None = None
+    """The fewest, for samples with different numbers of references; 0: some are no edits. Each batch has samples of one
+    number. null: all samples have as many as `references` says."""
     fill: bool = False
     """For fill models: each sample is also encoded with a part masked out, which the model paints. The mask is the one
     that its source has (mask), else a random rectangle or ellipse."""
@@ -257,7 +257,8 @@ class DataConfig(Section):
     @property
     def reference_counts(self) -> range:
         """The numbers of references that a sample can have; empty where it is no edit."""
-        return range(self.min_references or self.references, self.references + 1) if self.references else range(0)
+        fewest = self.references if self.min_references is None else self.min_references
+        return range(fewest, self.references + 1) if self.references else range(0)
 
     @property
     def keyed_buckets(self) -> dict[str, tuple[Bucket, ...]]:
@@ -302,7 +303,7 @@ class DataConfig(Section):
             raise ValueError(
                 f"{asked}, and buckets has {written_bucket(videos[0])} of videos; it is for images, so leave it out"
             )
-        if self.min_references is not None and self.min_references > self.references:
+        if self.min_references is not None and not self.reference_counts:
             raise ValueError(
                 f"min_references is {self.min_references}, and references is {self.references}; set references to the "
                 "most that a sample has, or leave min_references out"

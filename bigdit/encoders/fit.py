@@ -168,9 +168,10 @@ def run_misfits(run: RunConfig, schema: StoreSchema) -> list[str]:
     if run.data.classes is not None and schema.classes != list(run.data.classes):
         problems.append("it was encoded with other classes than data.classes, or in another order")
     for key in ("references", "min_references"):
-        found, wanted = getattr(schema, key), getattr(run.data, key) or 0
+        found, wanted = getattr(schema, key), getattr(run.data, key)
         if found != wanted:
-            problems.append(f"it was encoded with data.{key} {found}, and the run has {wanted}")
+            there, here = ("none" if each is None else each for each in (found, wanted))
+            problems.append(f"it was encoded with data.{key} {there}, and the run has {here}")
     if run.data.fill != bool(schema.fill):
         there, here = (str(fill).lower() for fill in (bool(schema.fill), run.data.fill))
         problems.append(f"it was encoded with data.fill {there}, and the run has {here}")

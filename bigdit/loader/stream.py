@@ -191,10 +191,8 @@ class BatchReader:
         sizes |= {name: math.prod(shape) * 2 for name, shape in self._shapes.items()}
         frame = store.schema.first_frame
         self._mask = 0 if frame is None else int(frame["mask"])
-        sizes |= {
-            name: max(math.prod(shapes[name]) for shapes in map(self._frame_shapes, store.buckets)) * 2
-            for name in self._frame_shapes(next(iter(store.buckets)))
-        }
+        for name, shape in (each for bucket in store.buckets for each in self._frame_shapes(bucket).items()):
+            sizes[name] = max(sizes.get(name, 0), math.prod(shape) * 2)
         self._buffers = Buffers({name: size * micro_batch_size for name, size in sizes.items()}, pinned=pinned)
         self._pinned = pinned
 

@@ -317,7 +317,7 @@ def _begun(
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
     frames = load_first_frames(run.encoders.first_frame, codec, device)
-    if frames is None and not run.data.references and not run.data.fill:
+    if frames is None and not edited and not run.data.fill:
         return {}
     codec.move(device)
     if frames is not None:

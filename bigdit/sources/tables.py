@@ -145,7 +145,7 @@ class TableItem(Item):
         contents = contents_of(_bytes(self.image), self.clip, max_pixels, captions, label)
         if self.columns.reference is None:
             return contents
-        if not self.references:
+        if not self.references and 0 not in self.edited:
             raise Unusable(f"column {self.columns.reference} names no image")
         if len(self.references) not in self.edited:
             names = how_many(len(self.references), "image")

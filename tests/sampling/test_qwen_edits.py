@@ -162,6 +162,9 @@ def test_what_does_not_fit_is_refused_in_a_line(encoded, tmp_path):
     refused = {
         ("data.references=0",): "reads the images to edit, and data.references is 0; set it to 1 to 3",
         ("data.buckets=[[64, 320]]",): f"data.buckets has 64 × 320; with {name} a side is at most 4 times the other",
+        (
+            "data.min_references=0",
+        ): f"data.min_references is 0, and the text encoder of {name} reads the images to edit",
         ("encoders.text.max_tokens=20",): "encoders.text.max_tokens is 20, and the template takes",
     }
     for settings, problem in refused.items():
@@ -256,7 +259,7 @@ def test_samples_with_different_numbers_of_references_train_in_batches_of_one_nu
         drawn = in_process("sample", "--checkpoint", runs[0], "--caption", "put it", *pictures, "--steps", "1",
                            "--out", tmp_path / f"samples{count}")  # fmt: skip
         assert drawn.returncode == 0, drawn.stderr
-    problems = {"null": "encoded with data.min_references 1, and the run has 0",
+    problems = {"null": "encoded with data.min_references 1, and the run has none",
                 "3": "min_references is 3, and references is 2"}  # fmt: skip
     for least, problem in problems.items():
         others = (each.replace("min_references=1", f"min_references={least}") for each in settings)
