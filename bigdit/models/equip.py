@@ -96,15 +96,14 @@ def compile_blocks(
     options = {"shape_padding": False, "layout_optimization": False} if backend == "inductor" else None
     dynamo.config.recompile_limit = dynamo.config.accumulated_recompile_limit  # else 8: four buckets, and then none
     for block in family.blocks(model):
-        forward = types.MethodType(_apart(type(block)), block) if apart else block.forward
+        forward = types.MethodType(_apart(type(block).forward), block) if apart else block.forward
         block.forward = torch.compile(forward, backend=backend, dynamic=False, options=options, fullgraph=whole)
 
 
 @functools.cache
-def _apart(kind: type[nn.Module]) -> Callable[..., Any]:
-    """The class's own forward, with a copy of each of several outputs, which the compiler makes no kernel for where it
-    can write there at once."""
-    own = kind.forward  # Dynamo traces no `forward` of a class
+def _apart(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A class's own forward, with a copy of each of several outputs, which the compiler makes no kernel for where it
+    can write there at once. A class has one, as torch finds graphs by it."""
 
     def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         found = own(block, *args, **kwargs)
