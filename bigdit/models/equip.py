@@ -97,17 +97,16 @@ def compile_blocks(
     dynamo.config.recompile_limit = dynamo.config.accumulated_recompile_limit  # else 8: four buckets, and then none
     *_, last = blocks = family.blocks(model)
     for block in blocks:
-        forward = types.MethodType(_apart(block.__class__), block) if apart else block.forward
+        forward = types.MethodType(_apart(type(block).forward), block) if apart else block.forward
         if block is last and family.unread is not None:
             forward = _detached(forward, family.unread)
         block.forward = torch.compile(forward, backend=backend, dynamic=False, options=options, fullgraph=whole)
 
 
 @functools.cache
-def _apart(kind: type[nn.Module]) -> Callable[..., Any]:
-    """The class's own forward, with a copy of each of several outputs, which the compiler makes no kernel for where it
-    can write there at once."""
-    own = kind.forward  # Dynamo traces no `forward` of a class
+def _apart(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A class's own forward, with a copy of each of several outputs, which the compiler makes no kernel for where it
+    can write there at once. A class has one, as torch finds graphs by it."""
 
     def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
         found = own(block, *args, **kwargs)
