@@ -113,7 +113,8 @@ def _ask(arguments: str, cache: str) -> tuple[float, float, dict[str, Any]]:
     before, began = _processors(), time.perf_counter()
     done = subprocess.run(
         [str(Path(sys.executable).parent / "bigdit"), "plan", *arguments.split(), "--json"],
-        env=os.environ | {"BIGDIT_CACHE": cache},
+        # Bytecode is kept, as a user's Python keeps it.
+        env=os.environ | {"BIGDIT_CACHE": cache, "PYTHONDONTWRITEBYTECODE": ""},
         stdout=subprocess.PIPE,
         check=False,
     )
