@@ -3,9 +3,11 @@
 The largest differences of the loss, of each gradient, and of the losses and the weights of ten steps: of each family
 where two or four share samples, by Ulysses, by rings (`ring`) and by rings of two (`rings`), plain and compiled, or of
 one family by each engine and setting where two and two do. Of families that are named, three steps where all four share
-samples: by Ulysses, and those of RINGS by a ring of two.
+samples, by Ulysses and those of RINGS by a ring of two, and of settings those that are not compiled. Of two processes
+those that are: each process compiles for itself.
 
 torchrun --nproc-per-node 4 tests/engines/context.py [FAMILY …]
+torchrun --nproc-per-node 2 tests/engines/context.py
 """
 
 from __future__ import annotations
@@ -123,10 +125,10 @@ def spec_of(name: str, changed: dict[str, int]) -> ModelSpec:
     return ModelSpec(name=name, class_name=class_name, kwargs=kwargs | changed)
 
 
-def strategy(cp: int, **given: object) -> Strategy:
-    """Of one process, or of four."""
-    world = {"engine": "fsdp2", "world_size": 4, "cp": cp} if cp > 1 else {}
-    usual = {"precision": "fp32", "micro_batch_size": SAMPLES * cp // 4 if cp > 1 else SAMPLES}
+def strategy(cp: int, processes: int = 4, **given: object) -> Strategy:
+    """Of one process, or of several."""
+    world = {"engine": "fsdp2", "world_size": processes, "cp": cp} if cp > 1 else {}
+    usual = {"precision": "fp32", "micro_batch_size": SAMPLES * cp // processes if cp > 1 else SAMPLES}
     # Adam makes a step of any gradient, and that of a key's bias is rounding alone: not so with a large eps.
     usual |= {"optimizer": OptimizerSpec(lr=1e-3, eps=1e-3), "gradient_clipping": None}
     return Strategy(**usual | world | given)
@@ -281,8 +283,11 @@ def families(world: World, names: Iterable[str]) -> dict[str, dict[str, float]]:
 def ways(world: World) -> dict[str, dict[str, float]]:
     found, alone = {}, {}
     for name, way in WAYS.items():
-        blocks = ONE_BLOCK if "compile_blocks" in way else {}
-        shared = answer("qwen-image", strategy(2, **way), world, **blocks)
+        compiled = "compile_blocks" in way
+        if (compiled and sys.argv[1:]) or (not compiled and world.world_size == 2):
+            continue
+        blocks = ONE_BLOCK if compiled else {}
+        shared = answer("qwen-image", strategy(2, world.world_size, **way), world, **blocks)
         same = {key: way[key] for key in SAME if key in way}
         if world.is_main:
             key = str(same | blocks)
@@ -296,7 +301,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     world = world_from_env()
     assert {TINY[name][0] for name in TINY} == set(CONTEXTS)
-    found = families(world, sys.argv[1:] or TINY) | ways(world)
+    found = (families(world, sys.argv[1:] or TINY) if world.world_size == 4 else {}) | ways(world)
     if world.is_main:
         print(json.dumps(found))
     dist.destroy_process_group()
