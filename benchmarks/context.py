@@ -65,6 +65,7 @@ def main() -> None:
     found = json.loads(ran.stdout.splitlines()[-1])
     heads = ["model", "cp", "loss", "gradients", "weights", "allocated at the peak", "without cp"]
     print("# Context parallelism\n\n`python benchmarks/context.py`\n")
+    print("cp alone is Ulysses; `ring` is one of all processes that share a sample, `rings` are of two.\n")
     print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
     with EmulatedGpus(catalog.gpu("h100-sxm"), 1) as gpus:
         for name, title in MODELS.items():
