@@ -67,12 +67,14 @@ def first_frame_problems(run: RunConfig, model: ModelSpec) -> list[str]:
     if not may_begin(model):
         return [f"encoders.first_frame is set, and {model.name} does not take one; leave it out"]
     if (asked.pipeline is not None) != embeds_first_frame(model):
-        needs = "no" if asked.pipeline else "an image encoder's"
-        found = "set" if asked.pipeline else "missing"
+        needs, found, fix = (
+            ("no", "set", "leave it out") if asked.pipeline else ("an image encoder's", "missing", "set it")
+        )
         key = FAMILIES[model.class_name].image_dim
         return [
             f"encoders.first_frame.pipeline is {found}, and {model.name} takes {needs} image embeddings"
             + (f" ({key})" if key else "")
+            + f"; {fix}"
         ]
     if dropout and FAMILIES[model.class_name].blank and run.strategy.micro_batch_size > 1:
         return [
@@ -208,16 +210,18 @@ def class_misfits(model: ModelSpec, classes: list[str] | int) -> list[str]:
 def condition_problems(run: RunConfig, model: ModelSpec) -> list[str]:
     """Why the model cannot take the run's conditions."""
     labelled = run.data.images[0].label is not None
+    images = [*first_frame_problems(run, model), *_reference_problems(run, model), *_fill_problems(run, model)]
     if not takes_classes(model):
         problem = f"data.images has a label, and {model.class_name} takes text; leave it out, and set encoders.text"
-        images = [*first_frame_problems(run, model), *_reference_problems(run, model), *_fill_problems(run, model)]
         return [*([problem] if labelled else []), *images]
     if not labelled:
         return [
             f"data.images has no label, and {model.class_name} takes classes; set it, such as to folder, and leave "
             "encoders.text out"
         ]
-    problems = [f"data.classes names {misfit}" for misfit in class_misfits(model, list(run.data.classes or ()))]
+    problems = [
+        f"data.classes names {misfit}" for misfit in class_misfits(model, list(run.data.classes or ()))
+    ] + images
     if run.data.caption_dropout and no_class(model) is None:
         problems.append(
             f"data.caption_dropout is {run.data.caption_dropout:g}, and model.kwargs.null_class is false: the model "

@@ -470,7 +470,7 @@ def config_of(file: Path) -> dict[str, Any]:
     """A JSON object of diffusers; empty without the file. Raises UserError for anything else."""
     try:
         found = read_json(file)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror or error}") from None

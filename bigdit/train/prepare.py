@@ -149,7 +149,7 @@ def _unfit_buckets(run: RunConfig, spec: ModelSpec) -> list[str]:
     codec = run.encoders.image
     if isinstance(codec, IdentityCodec) or spec.class_name not in FAMILIES:
         return []  # of pixels `check` has compared them
-    vae = folder_vae(codec.described_in or codec.path)
+    vae = folder_vae(codec.described_in)
     if vae is None:
         return []
     model, problems = of_arguments(spec, vae), list[str]()
