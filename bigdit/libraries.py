@@ -97,6 +97,8 @@ def prepare() -> None:
     logging.getLogger("torchao").setLevel(logging.ERROR)
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    # diffusers gathers what processes share by a name that torch is about to drop.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"diffusers\.hooks\.context_parallel")
     # FSDP2 says of each model whose output is a view that writing into it would lose a hook: the step writes into none,
     # and no family into what its parts return (tests/models, `test_nothing_is_written_into_views_of_units`).
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")

@@ -311,6 +311,11 @@ def test_a_step_takes_what_was_predicted_and_the_pipeline_loads_what_was_trained
             "data.first_frame_noise is set, and encoders.first_frame is not; leave it out",
         ),
         (
+            "LTXImageToVideoPipeline",
+            ("encoders.first_frame=null",),
+            "it was encoded with first frames, and encoders.first_frame is not set",
+        ),
+        (
             "CogVideoXImageToVideoPipeline of learned positions",
             ("model.kwargs.sample_frames=9",),
             "and the model has learned positions of 5 × 8 × 8 latents",

@@ -151,7 +151,8 @@ def run_misfits(run: RunConfig, schema: StoreSchema) -> list[str]:
     sections = [("encoders.image", _codec(image), schema.codec)]
     if text is not None:
         sections.append(("encoders.text", _text(text), schema.text_encoder))
-    if (first := run.encoders.first_frame) is not None and first.pipeline is not None:
+    first = run.encoders.first_frame
+    if first is not None and first.pipeline is not None:
         seen = {"dtype": first.dtype} | _saved(first.pipeline / IMAGE_ENCODER, first.dtype)
         sections.append(("encoders.first_frame", seen, schema.first_frame or {}))
     if text is not None and text.pipeline is not None:
@@ -175,6 +176,9 @@ def run_misfits(run: RunConfig, schema: StoreSchema) -> list[str]:
     if run.data.fill != bool(schema.fill):
         there, here = (str(fill).lower() for fill in (bool(schema.fill), run.data.fill))
         problems.append(f"it was encoded with data.fill {there}, and the run has {here}")
+    if (first is None) != (schema.first_frame is None):
+        there, here = ("without", "set") if schema.first_frame is None else ("with", "not set")
+        problems.append(f"it was encoded {there} first frames, and encoders.first_frame is {here}")
     if run.data.fps != schema.fps:
         problems.append(f"it was encoded with data.fps {schema.fps}, and the run has {run.data.fps}")
     return problems + list(dict.fromkeys(_bucket_misfits(run, schema)))
