@@ -231,14 +231,12 @@ class EmulatedGpus:
         kind = _kind(job.request)
         if self._follows.get(kind):
             return self._run(job, slot, values=True)
-        compiled = job.request.strategy.compile_blocks
-        asks = WorkerError if compiled else (UserError, WorkerError)  # what torch cannot compile needs no values
         try:
             without = self._run(job, slot, values=False)
-        except asks:  # for values that are not there
+        except (UserError, WorkerError):  # it asks for values that are not there
             self._follows[kind] = True
             return self._run(job, slot, values=True)
-        if not without.reads or compiled:  # its kernels compute no values
+        if not without.reads or job.request.strategy.compile_blocks:  # its kernels compute no values
             self._unread.add(kind)
             return without
         with self._first.setdefault(kind, Lock()):
