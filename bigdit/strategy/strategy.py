@@ -272,8 +272,10 @@ def _engine_problems(strategy: Strategy) -> list[str]:
         problems.append(
             "engine ddp averages over several processes, and world_size is 1; set it higher, or use engine single"
         )
-    if (engine == "deepspeed") != (strategy.ds_config is not None):
-        problems.append("ds_config belongs to the engine deepspeed, and to no other")
+    if engine == "deepspeed" and strategy.ds_config is None:
+        problems.append("engine deepspeed needs ds_config, DeepSpeed's JSON; set it, or use engine fsdp2")
+    if engine != "deepspeed" and strategy.ds_config is not None:
+        problems.append(f"ds_config belongs to the engine deepspeed, and engine is {engine}; set it to null")
     if engine != "fsdp2" and (strategy.dp_replicate != 1 or strategy.cpu_offload):
         problems.append(
             f"dp_replicate and cpu_offload belong to the engine fsdp2, and engine is {engine}"
