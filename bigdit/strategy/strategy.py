@@ -204,7 +204,9 @@ class Strategy(Section):
         """DeepSpeed's ZeRO stage; None for the other engines."""
         if self.ds_config is None:
             return None
-        return int(self.ds_config.get("zero_optimization", {}).get("stage", 0))
+        section = self.ds_config.get("zero_optimization")
+        stage = section.get("stage") if isinstance(section, dict) else 0
+        return stage if isinstance(stage, int) else 0  # what is no number is refused where its document is read
 
     @property
     def forward_only(self) -> Strategy:
