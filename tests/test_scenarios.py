@@ -181,7 +181,7 @@ def test_the_waterfall_leads_from_what_is_copied_to_what_fits() -> None:
         planner = Planner(request, gpus, Calibration())
         attempt = gpus.attempt(planner.step_request(strategy), UNLIMITED)
         reserved = attempt.peak_reserved_bytes
-        taken = process(reserved, planner.non_torch(strategy), planner.margin)
+        taken = process(reserved, planner.non_torch(strategy), planner.calibration.margin)
         verdict = verdict_of(taken, request.gpu.usable_bytes)
         option = planner.options["asked for"] = Option("asked for", strategy)
         option.count = 20

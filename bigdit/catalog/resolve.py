@@ -336,7 +336,7 @@ _RATIOS: dict[str, Callable[[dict[str, Any]], _Ratios]] = {
     "AutoencoderKLFlux2": lambda c: _Ratios(_halvings(c, "block_out_channels"), 1, c["latent_channels"]),
     "AutoencoderDC": lambda c: _Ratios(_halvings(c, "encoder_block_out_channels"), 1, c["latent_channels"]),
     "AutoencoderKLQwenImage": lambda c: _Ratios(2 ** len(c["temperal_downsample"]), 1, c["z_dim"]),
-    "AutoencoderKLWan": lambda c: _Ratios(c["scale_factor_spatial"], c["scale_factor_temporal"], c["z_dim"]),
+    "AutoencoderKLWan": lambda c: _Ratios(c["scale_factor_spatial"], 2 ** sum(c["temperal_downsample"]), c["z_dim"]),
     "AutoencoderKLCogVideoX": lambda c: _Ratios(
         _halvings(c, "block_out_channels"), c["temporal_compression_ratio"], c["latent_channels"]
     ),
@@ -370,7 +370,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "AutoencoderKLFlux2": {"block_out_channels": [128, 256, 512, 512], "latent_channels": 32},
     "AutoencoderDC": {"encoder_block_out_channels": [128, 256, 512, 512, 1024, 1024], "latent_channels": 32},
     "AutoencoderKLQwenImage": {"temperal_downsample": [False, True, True], "z_dim": 16},
-    "AutoencoderKLWan": {"scale_factor_spatial": 8, "scale_factor_temporal": 4, "z_dim": 16},
+    "AutoencoderKLWan": {"scale_factor_spatial": 8, "temperal_downsample": [False, True, True], "z_dim": 16},
     "AutoencoderKLCogVideoX": {
         "block_out_channels": [128, 256, 256, 512],
         "temporal_compression_ratio": 4,

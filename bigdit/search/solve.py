@@ -141,12 +141,14 @@ def _selective(planner: Planner, best: Sequence[Estimate]) -> None:
     if not best or looked_at or best[0].strategy.compile_blocks or best[0].strategy.zero_stage == 3:
         return
     option = planner.options[best[0].option]
+    if option.last_resort:
+        return
     most = option.largest(option.count, planner.capacity(option.strategy))
     sizes = [size for size in planner.micro_batch_sizes(option.strategy) if size <= most]
     bound = max((rate(planner.estimate(option, size, 0)) for size in sizes), default=0.0)
     fixed = planner.request.constraints.checkpointed_blocks
     hopeless = bound <= rate(best[0]) * (1 + SAME_SPEED) or fixed == 0
-    if option.last_resort or (hopeless and not best[0].blocks):
+    if hopeless and not best[0].blocks:
         return
     base = option.base or option
     alike = [each for each in planner.options.values() if (each.base or each) is base]
