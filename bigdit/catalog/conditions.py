@@ -1,4 +1,5 @@
-"""Conditions of models: classes, first frames and references, and whether a run and a store have them."""
+"""Conditions of models: classes, first frames, references and control images, and whether a run and a store have
+them."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from bigdit.catalog.families import FAMILIES, PACKING, begins_with_an_image, editor_of, fills, is_controlled
-from bigdit.catalog.models import models
+from bigdit.catalog.models import CatalogModel, models
 from bigdit.config.run import RunConfig
-from bigdit.strategy import ModelSpec
+from bigdit.strategy import ControlNetSpec, ModelSpec
 from bigdit.units import how_many
 
 IMAGE_CONDITION = "image_condition"
@@ -105,6 +106,10 @@ def first_frame_misfits(
     return problems
 
 
+CONTROLNET = "controlnet"
+"""The name of a ControlNet in the model that it is beside, and in an export."""
+
+
 LOSS_MASK = "loss_mask"
 """An extra: the weight of the loss at each place of the latents [B, H, W]."""
 
@@ -129,7 +134,36 @@ def most_references(model: ModelSpec) -> tuple[str, int]:
     return model.class_name, FAMILIES[model.class_name].references if model.class_name in FAMILIES else 0
 
 
+def controlnet_problems(model: ModelSpec, asked: ControlNetSpec) -> list[str]:
+    """Why no such ControlNet can be beside the model."""
+    inputs = FAMILIES.get(model.class_name)
+    if inputs is None or inputs.controlnet is None:
+        have = ", ".join(name for name, each in FAMILIES.items() if each.controlnet)
+        return [f"bigdit trains no ControlNet of {model.class_name}; {have} have one"]
+    if fed_more(model) or any(each.references for each in models() if each.name == model.name):
+        return [f"{model.name} takes an image itself, and a ControlNet is of a model of text alone; take its base"]
+    depths: list[Any] = [model.kwargs.get(key) for key in inputs.depths.values()]
+    sizes = {"layers": asked.layers, "single_layers": asked.single_layers}
+    most = dict(zip(sizes, (*depths, 0), strict=False))
+    return [
+        f"{key} is {size}, and {model.name} has {most[key]} such blocks to start with; set it to that or less"
+        for key, size in sizes.items()
+        if isinstance(most[key], int) and size > most[key]
+    ]
+
+
+def beside(model: CatalogModel, asked: ControlNetSpec) -> CatalogModel:
+    """The model with such a ControlNet beside it: with its blocks, and an image a sample."""
+    return model.model_copy(update={"references": 1, "block_lists": (*model.block_lists, (CONTROLNET, asked.blocks))})
+
+
 def _reference_problems(run: RunConfig, model: ModelSpec) -> list[str]:
+    if (asked := run.strategy.controlnet) is not None:
+        problems = [f"strategy.controlnet: {each}" for each in controlnet_problems(model, asked)]
+        if not problems and run.data.references != 1:
+            there = f"data.references is {run.data.references}"
+            problems.append(f"strategy.controlnet takes one image a sample, and {there}; set it to 1")
+        return problems
     _, most = most_references(model)
     fix = f"set it to {min(max(run.data.references, 1), most)}" if most else "leave it out"
     return [f"data.references gives {each}; {fix}" for each in reference_misfits(model, run.data.references)]

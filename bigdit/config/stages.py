@@ -26,7 +26,7 @@ _SHARED = (
     *("encoders.text.seed", "encoders.first_frame", "train.seed"),
     *(
         f"strategy.{key}"
-        for key in ("engine", "world_size", "cp", "dp_replicate", "precision", "ema", "lora", "features")
+        for key in ("engine", "world_size", "cp", "dp_replicate", "precision", "ema", "lora", "controlnet", "features")
     ),
     *("strategy.optimizer.name", "strategy.optimizer.decayed"),
 )

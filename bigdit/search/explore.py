@@ -159,7 +159,7 @@ def hopeful(planner: Planner, group: Sequence[Option]) -> tuple[list[Option], li
 def _least_host_bytes(planner: Planner, option: Option) -> int:
     """What an offloaded AdamW takes of a machine's memory at least, without an attempt; 0 of others."""
     strategy, cluster = option.strategy, planner.request.cluster
-    masters = strategy.precision != "bf16_sr" and strategy.optimizer.name == "adamw" and strategy.lora is None
+    masters = strategy.precision != "bf16_sr" and strategy.optimizer.name == "adamw" and not strategy.frozen
     if not (strategy.optimizer_in_cpu_memory and masters):
         return 0
     params = (planner.request.model.params or 0) / strategy.world_size
