@@ -4,7 +4,7 @@
 
 Differences are of tiny models in fp32 on the CPU (tests/engines/context.py): of the loss, of the gradients, and of the
 weights after ten steps. Bytes are what two steps of the catalogue's model allocate at most on an emulated H100, one of
-eight, with FSDP2 and nothing recomputed.
+eight, with FSDP2 and nothing recomputed. A `ring` is of all processes that share a sample, `rings` are of two.
 """
 
 from __future__ import annotations
@@ -47,6 +47,10 @@ MODELS = {
 """By the names of tests/engines/context.py."""
 
 
+WAYS = {"2": (2, 1), "2 ring": (2, 2), "4": (4, 1), "4 rings": (4, 2), "4 ring": (4, 4)}
+"""cp and cp_ring, by what context.py calls them."""
+
+
 def main() -> None:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     script = [Path(sys.executable).parent / "torchrun", "--standalone", "--nproc-per-node", "4"]
@@ -61,14 +65,18 @@ def main() -> None:
     found = json.loads(ran.stdout.splitlines()[-1])
     heads = ["model", "cp", "loss", "gradients", "weights", "allocated at the peak", "without cp"]
     print("# Context parallelism\n\n`python benchmarks/context.py`\n")
+    print("cp alone is Ulysses; `ring` is one of all processes that share a sample, `rings` are of two.\n")
     print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}")
     with EmulatedGpus(catalog.gpu("h100-sxm"), 1) as gpus:
         for name, title in MODELS.items():
             alone = peak(gpus, title, 1)
-            for cp in (2, 4):
+            for cp, (shared, ring) in WAYS.items():
+                if f"{name} {cp}" not in found:
+                    continue
                 each = found[f"{name} {cp}"]
                 off = (f"{each[what]:.0e}" for what in ("loss", "gradients", "weights"))
-                print(f"| {title} | {cp} | {' | '.join(off)} | {peak(gpus, title, cp)} | {alone} |", flush=True)
+                peaks = f"{peak(gpus, title, shared, ring)} | {alone}"
+                print(f"| {title} | {cp} | {' | '.join(off)} | {peaks} |", flush=True)
     compiled = {name.split()[0]: found[name] for name in found if name.endswith(" compiled")}
     worst = max(each[what] for each in compiled.values() for what in ("gradients", "curve"))
     print(f"\nCompiled over 4 processes, {', '.join(compiled)}: at most {worst:.0e} of gradients and losses.")
@@ -79,12 +87,12 @@ def main() -> None:
     print(f"\nIn FP8, tensorwise and rowwise (compiled): at most {fp8:.0e} of losses, beside one process in FP8.")
 
 
-def peak(gpus: EmulatedGpus, title: str, cp: int) -> str:
+def peak(gpus: EmulatedGpus, title: str, cp: int, ring: int = 1) -> str:
     model = catalog.model(title)
     assert model.spec.class_name in CONTEXTS
-    if context_problems(model.spec, cp):
+    if context_problems(model.spec, cp, ring):
         return DASH
-    strategy = parse_strategy([f"fsdp2,world_size=8,cp={cp}"])
+    strategy = parse_strategy([f"fsdp2,world_size=8,cp={cp},cp_ring={ring}"])
     attempt = gpus.attempt(request_for(model, catalog.gpu("h100-sxm"), strategy, resolution=SIZE.get(title)))
     return f"{gib(attempt.peak_allocated_bytes)} ({attempt.peak_allocated_bytes:,})"
 

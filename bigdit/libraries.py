@@ -14,7 +14,9 @@ import sys
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 from bigdit.errors import UserError
 from bigdit.units import gib
@@ -95,6 +97,8 @@ def prepare() -> None:
     logging.getLogger("torchao").setLevel(logging.ERROR)
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    # diffusers gathers what processes share by a name that torch is about to drop.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"diffusers\.hooks\.context_parallel")
     # FSDP2 says of each model whose output is a view that writing into it would lose a hook: the step writes into none,
     # and no family into what its parts return (tests/models, `test_nothing_is_written_into_views_of_units`).
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(.*\) returned a view tensor")
@@ -119,6 +123,44 @@ def models_alone() -> Iterator[None]:
     finally:
         if not imported:
             del sys.modules[_FOR_PIPELINES]
+
+
+@contextmanager
+def without_transformers() -> Iterator[None]:
+    """Import peft without transformers, whose models it would look for in vain: four fifths of its time. Transformers
+    may be imported later."""
+    if "transformers" in sys.modules:
+        yield
+        return
+    absent = _Absent()
+    sys.meta_path.insert(0, absent)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(absent)
+        for name in [name for name in sys.modules if absent.find_spec(name)]:
+            del sys.modules[name]  # peft keeps the names that it took
+
+
+class _Absent(MetaPathFinder, Loader):
+    """Finds transformers and its modules. Each name in them is a class without instances."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "transformers" else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _AbsentModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__["__version__"] = importlib.metadata.version("transformers")
+
+
+class _AbsentModule(ModuleType):
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        found: type = self.__dict__.setdefault(name, type(name, (), {}))
+        return found
 
 
 @contextmanager

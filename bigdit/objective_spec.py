@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from bigdit.numbers import Count, Number, Positive, Switch
+from bigdit.documents import Count, Number, Positive, Switch
 from bigdit.strategy import Section
 
 SamplerName = Literal["euler", "heun", "dpmsolver++", "unipc", "ddim"]

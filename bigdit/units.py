@@ -62,6 +62,13 @@ def how_many(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else plural}"
 
 
+def how_many_of(numbers: range, what: str) -> str:
+    """`an image`, `2 images`, `1 to 3 images`."""
+    if numbers[0] == numbers[-1] == 1:
+        return f"{'an' if what[0] in 'aeiou' else 'a'} {what}"
+    return f"{numbers[0]} to {numbers[-1]} {what}s" if len(numbers) > 1 else how_many(numbers[0], what)
+
+
 def duration(seconds: float) -> str:
     """Seconds as `4.2 s`, `3 min 05 s` or `2 h 10 min`."""
     if seconds < 60:

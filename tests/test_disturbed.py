@@ -336,7 +336,8 @@ class Disturbed(stateful.RuleBasedStateMachine):
             self.nothing_is_lost(hurt)
             last = self.start(name)
             last.ends(0)
-        if of != "a run" or "exports/" in path or (hurt and ended == "went on" and folder_of(root, hurt).exists()):
+        unread = hurt and (ended == "went on" or self.newest > hurt) and folder_of(root, hurt).exists()
+        if of != "a run" or unread or ("exports/" in path and ".tmp-" not in path):
             on.bring_back(file, whole)  # nobody has read it
         if path == "metrics.jsonl":  # every row is there once, and right; or its loss was said
             rows, printed = rows_of(root), first.text().replace("\n", "")

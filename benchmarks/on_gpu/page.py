@@ -11,7 +11,7 @@ from pages import kept
 from pydantic import NonNegativeInt
 
 from bigdit.files import write_json, write_text
-from bigdit.profile.measured.run import GpuRun, Timing
+from bigdit.profile.measured import GpuRun, Timing
 from bigdit.strategy import Strict
 from bigdit.units import MIB
 from on_gpu.points import POINTS, Point

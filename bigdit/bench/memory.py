@@ -16,7 +16,7 @@ from bigdit.memory import Category
 from bigdit.memory.process import ByteRange, non_torch_memory_of
 from bigdit.profile.attempt import Attempt, StepRequest, request_for
 from bigdit.profile.gpus import EmulatedGpus
-from bigdit.profile.measured.run import GpuRun, RanOut, run_on_gpu
+from bigdit.profile.measured import GpuRun, RanOut, run_on_gpu
 from bigdit.strategy import BatchShape, Strategy, Strict
 
 

@@ -6,7 +6,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bigdit.catalog.families import FAMILIES, PACKING, begins_with_an_image, editor_of, fills, is_controlled
+from bigdit.catalog.families import (
+    FAMILIES,
+    PACKING,
+    Inputs,
+    begins_with_an_image,
+    editor_of,
+    fills,
+    is_controlled,
+)
 from bigdit.catalog.models import CatalogModel, models
 from bigdit.config.run import RunConfig
 from bigdit.strategy import ControlNetSpec, ModelSpec
@@ -30,7 +38,8 @@ def takes_first_frame(model: ModelSpec) -> bool:
 
 def may_begin(model: ModelSpec) -> bool:
     """Whether the model can take the first frame of its videos from a store."""
-    return takes_first_frame(model) or (model.class_name in FAMILIES and FAMILIES[model.class_name].blank)
+    inputs = FAMILIES.get(model.class_name, Inputs())
+    return takes_first_frame(model) or inputs.blank or (inputs.keeps_first and not begins_with_an_image(model))
 
 
 def embeds_first_frame(model: ModelSpec) -> bool:
@@ -49,30 +58,29 @@ def fed_more(model: ModelSpec) -> bool:
 def first_frame_problems(run: RunConfig, model: ModelSpec) -> list[str]:
     """Why the model cannot take the run's first frame."""
     asked, needed = run.encoders.first_frame, takes_first_frame(model) or _known_to_begin(model)
+    dropout = run.data.first_frame_dropout
     if asked is None:
         if not needed:
-            return []
+            set_key = "first_frame_dropout" if dropout else "first_frame_noise" if run.data.first_frame_noise else None
+            return [f"data.{set_key} is set, and encoders.first_frame is not; leave it out"] if set_key else []
         example = "{pipeline: FOLDER}" if embeds_first_frame(model) else "{}"
         return [f"{model.name} needs the first frame, and encoders.first_frame is missing; set it to {example}"]
     if not may_begin(model):
         return [f"encoders.first_frame is set, and {model.name} does not take one; leave it out"]
     if (asked.pipeline is not None) != embeds_first_frame(model):
-        needs = "no" if asked.pipeline else "an image encoder's"
-        found = "set" if asked.pipeline else "missing"
+        needs, found, fix = (
+            ("no", "set", "leave it out") if asked.pipeline else ("an image encoder's", "missing", "set it")
+        )
         key = FAMILIES[model.class_name].image_dim
         return [
             f"encoders.first_frame.pipeline is {found}, and {model.name} takes {needs} image embeddings"
             + (f" ({key})" if key else "")
+            + f"; {fix}"
         ]
-    if run.strategy.cp > 1 and not takes_first_frame(model):
+    if dropout and FAMILIES[model.class_name].blank and run.strategy.micro_batch_size > 1:
         return [
-            f"strategy.cp is {run.strategy.cp}, and {model.class_name} with encoders.first_frame does not split a "
-            "sample; set it to 1"
-        ]
-    if model.kwargs.get("use_learned_positional_embeddings") and run.strategy.lora is None:
-        return [
-            f"{model.name} has learned positions in a buffer, which checkpoints of full fine-tuning do not keep; set "
-            "strategy.lora"
+            f"data.first_frame_dropout is {dropout:g}, and {model.class_name} masks the image of a whole micro-batch "
+            f"alone; set it to 0, or strategy.micro_batch_size, {run.strategy.micro_batch_size}, to 1"
         ]
     return []
 
@@ -96,6 +104,10 @@ def first_frame_misfits(
         problems.append(
             f"{given} channels of the first frame ({found['mask']} of its mask), and the model takes {taken - out} "
             f"(in_channels {taken} − out_channels {out})"
+        )
+    if inputs.keeps_first and taken == out and found["mask"]:
+        problems.append(
+            f"a mask of the first frame, and {model.name} takes its latents alone, as the VAE of Wan 2.2 5B gives them"
         )
     if (dim := model.kwargs.get(inputs.image_dim or "")) is not None:
         if (found.get("tokens"), found.get("dim")) != (inputs.image_tokens, dim):
@@ -164,6 +176,8 @@ def _reference_problems(run: RunConfig, model: ModelSpec) -> list[str]:
             there = f"data.references is {run.data.references}"
             problems.append(f"strategy.controlnet takes one image a sample, and {there}; set it to 1")
         return problems
+    if is_controlled(model) and run.data.min_references == 0:
+        return [f"data.min_references is 0, and {model.name} takes an image of each sample; leave it out"]
     _, most = most_references(model)
     fix = f"set it to {min(max(run.data.references, 1), most)}" if most else "leave it out"
     return [f"data.references gives {each}; {fix}" for each in reference_misfits(model, run.data.references)]
@@ -230,16 +244,18 @@ def class_misfits(model: ModelSpec, classes: list[str] | int) -> list[str]:
 def condition_problems(run: RunConfig, model: ModelSpec) -> list[str]:
     """Why the model cannot take the run's conditions."""
     labelled = run.data.images[0].label is not None
+    images = [*first_frame_problems(run, model), *_reference_problems(run, model), *_fill_problems(run, model)]
     if not takes_classes(model):
         problem = f"data.images has a label, and {model.class_name} takes text; leave it out, and set encoders.text"
-        images = [*first_frame_problems(run, model), *_reference_problems(run, model), *_fill_problems(run, model)]
         return [*([problem] if labelled else []), *images]
     if not labelled:
         return [
             f"data.images has no label, and {model.class_name} takes classes; set it, such as to folder, and leave "
             "encoders.text out"
         ]
-    problems = [f"data.classes names {misfit}" for misfit in class_misfits(model, list(run.data.classes or ()))]
+    problems = [
+        f"data.classes names {misfit}" for misfit in class_misfits(model, list(run.data.classes or ()))
+    ] + images
     if run.data.caption_dropout and no_class(model) is None:
         problems.append(
             f"data.caption_dropout is {run.data.caption_dropout:g}, and model.kwargs.null_class is false: the model "

@@ -71,8 +71,9 @@ _PACKED = 2
 """Source: models/packing.py."""
 
 
-def context_problems(model: ModelSpec, cp: int) -> list[str]:
-    """Why the model's tokens cannot be split over so many processes, whatever the sample."""
+def context_problems(model: ModelSpec, cp: int, ring: int | None = None) -> list[str]:
+    """Why the model's tokens cannot be split over so many processes, whatever the sample. None for `ring` is the least
+    that the model's heads allow."""
     if cp == 1:
         return []
     if model.class_name not in CONTEXTS:
@@ -80,10 +81,22 @@ def context_problems(model: ModelSpec, cp: int) -> list[str]:
             f"strategy.cp is {cp}, and bigdit does not know how to split the tokens of {model.class_name}; set it to "
             f"1, or use one of {', '.join(sorted(CONTEXTS))}"
         ]
-    heads = model.kwargs.get("num_attention_heads")
-    if not isinstance(heads, int) or heads % cp == 0 or CONTEXTS[model.class_name].linear:
+    least = least_ring(model, cp)
+    if ring is None or (ring == 1 if CONTEXTS[model.class_name].linear else ring % least == 0):
         return []
-    return [f"strategy.cp is {cp}, and {model.name} has {heads} heads of attention; set it to {_nearest(cp, heads)}"]
+    if CONTEXTS[model.class_name].linear:
+        return [f"strategy.cp_ring is {ring}, and {model.name} adds up tokens in place of attention; set it to 1"]
+    heads = model.kwargs["num_attention_heads"]
+    exchanged = f"strategy.cp {cp} / cp_ring {ring} = {cp // ring} does not divide"
+    return [f"{exchanged} the {heads} heads of {model.name}; set strategy.cp_ring to {least}"]
+
+
+def least_ring(model: ModelSpec, cp: int, per_node: int = DEGREES[-1]) -> int:
+    """The least strategy.cp_ring: the part of `cp` that does not divide the model's heads, or the GPUs of a machine."""
+    heads = model.kwargs.get("num_attention_heads")
+    if not isinstance(heads, int) or model.class_name not in CONTEXTS or CONTEXTS[model.class_name].linear:
+        return 1
+    return cp // math.gcd(cp, heads, per_node)
 
 
 def context_misfits(model: ModelSpec, cp: int, shapes: Iterable[tuple[int, ...]], text_tokens: int | None) -> list[str]:

@@ -33,8 +33,9 @@ class Inputs(Strict):
     texts: each has a mask, `…_mask`. `classes`: the argument with the number of
     classes, for a family that takes one. `packs`: latents go in as 2 × 2 patches in the channels.
     `video`: latents have frames; `first_frame`: its models that begin with an image can be trained; `blank`:
-    all its models can begin with one, or with none. `image_dim`: the argument with the width of an image encoder's
-    embeddings of that image, of `image_tokens`. `references`: the most images that a sample can be an edit
+    all its models can begin with one, or with none; `keeps_first`: those without channels for one can begin with one,
+    too, which takes the place of the first latents, at a t of 0. `image_dim`: the argument with the width of an image
+    encoder's embeddings of that image, of `image_tokens`. `references`: the most images that a sample can be an edit
     of. `fill`: its models with more channels still are given a masked image and its mask.
     `controlnet`: diffusers' class of a ControlNet beside its models. `square`:
     height and width are one number to it; `fixed`: that of `sample_size`.
@@ -57,6 +58,7 @@ class Inputs(Strict):
     video: bool = False
     first_frame: bool = False
     blank: bool = False
+    keeps_first: bool = False
     image_dim: str | None = None
     image_tokens: int = 0
     references: int = 0
@@ -146,6 +148,7 @@ FAMILIES: dict[str, Inputs] = {
         text_dim="text_dim",
         video=True,
         first_frame=True,
+        keeps_first=True,
         image_dim="image_dim",
         image_tokens=257,  # of CLIP ViT-H/14 on 224 × 224 pixels: 16² patches and the class token
         depths={"blocks": "num_layers"},
@@ -172,7 +175,7 @@ FAMILIES: dict[str, Inputs] = {
             "visual_transformer_blocks": "num_visual_blocks",
         },
     ),
-    "LTXVideoTransformer3DModel": Inputs(text_dim="caption_channels", video=True, blank=True),
+    "LTXVideoTransformer3DModel": Inputs(text_dim="caption_channels", video=True, keeps_first=True),
     "MochiTransformer3DModel": Inputs(text_dim="text_embed_dim", video=True, by_text=True),
     "QwenImageTransformer2DModel": Inputs(
         text_dim="joint_attention_dim", packs=True, references=3, controlnet="QwenImageControlNetModel"

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bigdit.catalog.conditions import may_begin
 from bigdit.catalog.families import (
     EDITORS,
     FAMILIES,
@@ -128,7 +129,7 @@ def user_model(path: Path) -> CatalogModel:
     if spec.class_name not in FAMILIES:
         why = refusal("model", spec.class_name) or f"; {nearest(spec.class_name, FAMILIES)}"
         raise UserError(f"{path}: no family adapter drives {spec.class_name!r}{why}")
-    own = None if folder is None else folder_vae(folder)
+    own = None if folder is None else folder_vae(folder / "vae")
     named = None if folder is None else str(index_of(folder).get("_class_name"))
     inputs, sibling = FAMILIES[spec.class_name], _sibling(spec, own, named)
     problems = [
@@ -151,7 +152,7 @@ def user_model(path: Path) -> CatalogModel:
     edits = int(named in EDITORS) or made.references
     begins = named is not None and named.endswith(_BEGINS)
     update = {"source": (str(path),), "pipeline": pipeline, "unverified": assumed, "references": edits}
-    return made.model_copy(update=update | {"first_frame": begins and FAMILIES[made.spec.class_name].blank})
+    return made.model_copy(update=update | {"first_frame": begins and may_begin(made.spec)})
 
 
 def of_arguments(spec: ModelSpec, own: Vae | None = None, named: str | None = None) -> CatalogModel:
@@ -400,9 +401,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def folder_vae(folder: Path) -> Vae | None:
-    """The VAE in a pipeline's folder; None where it is missing or of an unknown class. Raises UserError for a
+    """The VAE in its folder of a pipeline's; None where it is missing or of an unknown class. Raises UserError for a
     config.json without the arguments of its class."""
-    file = folder / "vae" / CONFIG
+    file = folder / CONFIG
     config = config_of(file)
     class_name = str(config.get("_class_name"))
     if class_name not in _RATIOS:
@@ -412,7 +413,7 @@ def folder_vae(folder: Path) -> Vae | None:
         kwargs = {key: value for key, value in config.items() if not key.startswith("_")}
         alike = _known(class_name, (space, time, channels), kwargs)
         return Vae(
-            name=alike or f"the VAE of {folder.name}",
+            name=alike or f"the VAE of {folder.absolute().parent.name}",
             class_name=class_name,
             kwargs=kwargs,
             downsample=space,
@@ -469,7 +470,7 @@ def config_of(file: Path) -> dict[str, Any]:
     """A JSON object of diffusers; empty without the file. Raises UserError for anything else."""
     try:
         found = read_json(file)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror or error}") from None

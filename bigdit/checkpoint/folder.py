@@ -31,10 +31,9 @@ from pydantic_core import PydanticUndefined
 
 from bigdit.config.run import CHECKPOINTS, EMA_SNAPSHOTS
 from bigdit.dist import World
-from bigdit.documents import read_json
+from bigdit.documents import Natural, Switch, read_json
 from bigdit.errors import UserError
 from bigdit.files import open_file, read_bytes, write_json
-from bigdit.numbers import Natural, Switch
 from bigdit.strategy import ModelSpec, Strategy, Strict
 
 LATEST = "latest"

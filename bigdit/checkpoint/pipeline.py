@@ -52,8 +52,8 @@ def pipeline_of(checkpoint: Checkpoint) -> Pipeline | str:
     run = parse_run(checkpoint.state["run"], str(checkpoint.folder))
     spec = ModelSpec.model_validate(checkpoint.state["model"])
     if run.strategy.controlnet is not None:
-        loader = f"{FAMILIES[spec.class_name].controlnet}.from_pretrained"
-        return f"load it by {loader}, and give it to the ControlNet pipeline of {run.model.init_from}"
+        made_by = FAMILIES[spec.class_name].controlnet
+        return f"load it by {made_by}.from_pretrained, and give it to the ControlNet pipeline of {run.model.init_from}"
     base = next((folder for folder in _folders(run) if (folder / INDEX).is_file()), None)
     if base is None:
         return f"in {_KEYS} there is no {INDEX} of a pipeline"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bigdit.commands.options import Config, Frames, GpuOption, Json, Model, Resolution, Set, StageOption, listed
+from bigdit.commands import Config, Frames, GpuOption, Json, Model, Resolution, Set, StageOption, listed
 
 if TYPE_CHECKING:
     from bigdit import catalog

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bigdit.commands.options import Json
+from bigdit.commands import Json
 
 if TYPE_CHECKING:
     from bigdit.catalog import Gpu

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from bigdit.commands.options import EmaWidth
+from bigdit.commands import EmaWidth
 
 if TYPE_CHECKING:
     from bigdit.checkpoint import Checkpoint

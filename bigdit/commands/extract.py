@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from bigdit.commands.options import Config, Json, Set, StageOption
+from bigdit.commands import Config, Json, Set, StageOption
 
 if TYPE_CHECKING:
     from bigdit.config import RunConfig

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bigdit.commands.options import Json, Set
+from bigdit.commands import Json, Set
 
 if TYPE_CHECKING:
     from bigdit.extract.verify import Damaged

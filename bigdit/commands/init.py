@@ -119,13 +119,18 @@ def _rank(text: str) -> int:
 
 
 def _check_images(request: ResolvedRequest, images: Path) -> None:
-    """Raise UserError where the images cannot be read."""
+    """Log how many there are, but for tars, whose list would be written. Raises UserError where they cannot be read."""
+    from bigdit import log
     from bigdit.config.data import DataConfig
     from bigdit.report.how_to_run import source_of
-    from bigdit.sources.open import check_sources
+    from bigdit.sources.open import check_sources, kind_of, open_source
+    from bigdit.units import how_many
 
     frames = [request.frames] if request.frames else []
     clip = request.model.clip
     data: dict[str, Any] = {"images": source_of(request.model, images), "buckets": [[*frames, *request.resolution]]}
     data |= {"references": request.model.references, **({"fps": clip.fps} if clip else {})}
-    check_sources(DataConfig.model_validate(data), listed=True)
+    found = DataConfig.model_validate(data)
+    check_sources(found, listed=False)
+    if kind_of(found.images[0], "data.images") != "webdataset":
+        log.notice(f"found {how_many(len(open_source(found)), found.samples.removesuffix('s'))} in {images}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bigdit.commands.options import Json, Set, listed, of_plans
+from bigdit.commands import Json, Set, listed, of_plans
 from bigdit.search.request import OPTIONS
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bigdit.commands.options import Frames, GpuOption, Json, Model, Resolution
+from bigdit.commands import Frames, GpuOption, Json, Model, Resolution
 
 if TYPE_CHECKING:
     from bigdit.memory.process import ByteRange

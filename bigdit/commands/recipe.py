@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bigdit.commands.options import Json
+from bigdit.commands import Json
 
 if TYPE_CHECKING:
     from bigdit.recipes import Recipe

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from bigdit.commands.options import Json
+from bigdit.commands import Json
 
 
 def run(

@@ -6,18 +6,20 @@ import functools
 import math
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from bigdit.commands.options import EmaWidth, Json, Set
+from bigdit.commands import EmaWidth, Json, Set, taking
 from bigdit.units import LARGEST, how_many
 
 if TYPE_CHECKING:
     import torch
     from PIL import Image
 
+    from bigdit.checkpoint import Checkpoint
     from bigdit.objective_spec import SamplerName
     from bigdit.sampling import Base, Sampler, SamplingOptions
 
@@ -25,32 +27,35 @@ MOST = 100_000
 """Of --count; a caption's images have numbers of five digits."""
 
 
-def run(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for images and grid.png, or videos and grid.webp.")],
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The options of the command."""
+
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for images and grid.png, or videos and grid.webp.")]
     checkpoint: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A checkpoint, or the output of a run: its latest checkpoint.")
-    ] = None,
+    ] = None
     config: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             help="In place of --checkpoint: a run's YAML. The model that it starts from (model.init_from) generates.",
         ),
-    ] = None,
-    overrides: Set = [],  # noqa: B006  # typer reads the default; it is not changed
+    ] = None
+    overrides: Set = field(default_factory=list)
     caption: Annotated[
         list[str],
         typer.Option("--caption", metavar="TEXT", help="A caption, or a class as with --label; repeatable."),
-    ] = [],  # noqa: B006
+    ] = field(default_factory=list)
     label: Annotated[
         list[str],
         typer.Option(
             "--label", metavar="CLASS", help="Name or number of a class, for class-conditional models; repeatable."
         ),
-    ] = [],  # noqa: B006
+    ] = field(default_factory=list)
     captions: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A text file with one caption or class per line.")
-    ] = None,
+    ] = None
     image: Annotated[
         list[Path],
         typer.Option(
@@ -60,12 +65,12 @@ def run(
             "image-to-video models: an image, or a video whose first frame is used. Give it once for all captions, or "
             "once for each.",
         ),
-    ] = [],  # noqa: B006
+    ] = field(default_factory=list)
     size: Annotated[
         str | None,
         typer.Option(metavar="HxW", help="Pixels; FxHxW for a video of F frames. Default: the run's first bucket."),
-    ] = None,
-    steps: Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="Steps of the sampler.")] = 20,
+    ] = None
+    steps: Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="Steps of the sampler.")] = 20
     sampler: Annotated[
         str | None,
         typer.Option(
@@ -73,16 +78,16 @@ def run(
             help="For flow matching: euler (the default), heun, dpmsolver++ or unipc. For DDPM: dpmsolver++ (the "
             "default), unipc or ddim.",
         ),
-    ] = None,
-    guidance: Annotated[float, typer.Option(min=0, metavar="SCALE", help="Classifier-free guidance; 1: none.")] = 3.0,
+    ] = None
+    guidance: Annotated[float, typer.Option(min=0, metavar="SCALE", help="Classifier-free guidance; 1: none.")] = 3.0
     negative: Annotated[
         str | None,
         typer.Option(metavar="TEXT", help="Negative prompt. Default: the empty caption, or no class."),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=LARGEST, metavar="N", help="Image i is generated from seed + i.")] = 0,
+    ] = None
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST, metavar="N", help="Image i is generated from seed + i.")] = 0
     count: Annotated[
         int, typer.Option(min=1, max=MOST, metavar="N", help="Images or videos of each caption or class.")
-    ] = 1,
+    ] = 1
     with_captions: Annotated[
         bool,
         typer.Option(
@@ -90,90 +95,120 @@ def run(
             help="Write each caption beside its image, and no grid. So the folder is a source of data.images, such as "
             "a regularisation set.",
         ),
-    ] = False,
-    ema: Annotated[bool, typer.Option("--ema", help="Use the EMA of the weights (strategy.ema).")] = False,
-    ema_width: EmaWidth = None,
-    as_json: Json = False,
-) -> None:
+    ] = False
+    ema: Annotated[bool, typer.Option("--ema", help="Use the EMA of the weights (strategy.ema).")] = False
+    ema_width: EmaWidth = None
+    as_json: Json = False
+
+
+@taking(Asked)
+def run(asked: Asked) -> None:
     """Generate images or videos for captions or classes, with a checkpoint or the model that a run starts from."""
     from bigdit import libraries, log
-    from bigdit.errors import UserError
-    from bigdit.files import check_writable
+    from bigdit.files import write_json
 
     libraries.prepare()  # before what reads --image imports them
     from bigdit.sampling.conditions import asked_image
 
-    if (checkpoint is None) == (config is None):
-        raise UserError("give one of --checkpoint DIR and --config FILE: what was trained, or what a run starts from")
-    if config is None and overrides:
-        raise UserError("--set goes with --config; a checkpoint has its own run")
-    if config is not None and (ema or ema_width is not None):
-        raise UserError("--ema and --ema-width are of a checkpoint; with --config leave them out")
-    given = {"--label": label, "--caption": caption, f"--captions {captions}": _lines(captions)}
-    prompts = [each for texts in given.values() for each in texts for _ in range(count)]
-    if not prompts:
-        raise UserError("no caption was given; pass --caption TEXT, --label CLASS, or --captions FILE")
-    bucket = _size(size) if size else None
-    sampler_name = _sampler(sampler)
-    images = [asked_image("--image", path) for path in image]
-    if not math.isfinite(guidance):
-        raise UserError(f"--guidance is {guidance}, and a finite number was expected")
-    if negative is not None and guidance == 1:
-        raise UserError("--negative has no effect with --guidance 1; pass another --guidance")
-    check_writable("--out", out)
-    if out.is_dir() and any(out.iterdir()):
-        raise UserError(f"--out {out} holds files already; name another folder")
+    given = {"--label": asked.label, "--caption": asked.caption}
+    given |= {f"--captions {asked.captions}": _lines(asked.captions)}
+    prompts = [each for texts in given.values() for each in texts for _ in range(asked.count)]
+    _check(asked, prompts)
+    bucket = _size(asked.size) if asked.size else None
+    sampler = _sampler(asked.sampler)
+    images = [asked_image("--image", path) for path in asked.image]
 
     import torch
 
-    from bigdit.checkpoint import Checkpoint, PostHoc, find_checkpoint
-    from bigdit.files import write_json
-    from bigdit.sampling import Sampler, SamplingOptions
-    from bigdit.shortage import bounded, memory_errors
+    from bigdit.sampling import SamplingOptions
+    from bigdit.shortage import bounded
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found: Checkpoint | Base
-    if checkpoint is None:
-        assert config is not None
-        found, name = _base(config, overrides), f"--config {config}"
-    else:
-        found, notices = find_checkpoint(checkpoint)
-        name = f"--checkpoint {found.folder}"
-        for line in notices:
-            log.notice(line)
+    found, name = _found(asked)
     with bounded(device):
-        with memory_errors(f"{name}: loading it", device, "a device with more memory is needed"):
-            posthoc = PostHoc(found, ema_width) if isinstance(found, Checkpoint) and ema_width is not None else None
-            if posthoc is not None:
-                log.notice(posthoc.message)
-            loaded = Sampler(found, device, ema=ema, posthoc=posthoc)
-            if with_captions and not loaded.captions:
-                raise UserError("--with-captions: this model takes classes; leave it out")
-            if label and loaded.captions:
-                raise UserError(f"--label is {label[0]!r}, and this model takes captions; pass --caption TEXT")
-            *frames, height, width = bucket or loaded.buckets[0]
-            options = SamplingOptions(
-                height, width, steps, guidance, negative, sampler_name, seed, frames=frames[0] if frames else None
-            )
-            loaded.check(options, given, len(images))
-        sets = [images[at : at + loaded.begun] for at in range(0, len(images), loaded.begun)]
-        images = images if len(sets) == 1 else [each for some in sets for _ in range(count) for each in some]
-        rows, grid = _generate(loaded, prompts, options, images, out, with_captions)
-    report = {
+        loaded = _loaded(asked, found, name, device)
+        *frames, height, width = bucket or loaded.buckets[0]
+        options = SamplingOptions(
+            height, width, asked.steps, asked.guidance, asked.negative, sampler, asked.seed, frames=(*frames, None)[0]
+        )
+        loaded.check(options, given, len(images))
+        images = loaded.repeated(images, asked.count)
+        rows, grid = _generate(loaded, prompts, options, images, asked.out, asked.with_captions)
+    report = _report(asked, found, rows)
+    write_json(asked.out / "samples.json", report)
+    if asked.as_json:
+        log.emit_json(report)
+    wrote = f"{how_many(len(rows), 'video' if frames else 'image')}{' with captions' if asked.with_captions else ''}"
+    log.notice(f"wrote {wrote}, samples.json and {grid}" if grid else f"wrote {wrote} and samples.json to {asked.out}")
+
+
+def _check(asked: Asked, prompts: Sequence[str]) -> None:
+    """Raise UserError for options that do not go together, and a folder that cannot be written."""
+    from bigdit.errors import UserError
+    from bigdit.files import check_writable
+
+    if (asked.checkpoint is None) == (asked.config is None):
+        raise UserError("give one of --checkpoint DIR and --config FILE: what was trained, or what a run starts from")
+    if asked.config is None and asked.overrides:
+        raise UserError("--set goes with --config; a checkpoint has its own run")
+    if asked.config is not None and (asked.ema or asked.ema_width is not None):
+        raise UserError("--ema and --ema-width are of a checkpoint; with --config leave them out")
+    if not prompts:
+        raise UserError("no caption was given; pass --caption TEXT, --label CLASS, or --captions FILE")
+    if not math.isfinite(asked.guidance):
+        raise UserError(f"--guidance is {asked.guidance}, and a finite number was expected")
+    if asked.negative is not None and asked.guidance == 1:
+        raise UserError("--negative has no effect with --guidance 1; pass another --guidance")
+    check_writable("--out", asked.out)
+    if asked.out.is_dir() and any(asked.out.iterdir()):
+        raise UserError(f"--out {asked.out} holds files already; name another folder")
+
+
+def _found(asked: Asked) -> tuple[Checkpoint | Base, str]:
+    """What generates, and its name in errors."""
+    from bigdit import log
+    from bigdit.checkpoint import find_checkpoint
+
+    if asked.checkpoint is None:
+        assert asked.config is not None
+        return _base(asked.config, asked.overrides), f"--config {asked.config}"
+    found, notices = find_checkpoint(asked.checkpoint)
+    for line in notices:
+        log.notice(line)
+    return found, f"--checkpoint {found.folder}"
+
+
+def _loaded(asked: Asked, found: Checkpoint | Base, name: str, device: torch.device) -> Sampler:
+    """The sampler. Raises UserError for options that its model does not take."""
+    from bigdit import log
+    from bigdit.checkpoint import Checkpoint, PostHoc
+    from bigdit.errors import UserError
+    from bigdit.sampling import Sampler
+    from bigdit.shortage import memory_errors
+
+    with memory_errors(f"{name}: loading it", device, "a device with more memory is needed"):
+        posthoc = None
+        if isinstance(found, Checkpoint) and asked.ema_width is not None:
+            posthoc = PostHoc(found, asked.ema_width)
+            log.notice(posthoc.message)
+        loaded = Sampler(found, device, ema=asked.ema, posthoc=posthoc)
+        if asked.with_captions and not loaded.captions:
+            raise UserError("--with-captions: this model takes classes; leave it out")
+        if asked.label and loaded.captions:
+            raise UserError(f"--label is {asked.label[0]!r}, and this model takes captions; pass --caption TEXT")
+    return loaded
+
+
+def _report(asked: Asked, found: Checkpoint | Base, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What samples.json says."""
+    from bigdit.checkpoint import Checkpoint
+
+    return {
         "checkpoint": str(found.folder) if isinstance(found, Checkpoint) else None,
         "init_from": None if isinstance(found, Checkpoint) else str(found.run.model.init_from),
-        "ema": ema,
-        "ema_width": ema_width,
-        "steps": steps,
-        "guidance": guidance,
-        "negative": negative,
+        **{key: getattr(asked, key) for key in ("ema", "ema_width", "steps", "guidance", "negative")},
         "images": rows,
     }
-    write_json(out / "samples.json", report)
-    if as_json:
-        log.emit_json(report)
-    wrote = f"{how_many(len(rows), 'video' if frames else 'image')}{' with captions' if with_captions else ''}"
-    log.notice(f"wrote {wrote}, samples.json and {grid}" if grid else f"wrote {wrote} and samples.json to {out}")
 
 
 def _base(config: Path, overrides: list[str]) -> Base:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bigdit.commands.options import Config, Set
+from bigdit.commands import Config, Set
 
 if TYPE_CHECKING:
     from bigdit.config.plan_file import PlanFile

@@ -10,6 +10,7 @@ from bigdit.config.run import RunConfig
 from bigdit.errors import UserError
 from bigdit.objective_spec import DdpmSpec, meaningless
 from bigdit.strategy import ModelSpec
+from bigdit.units import how_many_of
 
 
 def check(run: RunConfig, model: ModelSpec) -> None:
@@ -43,7 +44,7 @@ def _check_images(run: RunConfig) -> list[str]:
     images, captions = len(run.samples.images), len(run.samples.captions)
     references = run.data.references
     each = references or 1
-    many = "an image" if each == 1 else f"{each} images"
+    many = how_many_of(run.data.reference_counts or range(1, 2), "image")
     needs = {
         f"data.references needs {many} for each edit": references,
         "data.fill needs an image for each": run.data.fill,
@@ -52,7 +53,7 @@ def _check_images(run: RunConfig) -> list[str]:
     if not any(needs.values()):
         unset = "encoders.first_frame, data.references and data.fill are not"
         return [f"samples.images is set, and {unset}; leave it out"] if images else []
-    if images in (each, each * captions):
+    if images in (*run.data.reference_counts, each, each * captions):
         return []
     why, one = next(why for why, needed in needs.items() if needed), "one" if each == 1 else str(each)
     return [

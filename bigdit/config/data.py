@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from bigdit.documents import Count, Natural, NotNegative, Number, Positive, Processes, Share, Side, Switch
 from bigdit.errors import UserError
-from bigdit.numbers import Count, Natural, Number, Positive, Processes, Share, Side, Switch
 from bigdit.strategy import Section
 from bigdit.units import GIB, parse_bytes
 
@@ -187,6 +187,16 @@ class SourceConfig(Section):
         return columns
 
 
+class FirstFrameNoise(Section):
+    """Gaussian noise on the latents of a first frame. Its standard deviation is drawn for each sample: exp(x), with x
+    normal. The defaults are those of CogVideoX's authors, who add it to pixels (sat/diffusion_video.py)."""
+
+    mean: Number = -3.0
+    """The mean of x."""
+    std: NotNegative = 0.5
+    """The standard deviation of x."""
+
+
 class DataConfig(Section):
     """The training data, and its latent and embedding cache."""
 
@@ -206,6 +216,9 @@ class DataConfig(Section):
     references: Annotated[Natural, Field(le=MOST_REFERENCES)] = 0
     """For edit models: images that each sample is an edit of: x.reference.png and x.reference2.png beside x.png, or the
     column reference. A sample that lacks one is skipped."""
+    min_references: Natural | None = None
+    """The fewest, for samples with different numbers of references; 0: some are no edits. Each batch has samples of one
+    number. null: all samples have as many as `references` says."""
     fill: bool = False
     """For fill models: each sample is also encoded with a part masked out, which the model paints. The mask is the one
     that its source has (mask), else a random rectangle or ellipse."""
@@ -223,6 +236,10 @@ class DataConfig(Section):
     caption_dropout: Share = 0.1
     """The share of samples trained on the empty caption, or on no class, for classifier-free guidance (Ho & Salimans,
     arXiv:2207.12598)."""
+    first_frame_dropout: Share = 0.0
+    """The share of videos trained without their first frame, for image-to-video models: as zeros, or as from text."""
+    first_frame_noise: FirstFrameNoise | None = None
+    """Noise on first frames in training: {} for the defaults. null: none."""
     read_threads: Processes = 2
     """Threads that read the store, or the images with features online."""
     reader: Literal["pread", "mmap"] = "pread"
@@ -236,6 +253,12 @@ class DataConfig(Section):
         """The folder of the store, for a run with cached features."""
         assert self.features is not None, "its features are online"
         return self.features
+
+    @property
+    def reference_counts(self) -> range:
+        """The numbers of references that a sample can have; empty where it is no edit."""
+        fewest = self.references if self.min_references is None else self.min_references
+        return range(fewest, self.references + 1) if self.references else range(0)
 
     @property
     def keyed_buckets(self) -> dict[str, tuple[Bucket, ...]]:
@@ -279,6 +302,11 @@ class DataConfig(Section):
         if asked is not None and videos:
             raise ValueError(
                 f"{asked}, and buckets has {written_bucket(videos[0])} of videos; it is for images, so leave it out"
+            )
+        if self.min_references is not None and not self.reference_counts:
+            raise ValueError(
+                f"min_references is {self.min_references}, and references is {self.references}; set references to the "
+                "most that a sample has, or leave min_references out"
             )
         if self.references and self.fill:
             raise ValueError("references and fill are both set, and a model takes one of them; leave out the other")

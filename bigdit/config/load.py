@@ -5,6 +5,7 @@ A Strategy by itself is text such as `zero2,world_size=8,checkpointed_blocks=all
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,8 @@ def _apply(document: dict[str, Any], override: str) -> None:
     key, found, text = override.partition("=")
     if not found or not key:
         raise UserError(f"--set expects key.path=value, such as train.steps=100, and {override[:80]!r} was found")
+    if (dotted := re.sub(r"\[(\d+)\]", r".\1", key)) != key:
+        raise UserError(f"--set {override[:80]}: numbers of a list follow a dot; write {dotted[:80]}={text[:40]}")
     *parents, last = key.split(".")
     node: Any = document
     for parent in parents:

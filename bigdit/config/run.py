@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from bigdit.config.data import DataConfig, EncodersConfig
-from bigdit.numbers import Count, Natural, NotNegative, Number, Positive
+from bigdit.documents import Count, Natural, NotNegative, Number, Positive
 from bigdit.objective_spec import ObjectiveSpec
 from bigdit.strategy import Section, Strategy
 

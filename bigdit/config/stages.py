@@ -20,14 +20,13 @@ T = TypeVar("T")
 
 # Keys that all stages share: weights and their copies, inputs of the model, processes.
 _SHARED = (
-    *("model", "output", "trackers", "data.classes", "data.references", "data.fill"),
+    *("model", "output", "trackers", "data.classes", "data.references"),
+    *("data.min_references", "data.fill"),
     *("encoders.image.name", "encoders.image.class_name", "encoders.image.path", "encoders.image.config"),
     *("encoders.text.pipeline", "encoders.text.class_name", "encoders.text.path", "encoders.text.config"),
     *("encoders.text.seed", "encoders.first_frame", "train.seed"),
-    *(
-        f"strategy.{key}"
-        for key in ("engine", "world_size", "cp", "dp_replicate", "precision", "ema", "lora", "controlnet", "features")
-    ),
+    *(f"strategy.{key}" for key in ("engine", "world_size", "cp", "cp_ring", "dp_replicate", "precision", "ema")),
+    *("strategy.lora", "strategy.controlnet", "strategy.features"),
     *("strategy.optimizer.name", "strategy.optimizer.decayed"),
 )
 

@@ -71,6 +71,7 @@ _NAMES: dict[Meant, str] = {
     ),
     Meant("data.buckets", "[[frames, height, width]]", ("--frames",)): "num_frames n_frames video_length",
     Meant("data.fps", "frames a second"): "video_fps target_fps sample_fps",
+    Meant("data.first_frame_dropout", "a share, such as 0.05"): "noised_image_dropout",
     Meant("data.caption_dropout", "a share, such as 0.1"): (
         "caption_dropout_rate caption_dropout_probability caption_drop_rate proportion_empty_prompts class_dropout_prob"
     ),
@@ -176,6 +177,7 @@ _NAMES: dict[Meant, str] = {
     Meant("strategy.cp", "1, 2, 4 or 8", ("--cp",)): (
         "context_parallel context_parallel_size cp_size sp_size sequence_parallel_size ulysses_degree ulysses_size"
     ),
+    Meant("strategy.cp_ring", "1, 2, 4 or 8"): "ring_attention_size ring_degree ring_size",
     Meant("strategy.engine", "single, ddp, deepspeed or fsdp2", ("--engine",)): (
         "distributed_type distributed_backend"
     ),

@@ -91,12 +91,12 @@ def emulated_environment(
         "DS_ACCELERATOR": "cuda",  # this process may have another one
         # Else torch puts kernels of Triton between the dispatcher and its own, which computing values would call again.
         "TORCH_DISABLE_NATIVE_JIT": "1",
-        **_compile_caches(),
+        **compile_caches(),
         "PYTHONPATH": os.pathsep.join(paths),
     }
 
 
-def _compile_caches() -> dict[str, str]:
+def compile_caches() -> dict[str, str]:
     """The caches of torch.compile and Triton, unless the user names some.
 
     They have candidates of autotuners that nothing timed, which must not reach a real GPU of the same name.

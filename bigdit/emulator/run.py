@@ -1,4 +1,4 @@
-"""Runs a user's command on emulated GPUs, and collects the accounts of its processes."""
+"""Runs a user's command on emulated GPUs, logs where its processes wait, and collects their accounts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -19,12 +20,16 @@ from pathlib import Path
 from types import FrameType
 
 from bigdit import log
-from bigdit.emulator import janitor, smi, where
+from bigdit.emulator import janitor, smi
 from bigdit.emulator.emulation import Account, EmulatedRun, read_account
 from bigdit.errors import UserError
 
 _OTHERS_END_WITHIN_S = 10.0
 """Launchers on other machines may notice a failure by themselves, and then say what they waited for."""
+
+_FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\S+)')
+_INSIDE = str(Path(__file__).with_name("inside"))
+_WRITTEN_WITHIN_S = 1.0
 
 
 def run_emulated(
@@ -126,7 +131,7 @@ def _wait(
     with _passed_on(processes, folder):
         status = _first_failure(processes)
         if status:
-            where.log_waiting(folder)
+            log_waiting(folder)
     janitor.end(folder)
     return status if status >= 0 else 128 - status
 
@@ -157,7 +162,7 @@ def _passed_on(processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> It
     def pass_on(number: int, _: FrameType | None) -> None:
         came.append(number)
         if len(came) == 1:
-            where.log_waiting(folder)
+            log_waiting(folder)
         for process in processes:
             _signal(process, number if len(came) == 1 else signal.SIGKILL)
 
@@ -169,6 +174,54 @@ def _passed_on(processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> It
             signal.signal(number, handler)
     if came:
         raise KeyboardInterrupt
+
+
+def log_waiting(folder: Path) -> None:
+    """Log a line for each Python process that still runs, by rank. Launchers, and a process's own workers, are left
+    out."""
+    files = {int(file.stem.removeprefix("where-")): file for file in folder.glob("accounts-*/where-*.txt")}
+    alive = {pid: environment for pid in files if (environment := _environment_of(pid)) is not None}
+    ranks = {pid: environment.get("RANK", environment.get("SLURM_PROCID")) for pid, environment in alive.items()}
+    parents = {pid: int(environment["PPID"]) for pid, environment in alive.items()}
+    workers = {pid for pid, parent in parents.items() if parent in ranks and ranks[parent] == ranks[pid]}
+    launchers = {parent for pid, parent in parents.items() if pid not in workers}
+    asked = [pid for pid in alive if pid not in workers | launchers]
+    for pid in asked:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR2)
+    deadline = time.monotonic() + _WRITTEN_WITHIN_S
+    while any(not files[pid].stat().st_size for pid in asked) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for line in sorted(filter(None, (_waiting_line(pid, alive[pid], files[pid].read_text()) for pid in asked))):
+        log.notice(line)
+
+
+def _environment_of(pid: int) -> dict[str, str] | None:
+    """The variables of a process, and its parent as PPID; None if it has ended."""
+    try:
+        found = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+        status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return dict(each.split("=", 1) for each in found if "=" in each) | {"PPID": status[1]}
+
+
+def _waiting_line(pid: int, environment: dict[str, str], stack: str) -> str:
+    """Who it is, the function that it waits in, and the line of the script that called it."""
+    frames = [each for each in map(re.Match.groupdict, _FRAME.finditer(stack)) if _INSIDE not in each["file"]]
+    if not frames:
+        return ""
+    by_slurm = environment if "BIGDIT_EMULATED_NODES" in environment else {}
+    rank = environment.get("RANK", by_slurm.get("SLURM_PROCID"))
+    node = environment.get("NODE_RANK", by_slurm.get("SLURM_NODEID"))
+    who = f"process {pid}" if rank is None else f"rank {rank}, process {pid}"
+    who += "" if node is None else f" of machine {int(node) + 1}"
+    own = next(
+        (each for each in frames if "/site-packages/" not in each["file"] and "/lib/python" not in each["file"]), None
+    )
+    inner = frames[0]
+    at = "" if own in (None, inner) else f", called at {Path(own['file']).name}:{own['line']}"
+    return f"{who} is in {inner['name']} ({Path(inner['file']).name}:{inner['line']}){at}"
 
 
 def _refuse(folder: Path, status: int) -> None:

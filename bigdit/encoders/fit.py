@@ -87,9 +87,10 @@ def _video_misfit(model: ModelSpec, shape: Shape) -> list[str]:
     if len(shape) == 3:
         return [f" without frames, and {model.class_name} generates videos; set [frames, height, width]"]
     if model.kwargs.get("use_learned_positional_embeddings"):  # CogVideoX-5B's, from an image
-        sides = (model.kwargs.get("sample_height", 60), model.kwargs.get("sample_width", 90))
-        if shape[-2:] != sides:
-            return [f", and the model has learned positions of {sides[0]} × {sides[1]} latents"]
+        frames = (model.kwargs.get("sample_frames", 49) - 1) // model.kwargs.get("temporal_compression_ratio", 4) + 1
+        sizes = (frames, model.kwargs.get("sample_height", 60), model.kwargs.get("sample_width", 90))
+        if shape[1:] != sizes:
+            return [f", and the model has learned positions of {' × '.join(map(str, sizes))} latents"]
     patch = model.kwargs.get("patch_size")
     *_, side = patch if isinstance(patch, list | tuple) else [patch]
     deep = patch[0] if isinstance(patch, list | tuple) else model.kwargs.get("patch_size_t")
@@ -150,7 +151,8 @@ def run_misfits(run: RunConfig, schema: StoreSchema) -> list[str]:
     sections = [("encoders.image", _codec(image), schema.codec)]
     if text is not None:
         sections.append(("encoders.text", _text(text), schema.text_encoder))
-    if (first := run.encoders.first_frame) is not None and first.pipeline is not None:
+    first = run.encoders.first_frame
+    if first is not None and first.pipeline is not None:
         seen = {"dtype": first.dtype} | _saved(first.pipeline / IMAGE_ENCODER, first.dtype)
         sections.append(("encoders.first_frame", seen, schema.first_frame or {}))
     if text is not None and text.pipeline is not None:
@@ -166,13 +168,17 @@ def run_misfits(run: RunConfig, schema: StoreSchema) -> list[str]:
     ]
     if run.data.classes is not None and schema.classes != list(run.data.classes):
         problems.append("it was encoded with other classes than data.classes, or in another order")
-    if run.data.references != schema.references:
-        problems.append(
-            f"it was encoded with data.references {schema.references}, and the run has {run.data.references}"
-        )
+    for key in ("references", "min_references"):
+        found, wanted = getattr(schema, key), getattr(run.data, key)
+        if found != wanted:
+            there, here = ("none" if each is None else each for each in (found, wanted))
+            problems.append(f"it was encoded with data.{key} {there}, and the run has {here}")
     if run.data.fill != bool(schema.fill):
         there, here = (str(fill).lower() for fill in (bool(schema.fill), run.data.fill))
         problems.append(f"it was encoded with data.fill {there}, and the run has {here}")
+    if (first is None) != (schema.first_frame is None):
+        there, here = ("without", "set") if schema.first_frame is None else ("with", "not set")
+        problems.append(f"it was encoded {there} first frames, and encoders.first_frame is {here}")
     if run.data.fps != schema.fps:
         problems.append(f"it was encoded with data.fps {schema.fps}, and the run has {run.data.fps}")
     return problems + list(dict.fromkeys(_bucket_misfits(run, schema)))

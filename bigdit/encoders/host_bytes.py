@@ -9,8 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from bigdit.catalog.conditions import IMAGE_ENCODER
 from bigdit.config.data import EncodersConfig, TextEncoderConfig, VaeCodec
-from bigdit.documents import read_json, weight_files
-from bigdit.numbers import Natural
+from bigdit.documents import Natural, read_json, weight_files
 from bigdit.strategy import Strict
 from bigdit.units import gib
 

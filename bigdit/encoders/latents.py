@@ -249,23 +249,28 @@ def encode_latents(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
     return normalisation(vae).apply(z.squeeze(2) if image else z)
 
 
-FIRST_MASKS = {"AutoencoderKLCogVideoX": 0, "AutoencoderKLHunyuanVideo15": 1, "AutoencoderKLLTXVideo": 0}
-"""The channels of a first frame's mask, by the class of VAEs that encode the frame alone, before zeros. Others encode a
-video of zeros after it, as Wan's does, and the mask has as many channels as a latent has frames.
+_FIRST_MASKS = {"AutoencoderKLCogVideoX": 0, "AutoencoderKLHunyuanVideo15": 1, "AutoencoderKLLTXVideo": 0}
 
-Source: diffusers 0.42.1, prepare_latents, or prepare_cond_latents_and_mask, of the families' image-to-video pipelines.
-"""
+
+def first_mask(vae: Any) -> int | None:
+    """The channels of a first frame's mask, for VAEs that encode the frame alone, before zeros; None for others. These
+    encode a video of zeros after it, as Wan 2.1's does, and the mask has as many channels as a latent has frames.
+
+    Source: diffusers 0.42.1, prepare_latents, or prepare_cond_latents_and_mask, of the families' image-to-video
+    pipelines. Wan 2.2 5B's, whose VAE is residual, has expand_timesteps.
+    """
+    return _FIRST_MASKS.get(type(vae).__name__, 0 if vae.config.get("is_residual") else None)
 
 
 def encode_condition(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
     """Latents fp32 of a video's condition, pixels [B, 3, F, H, W], as `encode_latents`.
 
-    Source: diffusers 0.42.1, as FIRST_MASKS.
+    Source: diffusers 0.42.1, as first_mask.
     """
     z, found = vae.encode(pixels).latent_dist.mode().float(), normalisation(vae)
     if vae.config.get("invert_scale_latents"):  # CogVideoX 1.5 was trained with a condition that was not scaled up
         return z / found.scale
-    return found.apply(z) if type(vae).__name__ in FIRST_MASKS else found.as_condition(z)
+    return found.apply(z) if type(vae).__name__ in _FIRST_MASKS else found.as_condition(z)
 
 
 def first_alone(pixels: torch.Tensor) -> torch.Tensor:

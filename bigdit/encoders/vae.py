@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from bigdit.config.data import VaeCodec, frames_of, written_bucket
 from bigdit.encoders.folder import DTYPES, check_files, load_from, load_from_file, read_config, weights_sample
 from bigdit.encoders.latents import (
-    FIRST_MASKS,
     VIDEO_VAES,
     Color,
     check_divides,
@@ -24,6 +23,7 @@ from bigdit.encoders.latents import (
     encode_latents,
     encode_moments,
     first_alone,
+    first_mask,
     frames_a_latent,
     normalisation,
     one_by_one,
@@ -68,7 +68,8 @@ class DiffusersVae:
         ratio = found.get("spatial_compression_ratio") or getattr(self._vae, "spatial_compression_ratio", None)
         self.downsample = int(ratio or 2 ** (len(found.block_out_channels) - 1))
         self.temporal_downsample = frames_a_latent(self._vae)
-        self.first_mask = FIRST_MASKS.get(config.class_name, self.temporal_downsample)
+        mask = first_mask(self._vae)
+        self.first_mask = self.temporal_downsample if mask is None else mask
         self.color: Color = "gray" if found.get("in_channels") == 1 else "rgb"
         self._frames = config.class_name in VIDEO_VAES and config.class_name != _FOR_IMAGES
         if config.tiling:
@@ -159,7 +160,7 @@ class DiffusersVae:
     def encode_first(self, pixels: torch.Tensor) -> torch.Tensor:
         def encode(places: Sequence[int]) -> torch.Tensor:
             video = pixels[places[0]].unsqueeze(0)
-            alone = video[:, :, :1] if self._config.class_name in FIRST_MASKS else first_alone(video)
+            alone = first_alone(video) if first_mask(self._vae) is None else video[:, :, :1]
             latents = encode_condition(self._vae, alone.to(self._device, DTYPES[self._config.dtype]))
             frames = (video.shape[2] - 1) // self.temporal_downsample + 1
             return F.pad(latents, (0, 0, 0, 0, 0, frames - latents.shape[2]))

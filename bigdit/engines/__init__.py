@@ -58,7 +58,8 @@ def create(strategy: Strategy, model: nn.Module, family: Family, *, device: torc
 
 
 def _neighbours(strategy: Strategy, device: torch.device) -> DeviceMesh:
-    """The processes that share this process's samples."""
-    if strategy.dp == 1:
-        return init_device_mesh(device.type, (strategy.cp,))
-    return init_device_mesh(device.type, (strategy.dp, strategy.cp), mesh_dim_names=("dp", "cp"))["cp"]
+    """The processes that share this process's samples: a ring, those that exchange heads, or a ring of such."""
+    ring, ulysses = strategy.cp_ring, strategy.cp // strategy.cp_ring
+    several = {name: size for name, size in (("dp", strategy.dp), ("ring", ring), ("ulysses", ulysses)) if size > 1}
+    mesh = init_device_mesh(device.type, tuple(several.values()), mesh_dim_names=tuple(several))
+    return mesh[tuple(name for name in several if name != "dp")]

@@ -129,6 +129,7 @@ def _prepare(run: RunConfig, model: ModelSpec, source: SourceList, by_content: b
         fps=run.data.fps,
         first_frame=first_frame,
         references=run.data.references,
+        min_references=run.data.min_references,
         fill=fill,
     )
     root = run.data.store
@@ -169,6 +170,8 @@ def _unfit_references(run: RunConfig, codec: ImageCodec, text: TextEncoder | Non
     editor = editor_of(named)
     if not run.data.references or editor.area is None:
         return []
+    if 0 in run.data.reference_counts:
+        return [f"data.min_references is 0, and the text encoder of {named} reads the images to edit; set it to 1"]
     if codec.downsample != EDITED:
         return [f"encoders.image has {codec.downsample} pixels a side of a latent, and {named} takes {EDITED}"]
     long = [each for each in run.data.all_buckets if max(each[-2:]) > MOST_ASPECT * min(each[-2:])]

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from bigdit import log
 from bigdit.die_with_parent import end_with_parent
-from bigdit.errors import UserError
-from bigdit.extract.worker import server
+from bigdit.errors import UserError, nearest
 from bigdit.store.files import LocalParts
 from bigdit.store.lease import missing
 from bigdit.store.part import Shape, part_name, part_path
@@ -47,6 +46,10 @@ class VerifyReport(Strict):
 
 def open_schema(root: Path) -> StoreSchema:
     """The schema of a store. Raises UserError if there is none."""
+    if not root.exists():
+        beside = [each.name for each in root.absolute().parent.glob("*/")]
+        near = f"{nearest(root.name, beside)} " if beside else ""
+        raise UserError(f"{root}: there is no such folder; {near}{EXTRACT} makes it")
     schema = read_schema(root)
     if schema is None:
         raise UserError(f"data.features: {root} holds no latents; {EXTRACT} makes them")
@@ -85,6 +88,8 @@ def _checked(
     root: Path, schema: StoreSchema, there: Sequence[Range], workers: int
 ) -> Iterator[tuple[int, list[Damaged]]]:
     """The results of `_check` for each part, in any order. Raises UserError if a process was killed."""
+    from bigdit.extract.worker import server  # its encoders take seconds to import, and `open_schema` needs none
+
     counts = _index(root, store_identity(schema))
     try:
         with ProcessPoolExecutor(max(min(workers, len(there)), 1), server(), end_with_parent) as pool:

@@ -34,7 +34,7 @@ from bigdit.errors import UserError
 from bigdit.libraries import switched_on
 from bigdit.sources.protocol import Caption, Item, Unusable
 from bigdit.store.lease import own_folder
-from bigdit.store.part import EncodedRange, PartWriter, Shape, Skipped, part_path
+from bigdit.store.part import EditShape, EncodedRange, PartWriter, Shape, Skipped, part_path
 from bigdit.store.report import Stopwatch, UnitSpeed, append
 from bigdit.store.schema import Classes, StoreSchema, check_same, part_identity, store_identity
 from bigdit.store.store import write_null_text
@@ -139,6 +139,7 @@ def _work_through(pipe: Connection, root: Path, folder: Path, schema: StoreSchem
                 watch,
                 schema.fill > 0,
                 schema.editor,
+                schema.references,
             )
             encoded = encoding.encode(unit.items)
             speed = watch.stop(unit.start, unit.end, len(encoded.skipped), str(encoders.device))
@@ -190,6 +191,8 @@ DROPPED = Caption("", 2.0**-126)
 """The last caption of a sample whose texts depend on its images: it is used where its captions are dropped. Its weight
 is fp32's least, so it is not chosen among the others."""
 
+_Bucket = tuple[tuple[int, ...], int]
+"""A size in pixels, and a number of references."""
 OnImages = Callable[[int, int], None]
 """Called with the images encoded or skipped since the last call, and the number of skipped ones."""
 
@@ -199,7 +202,8 @@ class UnitEncoder:
     items are skipped.
 
     All images are encoded before the captions, in the turn of their encoders. `watch` adds up the seconds of `reading`
-    and `encoding`. With `fill` masks are not of the loss: they say what of masked images is to be painted.
+    and `encoding`. With `fill` masks are not of the loss: they say what of masked images is to be painted. Edits with
+    fewer references than the most are of shapes of their own.
     """
 
     def __init__(
@@ -211,14 +215,16 @@ class UnitEncoder:
         watch: Stopwatch | None = None,
         fill: bool = False,
         editor: Editor = ALONE,
+        references: int = 0,
     ) -> None:
         self._fill = fill
         self._editor, self._seen = editor, dict[int, list[Image.Image]]()
         self._encoders, self._buckets, self._classes = encoders, buckets, classes
         self._on_progress, self._watch = on_progress, watch or Stopwatch()
-        self._waiting: dict[tuple[int, ...], list[npt.NDArray[np.uint8]]] = defaultdict(list)
-        self._references: dict[tuple[int, ...], list[npt.NDArray[np.uint8]]] = defaultdict(list)
-        self._painted: dict[tuple[int, ...], list[torch.Tensor]] = defaultdict(list)
+        self._most = references
+        self._waiting: dict[_Bucket, list[npt.NDArray[np.uint8]]] = defaultdict(list)
+        self._references: dict[_Bucket, list[npt.NDArray[np.uint8]]] = defaultdict(list)
+        self._painted: dict[_Bucket, list[torch.Tensor]] = defaultdict(list)
         self._latents: dict[Shape, list[torch.Tensor]] = defaultdict(list)
         self._frames: dict[Shape, list[dict[str, torch.Tensor]]] = defaultdict(list)
         self._indices: dict[Shape, list[int]] = defaultdict(list)
@@ -234,8 +240,8 @@ class UnitEncoder:
         """The features of the items. Only call this once."""
         for item in items:
             self._take(item)
-        for bucket in list(self._waiting):
-            self._encode(bucket)
+        for waiting in list(self._waiting):
+            self._encode(waiting)
         with self._watch.at("encoding"):
             texts = self._texts()
         frames = {shape: _joined(batches) for shape, batches in self._frames.items()}
@@ -295,34 +301,41 @@ class UnitEncoder:
             self._captions[item.index], self._names[item.index] = sample.captions, item.name
         if self._editor.seen:
             self._seen[item.index] = [Image.fromarray(pixels.transpose(1, 2, 0)) for pixels in references]
-        shape = codec.latent_shape(bucket)
+        waiting = bucket, len(references)
+        shape = self._shape(waiting)
         self._indices[shape].append(item.index)
         if self._fill:
-            self._painted[bucket].append(fill_mask(sample, bucket, item.index))
+            self._painted[waiting].append(fill_mask(sample, bucket, item.index))
         else:
             self._masked |= sample.mask is not None
             self._masks[shape].append(mask_latents(sample, bucket, shape))
-        self._waiting[bucket].append(pixels)
-        self._references[bucket] += references
-        if len(self._waiting[bucket]) * frames_of(bucket) >= codec.batch_size:
-            self._encode(bucket)
+        self._waiting[waiting].append(pixels)
+        self._references[waiting] += references
+        if len(self._waiting[waiting]) * frames_of(bucket) >= codec.batch_size:
+            self._encode(waiting)
 
-    def _encode(self, bucket: tuple[int, ...]) -> None:
+    def _shape(self, waiting: _Bucket) -> Shape:
+        """The shape of the latents of samples of a size with so many references."""
+        bucket, references = waiting
+        shape = self._encoders.image.latent_shape(bucket)
+        return shape if references == self._most else EditShape(shape, references)
+
+    def _encode(self, waiting: _Bucket) -> None:
         codec, first, turn = self._encoders.image, self._encoders.first_frame, self._encoders.of_images
         with self._watch.at("encoding"):
-            shown = torch.from_numpy(np.stack(self._waiting.pop(bucket)))
+            shown = torch.from_numpy(np.stack(self._waiting.pop(waiting)))
             pixels = to_unit_range(shown)
-            shape = codec.latent_shape(bucket)
+            shape = self._shape(waiting)
             places = self._indices[shape][-len(pixels) :]
             # Convolutions may return channels_last memory; files have rows of [C, H, W].
             encoded = turn(lambda: codec.encode(pixels, places)).to("cpu", codec.stored_dtype).contiguous()
             if first is not None:
                 self._frames[shape].append(turn(lambda: first.encode(shown)))
-            if given := self._references.pop(bucket, []):
+            if given := self._references.pop(waiting, []):
                 edited = to_unit_range(torch.from_numpy(np.stack(given)))
                 found = turn(lambda: codec.encode_mode(edited)).to("cpu", torch.bfloat16).contiguous()
                 self._frames[shape].append({REFERENCE: found.unflatten(0, (len(encoded), -1))})
-            if masks := self._painted.pop(bucket, []):
+            if masks := self._painted.pop(waiting, []):
                 mask = torch.stack(masks)
                 self._frames[shape].append({FILL: turn(lambda: masked_out(codec, pixels, mask))})
         self._latents[shape].append(encoded)

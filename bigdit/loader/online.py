@@ -1,30 +1,160 @@
-"""Online features: the encoders of a run on the device that trains, and its images instead of a store."""
+"""Online features: images and captions of a run's sources with the interface of a store, and the run's encoders on the
+device that trains."""
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from bigdit.catalog.conditions import class_count, takes_classes
+from bigdit.catalog.conditions import CLASS_LABEL, LOSS_MASK, class_count, takes_classes
 from bigdit.config import RunConfig
 from bigdit.config.plan_file import PlanFile
 from bigdit.encoders.fit import plan_misfits, size_misfits, unfit_model
+from bigdit.encoders.latents import Color, bucket_pixels, mask_latents
 from bigdit.encoders.load import load_image_codec, load_text_encoder
 from bigdit.encoders.protocol import EncodedBatch, TextEncoder, shapes_of, to_unit_range
 from bigdit.errors import UserError
-from bigdit.loader.batch import Captions
+from bigdit.loader.batch import CaptionedBatch, Captions
 from bigdit.loader.buffers import padded
-from bigdit.loader.raw_store import RawStore
+from bigdit.loader.order import Ints, draw
 from bigdit.sources.open import SourceList, open_source
-from bigdit.store.schema import StoreSchema
-from bigdit.store.text import Cut, Text, summed
+from bigdit.sources.protocol import Item, Sample, Unusable
+from bigdit.store.part import Shape
+from bigdit.store.schema import Classes, StoreSchema
+from bigdit.store.store import BucketRows, Index
+from bigdit.store.text import Cut, Text, chosen, summed
 from bigdit.strategy import ModelSpec
-from bigdit.units import gib
+from bigdit.units import gib, how_many
 
 _ROUNDED = 1.01
 """A plan's bytes are those of the GPU's allocator, which rounds."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The sample `index` of the source, its pixels in the bucket, uint8, and the number of its class, if it has one.
+
+    `skipped`: a line on the unusable sample whose place it takes.
+    """
+
+    index: int
+    sample: Sample
+    pixels: npt.NDArray[np.uint8]
+    label: int | None
+    skipped: str | None
+
+
+class RawStore:
+    """All images of `source` in one bucket, whose latents have `shape`.
+
+    Parts and rows are those of a store without skipped images, so the order of training is the same.
+    """
+
+    root = "data.images"
+    has_deviation = False
+
+    def __init__(
+        self,
+        source: SourceList,
+        schema: StoreSchema,
+        shape: Shape,
+        color: Color,
+        latents_dtype: torch.dtype,
+        text_shape: tuple[int, int] | None,
+    ) -> None:
+        """`schema`: the sources, the only bucket in pixels, and the classes, without encoders."""
+        self.schema, self.latents_dtype, self.text_shape = schema, latents_dtype, text_shape
+        self._source, self._color = source, color
+        (self._bucket,) = schema.buckets
+        parts = np.array([(start, end, 0) for start, end in schema.ranges()], np.int64)
+        self.index = Index((shape,), parts, parts[:, 1:2] - parts[:, :1])
+        self.counts = self.index.counts
+        self.buckets = {shape: BucketRows(self.counts[:, 0])}
+
+    def item(self, number: int, row: int) -> Item:
+        """The image of a part's row."""
+        at = int(self.index.parts[number, 0]) + row
+        return self._source.items(at, at + 1)[0]
+
+    def load(self, number: int, row: int) -> Loaded:
+        """The sample of a part's row, or the next usable one of its source, where the first follows the last.
+
+        So it depends on the sources alone, and all processes agree. Raises UserError if a source has no usable sample.
+        """
+        at = int(self.index.parts[number, 0]) + row
+        ends = self.schema.ends()
+        source = bisect.bisect_right(ends, at)
+        start, end = ends[source] - int(self.schema.sources[source]["count"]), ends[source]
+        skipped: str | None = None
+        for index in itertools.chain(range(at, end), range(start, at)):
+            (item,) = self._source.items(index, index + 1)
+            try:
+                return self._loaded(item, skipped and f"data.images: {skipped}; {item.name} is taken instead")
+            except Unusable as error:
+                skipped = skipped or f"{item.name} is skipped: {error}"
+        raise UserError(f"data.images: none of {how_many(end - start, 'image')} of a source can be used: {skipped}")
+
+    def _loaded(self, item: Item, skipped: str | None) -> Loaded:
+        """Raises Unusable."""
+        sample, known = item.load(), self.schema.classes
+        _, pixels = bucket_pixels(sample.image, [self._bucket], self._color, sample.fit)
+        label = None if known is None else Classes(known).of(sample)
+        return Loaded(item.index, sample, pixels, label, skipped)
+
+    def name_of(self, bucket: Shape, number: int, row: int) -> str:
+        """The name of a sample for people."""
+        item = self.item(number, row)
+        return f"sample {item.index} ({item.name})"
+
+
+class RawReader:
+    """Reads batches of a RawStore, as BatchReader does of a store. The same seeds give the same captions, classes and
+    drops. Threads may share it."""
+
+    def __init__(self, store: RawStore, caption_dropout: float, *, pinned: bool, no_class: int | None = None) -> None:
+        self._store, self._dropout, self._pinned, self._no_class = store, caption_dropout, pinned, no_class
+
+    def advise(self, bucket: Shape, parts: Ints, rows: Ints, seeds: Sequence[int]) -> None:
+        """Images are not prefetched."""
+
+    def read(self, bucket: Shape, parts: Ints, rows: Ints, seeds: Sequence[int]) -> CaptionedBatch:
+        """The batch of these rows, with others in place of unusable ones. Raises UserError as RawStore.load."""
+        loaded = [self._store.load(*place) for place in zip(parts.tolist(), rows.tolist(), strict=True)]
+        pixels = torch.from_numpy(np.stack([each.pixels for each in loaded]))  # Pillow owns pixels of gray images
+        labelled = self._store.schema.classes is not None
+        captions = () if labelled else [self._caption(*each) for each in zip(loaded, seeds, strict=True)]
+        extras = {}
+        if labelled:
+            extras[CLASS_LABEL] = self._held(torch.tensor([*map(self._label, loaded, seeds)]))
+        if self._store.schema.has_masks:
+            (pixels_of,), (shape,) = self._store.schema.buckets, self._store.buckets
+            masks = [mask_latents(each.sample, pixels_of, shape) for each in loaded]
+            extras[LOSS_MASK] = self._held(torch.stack(masks))
+        indices = tuple(each.index for each in loaded)
+        skipped = tuple(each.skipped for each in loaded if each.skipped is not None)
+        return CaptionedBatch(self._held(pixels), captions, indices, tuple(seeds), extras, skipped)
+
+    def _caption(self, loaded: Loaded, seed: int) -> str | None:
+        if self._drops(seed):
+            return None
+        captions = loaded.sample.captions
+        weights = np.array([each.weight for each in captions], np.float32)  # the dtype of a store
+        return captions[chosen(weights, draw(seed, b"caption"))].text
+
+    def _label(self, loaded: Loaded, seed: int) -> int | None:
+        return self._no_class if self._no_class is not None and self._drops(seed) else loaded.label
+
+    def _drops(self, seed: int) -> bool:
+        return draw(seed, b"dropout") < self._dropout
+
+    def _held(self, values: torch.Tensor) -> torch.Tensor:
+        return values.pin_memory() if self._pinned else values
 
 
 class RunEncoders:

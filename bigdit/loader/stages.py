@@ -14,8 +14,8 @@ import xxhash
 from pydantic import NonNegativeInt, PositiveInt, ValidationError
 
 from bigdit.errors import UserError
+from bigdit.loader.online import RawStore
 from bigdit.loader.order import WINDOW_PARTS, EpochStage, Ints, LeftOut, Order, Rates, ValidationSplit
-from bigdit.loader.raw_store import RawStore
 from bigdit.store import FeatureStore
 from bigdit.store.part import shape_name
 from bigdit.store.schema import Known
@@ -307,8 +307,9 @@ def _scarce(order: Order, store: FeatureStore | RawStore) -> list[str]:
     batch, totals = order.global_batch_size, [float(total) for total in order.samples_of_epoch]
     filled = {shape_name(shape): total for shape, total in zip(store.index.shapes, totals, strict=True) if total}
     asked, limit = len(store.schema.all_buckets), f"fewer than a global batch of {batch} (strategy.global_batch_size)"
-    empty = f"{asked - len(filled)} of {asked} data.buckets have no samples: all latents are "
-    lines = [empty + ", ".join(filled)] if len(filled) < asked else []
+    sizes = len({tuple(shape) for shape, total in zip(store.index.shapes, totals, strict=True) if total})
+    empty = f"{asked - sizes} of {asked} data.buckets have no samples: all latents are "
+    lines = [empty + ", ".join(filled)] if sizes < asked else []
     if sum(totals) < batch:
         return [
             *lines,

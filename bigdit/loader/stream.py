@@ -7,21 +7,22 @@ import math
 import threading
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
 
-from bigdit.catalog.conditions import CLASS_LABEL, IMAGE_CONDITION, LOSS_MASK
+from bigdit.catalog.conditions import CLASS_LABEL, IMAGE_CONDITION, IMAGE_EMBEDS, LOSS_MASK
 from bigdit.catalog.encoders import POOLED_TEXT
 from bigdit.catalog.families import mask_of
+from bigdit.config.data import FirstFrameNoise
 from bigdit.dist import World
 from bigdit.loader.batch import Batch, CaptionedBatch, read_ahead
 from bigdit.loader.buffers import Buffers, Padded, mark_first
+from bigdit.loader.online import RawReader, RawStore
 from bigdit.loader.order import Ints, Order, dealt, draw, sample_seed
-from bigdit.loader.raw_store import RawReader, RawStore
 from bigdit.loader.stages import source_of_part
 from bigdit.store import FeatureStore
 from bigdit.store.part import FIRST_FRAME, Shape
@@ -34,6 +35,27 @@ ADVISED_AHEAD = 8
 
 Micro = Batch | CaptionedBatch
 """A micro-batch: features, or images and captions."""
+
+
+@dataclass(frozen=True)
+class FirstFrameChanges:
+    """As `first_frame_dropout` and `first_frame_noise` of DataConfig."""
+
+    dropout: float = 0.0
+    noise: FirstFrameNoise | None = None
+
+    def change(self, condition: torch.Tensor, embeds: torch.Tensor | None, mask: int, seeds: Sequence[int]) -> None:
+        """Replace first frames by zeros, or add noise, in place. `condition` [B, mask + C, f, h, w]."""
+        for place, seed in enumerate(seeds):
+            if draw(seed, b"first frame") < self.dropout:
+                condition[place].zero_()
+                if embeds is not None:
+                    embeds[place].zero_()
+            elif self.noise is not None:
+                generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(b"first frame noise", seed) >> 1)
+                frame = condition[place, mask:, 0]
+                sigma = (self.noise.mean + self.noise.std * torch.randn((), generator=generator)).exp()
+                frame.copy_(frame + sigma * torch.randn(frame.shape, generator=generator))
 
 
 class FeatureStream:
@@ -50,6 +72,7 @@ class FeatureStream:
         grad_accum_steps: int,
         seed: int,
         caption_dropout: float,
+        first_frames: FirstFrameChanges | None = None,
         no_class: int | None = None,
         loss_weights: Sequence[float] = (),
         by_text: bool = False,
@@ -76,7 +99,14 @@ class FeatureStream:
         self._reader: BatchReader | RawReader = (
             RawReader(store, caption_dropout, pinned=pin_memory, no_class=no_class)
             if isinstance(store, RawStore)
-            else BatchReader(store, micro_batch_size, caption_dropout, pinned=pin_memory, no_class=no_class)
+            else BatchReader(
+                store,
+                micro_batch_size,
+                caption_dropout,
+                pinned=pin_memory,
+                no_class=no_class,
+                first_frames=first_frames,
+            )
         )
         self._lock = threading.Lock()
         self._advised = 0  # the first step that is not prefetched yet
@@ -148,21 +178,21 @@ class BatchReader:
         *,
         pinned: bool,
         no_class: int | None = None,
+        first_frames: FirstFrameChanges | None = None,
     ) -> None:
-        """`no_class`: the model's label for a dropped class."""
+        """`no_class`: the model's label for a dropped class. `first_frames`: None: as they are stored."""
         self._store = store
         self._dropout = caption_dropout
         self._no_class = no_class
+        self._changes = first_frames
         self._shapes = store.text_shapes
         element = 4 if store.has_deviation else store.latents_dtype.itemsize
         sizes = {"latents": max(math.prod(shape) for shape in store.buckets) * element}
         sizes |= {name: math.prod(shape) * 2 for name, shape in self._shapes.items()}
         frame = store.schema.first_frame
         self._mask = 0 if frame is None else int(frame["mask"])
-        sizes |= {
-            name: max(math.prod(shapes[name]) for shapes in map(self._frame_shapes, store.buckets)) * 2
-            for name in self._frame_shapes(next(iter(store.buckets)))
-        }
+        for name, shape in (each for bucket in store.buckets for each in self._frame_shapes(bucket).items()):
+            sizes[name] = max(sizes.get(name, 0), math.prod(shape) * 2)
         self._buffers = Buffers({name: size * micro_batch_size for name, size in sizes.items()}, pinned=pinned)
         self._pinned = pinned
 
@@ -186,10 +216,10 @@ class BatchReader:
         latents = self._latents(bucket, parts, rows, seeds)
         if not self._shapes:
             labels = torch.tensor([self._label(bucket, *place) for place in zip(parts, rows, seeds, strict=True)])
-            extras = {CLASS_LABEL: self._held(labels)} | self._frames(bucket, parts, rows)
+            extras = {CLASS_LABEL: self._held(labels)} | self._frames(bucket, parts, rows, seeds)
             return Batch(latents, None, None, tuple(seeds), extras)
         text_embeds, text_mask, extras = self._text(bucket, parts, rows, seeds)
-        extras |= self._frames(bucket, parts, rows)
+        extras |= self._frames(bucket, parts, rows, seeds)
         return Batch(latents, text_embeds, text_mask, tuple(seeds), extras)
 
     def _label(self, bucket: Shape, number: int, row: int, seed: int) -> int:
@@ -235,7 +265,7 @@ class BatchReader:
         channels, *sides = kept.pop(FIRST_FRAME)
         return {IMAGE_CONDITION: (self._mask + channels, *sides), **kept}
 
-    def _frames(self, bucket: Shape, parts: Ints, rows: Ints) -> dict[str, torch.Tensor]:
+    def _frames(self, bucket: Shape, parts: Ints, rows: Ints, seeds: Sequence[int]) -> dict[str, torch.Tensor]:
         """The condition and embeddings for image-to-video models, references for edit models, and masks of the loss,
         in bf16."""
         shapes, count = self._frame_shapes(bucket), len(rows)
@@ -252,6 +282,8 @@ class BatchReader:
             if part.frame_shapes(bucket):
                 memories = {name: bytes_of(each[place]) for name, each in stored.items()}
                 part.read_frame(bucket, int(rows[place]), memories)
+        if self._changes is not None and condition is not None:
+            self._changes.change(condition, found.get(IMAGE_EMBEDS), self._mask, seeds)
         return found
 
     def _latents(self, bucket: Shape, parts: Ints, rows: Ints, seeds: Sequence[int]) -> torch.Tensor:

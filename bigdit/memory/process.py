@@ -135,9 +135,9 @@ def non_torch_memory_of(
     strategy: Strategy, compute_capability: tuple[int, int], multiprocessors: int | None = None
 ) -> ByteRange:
     """The non-torch memory of a process that trains by `strategy`. HSDP has a communicator for each of its two groups,
-    and context parallelism one for the processes that share a sample. Raises UserError as `cuda_context` does."""
+    and context parallelism one for those that share a sample; two more with rings. Raises as `cuda_context` does."""
     if strategy.world_size == 1:
         return cuda_context(compute_capability, multiprocessors) + NCCL_ALONE[strategy.engine]
     communicators = 2 if 1 < strategy.dp_replicate < strategy.world_size else 1
-    communicators += 1 < strategy.cp < strategy.world_size
+    communicators += (1 < strategy.cp < strategy.world_size) + 2 * (1 < strategy.cp_ring < strategy.cp)
     return non_torch_memory(compute_capability, strategy.world_size, communicators, multiprocessors)

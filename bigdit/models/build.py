@@ -59,6 +59,7 @@ def load(spec: ModelSpec, folder: Path, *, dtype: torch.dtype) -> nn.Module:
         config = {} if folder.is_file() else model_class.load_config(folder, local_files_only=True)
         with init_empty_weights(include_buffers=False):
             model = model_class.from_config(config, **spec.kwargs)  # the spec wins over the folder's config
+        family(spec.class_name).prepare(model)
         missing, unexpected = fill(model, folder, dtype=dtype)
     except Exception as error:  # of any class: from a constructor, or from damaged files
         if ran_out(error):
@@ -112,6 +113,7 @@ def _constructed(spec: ModelSpec) -> nn.Module:
             raise UserError(*(f"model.kwargs.{key} is 0, and 1 or more was expected" for key in zeros)) from error
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"model.kwargs: {spec.class_name} cannot be made of these arguments: {reason}") from error
+    family(spec.class_name).prepare(model)
     return model
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from bigdit.errors import UserError
 from bigdit.models.family import Family
@@ -53,7 +55,7 @@ def apply_checkpointing(model: nn.Module, family: Family, strategy: Strategy) ->
     run = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     contexts: Contexts = noop_context_fn
     if strategy.checkpointing == "selective":
-        contexts = functools.partial(create_selective_checkpoint_contexts, _kept())
+        contexts = functools.partial(_selective, frozenset(_kept()))
     segments = strategy.checkpointed_segments or SegmentSpec()
     for number, block in enumerate(blocks[:first]):
         place = number % segments.stride
@@ -67,6 +69,75 @@ def _kept() -> list[torch._ops.OpOverload]:
     """The operators whose outputs are kept; that of an nf4 base exists once bitsandbytes is imported."""
     nf4 = getattr(torch.ops.bitsandbytes, "gemm_4bit", None)
     return [*KEPT, *(() if nf4 is None else (nf4.default,))]
+
+
+def _selective(kept: Collection[Any]) -> tuple[_Keeping, _Reusing]:
+    """Torch's `create_selective_checkpoint_contexts` without what compiled blocks need, which are never selective: each
+    operator takes less of the CPU's time."""
+    keeping = _Keeping(kept)
+    return keeping, _Reusing(keeping.returned)
+
+
+class _Uncompiled(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # keeping the compiler out takes its time at every operation
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+class _Keeping(_Uncompiled):
+    """Keeps what some operators return, in order, with the version of each tensor."""
+
+    def __init__(self, kept: Collection[Any]) -> None:
+        super().__init__()
+        self._kept, self.returned = kept, defaultdict[Any, list[Any]](list)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = func(*args, **(kwargs or {}))
+        if func in self._kept:
+            several = returned if isinstance(returned, tuple) else (returned,)
+            self.returned[func].append([_detached(each) for each in several])
+        return returned
+
+
+def _detached(value: Any) -> tuple[Any, int]:
+    """Without the graph, which would hold itself. Its version is shared with the tensor that the block goes on with."""
+    if not isinstance(value, torch.Tensor):
+        return value, 0
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        kept = value.detach()
+    return kept, kept._version
+
+
+class _Reusing(_Uncompiled):
+    """Hands out what was kept, once, instead of running these operators."""
+
+    def __init__(self, returned: Mapping[Any, list[Any]]) -> None:
+        super().__init__()
+        self._returned, self._calls = returned, Counter[Any]()
+
+    def __enter__(self) -> _Reusing:
+        self._calls.clear()
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        every = self._returned.get(func)
+        if every is None:
+            return func(*args, **(kwargs or {}))
+        number = self._calls[func]
+        self._calls[func] += 1
+        kept = every[number] if number < len(every) else None
+        if kept is None:
+            raise RuntimeError(f"the backward pass of a selective block has {func} once more than was kept")
+        every[number] = None
+        if any(isinstance(value, torch.Tensor) and value._version != version for value, version in kept):
+            raise RuntimeError(f"a selective block wrote into what {func} returned, which it keeps")
+        values = tuple(value for value, _ in kept)
+        return values if len(values) > 1 else values[0]
 
 
 def _checkpointed(

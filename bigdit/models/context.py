@@ -1,6 +1,9 @@
-"""Context parallelism by Ulysses (Jacobs et al., arXiv:2309.14509): each process has a part of a sample's tokens.
+"""Context parallelism: each process has a part of a sample's tokens.
 
-Before attention, processes exchange tokens for heads: each has all tokens of some heads. Afterwards they exchange back.
+Ulysses (Jacobs et al., arXiv:2309.14509): before attention, processes exchange tokens for heads: each has all tokens of
+some heads. Afterwards they exchange back. Rings (Liu et al., arXiv:2310.01889): each process attends to one block of
+keys and values after another, which go round. With both, those that exchange heads are neighbours, and their tokens
+together are a block (USP, Fang and Zhao, arXiv:2405.07719).
 A process's gradient is that of its own tokens. The gradients of a sample are their sum.
 """
 
@@ -22,34 +25,43 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from bigdit.catalog.context import CONTEXTS
+from bigdit.catalog.families import FAMILIES
 from bigdit.errors import UserError
 from bigdit.models.family import Family
+from bigdit.models.ring import Ring
 
 
 def split_context(model: nn.Module, family: Family, mesh: DeviceMesh) -> None:
-    """Have the model split its tokens over the processes of a one-dimensional `mesh`, and return whole predictions.
+    """Have the model split its tokens over the processes of a `mesh`, and return whole predictions.
 
-    Apply it after all that `equip` does, and before an engine takes the model. Raises UserError where diffusers is told
-    to attend by other kernels than torch's own: each process would attend to its own tokens alone.
+    Its dimensions are `ring`, `ulysses`, or the two in this order. Apply it after all that `equip` does, and before an
+    engine takes the model. Raises UserError where diffusers is told to attend by other kernels than torch's own: each
+    process would attend to its own tokens alone.
     """
     if not DIFFUSERS_ATTN_BACKEND.removeprefix("_").startswith("native"):
         raise UserError(
             f"DIFFUSERS_ATTN_BACKEND is {DIFFUSERS_ATTN_BACKEND}, and strategy.cp shares torch's own attention alone; "
             "unset it, or set strategy.cp to 1"
         )
-    context, group = CONTEXTS[family.CLASS_NAME], mesh.get_group()
+    whole = mesh if mesh.ndim == 1 else mesh._flatten()
+    context, group = CONTEXTS[family.CLASS_NAME], whole.get_group()
     plan: dict[str, Any] = {
         module: {at: _part(dim, split_output=isinstance(at, int)) for at, dim in of.items()}
         for module, of in context.splits.items()
     }
     plan[context.gathers] = ContextParallelOutput(gather_dim=1)
-    split = SimpleNamespace(_mesh=mesh, _flattened_mesh=mesh, ulysses_anything=False, ring_anything=False)
+    split = SimpleNamespace(_mesh=mesh, _flattened_mesh=whole, ulysses_anything=False, ring_anything=False)
     apply_context_parallel(model, split, plan)  # type: ignore[arg-type]
-    mode = _Summed if context.linear else functools.partial(_Ulysses, place=context.text)
+    if FAMILIES[family.CLASS_NAME].keeps_first:
+        model.register_forward_pre_hook(functools.partial(_own_times, group), with_kwargs=True)
+    mode: Callable[[int], TorchFunctionMode] = functools.partial(_Summed, group)
+    if not context.linear:
+        groups = {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
+        mode = functools.partial(_Shared, groups, context.text)
     for block in family.blocks(model):
         for name, module in block.named_modules():
             if hasattr(module, "processor") and name != context.across:
-                module.forward = functools.partial(_within, functools.partial(mode, group), module.forward)
+                module.forward = functools.partial(_within, mode, module.forward)
         if context.linear:
             block.forward = functools.partial(_of_rows, group.size(), block.forward)
             depthwise = block.ff.conv_depth
@@ -60,6 +72,15 @@ def _part(dim: int | tuple[int, int], *, split_output: bool) -> Any:
     if isinstance(dim, tuple):
         return [_part(each, split_output=split_output) for each in dim]
     return ContextParallelInput(split_dim=dim, split_output=split_output)
+
+
+def _own_times(
+    group: dist.ProcessGroup, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The inputs of a model whose tokens may each have a t, [B, tokens]: this process's."""
+    if (times := kwargs["timestep"]).dim() == 2:
+        kwargs = {**kwargs, "timestep": times.chunk(group.size(), 1)[group.rank()]}
+    return args, kwargs
 
 
 def _within(mode: Callable[[int], TorchFunctionMode], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -78,15 +99,17 @@ def _called(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **(kwargs or {}))
 
 
-class _Ulysses(TorchFunctionMode):
-    """Within it, attention is of all tokens of the group, with a share of the heads on each process.
+class _Shared(TorchFunctionMode):
+    """Within it, attention is of all tokens of the groups.
 
-    `place`: where the `text` tokens are that each process has whole, if they are not split.
+    `ulysses`: each process has a share of the heads; `ring`: a share of the keys, one after the other. `place`: where
+    the `text` tokens are that each process has whole, if they are not split.
     """
 
-    def __init__(self, group: dist.ProcessGroup, text: int, place: str | None) -> None:
+    def __init__(self, groups: dict[str, dist.ProcessGroup], place: str | None, text: int) -> None:
         super().__init__()
-        self._group, self._text, self._first = group, text if place else 0, place == "first"
+        self._group, self._ring = groups.get("ulysses"), groups.get("ring")
+        self._text, self._first = text if place else 0, place == "first"
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.scaled_dot_product_attention:
@@ -103,15 +126,35 @@ class _Ulysses(TorchFunctionMode):
     ) -> torch.Tensor:
         """As scaled_dot_product_attention, on [B, heads, tokens, D]. The mask [B, 1, 1, tokens] is of keys alone, or
         [B, 1, tokens, tokens] of queries, too: what queries of hidden text find is read by nothing."""
+        mask = self._of_keys(attn_mask) if self._text and attn_mask is not None else attn_mask
+        if self._group is None:
+            return self._of_heads(query, key, value, mask, **options)
         if not self._text:
             query, key, value = (_Exchange.apply(each, self._group, _HEADS, _TOKENS) for each in (query, key, value))
-            mask = None if attn_mask is None else _gathered(attn_mask, self._group)
-            attended = F.scaled_dot_product_attention(query, key, value, mask, **options)
+            mask = None if mask is None else _gathered(mask, self._group)
+            attended = self._of_heads(query, key, value, mask, **options)
             shared: torch.Tensor = _Exchange.apply(attended, self._group, _TOKENS, _HEADS)
             return shared
-        mask = None if attn_mask is None else self._all_keys(attn_mask)
-        query, key, value = (self._own_heads(each) for each in (query, key, value))
-        return self._own_tokens(F.scaled_dot_product_attention(query, key, value, mask, **options))
+        query, key, value = (self._own_heads(each, self._group) for each in (query, key, value))
+        return self._own_tokens(self._of_heads(query, key, value, mask, **options), self._group)
+
+    def _of_heads(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **options: Any
+    ) -> torch.Tensor:
+        """Attention of the heads that this process has, to the keys of the ring."""
+        if self._ring is None:
+            return F.scaled_dot_product_attention(query, key, value, mask, **options)
+        scale = options.pop("scale", None)
+        if any(options.values()):
+            raise NotImplementedError(f"attention with {options} does not go round")
+        masks = None
+        if mask is not None:
+            if mask.dtype == torch.bool:
+                mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
+            masks = None if self._text else torch.stack(_gathered(mask, self._ring).chunk(self._ring.size(), -1))
+        moving = (self._text if self._first else 0, key.shape[2] - self._text)
+        attended: torch.Tensor = Ring.apply(query, key, value, mask, masks, moving, scale, self._ring)
+        return attended
 
     def _parted(self, tensor: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The tokens of text, and the others."""
@@ -125,23 +168,23 @@ class _Ulysses(TorchFunctionMode):
     def _joined(self, text: torch.Tensor, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return (text, image) if self._first else (image, text)
 
-    def _own_heads(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _own_heads(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         """All tokens of this process's heads, from its own tokens of all heads."""
         text, image = self._parted(tensor, 2)
-        own = text.chunk(self._group.size(), 1)[self._group.rank()]
-        return torch.cat(self._joined(own, _Exchange.apply(image, self._group, _HEADS, _TOKENS)), 2)
+        own = text.chunk(group.size(), 1)[group.rank()]
+        return torch.cat(self._joined(own, _Exchange.apply(image, group, _HEADS, _TOKENS)), 2)
 
-    def _own_tokens(self, attended: torch.Tensor) -> torch.Tensor:
+    def _own_tokens(self, attended: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         """The inverse. Each process gets the whole text."""
         text, image = self._parted(attended, 2)
-        pieces = [each for part in image.chunk(self._group.size(), 2) for each in self._joined(text, part)]
-        shared: torch.Tensor = _Exchange.apply(torch.cat(pieces, 2), self._group, _TOKENS, _HEADS)
+        pieces = [each for part in image.chunk(group.size(), 2) for each in self._joined(text, part)]
+        shared: torch.Tensor = _Exchange.apply(torch.cat(pieces, 2), group, _TOKENS, _HEADS)
         return shared
 
-    def _all_keys(self, mask: torch.Tensor) -> torch.Tensor:
-        """The mask [B, 1, 1, tokens] of all keys: those of the image are shown."""
+    def _of_keys(self, mask: torch.Tensor) -> torch.Tensor:
+        """The mask [B, 1, 1, tokens] of the keys that come here by Ulysses: those of the image are shown."""
         text, image = self._parted(self._parted(mask, 2)[1][:, :, :1], 3)
-        return torch.cat(self._joined(text, image.repeat(1, 1, 1, self._group.size())), 3)
+        return torch.cat(self._joined(text, image.repeat(1, 1, 1, 1 if self._group is None else self._group.size())), 3)
 
 
 class _Summed(TorchFunctionMode):

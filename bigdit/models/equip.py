@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import types
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
@@ -55,7 +56,8 @@ def arrange(model: nn.Module, family: Family, strategy: Strategy, *, backend: st
     if strategy.float8 != "none":
         use_float8(model, family, strategy.float8)
     if strategy.compile_blocks:
-        compile_blocks(model, family, backend, whole=strategy.cp > 1)
+        apart = strategy.engine == "fsdp2" and strategy.float8 == "tensorwise"
+        compile_blocks(model, family, backend, whole=strategy.cp > 1, apart=apart)
     if strategy.blocks_to_swap:
         swap_blocks(model, family, strategy.blocks_to_swap, trained=not strategy.frozen)
     join_gradients(model, family)
@@ -69,7 +71,12 @@ _DISABLED = "TORCHDYNAMO_DISABLE"
 
 
 def compile_blocks(
-    model: nn.Module, family: Family, backend: str | Callable[..., Any] = "inductor", *, whole: bool = False
+    model: nn.Module,
+    family: Family,
+    backend: str | Callable[..., Any] = "inductor",
+    *,
+    whole: bool = False,
+    apart: bool = False,
 ) -> None:
     """Have each block compiled when it is first called with new shapes or strides.
 
@@ -77,7 +84,9 @@ def compile_blocks(
     finds graphs by the code of a class's own `forward`, and what replaces that has none. Each bucket has its own
     graphs: with sizes that may change, Inductor of torch 2.13 does not know how convolutions lie in memory. `whole`: a
     block that would be compiled in pieces is an error; between pieces, torch 2.13 loses attention over processes, and
-    gradients are wrong. Raises UserError where a variable keeps torch from compiling.
+    gradients are wrong. `apart`: outputs of a block share no memory; torch 2.13 compiles no two slices of one tensor,
+    as of Flux.1's single blocks, with the weights in FP8 that FSDP2 gathers. Raises UserError where a variable keeps
+    torch from compiling.
 
     Source: PyTorch's recipe on regional compilation; `compile_repeated_blocks` of diffusers' ModelMixin.
     """
@@ -89,8 +98,38 @@ def compile_blocks(
     # has convolutions, as Sana's, torch 2.13 lays all out as they like it: a mask too, which attention then refuses.
     options = {"shape_padding": False, "layout_optimization": False} if backend == "inductor" else None
     dynamo.config.recompile_limit = dynamo.config.accumulated_recompile_limit  # else 8: four buckets, and then none
-    for block in family.blocks(model):
-        block.forward = torch.compile(block.forward, backend=backend, dynamic=False, options=options, fullgraph=whole)
+    *_, last = blocks = family.blocks(model)
+    for block in blocks:
+        forward = types.MethodType(_apart(type(block).forward), block) if apart else block.forward
+        if block is last and family.unread is not None:
+            forward = _detached(forward, family.unread)
+        block.forward = torch.compile(forward, backend=backend, dynamic=False, options=options, fullgraph=whole)
+
+
+@functools.cache
+def _apart(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A class's own forward, with a copy of each of several outputs, which the compiler makes no kernel for where it
+    can write there at once. A class has one, as torch finds graphs by it."""
+
+    def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        found = own(block, *args, **kwargs)
+        if not isinstance(found, tuple):
+            return found
+        return tuple(each.clone() if isinstance(each, torch.Tensor) else each for each in found)
+
+    return forward
+
+
+def _detached(forward: Callable[..., Any], unread: int) -> Callable[..., Any]:
+    """A block's `forward`, whose output number `unread` leads no gradient back. Else the compiler makes zeros of a
+    gradient that is not there, and weight decay would reach weights that the loss does not."""
+
+    def detached(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        outputs = [*forward(*args, **kwargs)]
+        outputs[unread] = outputs[unread].detach()
+        return (*outputs,)
+
+    return detached
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from bigdit.catalog.conditions import CONTROLNET
+from bigdit.catalog.conditions import CONTROLNET, IMAGE_CONDITION
 from bigdit.catalog.families import FAMILIES, REFERENCE, mask_of, stream_shapes
 from bigdit.errors import UserError
 from bigdit.models import packing
@@ -59,11 +59,13 @@ class Family:
     `predict`: the model's output, of the latents' shape, or with twice the channels where it has a variance too; t [B]
     in [0, 1], 1 = noise. `lists`: its lists of blocks, in the order of the forward pass. `extras`: what a batch must
     hold besides latents and text, by name: `pooled_text`, `class_label`, … `first`: what it holds too where videos
-    begin with an image, of a class whose models can do without. `keeps_first`: the latents of such an image are
-    those of the first frame, so nothing is learned of it.
+    begin with an image, of a class whose models can do without.
+
+    `prepare`: what a new model needs before it is trained.
 
     `shared`: modules within a block that the model also calls from outside of it, which only DiT has. Engines that
-    shard by block gather a block's weights only while it runs.
+    shard by block gather a block's weights only while it runs. `unread`: which output of the last block goes nowhere,
+    so that weights of that block have no gradient.
     """
 
     CLASS_NAME: str
@@ -71,8 +73,9 @@ class Family:
     lists: tuple[str, ...] = ("transformer_blocks",)
     extras: Callable[[nn.Module], dict[str, Extra]] = lambda model: {}
     first: Callable[[nn.Module], dict[str, Extra]] = lambda model: {}
-    keeps_first: bool = False
+    prepare: Callable[[nn.Module], None] = lambda model: None
     shared: Callable[[nn.Module], list[nn.Module]] = lambda model: []
+    unread: int | None = None
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """The repeated blocks in the order of the forward pass, and those of a ControlNet: units of checkpointing and
@@ -122,6 +125,40 @@ def images(family: Family, model: nn.Module, sample: BatchShape) -> dict[str, Ex
     shape = sample.reference or sample.latents
     found = {REFERENCE: Extra((sample.references, *shape))} if sample.references else {}
     return found | (family.first(model) if sample.first_frame else {})
+
+
+def kept_first(latents: torch.Tensor, conditions: Conditions) -> torch.Tensor | None:
+    """The latents [B, C, F, H, W] of a given first frame that takes the place of the video's own, zeros of a sample
+    without; None where none is given, of a model with further channels for one, and of an image, a video of one
+    frame."""
+    given = conditions.extras.get(IMAGE_CONDITION)
+    return given if given is not None and given.shape[:3] == latents.shape[:3] and latents.shape[2] > 1 else None
+
+
+def is_given(given: torch.Tensor) -> torch.Tensor:
+    """Which samples have a first frame in `kept_first`: bool [B, 1, 1, 1, 1]."""
+    return given[:, :, 0].flatten(1).ne(0).any(dim=1).view(-1, 1, 1, 1, 1)
+
+
+def shown_first(
+    latents: torch.Tensor, t: torch.Tensor, given: torch.Tensor, tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The latents with the first frame of `given`, and the t of each token [B, frames · tokens], 0 in that frame.
+    `tokens`: of a frame."""
+    there = is_given(given)
+    shown = torch.cat([torch.where(there, given[:, :, :1], latents[:, :, :1]), latents[:, :, 1:]], dim=2)
+    moves = torch.arange(latents.shape[2] * tokens, device=t.device) >= tokens
+    return shown, t[:, None] * (moves | ~there.view(-1, 1)).to(t.dtype)
+
+
+LEAST_T = 1e-4
+
+
+def known_first(velocity: torch.Tensor, latents: torch.Tensor, t: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    """The velocity, of whose first frame it is known: that which leads to the given one."""
+    known = (latents[:, :, :1] - given[:, :, :1]) / t.clamp(min=LEAST_T).view(-1, 1, 1, 1, 1)
+    first = torch.where(is_given(given), known.to(velocity.dtype), velocity[:, :, :1])
+    return torch.cat([first, velocity[:, :, 1:]], dim=2)
 
 
 def text(conditions: Conditions) -> tuple[torch.Tensor, torch.Tensor]:

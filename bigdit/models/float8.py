@@ -7,8 +7,11 @@ is not.
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import replace
+from importlib.metadata import version
+from typing import Any
 
 import torch
 from torch import nn
@@ -121,3 +124,34 @@ def plain_rows(weight: DTensor) -> torch.Tensor:
     """This process's rows of the weight, without what casts them to FP8."""
     rows = weight.to_local()
     return getattr(rows, "_tensor", rows)
+
+
+_FLOAT8 = (
+    *("config.CastConfig", "config.Float8GemmConfig", "config.Float8LinearConfig"),
+    *("float8_training_tensor.LinearMMConfig", "float8_training_tensor.ScaledMMConfig"),
+)
+_PRODUCT = "matmul_with_hp_or_float8_args"
+
+
+def keep_float8() -> None:
+    """Have torch keep what it traces of torchao's FP8, whose functions it knows nothing of: their code is the same as
+    long as torchao is. By default it keeps the kernels alone, and tracing again takes three times as long."""
+    from torch._dynamo.variables import misc
+
+    produce = getattr(misc, "produce_trampoline_autograd_apply", None)
+    if produce is None:
+        return  # another torch traces again: the same bytes, later
+    named = [f"torchao.float8.{name}" for name in _FLOAT8]
+    safe = dict.fromkeys([*named, f"{misc.__name__}.{_PRODUCT}"], version("torchao"))
+    torch._inductor.config.unsafe_marked_cacheable_functions = safe
+
+    @functools.cache
+    def findable(function: Any) -> Any:
+        """torch calls a function of autograd by one that has no name, and so cannot be in a key of the cache."""
+        apply = produce(function)
+        apply.__name__ = apply.__qualname__ = function.__name__
+        apply._origin = findable  # type: ignore[attr-defined]
+        setattr(misc, function.__name__, apply)
+        return apply
+
+    misc.produce_trampoline_autograd_apply = findable

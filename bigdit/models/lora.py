@@ -37,7 +37,7 @@ def apply_lora(model: nn.Module, family: Family, spec: LoraSpec, *, seed: int) -
     targets = _targets(model, family, spec)
     for rule in spec.ranks:
         if not any(fits(name, rule) for name in targets):
-            raise UserError(f"lora.ranks: no adapted layer's name fits {rule!r}; {nearest(rule, targets)}")
+            raise UserError(f"strategy.lora.ranks: no adapted layer's name fits {rule!r}; {nearest(rule, targets)}")
     model.requires_grad_(False)
     if spec.base != "bf16":
         for block in family.blocks(model):
@@ -75,12 +75,16 @@ def _targets(model: nn.Module, family: Family, spec: LoraSpec) -> list[str]:
         inside = tuple(f"{name}." for name, module in model.named_modules() if module in blocks)
         found = [name for name in linears if name.startswith(inside) and _is_of_attention(name)]
         if not found:
-            raise UserError("lora.targets is empty, and no linear layer of the blocks is one of attention; name some")
+            raise UserError(
+                "strategy.lora.targets is empty, and no linear layer of the blocks is one of attention; name some"
+            )
         return found
     known = {name.rpartition(".")[2] for name in linears}
     for target in spec.targets:
         if not any(fits(name, target) for name in linears):
-            raise UserError(f"lora.targets: no linear layer's name ends in {target!r}; {nearest(target, known)}")
+            raise UserError(
+                f"strategy.lora.targets: no linear layer's name ends in {target!r}; {nearest(target, known)}"
+            )
     return [name for name in linears if any(fits(name, target) for target in spec.targets)]
 
 

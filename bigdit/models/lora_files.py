@@ -217,7 +217,9 @@ def start_adapters(model: nn.Module, lora: LoraSpec, adapters: Mapping[str, Adap
         has, fix = ("no magnitudes", "false") if lora.dora else ("magnitudes (DoRA)", "true")
         raise UserError(f"it has {has}; set strategy.lora.dora to {fix}")
     if lora.pissa:
-        raise UserError("strategy.lora.pissa starts from the weights below; set it to false, or leave lora_from out")
+        raise UserError(
+            "strategy.lora.pissa starts from the weights below; set it to false, or leave model.lora_from out"
+        )
     lost = [0.0, 0.0]
     with torch.no_grad():
         for name, each in adapters.items():

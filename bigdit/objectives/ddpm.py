@@ -1,14 +1,17 @@
 """Denoising diffusion: x_t = √ᾱ x + √(1 - ᾱ) ε at a timestep drawn evenly, and the model learns ε, v or x.
 
 Source: Ho et al., arXiv:2006.11239, algorithm 1; v = √ᾱ ε - √(1 - ᾱ) x: Salimans & Ho, arXiv:2202.00512; a learned
-variance with it: Nichol & Dhariwal, arXiv:2102.09672, section 3.1.
+variance with it: Nichol & Dhariwal, arXiv:2102.09672, section 3.1. The noise schedule, from 0 = almost the whole image,
+is in python's floats, because losses read single numbers of it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 
@@ -16,7 +19,6 @@ from bigdit.errors import UserError
 from bigdit.objective_spec import DdpmSpec
 from bigdit.objectives.prediction import (
     Predict,
-    ddpm_weights,
     draw_noise,
     has_variance,
     masked,
@@ -24,7 +26,6 @@ from bigdit.objectives.prediction import (
     per_sample,
     weighted_mse,
 )
-from bigdit.objectives.schedule import alphas_cumprod
 
 
 def loss(
@@ -55,7 +56,7 @@ def loss(
         target = alpha * noise - sigma * latents
     else:
         target = latents
-    squared = weighted_mse(prediction, target, ddpm_weights(objective, signals), mask)
+    squared = weighted_mse(prediction, target, _weights(objective, signals), mask)
     if not _learns_variance(objective, output, latents.shape[1]):
         return squared
     share = output[:, latents.shape[1] :].float()
@@ -154,3 +155,70 @@ def _surprise(latents: torch.Tensor, missed: torch.Tensor, log_variance: torch.T
     farther = torch.erfc((distance + BIN) * scale)
     farther = torch.where(latents.abs() > EDGE, torch.zeros_like(farther), farther)
     return -(0.5 * (torch.erfc((distance - BIN) * scale) - farther)).clamp(min=LEAST).log()
+
+
+def _weights(objective: DdpmSpec, signals: Sequence[float]) -> list[float] | None:
+    """A weight a sample, or None; `signals`: ᾱ of its timestep.
+
+    Both weigh the error of x: by min(SNR, γ) (Hang et al., arXiv:2303.09556), or by SNR / (k + SNR)^γ (Choi et al.,
+    arXiv:2204.00227, who write it for ε). ε's error is x's times SNR, and v's is x's times SNR + 1 (Salimans & Ho,
+    arXiv:2202.00512, section 4).
+    """
+    if objective.min_snr_gamma is None and objective.p2_gamma is None:
+        return None
+    return [_weight_of_x(objective, signal) / _error_in_x(objective, signal) for signal in signals]
+
+
+def _weight_of_x(objective: DdpmSpec, signal: float) -> float:
+    snr = signal / (1.0 - signal)
+    if objective.min_snr_gamma is not None:
+        return min(snr, objective.min_snr_gamma)
+    assert objective.p2_gamma is not None  # one of the two
+    return snr / (objective.p2_k + snr) ** objective.p2_gamma
+
+
+def _error_in_x(objective: DdpmSpec, signal: float) -> float:
+    """The squared error of the prediction, for a squared error of 1 in x."""
+    snr = signal / (1.0 - signal)
+    return {"x0": 1.0, "epsilon": snr, "v": snr + 1.0}[objective.prediction]
+
+
+@cache
+def alphas_cumprod(objective: DdpmSpec) -> tuple[float, ...]:
+    """ᾱ of each timestep: x_t = √ᾱ x + √(1 - ᾱ) ε (Ho et al., arXiv:2006.11239, equation 4)."""
+    alphas = _cumprod(objective)
+    return _zero_terminal(alphas) if objective.zero_terminal_snr else alphas
+
+
+def shifted_betas(objective: DdpmSpec) -> list[float]:
+    """The betas whose signal-to-noise ratios are divided by `snr_shift`, before a zero terminal SNR."""
+    alphas = _cumprod(objective)
+    return [1.0 - after / before for before, after in itertools.pairwise((1.0, *alphas))]
+
+
+def _cumprod(objective: DdpmSpec) -> tuple[float, ...]:
+    alphas = itertools.accumulate((1.0 - beta for beta in _betas(objective)), lambda a, b: a * b)
+    shift = objective.snr_shift
+    return tuple(alpha / (shift + (1.0 - shift) * alpha) for alpha in alphas)
+
+
+def _betas(objective: DdpmSpec) -> list[float]:
+    count, start, end = objective.timesteps, objective.beta_start, objective.beta_end
+    shares = [i / (count - 1) for i in range(count)]
+    if objective.betas == "linear":  # Ho et al., section 4
+        return [start + (end - start) * share for share in shares]
+    if objective.betas == "scaled_linear":  # linear in its root: Rombach et al., arXiv:2112.10752, as in their code
+        return [(math.sqrt(start) + (math.sqrt(end) - math.sqrt(start)) * share) ** 2 for share in shares]
+    return [min(1.0 - _cosine((i + 1) / count) / _cosine(i / count), 0.999) for i in range(count)]
+
+
+def _cosine(share: float) -> float:
+    """Nichol & Dhariwal, arXiv:2102.09672, equation 17, whose betas end at 0.999."""
+    return math.cos((share + 0.008) / 1.008 * math.pi / 2.0) ** 2
+
+
+def _zero_terminal(alphas: tuple[float, ...]) -> tuple[float, ...]:
+    """√ᾱ shifted to end at 0 and scaled to begin as before (Lin et al., arXiv:2305.08891, algorithm 1)."""
+    roots = [math.sqrt(alpha) for alpha in alphas]
+    first, last = roots[0], roots[-1]
+    return tuple(((root - last) * first / (first - last)) ** 2 for root in roots)

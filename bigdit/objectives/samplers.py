@@ -17,8 +17,9 @@ import torch
 
 from bigdit.errors import UserError
 from bigdit.objective_spec import SAMPLERS, DdpmSpec, ExponentialShift, FlowMatchingSpec, ObjectiveSpec, SamplerName
+from bigdit.objectives.ddpm import shifted_betas
+from bigdit.objectives.flow_matching import shift_of
 from bigdit.objectives.prediction import Predict, of_latents
-from bigdit.objectives.schedule import shift_of, shifted_betas
 
 PREDICTIONS = {"epsilon": "epsilon", "v": "v_prediction", "x0": "sample"}
 """Their names in diffusers' schedulers."""

@@ -68,14 +68,14 @@ def _build(line: str) -> None:
 
 def _answer(line: str) -> str:
     from bigdit.models.equip import compile_errors
-    from bigdit.profile.run_attempt import attempt, encode, leave_values, recorded
+    from bigdit.profile.run_attempt import attempt, encode, recorded
 
     job = AttemptJob.model_validate_json(line)
     if not job.values:
-        leave_values()
+        importlib.import_module("bigdit_emulated.values").leave()
     strategy = job.request.strategy
     if strategy.compile_blocks and strategy.float8 != "none":
-        from bigdit.profile.compiled import keep_float8
+        from bigdit.models.float8 import keep_float8
 
         keep_float8()
     if job.request.part == "encoders":
@@ -115,10 +115,11 @@ def _import_for(line: str) -> None:
         importlib.import_module(f"bigdit.engines.{strategy.engine}")
         if strategy.controlnet is not None:
             getattr(diffusers, FAMILIES[request.model.class_name].controlnet or "")
-        if strategy.lora is not None:
-            import bigdit.models.lora
         if request.encoders is not None:
-            import bigdit.encoders.frozen  # noqa: F401
+            import bigdit.encoders.frozen  # and transformers, before peft
+        if strategy.lora is not None:
+            with libraries.without_transformers():
+                import bigdit.models.lora  # noqa: F401
         if strategy.float8 != "none":
             import torchao.float8  # noqa: F401
     if strategy.compile_blocks:

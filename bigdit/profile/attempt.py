@@ -198,7 +198,7 @@ def request_for(
     model = model if strategy.controlnet is None else beside(model, strategy.controlnet)
     batch = batch_shape(model, resolution, frames)
     text = None if batch.text is None else batch.text[0]
-    problems += context_problems(model.spec, strategy.cp)
+    problems += context_problems(model.spec, strategy.cp, strategy.cp_ring)
     problems += context_misfits(model.spec, strategy.cp, batch.grids, text)
     if problems:
         raise UserError(*problems)

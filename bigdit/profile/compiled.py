@@ -6,11 +6,10 @@ launched, and has the bytes that Inductor expects it to move. What is allocated 
 
 from __future__ import annotations
 
-import functools
 import importlib
 import re
 import sys
-from importlib.metadata import requires, version
+from importlib.metadata import requires
 from importlib.util import find_spec
 from typing import Any
 
@@ -42,37 +41,6 @@ def without_machine_code() -> None:
     # What Dynamo looks up at its first call, each fork would: a twelfth of an attempt. Backward here would end forks.
     torch.compile(torch.nn.Linear(1, 1), backend="eager")(torch.ones(1, 1))
     torch._dynamo.reset()
-
-
-_FLOAT8 = (
-    *("config.CastConfig", "config.Float8GemmConfig", "config.Float8LinearConfig"),
-    *("float8_training_tensor.LinearMMConfig", "float8_training_tensor.ScaledMMConfig"),
-)
-_PRODUCT = "matmul_with_hp_or_float8_args"
-
-
-def keep_float8() -> None:
-    """Have torch keep what it traces of torchao's FP8, whose functions it knows nothing of: their code is the same as
-    long as torchao is. By default it keeps the kernels alone, and tracing again takes three times as long."""
-    from torch._dynamo.variables import misc
-
-    produce = getattr(misc, "produce_trampoline_autograd_apply", None)
-    if produce is None:
-        return  # another torch traces again: the same bytes, later
-    named = [f"torchao.float8.{name}" for name in _FLOAT8]
-    safe = dict.fromkeys([*named, f"{misc.__name__}.{_PRODUCT}"], version("torchao"))
-    torch._inductor.config.unsafe_marked_cacheable_functions = safe
-
-    @functools.cache
-    def findable(function: Any) -> Any:
-        """torch calls a function of autograd by one that has no name, and so cannot be in a key of the cache."""
-        apply = produce(function)
-        apply.__name__ = apply.__qualname__ = function.__name__
-        apply._origin = findable  # type: ignore[attr-defined]
-        setattr(misc, function.__name__, apply)
-        return apply
-
-    misc.produce_trampoline_autograd_apply = findable
 
 
 class _Kernel:

@@ -146,9 +146,8 @@ class EmulatedGpus:
         key = self._key(job)
         with self._one() as slot:
             found = _ATTEMPTS.find(key)
-            more = {"nothing": ("update", "step"), "update": ("step",), "step": ()}[counted]
-            for each in more:
-                found = found or _ATTEMPTS.find(self._key(job.model_copy(update={"counted": each})))
+            for more in {"nothing": ("update", "step"), "update": ("step",), "step": ()}[counted]:
+                found = found or _ATTEMPTS.find(self._key(job.model_copy(update={"counted": more})))
             if found is None:
                 if key in self._refused:
                     raise self._refused[key]
@@ -159,6 +158,8 @@ class EmulatedGpus:
                         self._refused[key] = error
                     raise
                 _ATTEMPTS.keep(key, found)
+            elif found.ran and not found.reads:
+                self._unread.add(_kind(request))
             return found
 
     def attempts(
@@ -184,7 +185,7 @@ class EmulatedGpus:
         and the bytes that torch reserved at the sizes that ran. None where an attempt failed.
 
         A size runs without a limit, which tells its bytes. One that is expected not to fit runs within the capacity,
-        and ends early.
+        and ends early; but not compiled blocks, which torch keeps once their backward pass ran.
         """
         reserved = dict(row.known)
         below, above = _around(reserved, capacity_bytes)
@@ -192,17 +193,16 @@ class EmulatedGpus:
         while fitting + 1 < failing:
             expected = row.expected(reserved, capacity_bytes)
             size = min(max(int(expected), fitting + 1), failing - 1)
-            hopeless = size > expected
+            request = row.request(size)
+            hopeless = size > expected and not request.strategy.compile_blocks
             room = capacity_bytes if hopeless else UNLIMITED
-            attempt = self._answered(row.request(size), room, to_end=not hopeless)
+            attempt = self._answered(request, room, to_end=not hopeless)
             if not isinstance(attempt, Attempt):
                 return None
             if attempt.ran:
                 reserved[size] = attempt.peak_reserved_bytes
-            if attempt.fits and attempt.peak_reserved_bytes <= capacity_bytes:
-                fitting = size
-            else:
-                failing = size
+            fits = attempt.fits and attempt.peak_reserved_bytes <= capacity_bytes
+            fitting, failing = (size, failing) if fits else (fitting, size)
         return fitting + min(max(row.expected(reserved, capacity_bytes) - fitting, 0.0), 0.99), reserved
 
     def _answered(

@@ -23,7 +23,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import IO
@@ -174,7 +173,9 @@ class _Slot:
 
     def put(self, job: Strict, until: float) -> tuple[int, bytes]:
         """The status of a job, and its answer. Raises TimeoutError, and EOFError where the process has ended."""
-        self._send(job)
+        self._read_there = False
+        with contextlib.suppress(OSError):  # it has ended, which reading says too
+            self._socket.sendall(f"{job.model_dump_json()}\n".encode())
         while True:
             first, _, rest = self._line(until).partition(b"\t")
             if first == b"read":
@@ -201,11 +202,6 @@ class _Slot:
             return False
         self.fork = None
         return True
-
-    def _send(self, job: Strict) -> None:
-        self._read_there = False
-        with contextlib.suppress(OSError):  # it has ended, which reading says too
-            self._socket.sendall(f"{job.model_dump_json()}\n".encode())
 
     def _line(self, until: float) -> bytes:
         while b"\n" not in self._unread:
@@ -271,7 +267,7 @@ class _End:
         return [line.decode() for line in lines] if part else None
 
     def tell(self, *parts: object) -> None:
-        with suppress(OSError):  # the other end has gone, which reading says too
+        with contextlib.suppress(OSError):  # the other end has gone, which reading says too
             self._socket.sendall(("\t".join(map(str, parts)) + "\n").encode())
 
 

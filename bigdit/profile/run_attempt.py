@@ -50,7 +50,6 @@ from bigdit.strategy import FACTORED, PACKAGES, Strategy
 if TYPE_CHECKING:
     from bigdit.encoders.frozen import FrozenEncoders
 
-
 DEVICE = torch.device("cuda", 0)
 
 
@@ -92,11 +91,6 @@ def _watched(job: AttemptJob, host_bytes: int, run: Callable[[_Watch], None]) ->
         packed_work=watch.packed_work,
         seconds=round(time.perf_counter() - began, 3),
     )
-
-
-def leave_values() -> None:
-    """Have this process compute none from now on, which emulator/inside does under a name of its own."""
-    importlib.import_module("bigdit_emulated.values").leave()
 
 
 def _steps(job: AttemptJob, built: Built, watch: _Watch) -> None:
@@ -210,10 +204,6 @@ class _Watch(Witness):
         self.packed_work = Timeline((), (), spans, costs.collectives(), costs.operators()).pack()
 
 
-_PROTOCOL = 4
-"""The newest pickle that pytorch.org/memory_viz reads."""
-
-
 def recorded(request: StepRequest, built: Built, snapshot: str | None = None) -> Profile:
     """The request on a GPU that has nothing yet; torch's memory snapshot of it goes to the file `snapshot`.
 
@@ -239,7 +229,7 @@ def recorded(request: StepRequest, built: Built, snapshot: str | None = None) ->
     _check(summed, timeline, history.peaks)
     if snapshot is not None:
         with replacing(Path(snapshot)) as temporary:
-            temporary.write_bytes(pickle.dumps(history.snapshot, protocol=_PROTOCOL))
+            temporary.write_bytes(pickle.dumps(history.snapshot, protocol=4))  # the newest that memory_viz reads
     return Profile(
         params=workload.params,
         ledger=summed,

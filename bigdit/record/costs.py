@@ -323,6 +323,8 @@ class Costs:
     def _add_collective(self, span: int, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         called = func._opname.replace("_", "")
         name = next((name for start, name in _COLLECTIVES.items() if called.startswith(start)), None)
+        if any(isinstance(each, list) and len(each) > 1 and sum(map(bool, each)) == 1 for each in args):
+            name = "send"  # an exchange with one process
         if name is not None:
             # Of an all-gather the whole result counts, of a reduce-scatter the whole input: the largest tensor it has.
             nbytes = max(tensor.nbytes for tensor in _tensors((args, result)))

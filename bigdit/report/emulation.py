@@ -157,7 +157,8 @@ def shown_path(file: str) -> str:
 
 
 def _show_run(run: EmulatedRun, emulation: Emulation) -> None:
-    log.out.print()
+    if run.accounts or len(emulation.runs) > 1:
+        log.out.print()
     if len(emulation.runs) > 1:
         _say(f"[bold]{_which(run)}[/bold]")
     if run.accounts:
@@ -190,7 +191,7 @@ def processes(run: EmulatedRun, emulation: Emulation) -> Table:
         for gpu in account.gpus:
             rows.add_row(
                 account.title,
-                str(gpu.index),
+                number(account, gpu, emulation),
                 gib(gpu.peak_allocated_bytes),
                 gib(gpu.peak_reserved_bytes),
                 between(emulation.process(account, gpu)),
@@ -198,6 +199,11 @@ def processes(run: EmulatedRun, emulation: Emulation) -> Table:
                 escape(end(account, run)),
             )
     return rows
+
+
+def number(account: Account, gpu: GpuAccount, emulation: Emulation) -> str:
+    """A GPU's number in its machine; with several machines `0 of machine 2`."""
+    return f"{gpu.index} of machine {account.node + 1}" if emulation.nodes > 1 else str(gpu.index)
 
 
 def phases(gpu: GpuAccount) -> Table:
@@ -309,9 +315,10 @@ def write_emulation(emulation: Emulation, folder: Path) -> list[Path]:
 def page(emulation: Emulation) -> str:
     """The whole page. Everything that processes wrote is escaped, because the script is not ours."""
     filters = {"gib": gib, "between": between, "duration": duration, "place": place}
+    used = (title, subtitle, number, steps, end, own_lines, work)
     shown = {
         "emulation": emulation,
-        "text": {each.__name__: each for each in (title, subtitle, steps, end, own_lines, work)} | {"WORK": WORK},
+        "text": {each.__name__: each for each in used} | {"WORK": WORK},
         "usable": emulation.gpu.usable_bytes,
         "colours": {variable(category): (COLOURS[category], DARK[category]) for category in CATEGORIES},
         "runs": [_run(run, at, emulation) for at, run in enumerate(emulation.runs)],

@@ -185,7 +185,7 @@ def settings(choice: Estimate, plan: Plan) -> dict[str, str]:
         "optimizer": optimizer(strategy),
         "checkpointing": checkpointing(strategy, blocks(plan)),
         "batch": batch(strategy),
-        **({"tokens": f"each sample's over {strategy.cp} GPUs (context parallelism)"} if strategy.cp > 1 else {}),
+        **({"tokens": _tokens(strategy, plan)} if strategy.cp > 1 else {}),
         "EMA": ema(strategy),
         "encoders": _encoders(strategy),
     }
@@ -202,6 +202,16 @@ def settings(choice: Estimate, plan: Plan) -> dict[str, str]:
     found |= _buckets(strategy)
     found["allocator"] = ALLOCATOR
     return found
+
+
+def _tokens(strategy: Strategy, plan: Plan) -> str:
+    """How GPUs share samples, and why by a ring."""
+    text = f"each sample's over {strategy.cp} GPUs (context parallelism"
+    if strategy.cp_ring > 1:
+        heads = plan.request.model.spec.kwargs["num_attention_heads"]
+        why = f"{strategy.cp} does not divide {heads} heads" if heads % strategy.cp else "it spans machines"
+        text += f", a ring of {strategy.cp_ring}: {why}"
+    return f"{text})"
 
 
 def _encoders(strategy: Strategy) -> str:

@@ -296,7 +296,7 @@ def encoded(
     class.
     """
     editor = _editor(run)
-    size = run.data.references
+    size = min(run.data.references, len(images))
     shown = [_edited(each, options.bucket, editor) for each in images] if size else []
     edited = [shown[at : at + size] for at in range(0, len(shown), size or 1)]
     seen = [edited[0 if len(edited) == 1 else at] for at in range(len(captions))] if editor.seen and edited else ()
@@ -317,7 +317,7 @@ def _begun(
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
     frames = load_first_frames(run.encoders.first_frame, codec, device)
-    if frames is None and not run.data.references and not run.data.fill:
+    if frames is None and not edited and not run.data.fill:
         return {}
     codec.move(device)
     if frames is not None:

@@ -41,7 +41,7 @@ from bigdit.sampling.conditions import (
 from bigdit.shortage import memory_errors, ran_out, room
 from bigdit.store.part import Shape
 from bigdit.strategy import ModelSpec, Strategy
-from bigdit.units import gib
+from bigdit.units import gib, how_many_of
 
 Shown = Callable[[str, Iterator[torch.Tensor], int], Iterator[torch.Tensor]]
 """Passes results on, one by one; it is given the name of what makes them, and their number."""
@@ -93,7 +93,7 @@ class Sampler:
         begins = "begins with" if run.encoders.first_frame is not None else None
         edits = "follows" if strategy.controlnet is not None else "edits"
         self._takes = edits if run.data.references else "paints in" if run.data.fill else begins
-        self.begun = run.data.references or 1  # images of a sample
+        self._counts = run.data.reference_counts or range(1, 2)  # images of a sample
         self._objective = objective_of(spec, run.objective)
         if (why := partial(self._objective)) is not None:
             raise UserError(f"{self._name}: {why}")
@@ -139,6 +139,12 @@ class Sampler:
                 problems += error.problems
         if problems:
             raise UserError(*dict.fromkeys(problems))
+
+    def repeated(self, images: Sequence[Image.Image], count: int) -> list[Image.Image]:
+        """The images for `count` samples of each caption in turn; those for all stay as they are."""
+        each = self._counts[-1]
+        sets = [images[at : at + each] for at in range(0, len(images), each)]
+        return [*images] if len(sets) == 1 else [image for some in sets for _ in range(count) for image in some]
 
     def sample(
         self,
@@ -240,9 +246,9 @@ class Sampler:
     def _check_images(self, images: int, captions: int) -> None:
         if self._takes is None and images:
             raise UserError("--image: the model neither edits an image nor begins with one; leave it out")
-        each = self.begun
-        if self._takes is not None and images not in (each, each * captions):
-            number, what = ("an image", "one") if each == 1 else (f"{each} images", str(each))
+        each = self._counts[-1]
+        if self._takes is not None and images not in (*self._counts, each * captions):
+            number, what = how_many_of(self._counts, "image"), "one" if each == 1 else str(each)
             raise UserError(
                 f"--image: the model {self._takes} {number}: {images} were given for {captions} captions; pass {what} "
                 f"for all, or {what} for each"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bigdit.cache import Cache, digest_of, installed
 from bigdit.catalog import FAMILIES, batch_shape
 from bigdit.catalog.names import revision
 from bigdit.emulator.interpreter import cuda_build, cuda_python
+from bigdit.emulator.launch import compile_caches
 from bigdit.profile.attempt import UNLIMITED, Attempt
 from bigdit.profile.gpus import SOURCES, EmulatedGpus
 from bigdit.receipt import Receipt
@@ -55,13 +59,18 @@ def made(request: ResolvedRequest, own: Sequence[Receipt], gpus: EmulatedGpus, s
     from bigdit.search.planner import Planner  # here: it imports numpy, and a plan of the cache does without
 
     began = time.perf_counter()
-    compiled = ", its blocks compiled at each size: minutes the first time" if request.constraints.compile else ""
-    stages = _Stages(f"planning the training of {request.model.name}{compiled}", say)
+    asked = hashlib.sha256(f"{request.model_dump_json()} {gpus.build}".encode()).hexdigest()[:32]
+    kept = Path(compile_caches()["TORCHINDUCTOR_CACHE_DIR"], f"plan-{asked}")  # it goes where the code goes
+    compiled = f", its blocks compiled at each size{'' if kept.exists() else ': minutes the first time'}"
+    stages = _Stages(f"planning the training of {request.model.name}{compiled * request.constraints.compile}", say)
     gpus.done = stages.count
     stages.begin("which engines and settings fit")
     checked, more = check(own, request.gpu, gpus)
     calibration = Calibration(checked, routed=FAMILIES[request.model.spec.class_name].routed)
     plan = _plan(Planner(request, gpus, calibration), stages)
+    if request.constraints.compile:
+        with suppress(OSError):  # or the next plan says so again
+            kept.touch()
     unanswered = [f"not run on an emulated GPU: {why}" for why in gpus.unanswered]
     seconds = round(time.perf_counter() - began, 3)
     return plan.model_copy(update={"seconds": seconds}).noted([*more, *unanswered]), not unanswered
@@ -119,7 +128,7 @@ def _plan(planner: Planner, stages: _Stages) -> Plan:
         params=profile.params,
         batch=batch,
         verdict=chosen.verdict,
-        margin=planner.margin,
+        margin=planner.calibration.margin,
         chosen=next(row for row in rows if row.title == chosen.title),
         ledger=profile.ledger,
         packed_timeline=profile.packed_timeline,

@@ -185,8 +185,8 @@ def _first_frame_note(nbytes: int, model: CatalogModel, batch: BatchShape) -> st
         more = "image that each sample edits" if batch.references else "masked image of each sample"
         return f"the {more} takes {on_disk(nbytes)} more; the VAE's pass over it is not in the time of extraction"
     return (
-        f"the first frame of each video takes {on_disk(nbytes)} more; the VAE's pass over it, for Wan as long as that "
-        "over the video, and the image encoder's are not in the time of extraction"
+        f"the first frame of each video takes {on_disk(nbytes)} more; the VAE's pass over it, for Wan 2.1's as long "
+        "as that over the video, and the image encoder's are not in the time of extraction"
     )
 
 

@@ -37,7 +37,7 @@ def waterfall(planner: Planner, chosen: Estimate) -> tuple[tuple[WaterfallStep, 
             notices.append(f"not shown on the way to the recommended one: {change.title}: {problem}".splitlines()[0])
             continue
         bar = attempt.peaks, attempt.peak_reserved_bytes
-        taken = process(attempt.peak_reserved_bytes, planner.non_torch(change.strategy), planner.margin)
+        taken = process(attempt.peak_reserved_bytes, planner.non_torch(change.strategy), planner.calibration.margin)
         verdict, why = verdict_of(taken, planner.request.gpu.usable_bytes), effect(change, before, bar)
         shown.append(WaterfallStep(change=change.title, process_bytes=taken.high_bytes, verdict=verdict, saved_by=why))
         before = bar
@@ -111,7 +111,11 @@ def changes(request: ResolvedRequest, chosen: Estimate, count: int) -> list[Chan
     strategy is that of `chosen`."""
     target = chosen.strategy
     start = naive(request, target)
-    found = [Change(_naive_title(start), "", start)]
+    precision = "bf16" if start.precision == "bf16_sr" else start.precision
+    encoders = "encoders and EMA" if start.features == "online" else "EMA"
+    buckets = ", DeepSpeed's own buckets" if start.ds_config else ""
+    copied = f"as copied: {precision}, AdamW, {encoders} on the GPU{buckets}, micro-batch {start.micro_batch_size}"
+    found = [Change(copied, "", start)]
     for title, why, update in _updates(target):
         before = found[-1].strategy
         after = before.model_copy(update=update).sized(start.step_size)
@@ -178,13 +182,6 @@ def _sizes(first: int, chosen: Estimate, count: int) -> list[Change]:
     steps = [*([resized] if last != first else []), *([recomputed] if chosen.blocks else [])]
     strategies = [between, chosen.strategy][2 - len(steps) :]
     return [Change(*why, each) for why, each in zip(steps if grows else steps[::-1], strategies, strict=True)]
-
-
-def _naive_title(strategy: Strategy) -> str:
-    precision = "bf16" if strategy.precision == "bf16_sr" else strategy.precision
-    encoders = "encoders and EMA" if strategy.features == "online" else "EMA"
-    buckets = ", DeepSpeed's own buckets" if strategy.ds_config else ""
-    return f"as copied: {precision}, AdamW, {encoders} on the GPU{buckets}, micro-batch {strategy.micro_batch_size}"
 
 
 def _document(target: Strategy, *, own_buckets: bool = False) -> dict[str, Any] | None:
@@ -291,7 +288,7 @@ def _larger_gpu(planner: Planner, nearest: Estimate) -> list[Estimate]:
     larger = [each for each in every if each.usable_bytes >= needed and each.tflops.computes(strategy)]
     for gpu in sorted(larger, key=lambda each: each.usable_bytes)[:2]:
         other = planner.about(request.model_copy(update={"gpu": gpu}))
-        room = safe_bytes(gpu, other.non_torch(strategy), planner.margin)
+        room = safe_bytes(gpu, other.non_torch(strategy), planner.calibration.margin)
         try:
             with EmulatedGpus(gpu, 1) as emulated:
                 attempt = emulated.attempt(other.step_request(strategy), room, to_end=False)

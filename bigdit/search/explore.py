@@ -129,16 +129,15 @@ def hopeful(planner: Planner, group: Sequence[Option]) -> tuple[list[Option], li
     bases = [each for each in group if each.base is None]
     # Side by side, and cached from here on. A single GPU has one engine as a rule, of which all is explored.
     soon = [each for each in group if not each.strategy.blocks_to_swap] if request.cluster.gpus == 1 else bases
-    soon = [each for each in soon if _least_host_bytes(planner, each) <= request.host_memory_bytes]
+    soon = [each for each in soon if _has_a_chance(planner, each)]
     with ThreadPoolExecutor(max(len(soon), 1)) as aside:
         [*aside.map(partial(_first, planner), soon)]
     for base in bases:
         most = request.gpu.usable_bytes - planner.non_torch(base.strategy).low_bytes
         on_host: dict[str, int] = {}  # of those that the GPU holds
         for each in (each for each in group if base in (each, each.base)):
-            least = _least_host_bytes(planner, each)
-            if least > request.host_memory_bytes:
-                on_host[each.title] = least
+            if not _has_a_chance(planner, each):
+                on_host |= {each.title: _masters(planner, each)} if each.strategy.optimizer_in_cpu_memory else {}
                 continue
             found = _first(planner, each)  # where it failed, exploring says why
             state = host_peak(found) if isinstance(found, Attempt) else 0
@@ -156,14 +155,18 @@ def hopeful(planner: Planner, group: Sequence[Option]) -> tuple[list[Option], li
     return engines, short
 
 
-def _least_host_bytes(planner: Planner, option: Option) -> int:
-    """What an offloaded AdamW takes of a machine's memory at least, without an attempt; 0 of others."""
-    strategy, cluster = option.strategy, planner.request.cluster
-    masters = strategy.precision != "bf16_sr" and strategy.optimizer.name == "adamw" and not strategy.frozen
-    if not (strategy.optimizer_in_cpu_memory and masters):
+def _masters(planner: Planner, option: Option) -> int:
+    """What AdamW takes at least of where it is, a machine's memory or a GPU, without an attempt; 0 of others."""
+    strategy, request = option.strategy, planner.request
+    if strategy.precision == "bf16_sr" or strategy.optimizer.name != "adamw" or strategy.frozen:
         return 0
-    params = (planner.request.model.params or 0) / strategy.world_size
-    return node_bytes(round(OFFLOADED_BYTES * params), cluster, planner.request.samples)
+    nbytes = round(OFFLOADED_BYTES * (request.model.params or 0) / strategy.world_size)
+    return node_bytes(nbytes, request.cluster, request.samples) if strategy.optimizer_in_cpu_memory else nbytes
+
+
+def _has_a_chance(planner: Planner, option: Option) -> bool:
+    on_host, request = option.strategy.optimizer_in_cpu_memory, planner.request
+    return _masters(planner, option) <= (request.host_memory_bytes if on_host else request.gpu.usable_bytes)
 
 
 def _reject(planner: Planner, title: str, on_host: Collection[int]) -> None:

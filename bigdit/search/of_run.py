@@ -214,14 +214,10 @@ def section(strategy: Strategy) -> Document:
     """The strategy as a run's YAML has it: every key that has a value, and those whose null is not the default."""
     usual = Strategy().model_dump(mode="json")
     return {
-        key: _without_null(value)
+        key: {at: each for at, each in value.items() if each is not None} if isinstance(value, dict) else value
         for key, value in strategy.model_dump(mode="json").items()
         if value is not None or usual[key] is not None
     }
-
-
-def _without_null(value: Any) -> Any:
-    return {key: each for key, each in value.items() if each is not None} if isinstance(value, dict) else value
 
 
 def instead(field: str, value: Any) -> str:

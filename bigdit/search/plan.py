@@ -13,10 +13,10 @@ from bigdit.catalog import CatalogModel, Gpu, batch_shape
 from bigdit.catalog.context import degrees
 from bigdit.config.load import MOST_MICRO_BATCH, MOST_RANK
 from bigdit.config.plan_file import Asked, Expected, LargestMicroBatch, PlanFile, RecordedLedger, text_digest
+from bigdit.documents import Count, Natural, Positive, Side, Switch
 from bigdit.encoders.host_bytes import HostWeights
 from bigdit.memory import Ledger, Timeline, host_memory
 from bigdit.memory.process import ByteRange
-from bigdit.numbers import Count, Natural, Positive, Side, Switch
 from bigdit.speed.seconds import Cluster, Interval, StepTime
 from bigdit.strategy import (
     OPTIMIZERS,
@@ -122,14 +122,13 @@ class ResolvedRequest(Strict):
 
     @property
     def degrees(self) -> list[int]:
-        """How many GPUs may share a sample of any size that is asked for, if no more than a machine's do, and the
-        global batch goes evenly over groups of so many."""
+        """How many GPUs may share a sample of any size that is asked for, and the global batch goes evenly over groups
+        of so many: no more than a machine's, if none are fixed."""
         shapes = [batch_shape(self.model, size, self.frames) for size in (self.resolution, *self.buckets)]
         text = None if shapes[0].text is None else shapes[0].text[0]
         found = degrees(self.model.spec, [grid for each in shapes for grid in each.grids], text)
-        found = [cp for cp in found if self.cluster.gpus % cp == 0 and cp <= self.cluster.gpus_per_node]
-        if self.constraints.cp is not None:
-            found = [cp for cp in found if cp == self.constraints.cp]
+        fixed, most = self.constraints.cp, self.cluster.gpus_per_node
+        found = [cp for cp in found if self.cluster.gpus % cp == 0 and (cp == fixed if fixed else cp <= most)]
         if self.global_batch_size is None:
             return found
         one_pass = self.cluster.gpus * (self.constraints.micro_batch_size or 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,7 +19,6 @@ from bigdit.search.option import Option
 from bigdit.search.plan import (
     Estimate,
     HostNeed,
-    Margin,
     Rejected,
     ResolvedRequest,
     host_need,
@@ -79,10 +79,6 @@ class Planner:
         """A planner of another request, by the same GPUs and receipts."""
         return Planner(request, self.gpus, self.calibration)
 
-    @property
-    def margin(self) -> Margin:
-        return self.calibration.margin
-
     def step_request(self, strategy: Strategy, resolution: tuple[int, int] | None = None) -> StepRequest:
         """Steps of `strategy`, with as many micro-batches as tell what all of them take."""
         if strategy.checkpointed_blocks == 0:  # selective, in segments or not: the same steps are asked for once
@@ -104,7 +100,7 @@ class Planner:
 
     def capacity(self, strategy: Strategy) -> int:
         """What torch may reserve for the strategy to FIT."""
-        return safe_bytes(self.request.gpu, self.non_torch(strategy), self.margin)
+        return safe_bytes(self.request.gpu, self.non_torch(strategy), self.calibration.margin)
 
     def accumulation(self, micro_batch_size: int, strategy: Strategy) -> int:
         """The micro-batches of a step for the global batch that is asked for; one where none is."""
@@ -164,7 +160,7 @@ class Planner:
 
     def reserving(self, reserved_bytes: int, non_torch: ByteRange) -> dict[str, Any]:
         """What an estimate says of the GPU where torch reserves so many bytes."""
-        usable, taken = self.request.gpu.usable_bytes, process(reserved_bytes, non_torch, self.margin)
+        usable, taken = self.request.gpu.usable_bytes, process(reserved_bytes, non_torch, self.calibration.margin)
         return {
             "peak_reserved_bytes": reserved_bytes,
             "process": taken,
@@ -272,43 +268,48 @@ class Planner:
         of which an attempt failed."""
         request, option, capacity_bytes = self.request, self.options[chosen.option], self.capacity(chosen.strategy)
         columns = {"none": 0, "recommended": chosen.blocks, "full": option.count}
-        sizes, planned = (request.resolution, *request.buckets), _area(request.resolution)
+        sizes, planned = (request.resolution, *request.buckets), math.prod(request.resolution)
 
         def steps(size: tuple[int, int], blocks: int, micro_batch_size: int) -> StepRequest:
             sizes = {"micro_batch_size": micro_batch_size, "checkpointed_blocks": blocks}
             return self.step_request(chosen.strategy.model_copy(update=sizes), size)
 
         def wanted(size: tuple[int, int], blocks: int) -> bool:
-            near = size != request.resolution and abs(_area(size) / planned - 1) <= NEAR
+            near = size != request.resolution and abs(math.prod(size) / planned - 1) <= NEAR
             return not near or blocks == chosen.blocks
 
         def largest(blocks: int) -> dict[tuple[int, int], int | None]:
-            """Of each size, from what is predicted of the planned one, and then from what ran last, by their pixels."""
+            """Of the planned size from what is predicted, then of the others from what ran last, two side by side."""
             if blocks < option.strategy.blocks_to_swap:
                 return dict.fromkeys(sizes, 0)
             expected = option.largest(blocks, capacity_bytes)
-            pixels, pixel_bytes = float(expected * planned), _sample_bytes(option, expected, blocks) / planned
+            pixel_bytes = _sample_bytes(option, expected, blocks) / planned
             limits: dict[tuple[int, int], int | None] = {}
             short: dict[int, int] = {}  # what does not fit, clearly, by the area of its samples
-            for size in sizes:
-                if not wanted(size, blocks):
-                    continue
-                if size[::-1] in limits:  # turned by a quarter, the same samples take the same bytes
-                    limits[size] = limits[size[::-1]]
-                    continue
-                known = option.ran(blocks) if size == request.resolution else {}
-                area = _area(size)
-                failing = min((n for smaller, n in short.items() if smaller <= area), default=LARGEST_MICRO_BATCH + 1)
-                row = Row(partial(steps, size, blocks), pixels / area, pixel_bytes * area, known, failing)
-                found = self.gpus.largest(row, capacity_bytes)
-                limits[size] = None if found is None else int(found[0])
-                if found is not None:
-                    pixels = found[0] * area
-                    if found[0] % 1 < CLEARLY:
-                        short[area] = int(found[0]) + 1
-                    if size == request.resolution:
-                        option.note(blocks, found[1])
-            return limits
+
+            def follow(some: Sequence[tuple[int, int]], pixels: float) -> float:
+                for size in some:
+                    known = option.ran(blocks) if size == request.resolution else {}
+                    area = math.prod(size)
+                    failing = min((short[each] for each in [*short] if each <= area), default=LARGEST_MICRO_BATCH + 1)
+                    row = Row(partial(steps, size, blocks), pixels / area, pixel_bytes * area, known, failing)
+                    found = self.gpus.largest(row, capacity_bytes)
+                    limits[size] = None if found is None else int(found[0])
+                    if found is not None:
+                        pixels = found[0] * area
+                        if found[0] % 1 < CLEARLY:
+                            short[area] = int(found[0]) + 1
+                        if size == request.resolution:
+                            option.note(blocks, found[1])
+                return pixels
+
+            pixels = follow(sizes[:1], float(expected * planned))
+            # Turned by a quarter, the same samples take the same bytes.
+            turned = {size: next(each for each in sizes if each in (size, size[::-1])) for size in sizes}
+            others = [size for size in dict.fromkeys(turned.values()) if size != sizes[0] and wanted(size, blocks)]
+            with ThreadPoolExecutor(2) as aside:
+                [*aside.map(follow, (others[::2], others[1::2]), (pixels, pixels))]
+            return {size: limits[first] for size, first in turned.items() if first in limits and wanted(size, blocks)}
 
         rows = [*dict.fromkeys(columns.values())]
         with ThreadPoolExecutor(len(rows)) as aside:  # none waits for another's size
@@ -364,7 +365,3 @@ def _sample_bytes(option: Option, micro_batch_size: int, blocks: int) -> float:
     """About what one more takes there."""
     size = max(micro_batch_size, 2)
     return max((option.reserved(size, blocks) - option.reserved(size / 2, blocks)) / (size / 2), 1)
-
-
-def _area(size: tuple[int, int]) -> int:
-    return size[0] * size[1]

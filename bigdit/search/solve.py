@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from bigdit.errors import UserError
 from bigdit.profile.pool import WorkerEnded
@@ -138,7 +138,7 @@ def _selective(planner: Planner, best: Sequence[Estimate]) -> None:
     """Selective checkpointing of what shares the activations of the best one, where that recomputes blocks, or a larger
     micro-batch would be faster if recomputing cost nothing."""
     looked_at = any(each.strategy.checkpointing == "selective" for each in planner.options.values())
-    if not best or looked_at or best[0].strategy.compile_blocks or planner.options[best[0].option].last_resort:
+    if not best or looked_at or best[0].strategy.compile_blocks or best[0].strategy.zero_stage == 3:
         return
     option = planner.options[best[0].option]
     most = option.largest(option.count, planner.capacity(option.strategy))
@@ -146,7 +146,7 @@ def _selective(planner: Planner, best: Sequence[Estimate]) -> None:
     bound = max((rate(planner.estimate(option, size, 0)) for size in sizes), default=0.0)
     fixed = planner.request.constraints.checkpointed_blocks
     hopeless = bound <= rate(best[0]) * (1 + SAME_SPEED) or fixed == 0
-    if hopeless and not best[0].blocks:
+    if option.last_resort or (hopeless and not best[0].blocks):
         return
     base = option.base or option
     alike = [each for each in planner.options.values() if (each.base or each) is base]
@@ -207,6 +207,9 @@ def _adapters(planner: Planner) -> list[Rejected]:
 MOST_RUN = 10
 """Estimates that are run at most, on the way to the best."""
 
+ROOMY = 0.95
+"""What is predicted to take no more than this share of the GPU fits as a rule: its record need not wait."""
+
 
 def best_that_runs(planner: Planner, ahead: Ahead, options: Sequence[Option]) -> Estimate | None:
     """The best that runs of these options. It alone is recorded: for what it takes of CPU memory, and by category.
@@ -216,6 +219,7 @@ def best_that_runs(planner: Planner, ahead: Ahead, options: Sequence[Option]) ->
     """
     ran: dict[str, Estimate | None] = {}
     refused: set[str] = set()
+    early: dict[str, Future[object]] = {}
 
     def held(verdict: Verdict) -> Estimate | None:
         """The best of those with this verdict, by predictions: the others' launches were not counted either."""
@@ -223,19 +227,23 @@ def best_that_runs(planner: Planner, ahead: Ahead, options: Sequence[Option]) ->
         again = [planner.estimate(planner.options[each.option], each.micro_batch_size, each.blocks) for each in found]
         return next((ran[each.title] for each in planner.preferred(again)), None)
 
+    aside = ThreadPoolExecutor()
     while True:
         order = [each for each in _ranked(planner, options) if each.title not in refused]
         if order and order[0].title not in ran and len(ran) < MOST_RUN:
             asked = _pair(planner, order)[: planner.gpus.count]
-            ran |= zip((each.title for each in asked), planner.run(asked), strict=True)
+            running = aside.submit(planner.run, asked)
+            if order[0].peak_reserved_bytes <= ROOMY * planner.capacity(order[0].strategy) and not early:
+                early[order[0].title] = aside.submit(planner.gpus.profile, planner.step_request(order[0].strategy))
+            ran |= zip((each.title for each in asked), running.result(), strict=True)
             continue
         best = held("FITS")
         if best is None:
             break
-        with ThreadPoolExecutor(1) as aside:
-            asked_next = aside.submit(ahead, best)
-            recorded = planner.record(best)
-            asked_next.result()
+        asked_next = aside.submit(ahead, best)
+        wait([early[best.title]] if best.title in early else [])
+        recorded = planner.record(best)
+        asked_next.result()
         if recorded.verdict == "FITS":
             return recorded
         refused.add(best.title)
@@ -248,11 +256,9 @@ def _pair(planner: Planner, new: Sequence[Estimate]) -> list[Estimate]:
     are thought to fit: such a one is often short of a few MiB, as the allocator's pieces fit."""
     best = new[0]
     option, size = planner.options[best.option], best.micro_batch_size
-    tried = any(title == option.title for title, _, _ in option.corrections)
-    fixed = planner.request.constraints.checkpointed_blocks is not None
+    fixed = planner.request.constraints.checkpointed_blocks is not None or best.blocks in (0, option.count)
     second = [each for each in new[1:] if each.strategy != best.strategy][:1]
-    if not tried or fixed or best.blocks in (0, option.count):
-        return [best, *second]
-    if option.reserved(size, best.blocks - 1) <= planner.capacity(option.strategy):
+    first = option.title not in {title for title, _, _ in option.corrections}
+    if first or fixed or option.reserved(size, best.blocks - 1) <= planner.capacity(option.strategy):
         return [best, *second]
     return [best, planner.estimate(option, size, best.blocks + 1)]

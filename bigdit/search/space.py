@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from bigdit.catalog.context import least_ring
 from bigdit.catalog.gpus import float8_problems, precision_problems
 from bigdit.config.load import parse_strategy
 from bigdit.errors import UserError
@@ -33,7 +34,6 @@ BUCKETS = (5_000_000, 50_000_000)
 """Elements of DeepSpeed's buckets, at least and at most: one block's parameters between these. Its own 5e8 cost up to
 1.9 GiB, and below some MB a collective lasts as long as its latency."""
 
-
 COPIES = {"single": 2, "zero0": 2, "zero1": 2, "zero2": 1, "zero2-offload": 1}
 """What no engine of these does without on every GPU at the end of the backward pass: the weights, and but for ZeRO-2
 as many gradients."""
@@ -48,6 +48,7 @@ def proposals(request: ResolvedRequest) -> tuple[list[Option], list[Rejected]]:
     found: list[Option] = []
     left_out = _left_out(request)
     for engine, cp in _engines(request):
+        ring = least_ring(request.model.spec, cp, request.cluster.gpus_per_node)
         least = COPIES.get(engine, 0) * _weights(request)
         if least > request.gpu.usable_bytes and request.constraints.engine is None:
             what = "weights and gradients" if COPIES[engine] > 1 else "the weights"
@@ -57,7 +58,7 @@ def proposals(request: ResolvedRequest) -> tuple[list[Option], list[Rejected]]:
             continue
         base: Option | None = None
         for settings in _settings(request, engine):
-            strategy = _strategy(request, engine, settings | {"cp": cp if cp > 1 else None})
+            strategy = _strategy(request, engine, settings | {"cp": cp, "cp_ring": ring})
             if strategy is None:
                 continue
             title = f"{_engine_title(request, engine, cp)}, {_setting_title(request, settings)}"

@@ -1,4 +1,5 @@
-"""Captions and labels of images: text, JSON of texts with weights, or a class."""
+"""Captions and labels of images: text, JSON of texts with weights, or a class. Rules of a source for them: one for all,
+a trigger word, shuffled tags."""
 
 from __future__ import annotations
 
@@ -9,15 +10,18 @@ import os
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from bigdit import log
-from bigdit.config.data import WEIGHTS, SourceConfig, is_weight
+from bigdit.config.data import MAX_PIXELS, WEIGHTS, SourceConfig, TagsConfig, is_weight
 from bigdit.files import IS_LFS_POINTER, is_lfs_pointer, leads_out
 from bigdit.sources.disk import CAPTION_BYTES, read_file
 from bigdit.sources.image import SUFFIXES as IMAGES
-from bigdit.sources.protocol import Caption, Unusable
+from bigdit.sources.protocol import Caption, Contents, Item, Several, Source, Unusable
 from bigdit.units import how_many
 
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -224,3 +228,74 @@ def log_ignored(key: str, root: Path, ignored: Counter[str]) -> None:
 
 LISTS = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
 """Suffixes of lists of images, which are sources of their own."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rules for captions of a source, as SourceConfig has them."""
+
+    caption: str | None
+    before: str
+    after: str
+    tags: TagsConfig | None
+
+    @classmethod
+    def of(cls, config: SourceConfig) -> Rules | None:
+        """The rules of a source; None without any."""
+        found = cls(config.caption, config.caption_prefix, config.caption_suffix, config.tags)
+        return None if found == cls(None, "", "", None) else found
+
+    def apply(self, captions: tuple[Caption, ...]) -> tuple[Caption, ...]:
+        """The captions to encode, each once."""
+        found: dict[str, float] = {}
+        for caption in captions if self.caption is None else (Caption(self.caption),):
+            variants = [caption.text] if self.tags is None else shuffled(caption.text, self.tags)
+            for text in variants:
+                whole = f"{self.before}{text}{self.after}"
+                found[whole] = found.get(whole, 0) + caption.weight / len(variants)
+        return tuple(Caption(*each) for each in found.items())
+
+
+def shuffled(text: str, tags: TagsConfig) -> list[str]:
+    """The variants of a caption of tags, the first as it is written. The others depend on the seed and the text."""
+    parts = [part.strip() for part in text.split(tags.separator) if part.strip()]
+    first, rest = parts[: tags.keep], parts[tags.keep :]
+    joint = f"{tags.separator.strip()} "
+
+    def variant(number: int) -> str:
+        def draw(what: str, place: int) -> int:
+            return int(xxhash.xxh3_64_intdigest(f"{what}{number}/{place}/{text}".encode(), tags.seed))
+
+        kept = [place for place in range(len(rest)) if draw("drop", place) >= tags.dropout * 2**64]
+        if not kept and not first and rest:  # of one tag something is left
+            kept = [min(range(len(rest)), key=lambda place: draw("keep", place))]
+        order = sorted(kept, key=lambda place: draw("order", place)) if tags.shuffle else kept
+        return joint.join([*first, *(rest[place] for place in order)])
+
+    return [text, *map(variant, range(1, tags.variants))]
+
+
+@dataclass(frozen=True)
+class RuledItem(Item):
+    """An item whose captions follow `rules`."""
+
+    index: int
+    name: str
+    item: Item
+    rules: Rules
+
+    def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
+        """As Item.read."""
+        contents = self.item.read(max_pixels)
+        return replace(contents, captions=self.rules.apply(contents.captions))
+
+
+class Ruled(Several):
+    """A source whose captions follow `rules`."""
+
+    def __init__(self, source: Source, rules: Rules) -> None:
+        super().__init__(source, 1, f"with {rules}")
+        self._rules = rules
+
+    def _item(self, index: int, item: Item) -> RuledItem:
+        return RuledItem(index, item.name, item, self._rules)

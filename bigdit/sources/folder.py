@@ -98,7 +98,8 @@ class FolderItem(Item):
     folder, if there are none beside it; or the problem of its row. `follow_links`: it and its captions may be links out
     of `root`. `labelled`: its folder is its class. `captioned`: its own captions are read. `mask`: as SourceConfig has
     it. `mask_file`: the name of its mask, where it is not the usual one. `clip`: the part of a video to read.
-    `references`: the names of the files that it is an edit of, if it must be one.
+    `references`: the names of the files that it is an edit of, if it must be one, of which the first `least` must be
+    there.
     """
 
     index: int
@@ -113,6 +114,7 @@ class FolderItem(Item):
     clip: Clip | None = None
     references: tuple[str, ...] | None = None
     mask_file: str | None = None
+    least: int = 0
 
     @property
     def path(self) -> Path:
@@ -131,10 +133,11 @@ class FolderItem(Item):
             data = read_file(self.path, IMAGE_BYTES)
         contents = contents_of(data, self.clip, max_pixels, captions, label)
         if self.references is not None:
-            files = {name: self._beside(name) for name in self.references}
-            if missing := [name for name, data in files.items() if data is None]:
-                raise Unusable(f"reference {missing[0]} is missing")
-            contents = with_references(contents, [data for data in files.values() if data is not None], max_pixels)
+            found = [self._beside(name) for name in self.references]
+            files = [data for data in found if data is not None]
+            if len(files) < self.least or None in found[: len(files)]:
+                raise Unusable(f"reference {self.references[found.index(None)]} is missing")
+            contents = with_references(contents, files, max_pixels)
         if self.mask == "alpha":
             return replace(contents, mask=partial(alpha, data, max_pixels))
         masked = self.mask_file or usual_mark(self.path.name, MASK)
@@ -194,19 +197,19 @@ class ImageFolder:
     """All images below `root`, in the order of their relative paths. Linked folders are ignored."""
 
     def __init__(
-        self, config: SourceConfig, key: str = "data.images", clip: Clip | None = None, references: int = 0
+        self, config: SourceConfig, key: str = "data.images", clip: Clip | None = None, references: range = range(0)
     ) -> None:
-        """List the folder; with a `clip`, videos too; with `references`, edits of other images. Raises UserError, which
-        names `key`, if it is missing or empty, or no image is an edit."""
+        """List the folder; with a `clip`, videos too; with `references`, edits of such numbers of images. Raises
+        UserError, which names `key`, if it is missing or empty, or no image is an edit."""
         self.root = root = config.path
         self._links = config.follow_links
         self._mask = config.mask
         self._labelled, self._captioned = config.label is not None, reads_captions(config)
-        self._clip = clip
+        self._clip, self._least = clip, min(references, default=0)
         suffixes = SUFFIXES if clip is None else (*SUFFIXES, *VIDEOS)
         self.class_names: set[str] = set()
         digest = xxhash.xxh3_128(b"follow_links\n" if self._links else b"")
-        found = Listing(suffixes, config, key, references)
+        found = Listing(suffixes, config, key, max(references, default=0))
         try:
             self._names = Names(self._classified(_digested(found, digest)))
         except NotADirectoryError:
@@ -221,8 +224,8 @@ class ImageFolder:
             raise UserError(f"{key}: {root} holds no {wanted}{_lists_within(root)}")
         if references and not found.references:
             raise UserError(
-                f"{key}: data.references is {references}, and {root} holds no references; put x.reference.png beside "
-                "x.png, or set it to 0"
+                f"{key}: data.references is {references[-1]}, and {root} holds no references; put x.reference.png "
+                "beside x.png, or set it to 0"
             )
         log_ignored(key, root, found.ignored)
         if config.mask == "file" and not found.masks:
@@ -240,7 +243,7 @@ class ImageFolder:
         found = enumerate(map(_stored, self._names.range(start, end)), start)
         how = self._links, self._labelled, self._captioned, self._mask, self._clip
         return [
-            FolderItem(index, self.root, entry.name, files, row, *how, references, mask)
+            FolderItem(index, self.root, entry.name, files, row, *how, references, mask, self._least)
             for index, (entry, (files, row, references, mask)) in found
         ]
 

@@ -1,7 +1,7 @@
 """Decodes the bytes of a file to an image for encoders: upright, opaque, 8 bits, RGB or gray.
 
 References are the images that samples are edits of: `x.reference.png` beside `x.png`, and for further ones
-`x.reference2.png` and so on; or a column of a table.
+`x.reference2.png` and so on; or a column of a table. Crops and mirror images of an image are samples too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import unicodedata
 import warnings
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import xxhash
@@ -22,7 +22,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from bigdit.config.data import MAX_PIXELS
 from bigdit.files import IS_LFS_POINTER, is_lfs_pointer
-from bigdit.sources.protocol import Contents, Unusable
+from bigdit.sources.protocol import Contents, Fit, Item, Several, Source, Unusable
 
 # The formats of data sets. Pillow's other decoders are never tried: some start programs.
 FORMATS = ("PNG", "JPEG", "WEBP", "AVIF", "BMP", "TIFF", "GIF")
@@ -184,3 +184,47 @@ def _decoded(data: bytes, max_pixels: int) -> Image.Image:
         return decode(data, max_pixels)
     except Unusable as error:
         raise Unusable(f"reference: {error}") from None
+
+
+@dataclass(frozen=True)
+class VariedItem(Item):
+    """An item cropped at `crop_at`, and mirrored if `flipped`."""
+
+    index: int
+    name: str
+    item: Item
+    crop_at: float
+    flipped: bool
+
+    def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
+        """As Item.read."""
+        contents = self.item.read(max_pixels)
+        found = replace(contents, fit=Fit(self.crop_at))
+        if not self.flipped:
+            return found
+        mask = contents.mask
+        turned = None if mask is None else lambda: None if (read := mask()) is None else _flipped(read)
+        return replace(found, decode=lambda: _mirrored(contents.decode()), mask=turned)
+
+
+def _mirrored(found: Image.Image | Iterator[Image.Image]) -> Image.Image | Iterator[Image.Image]:
+    return _flipped(found) if isinstance(found, Image.Image) else map(_flipped, found)
+
+
+def _flipped(image: Image.Image) -> Image.Image:
+    return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+
+
+class Varied(Several):
+    """The crops of each item of a source, one after another, and their mirror images."""
+
+    def __init__(self, source: Source, crops: int, flip: bool) -> None:
+        places = [0.5] if crops == 1 else [number / (crops - 1) for number in range(crops)]
+        self._variants = [(place, flipped) for flipped in (False, True)[: 1 + flip] for place in places]
+        self._crops = crops
+        super().__init__(source, len(self._variants), f"as {self._variants}")
+
+    def _item(self, index: int, item: Item) -> VariedItem:
+        place, flipped = self._variants[index % len(self._variants)]
+        named = item.name if self._crops == 1 else f"{item.name} cropped at {place:g}"
+        return VariedItem(index, f"{named} mirrored" if flipped else named, item, place, flipped)

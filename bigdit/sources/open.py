@@ -17,12 +17,11 @@ import xxhash
 from bigdit.config.data import MAX_PIXELS, DataConfig, SourceConfig, SourceKind, frames_of
 from bigdit.documents import read_json
 from bigdit.errors import UserError, nearest
-from bigdit.sources.captions import FOLDER
+from bigdit.sources.captions import FOLDER, Ruled, Rules
 from bigdit.sources.file_rows import FileRows
 from bigdit.sources.folder import FrameFolders, ImageFolder
-from bigdit.sources.image import SUFFIXES
+from bigdit.sources.image import SUFFIXES, Varied
 from bigdit.sources.protocol import Contents, Entry, Item, Source
-from bigdit.sources.rules import Ruled, Rules, Varied
 from bigdit.sources.tables import Rows, TableSource
 from bigdit.sources.text_rows import METADATA, has_metadata, text_rows
 from bigdit.sources.videos import Clip, Clips
@@ -206,7 +205,7 @@ def _open(config: SourceConfig, data: DataConfig, key: str, clip: Clip | None) -
     match kind:
         case "folder":
             if config.frame_rate is None:
-                return ImageFolder(config, key, clip, data.references)
+                return ImageFolder(config, key, clip, data.reference_counts)
             assert clip is not None  # without frames, frame_rate is rejected
             return FrameFolders(config, key, config.frame_rate, clip)
         case "webdataset":
@@ -225,7 +224,7 @@ def _open(config: SourceConfig, data: DataConfig, key: str, clip: Clip | None) -
             rows = FileRows(files_of(config, ".parquet", key), "parquet", str(config.path), key)
         case _:
             assert_never(kind)
-    return TableSource(kind, rows, config, key, clip, data.references)
+    return TableSource(kind, rows, config, key, clip, data.reference_counts)
 
 
 def _refuse_columns(config: SourceConfig, kind: SourceKind, key: str) -> None:

@@ -111,8 +111,8 @@ _URL = re.compile(r"(^|/)[a-z][a-z0-9+.-]+:/")
 
 @dataclass(frozen=True)
 class TableItem(Item):
-    """One row: its image, the cells of its captions or label, and the images that it is an edit of, as many as
-    `edited`. `clip`: the part of a video to read. `where`: the row, if its name is that of its image."""
+    """One row: its image, the cells of its captions or label, and the images that it is an edit of, whose number is
+    in `edited`. `clip`: the part of a video to read. `where`: the row, if its name is that of its image."""
 
     index: int
     name: str
@@ -122,7 +122,7 @@ class TableItem(Item):
     clip: Clip | None = None
     references: tuple[ImageBytes, ...] = ()
     where: str | None = None
-    edited: int = 1
+    edited: range = range(1, 2)
 
     def read(self, max_pixels: int = MAX_PIXELS) -> Contents:
         """As Item.read."""
@@ -145,11 +145,13 @@ class TableItem(Item):
         contents = contents_of(_bytes(self.image), self.clip, max_pixels, captions, label)
         if self.columns.reference is None:
             return contents
-        if not self.references:
+        if not self.references and 0 not in self.edited:
             raise Unusable(f"column {self.columns.reference} names no image")
-        if len(self.references) != self.edited:
+        if len(self.references) not in self.edited:
             names = how_many(len(self.references), "image")
-            raise Unusable(f"column {self.columns.reference} names {names}, and data.references is {self.edited}")
+            asked = f"{'min_' if len(self.references) < self.edited[0] != self.edited[-1] else ''}references"
+            limit = self.edited[0 if len(self.references) < self.edited[0] else -1]
+            raise Unusable(f"column {self.columns.reference} names {names}, and data.{asked} is {limit}")
         try:
             return with_references(contents, [_bytes(each) for each in self.references], max_pixels)
         except Unusable as error:
@@ -174,13 +176,13 @@ class TableSource:
         config: SourceConfig,
         key: str,
         clip: Clip | None = None,
-        references: int = 0,
+        references: range = range(0),
     ) -> None:
-        """`clip`: the part of videos to read; with `references`, rows are edits of images.
+        """`clip`: the part of videos to read; with `references`, rows are edits of such numbers of images.
 
         Raises UserError, which names `key`, for missing columns or no rows.
         """
-        self._columns = choose(config, rows.columns, rows.where, key, references)
+        self._columns = choose(config, rows.columns, rows.where, key, bool(references))
         if not len(rows):
             raise UserError(f"{key}: {rows.where} has no rows")
         self._rows, self._clip, self._edited = rows, clip, references
@@ -257,13 +259,13 @@ class Columns:
         return list(dict.fromkeys([self.image, *(column for column, _ in self.captions), *weights, *others]))
 
 
-def choose(config: SourceConfig, found: Mapping[str, Cells], where: str, key: str, references: int = 0) -> Columns:
+def choose(config: SourceConfig, found: Mapping[str, Cells], where: str, key: str, edits: bool = False) -> Columns:
     """The columns that `config` names, or those with usual names, in the table `where`.
 
     Raises UserError with every column that is missing, has another type, or must be named.
     """
     problems: list[str] = []
-    edited = config.reference if references else None
+    edited = config.reference if edits else None
     images = {name: cells for name, cells in found.items() if name != edited}
     image = config.image or _usual(images, IMAGE_COLUMNS, ("image", "text"), problems, where, f"{key}.image")
     captions = config.captions

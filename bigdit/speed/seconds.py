@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
-from bigdit.numbers import Count, Positive
+from bigdit.documents import Count, Positive
 from bigdit.profile.attempt import Launched
 from bigdit.strategy import Strict
 

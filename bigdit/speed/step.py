@@ -35,9 +35,8 @@ def step_time(
 ) -> StepTime:
     """Seconds of a step that does `work` on each `gpu` of `cluster`.
 
-    Of `strategy` only precision, grad_accum_steps and HSDP's groups count. Data, checkpoints and validation are not
-    included. `calibration` moves and narrows the interval by measured steps. `launches`: counted on an emulated GPU;
-    None: one for each operator.
+    Data, checkpoints and validation are not included. `calibration` moves and narrows the interval by measured steps.
+    `launches`: counted on an emulated GPU; None: one for each operator.
     """
     micro_batches = (work.micro * strategy.grad_accum_steps + work.last).clamped()
     parts = dict.fromkeys(PARTS, NO_TIME)
@@ -124,8 +123,7 @@ HOST_MEMORY = Interval(low=40e9, high=300e9)
 """Bytes a second that the cores of one machine move, all its processes together.
 
 Low: DeepSpeed's CPU Adam takes 8.2 s for 11.6 B parameters, at 28 B each (deepspeedai/DeepSpeed#735). High: three
-quarters of two sockets with 8 channels of DDR4-3200: assumed. Processes with a single
-thread, or CPUs with few cores, are slower.
+quarters of two sockets with 8 channels of DDR4-3200: assumed. Single threads and few cores are slower.
 """
 
 HOST_CALL = Interval(low=1e-6, high=10e-6)
@@ -134,7 +132,7 @@ HOST_CALL = Interval(low=1e-6, high=10e-6)
 
 def exchange_seconds(load: Load, strategy: Strategy, gpu: Gpu, cluster: Cluster, *, waiting: bool) -> Interval:
     """Seconds of collectives, one after the other: of those that kernels wait for, or of those that may hide behind
-    kernels. Attention waits for the tokens of all processes that share a sample."""
+    kernels. Attention waits for Ulysses' tokens; what a ring sends next may hide behind attention to what it sent."""
     each = (
         _collective(*of, _stride(of[0], strategy), gpu, cluster)
         for of in load.exchanges.items()
@@ -143,7 +141,7 @@ def exchange_seconds(load: Load, strategy: Strategy, gpu: Gpu, cluster: Cluster,
     return sum(each, NO_TIME)
 
 
-_ULYSSES = "all_to_all"
+_ULYSSES, _RING = "all_to_all", "send"
 """What context parallelism alone sends."""
 
 
@@ -161,9 +159,9 @@ def host_seconds(load: Load, cluster: Cluster) -> Interval:
 
 def _stride(exchange: Exchange, strategy: Strategy) -> int:
     """The distance of a group's ranks: HSDP's shards are neighbours, its replicas a shard group apart. Processes that
-    share a sample are neighbours."""
-    if exchange.name == _ULYSSES:
-        return 1
+    exchange heads are neighbours, and those of a ring of them a group apart."""
+    if exchange.name in (_ULYSSES, _RING):
+        return 1 if exchange.name == _ULYSSES else strategy.cp // strategy.cp_ring
     replicas = strategy.dp_replicate > 1 and exchange.group_size == strategy.dp_replicate
     between_replicas = replicas and (exchange.name == "all_reduce" or strategy.dp_shard != strategy.dp_replicate)
     return strategy.dp_shard if between_replicas else 1
@@ -198,7 +196,7 @@ def _collective(exchange: Exchange, amount: Amount, stride: int, gpu: Gpu, clust
 
 def _bus_share(name: str, size: int) -> float:
     """Bytes on the bus for each byte of the largest tensor of a collective over `size` processes."""
-    if name in ("broadcast", "reduce"):
+    if name in ("broadcast", "reduce", _RING):
         return 1.0
     return (2.0 if name == "all_reduce" else 1.0) * (size - 1) / size
 

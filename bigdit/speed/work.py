@@ -224,7 +224,7 @@ def _load(timeline: Timeline, phases: Mapping[int, str]) -> Load:
 
 
 def _once_a_step(exchange: Exchange, strategy: Strategy) -> bool:
-    if exchange.phase != "backward" or exchange.name == "all_to_all":
+    if exchange.phase != "backward" or exchange.name in ("all_to_all", "send"):
         return False
     if strategy.engine == "deepspeed":
         return strategy.zero_stage in (0, 1)

@@ -32,7 +32,7 @@ from bigdit.files import replacing
 from bigdit.sources.open import INDEX, SourceList
 from bigdit.sources.protocol import Contents, Entry, Item, Source, Unusable
 from bigdit.store.growth import begin_growth, latest_schema
-from bigdit.store.lease import missing
+from bigdit.store.lease import missing, own_folder
 from bigdit.store.part import part_path
 from bigdit.store.reader import Part
 from bigdit.store.schema import EXTRACT, Change, Range, Run, StoreSchema, as_read, check_same, part_identity
@@ -103,7 +103,7 @@ def grow(
     begin_growth(root, found, schema)  # before the listings: those of an extraction that is refused are not written
     for number, (inner, changes) in enumerate(zip(source.sources, all_changes, strict=True)):
         if not changes.listed or schema.changes != found.changes:
-            _write_listing(_listing(root, schema, number), inner, changes.places, len(schema.changes) > 0)
+            _write_listing(root, schema, number, inner, changes.places)
     return schema, lines
 
 
@@ -124,7 +124,7 @@ def write_listings(root: Path, schema: StoreSchema, source: SourceList) -> None:
     """Write the listings of a new store."""
     ends = schema.ends()
     for number, inner in enumerate(source.sources):
-        _write_listing(_listing(root, schema, number), inner, np.arange(ends[number] - len(inner), ends[number]), False)
+        _write_listing(root, schema, number, inner, np.arange(ends[number] - len(inner), ends[number]))
 
 
 def remove_old_listings(root: Path, schema: StoreSchema) -> None:
@@ -433,11 +433,13 @@ def _agrees(path: Path, inner: Source) -> bool:
     return False
 
 
-def _write_listing(path: Path, inner: Source, indices: Ints, numbered: bool) -> None:
-    """Write a listing; `numbered`: with runs [first index, indices], which are those in order otherwise."""
-    with replacing(path) as temporary, gzip.open(temporary, "wt", compresslevel=1) as file:
+def _write_listing(root: Path, schema: StoreSchema, number: int, inner: Source, indices: Ints) -> None:
+    """Write the listing of a source; of a store that changed with runs [first index, indices], in order otherwise."""
+    path = _listing(root, schema, number)
+    with own_folder(root) as own, replacing(path, own) as new, gzip.open(new, "wt", compresslevel=1) as file:
         for entry, here in _with_indices(inner.entries(), indices):
-            file.write(json.dumps([*astuple(entry), _indices_in_runs(here)] if numbered else astuple(entry)) + "\n")
+            runs = [_indices_in_runs(here)] if schema.changes else []
+            file.write(json.dumps([*astuple(entry), *runs]) + "\n")
 
 
 def _indices_in_runs(indices: Ints) -> list[tuple[int, int]]:

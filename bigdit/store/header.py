@@ -22,7 +22,7 @@ from bigdit.catalog.conditions import FILL, LOSS_MASK
 from bigdit.catalog.families import REFERENCE
 from bigdit.errors import UserError, shown
 from bigdit.files import open_file
-from bigdit.store.part import FIRST_FRAME, FRAME_COLUMNS, Shape, Skipped, parse_shape, part_range, range_text
+from bigdit.store.part import FIRST_FRAME, FRAME_COLUMNS, EditShape, Shape, Skipped, parse_shape, part_range, range_text
 from bigdit.store.schema import EXTRACT
 from bigdit.store.tensors import DTYPES
 from bigdit.store.text import TEXT, Cut, Lengths, column_name
@@ -42,7 +42,7 @@ _MOST_ELEMENTS = 1 << 48
 _MOST_DIMENSIONS = 8
 _STREAM = re.compile(r"stream/[a-z][a-z0-9_]{0,63}")
 _SHAPED = re.compile(
-    r"(latent|row|label|frame|first_frame|image_embeds|loss_mask|reference|fill)/[1-9]\d{0,8}(x[1-9]\d{0,8}){2,3}"
+    r"(latent|row|label|frame|first_frame|image_embeds|loss_mask|reference|fill)/[1-9]\d{0,8}(x[1-9]\d{0,8}){2,3}(r\d{1,2})?"
 )
 
 
@@ -226,11 +226,14 @@ def _wanted_latents(header: Header) -> Wanted:
         wanted[row] = ((torch.int64,), (count, 4))
         if labelled:
             wanted[label] = ((torch.int64,), (count,))
-        if framed:
+        bare = isinstance(shape, EditShape) and not shape.references  # no edits among others
+        if framed and (masked or not bare):
             sides = name.partition("/")[2]
             wanted[f"frame/{sides}"] = ((torch.int64,), (count,))
             if masked:
                 wanted[f"{LOSS_MASK}/{sides}"] = ((torch.bfloat16,), (count, *shape[-2:]))
+            if edited and bare:
+                continue
             if edited:
                 wanted[f"{REFERENCE}/{sides}"] = ((torch.bfloat16,), (count, None, shape[0], None, None))
             elif filled:

@@ -1,6 +1,7 @@
 """One part of a store: the features of one range of the source, in one safetensors file.
 
-A part that has its name is complete. Its tensors in order, with shapes as in `latent/4x64x64`:
+A part that has its name is complete. Its tensors in order, with shapes as in `latent/4x64x64`, or `latent/4x64x64r1` of
+rows with one reference where others have more:
 
     digests      int64 [3]: xxh3 of the header, of the tables below, and of `captions`
     content      int64 [range, 2]: xxh3 of each image, and of its captions or label, in the source; 0 if unreadable
@@ -51,6 +52,26 @@ FRAME_COLUMNS = (FIRST_FRAME, "image_embeds", LOSS_MASK, REFERENCE, FILL)
 
 Shape = tuple[int, int, int] | tuple[int, int, int, int]
 """The shape of a sample's latents: C×H×W, or C×F×H×W of videos."""
+
+
+class EditShape(tuple[int, int, int]):
+    """The shape C×H×W of edits with fewer `references` than the most of their store. They are a bucket of their own."""
+
+    references: int
+
+    def __new__(cls, shape: Sequence[int], references: int) -> EditShape:
+        made = super().__new__(cls, shape)
+        made.references = references
+        return made
+
+    def __getnewargs__(self) -> tuple[tuple[int, ...], int]:
+        return tuple(self), self.references
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EditShape) and super().__eq__(other) and self.references == other.references
+
+    def __hash__(self) -> int:
+        return hash((*self, self.references))
 
 
 @dataclass(frozen=True)
@@ -106,17 +127,24 @@ def range_text(name: str) -> str:
     return f"{start}-{end}"
 
 
+_EDITS = "r"
+
+
 def parse_shape(name: str) -> Shape:
     """The inverse of `shape_name`. Raises ValueError for other texts."""
-    sides = tuple(int(side) for side in name.split("x"))
+    sizes, _, references = name.partition(_EDITS)
+    sides = tuple(int(side) for side in sizes.split("x"))
+    if references:
+        return EditShape(sides, int(references))
     if len(sides) not in (3, 4):
         raise ValueError(f"{name} is not a shape of latents")
     return cast(Shape, sides)
 
 
 def shape_name(shape: Shape) -> str:
-    """C×H×W as in tensor names and reports: `4x64x64`."""
-    return "x".join(str(side) for side in shape)
+    """C×H×W as in tensor names and reports: `4x64x64`; with one reference, where others have more: `4x64x64r1`."""
+    edits = f"{_EDITS}{shape.references}" if isinstance(shape, EditShape) else ""
+    return "x".join(str(side) for side in shape) + edits
 
 
 def write_part(

@@ -93,8 +93,9 @@ class StoreSchema(Strict):
 
     `classes`: their names or their number; None if images have captions. `fps`: the frame rate of videos.
     `first_frame`: the columns of first frames and their image encoder. `references`: images that a sample is an edit
-    of. `fill`: channels of masked images and their masks. Parts never change. What is added to source n
-    later has its own entry in `sources`, with `of` n, and `changes` say which images are no longer used.
+    of; `min_references`: the fewest, where samples have different numbers. `fill`: channels of masked images
+    and their masks. Parts never change. What is added to source n later has its own entry in `sources`, with `of` n,
+    and `changes` say which images are no longer used.
     """
 
     version: Literal[5] = VERSION
@@ -107,6 +108,7 @@ class StoreSchema(Strict):
     fps: float | None = None
     first_frame: dict[str, Any] | None = None
     references: NonNegativeInt = 0
+    min_references: NonNegativeInt | None = None
     fill: NonNegativeInt = 0
     changes: list[Change] = []
 
@@ -189,6 +191,7 @@ class StoreSchema(Strict):
 def store_identity(schema: StoreSchema) -> str:
     """A digest that all parts of a store share, however it is extended: of version, encoders, buckets and classes."""
     newer = {name for name in ("references", "fill") if not getattr(schema, name)}  # older stores have none
+    newer |= {"min_references"} if schema.min_references is None else set()
     return _digest(schema.model_dump(mode="json", exclude={"sources", "part_size", "changes"} | newer))
 
 

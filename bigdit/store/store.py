@@ -25,7 +25,16 @@ from bigdit.errors import UserError
 from bigdit.store.files import LocalParts, ReaderName, RemoteParts, open_remote, read_column
 from bigdit.store.growth import is_growth
 from bigdit.store.header import Header, check_part, damaged, read_header
-from bigdit.store.part import FIRST_FRAME, FRAME_COLUMNS, Shape, parse_shape, part_name, part_range, shape_name
+from bigdit.store.part import (
+    FIRST_FRAME,
+    FRAME_COLUMNS,
+    EditShape,
+    Shape,
+    parse_shape,
+    part_name,
+    part_range,
+    shape_name,
+)
 from bigdit.store.reader import Part
 from bigdit.store.schema import EXTRACT, Classes, Run, StoreSchema, part_identity, read_schema, store_identity
 from bigdit.store.schema import FILE as SCHEMA
@@ -74,7 +83,7 @@ def load_index(
     with ThreadPoolExecutor(_READERS, "index") as threads:
         for number, found in zip(new, threads.map(shapes_of, new), strict=True):
             counts[number] = found
-    shapes = tuple(sorted({shape for each in counts for shape, count in each.items() if count}))
+    shapes = tuple(sorted(sorted({shape for each in counts for shape, count in each.items() if count}, key=shape_name)))
     table = np.array([[each.get(shape, 0) for shape in shapes] for each in counts], np.int64)
     index = Index(shapes, wanted, table.reshape(len(parts), len(shapes)))
     with contextlib.suppress(UserError):  # a read-only store can be read
@@ -330,7 +339,8 @@ class FeatureStore:
     def frame_shapes(self, bucket: Shape) -> dict[str, tuple[int, ...]]:
         """The shapes of the columns of first frames, masks, references and masked images for latents of this shape, by
         name."""
-        found, references = self.schema.first_frame, self.schema.references
+        found = self.schema.first_frame
+        references = bucket.references if isinstance(bucket, EditShape) else self.schema.references
         more: dict[str, tuple[int, ...]] = {LOSS_MASK: bucket[-2:]} if self.schema.has_masks else {}
         more |= {REFERENCE: (references, *self.schema.editor.latents(bucket))} if references else {}
         more |= {FILL: (self.schema.fill, *bucket[-2:])} if self.schema.fill else {}

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from bigdit.numbers import Count, Natural, Positive, Switch
+from bigdit.documents import Count, Natural, Positive, Switch
 from bigdit.strategy.deepspeed import PRECISIONS, Document, Values, complete, split
 from bigdit.strategy.values import (
     BITSANDBYTES,
@@ -114,8 +114,10 @@ class Strategy(Section):
     ds_config: dict[str, Any] | None = None
     """DeepSpeed's JSON document: a mapping, or a file. Values that other keys set are "auto" there, or left out."""
     cp: Literal[1, 2, 4, 8] = 1
-    """Context parallelism: so many neighbouring processes share each sample, and each has a part of its tokens
-    (Ulysses)."""
+    """Context parallelism: so many neighbouring processes share each sample, and each has a part of its tokens."""
+    cp_ring: Literal[1, 2, 4, 8] = 1
+    """Of the cp processes, so many groups pass keys and values round (ring attention). The processes of a group
+    exchange tokens for heads (Ulysses), so cp / cp_ring divides the heads of attention."""
     dp_replicate: Count = 1
     """FSDP2: copies of the model, each sharded over world_size / dp_replicate processes (HSDP)."""
     reshard_after_forward: Switch = True
@@ -165,7 +167,7 @@ class Strategy(Section):
     @model_validator(mode="after")
     def _coherent(self) -> Strategy:
         problems = [*_engine_problems(self), *_optimizer_problems(self), *_memory_problems(self)]
-        problems += _context_problems(self) if self.cp > 1 else []
+        problems += _context_problems(self)
         problems += _compile_problems(self) if self.compile_blocks else []
         problems += _float8_problems(self) if self.float8 != "none" else []
         if self.ds_config is not None and self.engine == "deepspeed":
@@ -279,8 +281,10 @@ def _engine_problems(strategy: Strategy) -> list[str]:
         problems.append(
             "engine ddp averages over several processes, and world_size is 1; set it higher, or use engine single"
         )
-    if (engine == "deepspeed") != (strategy.ds_config is not None):
-        problems.append("ds_config belongs to the engine deepspeed, and to no other")
+    if engine == "deepspeed" and strategy.ds_config is None:
+        problems.append("engine deepspeed needs ds_config, DeepSpeed's JSON; set it, or use engine fsdp2")
+    if engine != "deepspeed" and strategy.ds_config is not None:
+        problems.append(f"ds_config belongs to the engine deepspeed, and engine is {engine}; set it to null")
     if engine != "fsdp2" and (strategy.dp_replicate != 1 or strategy.cpu_offload):
         problems.append(
             f"dp_replicate and cpu_offload belong to the engine fsdp2, and engine is {engine}"
@@ -289,6 +293,12 @@ def _engine_problems(strategy: Strategy) -> list[str]:
     if strategy.world_size % strategy.dp_replicate:
         problems.append(
             f"dp_replicate is {strategy.dp_replicate}, which does not divide world_size {strategy.world_size}"
+        )
+    if strategy.zero_stage == 3 and strategy.checkpointing == "selective" and strategy.checkpointed_blocks != 0:
+        # DeepSpeed adds the bias in place (LinearFunctionForZeroStage3), and a recomputed block adds it again.
+        problems.append(
+            "checkpointing selective keeps matrix products, which ZeRO-3 changes in place: gradients would be wrong; "
+            "use checkpointing full, or engine fsdp2"
         )
     return problems
 
@@ -374,7 +384,9 @@ def _context_problems(strategy: Strategy) -> list[str]:
     cp, problems = strategy.cp, []
     if strategy.world_size % cp:
         problems.append(f"cp is {cp}, which does not divide world_size {strategy.world_size}")
-    if strategy.engine == "ddp":
+    if cp % strategy.cp_ring:
+        problems.append(f"cp_ring is {strategy.cp_ring}, which does not divide cp {cp}")
+    if cp > 1 and strategy.engine == "ddp":
         problems.append("cp was not tried with engine ddp; use engine fsdp2")
     return problems
 

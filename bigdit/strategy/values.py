@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from bigdit.numbers import Count, Natural, NotNegative, Number, Positive, Share, Switch
+from bigdit.documents import Count, Natural, NotNegative, Number, Positive, Share, Switch
 
 
 class Strict(BaseModel):

@@ -28,11 +28,10 @@ from bigdit.encoders.fit import (
     text_misfits,
 )
 from bigdit.errors import UserError
-from bigdit.loader.online import RunEncoders, more_than_planned, open_online
+from bigdit.loader.online import RawStore, RunEncoders, more_than_planned, open_online
 from bigdit.loader.order import Order
-from bigdit.loader.raw_store import RawStore
 from bigdit.loader.stages import none_left
-from bigdit.loader.stream import FeatureStream
+from bigdit.loader.stream import FeatureStream, FirstFrameChanges
 from bigdit.sampling.conditions import asked_image
 from bigdit.sources.open import check_sources, kind_of, open_source
 from bigdit.store import FeatureStore
@@ -180,7 +179,7 @@ def largest_batch_shape(store: FeatureStore | RawStore) -> BatchShape:
     if isinstance(store, RawStore):
         return shape
     given: dict[str, Any] = {"references": store.schema.references, "first_frame": store.schema.first_frame is not None}
-    if store.schema.references and (reference := store.schema.editor.latents(latents)) != latents:
+    if store.schema.references and (reference := store.schema.editor.latents(latents)) != shape.latents:
         given["reference"] = reference
     return shape.model_copy(update=given)
 
@@ -220,6 +219,7 @@ class TrainData:
             grad_accum_steps=strategy.grad_accum_steps,
             seed=run.train.seed,
             caption_dropout=run.data.caption_dropout,
+            first_frames=FirstFrameChanges(run.data.first_frame_dropout, run.data.first_frame_noise),
             no_class=no_class(reached.spec),
             loss_weights=[source.loss_weight for source in run.data.images],
             by_text=FAMILIES[reached.spec.class_name].by_text,

@@ -11,10 +11,12 @@ from pathlib import Path
 from bigdit import log
 from bigdit.catalog.conditions import condition_problems
 from bigdit.catalog.context import context_problems
-from bigdit.catalog.families import block_count, objective_of, training_obstacle
-from bigdit.catalog.resolve import model_spec
+from bigdit.catalog.families import FAMILIES, block_count, objective_of, training_obstacle
+from bigdit.catalog.models import latent_shape
+from bigdit.catalog.resolve import folder_vae, model_spec, of_arguments
 from bigdit.config import RunConfig, Stage, check
 from bigdit.config.accelerate import check_accelerate
+from bigdit.config.data import IdentityCodec, frames_of, written_bucket
 from bigdit.config.load import with_option
 from bigdit.config.plan_file import PlanFile, check_plan
 from bigdit.config.stages import not_shared, of_each
@@ -82,9 +84,10 @@ def prepare(run: RunConfig, plan: PlanFile | None = None) -> ModelSpec:
         check_plan(run, spec, plan)
     check(run, spec)
     problems = [*condition_problems(run, spec), *_missing_trackers(run), *_too_few_blocks(run, spec)]
+    problems += _unfit_buckets(run, spec)
     if run.samples is not None and (why := partial(objective_of(spec, run.objective))) is not None:
         problems.append(f"samples: {why}; leave samples out")
-    problems += context_problems(spec, run.strategy.cp)
+    problems += context_problems(spec, run.strategy.cp, run.strategy.cp_ring)
     if (missing := run.strategy.optimizer.missing_package) is not None:
         problems.append(f"strategy.optimizer.name: {missing}")
     if problems:
@@ -139,6 +142,25 @@ def check_store(run: RunConfig) -> None:
 def has_store(run: RunConfig) -> bool:
     """Whether data.features is a folder of this machine with a store."""
     return run.data.features is not None and (run.data.features / SCHEMA).exists()
+
+
+def _unfit_buckets(run: RunConfig, spec: ModelSpec) -> list[str]:
+    """Which buckets the VAE and the model's patches do not divide, as far as their configs tell."""
+    codec = run.encoders.image
+    if isinstance(codec, IdentityCodec) or spec.class_name not in FAMILIES:
+        return []  # of pixels `check` has compared them
+    vae = folder_vae(codec.described_in)
+    if vae is None:
+        return []
+    model, problems = of_arguments(spec, vae), list[str]()
+    for key, buckets in run.data.keyed_buckets.items():
+        for bucket in buckets:
+            (height, width), frames = bucket[-2:], frames_of(bucket) if model.video or len(bucket) == 3 else None
+            try:
+                latent_shape(model, height, width, frames)
+            except UserError as error:
+                problems += [f"{key}: {written_bucket(bucket)}: {problem}" for problem in error.problems]
+    return problems
 
 
 def _too_few_blocks(run: RunConfig, spec: ModelSpec) -> list[str]:

@@ -16,8 +16,8 @@ from bigdit.config import RunConfig, check
 from bigdit.config.plan_file import unplanned
 from bigdit.config.stages import in_order, of_each
 from bigdit.errors import UserError
+from bigdit.loader.online import RawStore
 from bigdit.loader.order import Order
-from bigdit.loader.raw_store import RawStore
 from bigdit.loader.stages import check_border, plan_order
 from bigdit.sources.open import open_source
 from bigdit.store import FeatureStore

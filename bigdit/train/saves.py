@@ -96,7 +96,9 @@ def export_due(run: RunConfig, ends: Collection[int], saved: checkpoint.Checkpoi
     Raises UserError where it cannot be written.
     """
     if is_due(run, ends, saved.step):
-        checkpoint.export(saved, run.output / EXPORTS / saved.folder.name)
+        folder = run.output / EXPORTS / saved.folder.name
+        checkpoint.export(saved, folder)
+        log.notice(f"wrote {folder}")
 
 
 def export_missed(run: RunConfig, ends: Collection[int], found: checkpoint.Checkpoint) -> None:

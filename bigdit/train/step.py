@@ -12,10 +12,12 @@ import torch
 from torch.profiler import record_function
 
 from bigdit import objectives, optim
-from bigdit.catalog.conditions import IMAGE_CONDITION, LOSS_MASK
+from bigdit.catalog.conditions import LOSS_MASK
+from bigdit.catalog.families import FAMILIES
 from bigdit.engines import Ema, Engine, compute_dtype
 from bigdit.loader.batch import Batch, CaptionedBatch, RawBatch
 from bigdit.models import Family
+from bigdit.models.family import is_given, kept_first
 from bigdit.objective_spec import ObjectiveSpec
 
 if TYPE_CHECKING:  # it imports what reads images
@@ -115,12 +117,14 @@ def train_step(
 
 def loss_mask(family: Family, batch: Batch) -> torch.Tensor | None:
     """The weight of the loss at each place [B, H, W], or [B, F, H, W]: 0 at a first frame of which nothing is learned,
-    and the others weigh so much more, as in the mean over them. None: all weigh 1."""
-    mask, given = batch.extras.get(LOSS_MASK), batch.extras.get(IMAGE_CONDITION)
-    if not family.keeps_first or given is None or (frames := given.shape[2]) == 1:
+    and the others weigh so much more, as in the mean over them; 1 without such a frame. None: all weigh 1."""
+    mask, frames = batch.extras.get(LOSS_MASK), batch.latents.shape[2]
+    given = kept_first(batch.latents, batch) if FAMILIES[family.CLASS_NAME].keeps_first else None
+    if given is None:
         return mask
     weights = given.new_full((len(given), frames, 1, 1), frames / (frames - 1), dtype=torch.float32)
     weights[:, 0] = 0
+    weights = torch.where(is_given(given)[:, 0], weights, 1.0)
     return weights if mask is None else weights * mask[:, None]
 
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -130,8 +131,15 @@ def test_what_is_missing_is_counted_and_no_store_is_one_line(store, tmp_path):
     (store / PART).unlink()
     report = verify(store)
     assert (report.parts, report.damaged, report.missing) == (0, [], 1)
-    with pytest.raises(UserError, match=r"nowhere holds no latents; `bigdit extract --config RUN\.yaml` makes them"):
-        verify(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"there is no such folder; did you mean store\? `bigdit extract --config RUN"):
+        verify(store.with_name("stor"))
+    with pytest.raises(UserError, match=r"holds no latents; `bigdit extract --config RUN\.yaml` makes them"):
+        verify(tmp_path)
+
+
+def test_a_wrong_name_is_told_without_encoders():
+    code = "import sys, bigdit.extract.verify; sys.exit(bool({'diffusers', 'transformers'} & {*sys.modules}))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=100).returncode == 0
 
 
 @contextmanager

@@ -39,6 +39,7 @@ def test_it_asks_for_what_is_left_out_and_writes_a_run_that_loads(tmp_path):
     assert out.count("Error: ") == 4
     for question in ("Model (a name", "[sana-600m]", "Folder of images", "GPU (a name", "Rank of LoRA"):
         assert question in out
+    assert "found 2 images in photos" in out
     assert "FITS: needs " in out
     (folder,) = (tmp_path / "plans").iterdir()
     *_, extract, train = out.splitlines()

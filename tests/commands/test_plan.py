@@ -94,18 +94,24 @@ def test_the_first_plan_says_what_to_go_on_with_where_memory_runs_out():
 
 
 @pytest.mark.slow
-def test_a_plan_for_people_for_machines_and_for_python(tmp_path):
-    """One question, asked three ways; the second and third are answered from the cache."""
+def test_a_plan_for_people_for_machines_and_for_python(tmp_path, monkeypatch):
+    """One question, asked three ways; the second and third are answered from the cache. A plan tells its stages where
+    stderr is no terminal, a line each, and none where it is kept; stdout has the plan alone."""
+    monkeypatch.setenv("BIGDIT_CACHE", str(empty_cache(tmp_path / "cache")))
     options = (*TINY, "--gpu", "rtx-3060", "--images", "10k", "--global-batch", "64")
     shown = bigdit("plan", *options, "--out", tmp_path / "plan", timeout=500)
     assert shown.returncode == 0, shown.stderr
     # A path is as long as it is, and a command may be copied whole.
     assert max(len(line) for line in shown.stdout.splitlines() if str(tmp_path) not in line) <= 80
     assert "FITS" in shown.stdout
+    assert shown.stderr.splitlines()[:3] == [
+        f"planning the training of dit-s-8: {stage}"
+        for stage in ("which engines and settings fit", "the fastest alternatives", "the largest micro-batches")
+    ]
     assert {"plan.yaml", "run.yaml", "report.html"} <= {file.name for file in (tmp_path / "plan").iterdir()}
 
-    status, printed, _ = plan_json(*options)
-    assert (status, printed["fits"], printed["verdict"]) == (0, True, "FITS")
+    status, printed, told = plan_json(*options)
+    assert (status, printed["fits"], printed["verdict"], told) == (0, True, "FITS", "")
     assert printed["request"]["images"] == 10_000
     assert not {"packed_timeline", "ran"} & set(printed)
     assert len(json.loads((tmp_path / "plan/plan.json").read_text())["ran"]) > 1
@@ -353,17 +359,3 @@ def test_a_folder_that_takes_no_plan_is_reported_before_one_is_made(asked, tmp_p
     assert done.stderr.startswith(printed)
     assert done.stderr.endswith(": Not a directory; choose another\n")
     assert not (tmp_path / "cache").exists()
-
-
-def test_a_plan_tells_its_stages_where_stderr_is_no_terminal(tmp_path):
-    """A line each, and none where it is kept; stdout has the plan alone."""
-    fixed = ("--micro-batch", "4", "--engine", "single", "--optimizer", "adamw", "--checkpointed-blocks", "0")
-    asked = ("plan", "--model", "dit-b-2", "--gpu", "a40", *fixed, "--json")
-    cache = str(empty_cache(tmp_path / "cache"))
-    made, again = (bigdit(*asked, BIGDIT_CACHE=cache) for _ in range(2))
-    assert made.stderr.splitlines() == [
-        f"planning the training of dit-b-2: {stage}"
-        for stage in ("which engines and settings fit", "the fastest alternatives", "the largest micro-batches")
-    ]
-    assert again.stderr == ""
-    assert json.loads(made.stdout)["verdict"] == json.loads(again.stdout)["verdict"]

@@ -115,6 +115,10 @@ def test_a_strategy_is_presets_keys_and_files(tmp_path):
         ("zero3,world_size=2,optimizer_in_backward=true,gradient_clipping=null", "ZeRO-3 partitions gradients"),
         ("single,world_size=2", "engine single runs one process, and world_size is 2"),
         ("fsdp2,world_size=6,dp_replicate=4", "dp_replicate is 4, which does not divide world_size 6"),
+        (
+            "zero3,world_size=2,checkpointing=selective,checkpointed_blocks=all",
+            "checkpointing selective keeps matrix products, which ZeRO-3 changes in place: gradients would be wrong",
+        ),
         ("zero2,dp_replicate=2", "dp_replicate and cpu_offload belong to the engine fsdp2"),
         ("zero2,precision=bf16_sr", "precision bf16_sr has no master weights"),
         ("single,precision=bf16_sr,optimizer.name=lion_8bit", "needs stochastic rounding; use optimizer.name adamw"),

@@ -49,6 +49,12 @@ CASES = [
         "data.caption_dropout is 0.1, and model.kwargs.null_class is false: the model has no label for no class; set "
         "the one to 0, or the other to true",
     ),
+    (CLASSES, ["encoders.first_frame={}"], "encoders.first_frame is set, and PaperDiT does not take one; leave it out"),
+    (
+        CLASSES,
+        ["data.references=1"],
+        "data.references gives 1 reference a sample, and PaperDiT takes none; leave it out",
+    ),
     (
         DIGITS,
         ["data.classes=[a, b]"],

@@ -15,7 +15,7 @@ from bigdit.strategy import Strategy, deepspeed
 HOST = {"device": "cpu"}
 
 
-def _complete(document: dict[str, Any], **strategy: Any) -> tuple[dict[str, Any], list[str]]:
+def _complete(document: dict[str, Any] | None, **strategy: Any) -> tuple[dict[str, Any], list[str]]:
     """What DeepSpeed gets of a strategy with this document; and the problems."""
     asked = {"engine": "deepspeed", "ds_config": document, **strategy}
     try:
@@ -35,6 +35,12 @@ def test_the_precision_turns_its_section_on_and_no_other(precision: str) -> None
 def test_a_section_of_another_precision_is_a_contradiction() -> None:
     _, problems = _complete({"fp16": {"enabled": True}}, precision="bf16")
     assert problems == ['ds_config.fp16.enabled is True, and precision makes it False; use "auto"']
+
+
+def test_the_document_is_of_this_engine_alone() -> None:
+    assert _complete(None)[1] == ["engine deepspeed needs ds_config, DeepSpeed's JSON; set it, or use engine fsdp2"]
+    _, problems = _complete({}, engine="single")
+    assert problems == ["ds_config belongs to the engine deepspeed, and engine is single; set it to null"]
 
 
 @pytest.mark.parametrize(

@@ -84,17 +84,14 @@ def peak_and_kernels(done: Done) -> tuple[int, int]:
 
 
 def test_compiled_blocks_and_models_take_less_memory(tmp_path):
-    """Not fewer kernels: Inductor splits the sums of such small blocks."""
+    """Not fewer kernels: Inductor splits the sums of such small blocks. The model, compiled, ends after the steps that
+    are asked for, of which the second takes the most."""
     eager, _ = peak_and_kernels(trained(tmp_path, "eager"))
-    for how in ("blocks", "whole"):  # whose graphs have no break
-        compiled, _ = peak_and_kernels(trained(tmp_path, how))
-        assert compiled < eager, how
-
-
-def test_a_compiled_model_has_its_phases_and_ends_after_the_asked_steps(tmp_path):
+    blocks, _ = peak_and_kernels(trained(tmp_path, "blocks"))  # whose graphs have no break
     file = script(tmp_path, SCRIPT)
     done = emulate("--gpu", "a40", "--steps", "2", "--json", "--", "python", file, "whole", timeout=240)
     assert (done.returncode, done.account["steps"], done.account["ended"]) == (0, 2, "steps"), done.stderr
+    assert max(blocks, peak_and_kernels(done)[0]) < eager
 
 
 def test_modes_that_tune_take_the_first_candidate_and_say_so(tmp_path):
@@ -111,10 +108,9 @@ def test_cuda_graphs_count_what_they_launch(tmp_path):
     assert by_step[-1]["library_calls"] == 12  # of each Linear: one forward, two backward
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_fp8_compiles_to_fewer_kernels_and_less_memory(tmp_path, recipe):
-    eager = peak_and_kernels(trained(tmp_path, "eager", recipe, gpu="h100-sxm"))
-    compiled = peak_and_kernels(trained(tmp_path, "blocks", recipe, gpu="h100-sxm"))
+def test_fp8_compiles_to_fewer_kernels_and_less_memory(tmp_path):
+    eager = peak_and_kernels(trained(tmp_path, "eager", "rowwise", gpu="h100-sxm"))
+    compiled = peak_and_kernels(trained(tmp_path, "blocks", "rowwise", gpu="h100-sxm"))
     assert compiled[0] < eager[0]
     assert compiled[1] < eager[1] / 2
 

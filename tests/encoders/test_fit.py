@@ -49,6 +49,8 @@ def test_the_encoders_that_a_run_names_are_those_of_its_store(tmp_path):
         "it was encoded with the buckets 8 × 8, 8 × 12, 12 × 8, and data.buckets is 16 × 16; set data.buckets to "
         "[[8, 8], [8, 12], [12, 8]], or set another data.features and extract again",
     ]
+    begins = ["it was encoded without first frames, and encoders.first_frame is set"]
+    assert misfits("encoders.first_frame={}") == begins
     (tmp_path / "config.json").write_text('{"latent_channels": 16}')
     (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
     vae = f"encoders.image={{name: vae, class_name: AutoencoderKL, path: {tmp_path}, latents: sampled, seed: 3}}"

@@ -1,10 +1,13 @@
 """Context parallelism on four processes beside one process, by name: a line of JSON.
 
 The largest differences of the loss, of each gradient, and of the losses and the weights of ten steps: of each family
-where two or four share samples, plain and compiled, or of one family by each engine and setting where two and two do.
-Of families that are named, three steps where all four share samples.
+where two or four share samples, by Ulysses, by rings (`ring`) and by rings of two (`rings`), plain and compiled, or of
+one family by each engine and setting where two and two do. Of families that are named, three steps where all four share
+samples, by Ulysses and those of RINGS by a ring of two, and of settings those that are not compiled. Of two processes
+those that are: each process compiles for itself.
 
 torchrun --nproc-per-node 4 tests/engines/context.py [FAMILY …]
+torchrun --nproc-per-node 2 tests/engines/context.py
 """
 
 from __future__ import annotations
@@ -27,13 +30,21 @@ from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.strategy import LoraSpec, ModelSpec, OptimizerSpec, Strategy
 from bigdit.train.step import train_step
 
-STEPS, DEGREES = (3, (4,)) if sys.argv[1:] else (10, (2, 4))
+STEPS = 3 if sys.argv[1:] else 10
+RINGS = ("qwen-image", "hunyuan-1.5")
+"""Both have masks: of texts that are split, and of texts that are whole."""
 SAMPLES, TEXT = 4, (8, 8)
 UNEVEN = 7
 """Tokens of a text that is not split: no degree divides it."""
 HEADS = {"num_attention_heads": 4, "attention_head_dim": 12}
 PACKED = HEADS | {"in_channels": 16, "num_layers": 2, "joint_attention_dim": 8}
 WAN = HEADS | {"in_channels": 4, "out_channels": 4, "text_dim": 8, "freq_dim": 16, "ffn_dim": 32, "num_layers": 2}
+LTX = HEADS | {"in_channels": 4, "out_channels": 4, "cross_attention_dim": 48, "num_layers": 2, "caption_channels": 8}
+HUNYUAN = (
+    HEADS
+    | {"in_channels": 9, "out_channels": 4, "num_layers": 2, "num_refiner_layers": 1, "mlp_ratio": 2.0}
+    | {"text_embed_dim": 8, "text_embed_2_dim": 6, "image_embed_dim": 6, "rope_axes_dim": [4, 4, 4]}
+)
 PATCHES = {"in_channels": 4, "num_layers": 2, "sample_size": 8, "patch_size": 2}
 IMAGE, VIDEO = (4, 4, 8), (4, 2, 4, 8)
 TINY = {
@@ -50,12 +61,9 @@ TINY = {
     "qwen-image": ("QwenImageTransformer2DModel", PACKED | {"out_channels": 4, "axes_dims_rope": [4, 4, 4]}, IMAGE),
     "wan": ("WanTransformer3DModel", WAN, VIDEO),
     "wan-i2v": ("WanTransformer3DModel", WAN | {"in_channels": 12, "image_dim": 8, "added_kv_proj_dim": 48}, VIDEO),
-    "ltx": (
-        "LTXVideoTransformer3DModel",
-        HEADS
-        | {"in_channels": 4, "out_channels": 4, "cross_attention_dim": 48, "num_layers": 2, "caption_channels": 8},
-        VIDEO,
-    ),
+    "wan-begins": ("WanTransformer3DModel", WAN, VIDEO),
+    "ltx": ("LTXVideoTransformer3DModel", LTX, VIDEO),
+    "ltx-begins": ("LTXVideoTransformer3DModel", LTX, VIDEO),
     "pixart": (
         "PixArtTransformer2DModel",
         HEADS | PATCHES | {"out_channels": 8, "cross_attention_dim": 48, "caption_channels": 8},
@@ -76,13 +84,8 @@ TINY = {
         | {"max_text_seq_length": UNEVEN, "use_rotary_positional_embeddings": True},
         VIDEO,
     ),
-    "hunyuan-1.5": (
-        "HunyuanVideo15Transformer3DModel",
-        HEADS
-        | {"in_channels": 9, "out_channels": 4, "num_layers": 2, "num_refiner_layers": 1, "mlp_ratio": 2.0}
-        | {"text_embed_dim": 8, "text_embed_2_dim": 6, "image_embed_dim": 6, "rope_axes_dim": [4, 4, 4]},
-        VIDEO,
-    ),
+    "hunyuan-1.5": ("HunyuanVideo15Transformer3DModel", HUNYUAN, VIDEO),
+    "hunyuan-1.5-begins": ("HunyuanVideo15Transformer3DModel", HUNYUAN, VIDEO),
     "sana": (
         "SanaTransformer2DModel",
         {"in_channels": 4, "out_channels": 4, "num_attention_heads": 3, "attention_head_dim": 8, "num_layers": 2}
@@ -95,6 +98,7 @@ TINY = {
 WAYS = {
     "recomputed": {"checkpointed_blocks": "all"},
     "selective": {"checkpointed_blocks": "all", "checkpointing": "selective"},
+    "ring": {"cp_ring": 2, "checkpointed_blocks": "all", "checkpointing": "selective"},
     "segments": {"checkpointed_segments": {"blocks": 2}},
     "offload": {"offload_activations": True},
     "accumulated": {"micro_batch_size": 1, "grad_accum_steps": 2},
@@ -108,20 +112,23 @@ WAYS = {
     "compiled": {"compile_blocks": True, "checkpointed_blocks": "all"},
     "tensorwise": {"precision": "bf16", "float8": "tensorwise"},
     "rowwise": {"precision": "bf16", "float8": "rowwise", "compile_blocks": True},
+    "compiled ring": {"cp_ring": 2, "compile_blocks": True, "checkpointed_blocks": "all"},
 }
 SAME = ("lora", "gradient_clipping", "precision", "float8")
 """What changes the numbers of one process, too."""
+ONE_BLOCK = {"num_layers": 1}
+"""Of models that are compiled: a second block's graph would take each process as long again."""
 
 
-def spec_of(name: str) -> ModelSpec:
+def spec_of(name: str, changed: dict[str, int]) -> ModelSpec:
     class_name, kwargs, _ = TINY[name]
-    return ModelSpec(name=name, class_name=class_name, kwargs=kwargs)
+    return ModelSpec(name=name, class_name=class_name, kwargs=kwargs | changed)
 
 
-def strategy(cp: int, **given: object) -> Strategy:
-    """Of one process, or of four."""
-    world = {"engine": "fsdp2", "world_size": 4, "cp": cp} if cp > 1 else {}
-    usual = {"precision": "fp32", "micro_batch_size": SAMPLES * cp // 4 if cp > 1 else SAMPLES}
+def strategy(cp: int, processes: int = 4, **given: object) -> Strategy:
+    """Of one process, or of several."""
+    world = {"engine": "fsdp2", "world_size": processes, "cp": cp} if cp > 1 else {}
+    usual = {"precision": "fp32", "micro_batch_size": SAMPLES * cp // processes if cp > 1 else SAMPLES}
     # Adam makes a step of any gradient, and that of a key's bias is rounding alone: not so with a large eps.
     usual |= {"optimizer": OptimizerSpec(lr=1e-3, eps=1e-3), "gradient_clipping": None}
     return Strategy(**usual | world | given)
@@ -137,7 +144,7 @@ def batches(name: str, step: int, chosen: Strategy, world: World, extras: dict[s
     mask = (torch.arange(text[0]) < lengths[:, None]).float()
     more = {
         key: (torch.arange(each.shape[0]) < lengths[:, None]).float()
-        if each.fill
+        if each.fill and len(each.shape) == 1
         else draw(SAMPLES, *each.sample_shape(TINY[name][2]))
         for key, each in extras.items()
     }
@@ -156,14 +163,14 @@ def batches(name: str, step: int, chosen: Strategy, world: World, extras: dict[s
 class Run:
     """A model with drawn weights, trained by a strategy."""
 
-    def __init__(self, name: str, chosen: Strategy, world: World) -> None:
+    def __init__(self, name: str, chosen: Strategy, world: World, changed: dict[str, int]) -> None:
         self.name, self.strategy, self.world = name, chosen, world
         self.family = models.family(TINY[name][0])
-        model = models.build(spec_of(name), device="cpu", dtype=engines.compute_dtype(chosen), seed=0)
+        model = models.build(spec_of(name, changed), device="cpu", dtype=engines.compute_dtype(chosen), seed=0)
         generator = torch.Generator().manual_seed(1)
         for param in model.parameters():  # zeros of the initialisation would hide what reaches what
             param.data.normal_(std=0.1, generator=generator)
-        self.extras = self.family.extras(model)
+        self.extras = self.family.extras(model) | (self.family.first(model) if name.endswith("begins") else {})
         models.equip(model, self.family, chosen, backend="aot_eager")
         self.engine = engines.create(chosen, model, self.family, device=torch.device("cpu"), world=world)
 
@@ -225,9 +232,9 @@ def mean(loss: torch.Tensor, world: World) -> float:
 Answer = tuple[float, dict[str, torch.Tensor], list[float], dict[str, torch.Tensor]]
 
 
-def answer(name: str, chosen: Strategy, world: World) -> Answer:
-    """Loss and gradients of a step, then the curve and the weights of three."""
-    run = Run(name, chosen, world)
+def answer(name: str, chosen: Strategy, world: World, **changed: int) -> Answer:
+    """Loss and gradients of a step, then the curve and the weights of three; `changed`: arguments of the model."""
+    run = Run(name, chosen, world, changed)
     kept = chosen.engine != "deepspeed" and not chosen.optimizer_in_backward and chosen.precision == "fp32"
     return *(run.gradients() if kept else (0.0, {})), *run.trained()
 
@@ -251,12 +258,22 @@ def _off(one: torch.Tensor, other: torch.Tensor, least: float) -> float:
     return float((one - other).abs().max() / one.abs().max().clamp(min=least))
 
 
+def degrees(name: str) -> dict[str, Strategy]:
+    """The ways of a family, by what is behind its name."""
+    if sys.argv[1:]:
+        return {"4": strategy(4)} | ({"4 rings": strategy(4, cp_ring=2)} if name in RINGS else {})
+    found = {"2": strategy(2), "4": strategy(4)}
+    if name != "sana":
+        found |= {"2 ring": strategy(2, cp_ring=2), "4 ring": strategy(4, cp_ring=4), "4 rings": strategy(4, cp_ring=2)}
+    if name != "dit":
+        found["compiled"] = strategy(4, compile_blocks=True)
+    return found
+
+
 def families(world: World, names: Iterable[str]) -> dict[str, dict[str, float]]:
     found = {}
     for name in names:
-        shared: dict[object, Answer] = {cp: answer(name, strategy(cp), world) for cp in DEGREES}
-        if not sys.argv[1:] and name != "dit":
-            shared["compiled"] = answer(name, strategy(4, compile_blocks=True), world)
+        shared = {key: answer(name, chosen, world) for key, chosen in degrees(name).items()}
         if world.is_main:
             alone = answer(name, strategy(1), World())
             found |= {f"{name} {cp}": compared(alone, each) for cp, each in shared.items()}
@@ -266,11 +283,15 @@ def families(world: World, names: Iterable[str]) -> dict[str, dict[str, float]]:
 def ways(world: World) -> dict[str, dict[str, float]]:
     found, alone = {}, {}
     for name, way in WAYS.items():
-        shared = answer("qwen-image", strategy(2, **way), world)
+        compiled = "compile_blocks" in way
+        if (compiled and sys.argv[1:]) or (not compiled and world.world_size == 2):
+            continue
+        blocks = ONE_BLOCK if compiled else {}
+        shared = answer("qwen-image", strategy(2, world.world_size, **way), world, **blocks)
         same = {key: way[key] for key in SAME if key in way}
         if world.is_main:
-            key = str(same)
-            alone[key] = alone.get(key) or answer("qwen-image", strategy(1, **same), World())
+            key = str(same | blocks)
+            alone[key] = alone.get(key) or answer("qwen-image", strategy(1, **same), World(), **blocks)
             found[name] = compared(alone[key], shared)
     return found
 
@@ -280,7 +301,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     world = world_from_env()
     assert {TINY[name][0] for name in TINY} == set(CONTEXTS)
-    found = families(world, sys.argv[1:] or TINY) | ways(world)
+    found = (families(world, sys.argv[1:] or TINY) if world.world_size == 4 else {}) | ways(world)
     if world.is_main:
         print(json.dumps(found))
     dist.destroy_process_group()

@@ -12,7 +12,7 @@ import json
 
 import torch
 import torch.distributed as dist
-from tiny_models import DIT, SANA
+from tiny_models import DEEP_FLUX, DIT, SANA
 
 from bigdit import engines, models
 from bigdit.dist import World, world_from_env
@@ -24,6 +24,7 @@ from bigdit.train.step import train_step
 STEPS, SAMPLES = 4, 4
 ZERO2 = {"zero_optimization": {"stage": 2}}
 FP8 = {"precision": "bf16", "float8": "tensorwise"}
+FLUX = DEEP_FLUX.model_copy(update={"kwargs": DEEP_FLUX.kwargs | {"num_layers": 0, "num_single_layers": 2}})
 
 
 def strategy(world_size: int, **printed: object) -> Strategy:
@@ -37,16 +38,19 @@ def batch(spec: ModelSpec, step: int, world: World) -> Batch:
     """This process's share of the global batch of that step."""
     draw = torch.Generator().manual_seed(step)
     latents = torch.randn(SAMPLES, 4, 8, 8, generator=draw)
-    text = torch.randn(SAMPLES, 6, 12, generator=draw) if spec is SANA else None
+    text = torch.randn(SAMPLES, 6, 12, generator=draw) if spec is not DIT else None
     mask = None if text is None else torch.ones(SAMPLES, 6)
-    labels = {"class_label": torch.arange(SAMPLES)} if spec is DIT else {}
+    extras = {
+        DIT.name: {"class_label": torch.arange(SAMPLES)},
+        FLUX.name: {"pooled_text": torch.randn(SAMPLES, 10, generator=draw)},
+    }.get(spec.name, {})
     mine = slice(world.rank, SAMPLES, world.world_size)
     return Batch(
         latents[mine],
         None if text is None else text[mine],
         None if mask is None else mask[mine],
         tuple(range(10 * step, 10 * step + SAMPLES))[mine],
-        {name: label[mine] for name, label in labels.items()},
+        {name: extra[mine] for name, extra in extras.items()},
     )
 
 
@@ -106,6 +110,8 @@ def main() -> None:
         "fsdp2 fp8": curve(SANA, strategy(2, **FP8), world),
         "fsdp2 fp8 offload": curve(SANA, strategy(2, cpu_offload=True, offload_activations=True, **FP8), world),
         "fsdp2 fp8 in_backward": curve(SANA, strategy(2, optimizer_in_backward=True, **FP8), world),
+        "fsdp2 fp8 flux": curve(FLUX, strategy(2, **FP8), world),
+        "compiled fp8 flux": curve(FLUX, strategy(2, compile_blocks=True, **FP8), world),  # its outputs are slices
         "single fp16": alone(SANA, strategy(1, precision="fp16")),
         "fsdp2 fp16": curve(SANA, strategy(2, precision="fp16"), world),
         "single dit": alone(DIT, strategy(1)),

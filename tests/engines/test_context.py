@@ -16,25 +16,32 @@ from bigdit.models import context
 MOST = {"loss": 1e-6, "gradients": 1e-5, "curve": 1e-6, "weights": 1e-5}
 # As far as one process of FP8 is from another engine; each process has scales of its own.
 MOST_OF_FP8 = {"loss": 0.0, "gradients": 0.0, "curve": 1e-2, "weights": 5e-3}
-PER_FAMILY = ("flux", "flux2", "qwen-image", "wan", "wan-i2v", "ltx", "pixart", "dit", "hunyuan-1.5", "sana")
+PER_FAMILY = (
+    *("flux", "flux2", "qwen-image", "wan", "wan-i2v", "ltx", "pixart", "dit", "hunyuan-1.5", "sana"),
+    *("wan-begins", "ltx-begins", "hunyuan-1.5-begins"),
+)
 """SD3 and CogVideoX, whose text is as HunyuanVideo 1.5's, are in benchmarks/context.py alone."""
 WAYS = (
     *("recomputed", "selective", "segments", "offload", "accumulated", "clipped", "hsdp", "replicas", "in_backward"),
-    *("lora", "zero2", "zero3", "compiled", "tensorwise", "rowwise"),
+    *("lora", "zero2", "zero3", "compiled", "tensorwise", "rowwise", "ring", "compiled ring"),
 )
 
 
 @pytest.fixture(scope="module")
 def differences():
-    """What context.py finds, in one launch."""
-    done = run_ranks(4, ROOT / "tests/engines/context.py", *PER_FAMILY, PYTHONPATH=HELPERS, DS_ACCELERATOR="cpu")
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    """What context.py finds, in two launches."""
+    found = {}
+    for count, names in ((4, PER_FAMILY), (2, ())):
+        done = run_ranks(count, ROOT / "tests/engines/context.py", *names, PYTHONPATH=HELPERS, DS_ACCELERATOR="cpu")
+        assert done.returncode == 0, done.stderr[-3000:]
+        found |= json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 @pytest.mark.slow
 def test_it_trains_as_one_process_does(differences):
-    assert {*differences} == {*(f"{name} 4" for name in PER_FAMILY), *WAYS}
+    rings = {"qwen-image 4 rings", "hunyuan-1.5 4 rings"}
+    assert {*differences} == {*(f"{name} 4" for name in PER_FAMILY), *rings, *WAYS}
     wrong = {
         (name, what): value
         for name, each in differences.items()
@@ -52,7 +59,13 @@ LUMINA = model("lumina-image-2.0").spec
 
 def test_what_cannot_be_split_is_refused_by_a_line():
     assert context_problems(WAN, 4) == context_problems(LUMINA, 1) == context_problems(SANA, 4) == []
-    assert context_problems(WAN, 8) == ["strategy.cp is 8, and wan2.1-t2v-1.3b has 12 heads of attention; set it to 4"]
+    assert context_problems(WAN, 8) == context_problems(WAN, 8, 2) == context_problems(WAN, 8, 8) == []
+    assert context_problems(WAN, 8, 1) == [
+        "strategy.cp 8 / cp_ring 1 = 8 does not divide the 12 heads of wan2.1-t2v-1.3b; set strategy.cp_ring to 2"
+    ]
+    assert context_problems(SANA, 4, 2) == [
+        "strategy.cp_ring is 2, and sana-1600m-1024 adds up tokens in place of attention; set it to 1"
+    ]
     (problem,) = context_problems(LUMINA, 2)
     assert problem == (
         "strategy.cp is 2, and bigdit does not know how to split the tokens of Lumina2Transformer2DModel; set it to 1, "
@@ -80,6 +93,7 @@ def test_what_cannot_be_split_is_refused_by_a_line():
     ("text", "problem"),
     [
         ("fsdp2,world_size=6,cp=4", "cp is 4, which does not divide world_size 6"),
+        ("fsdp2,world_size=4,cp=2,cp_ring=4", "cp_ring is 4, which does not divide cp 2"),
         ("cp=2", "cp is 2, which does not divide world_size 1"),
         ("fsdp2,world_size=4,cp=3", "cp is 3, and 1, 2, 4 or 8 was expected"),
         (

@@ -67,7 +67,7 @@ def test_what_does_not_divide_is_refused_before_anything_runs(features, tmp_path
         return done.stderr
 
     assert "latents of 4 × 4 × 6 are 6 tokens" in refused("strategy.cp=4", "strategy.world_size=4")
-    assert "has 4 heads" in refused("strategy.cp=8", "strategy.world_size=8")
+    assert "4 heads of" in refused("strategy.cp=8", "strategy.world_size=8")
     assert "how to split the tokens of LuminaNextDiT2DModel" in refused(
         "strategy.cp=2",
         "model={class_name: LuminaNextDiT2DModel, kwargs: {in_channels: 4, cross_attention_dim: 64}}",

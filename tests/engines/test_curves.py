@@ -124,6 +124,7 @@ def curves():
         ("fsdp2 fp8", "single fp8", 1e-2),
         ("fsdp2 fp8 offload", "fsdp2 fp8", 0.0),
         ("fsdp2 fp8 in_backward", "fsdp2 fp8", 0.0),
+        ("compiled fp8 flux", "fsdp2 fp8 flux", 0.0),
         ("fsdp2 dit", "single dit", TOLERANCE["fp32"]),
         ("in_backward dit", "fsdp2 dit", 0.0),
     ],

@@ -137,7 +137,8 @@ def exports_of(output):
 def held_in(output, step):
     """By file, what a whole checkpoint holds: header, which has no fixed order, and bytes of its tensors."""
     held, found = {}, open_checkpoint(folder_of(output, step))
-    assert {name: checksum(found.folder / name) for name in found.state["checksums"]} == found.state["checksums"]
+    wrong = [name for name, right in found.state["checksums"].items() if checksum(found.folder / name) != right]
+    assert not wrong, f"{found.folder}: {wrong} are damaged"
     for content, name in ((file.read_bytes(), file.name) for file in found.files()):
         data = 8 + int.from_bytes(content[:8], "little")
         held[name] = json.loads(content[8:data]), content[data:]

@@ -84,6 +84,8 @@ def test_hsdp_has_a_communicator_for_each_of_its_two_groups():
 def test_processes_that_share_a_sample_have_a_communicator():
     found = [non_torch_memory_of(parse_strategy(["fsdp2,world_size=8", f"cp={cp}"]), (9, 0)) for cp in (1, 2, 8)]
     assert found == [non_torch_memory((9, 0), 8, communicators=count) for count in (1, 2, 1)]  # all are one group
+    rings = non_torch_memory_of(parse_strategy(["fsdp2,world_size=8,cp=4,cp_ring=2"]), (9, 0))
+    assert rings == non_torch_memory((9, 0), 8, communicators=4)
 
 
 @given(KNOWN, st.integers(1, 64), st.integers(1, 4))

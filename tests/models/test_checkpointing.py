@@ -117,6 +117,22 @@ def test_selective_checkpointing_runs_matrix_products_and_attention_once():
         assert counts["plain"][operator] < counts["selective"][operator] <= counts["full"][operator]
 
 
+def test_a_selective_block_that_writes_into_what_it_keeps_is_refused():
+    class Writing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(x).relu_().exp()
+
+    model = nn.ModuleList([Writing()])
+    family = SimpleNamespace(blocks=lambda model: list(model))
+    apply_checkpointing(model, family, Strategy(checkpointed_blocks=1, checkpointing="selective"))
+    with pytest.raises(RuntimeError, match=r"a selective block wrote into what aten\.addmm\.default returned"):
+        model[0](torch.ones(2, 4)).sum().backward()
+
+
 def test_more_blocks_than_the_model_has_are_refused():
     with pytest.raises(UserError, match=r"strategy\.checkpointed_blocks is 9, and the model has \d blocks"):
         gradients({"checkpointed_blocks": 9})

@@ -126,9 +126,10 @@ def test_padding_and_the_other_captions_of_a_batch_change_nothing(name):
             assert torch.allclose(family.predict(model, latents[one], t[one], own), together[one], atol=1e-5)
 
 
-def test_nothing_is_learned_of_a_first_frame_that_is_given():
+@pytest.mark.parametrize("name", ["ltx", "wan-t2v"])
+def test_nothing_is_learned_of_a_first_frame_that_is_given(name):
     """Its velocity is that which leads to it, and the loss is the mean over the other frames."""
-    tiny, (family, model) = TINY["ltx"], made("ltx")
+    tiny, (family, model) = TINY[name], made(name)
     latents, text = drawn(2, *tiny["latents"]), drawn(2, *tiny["text"])
     begun = {"image_condition": torch.cat([latents[:, :, :1], torch.zeros_like(latents[:, :, 1:])], dim=2)}
     batch = Batch(latents, text, torch.ones(text.shape[:2]), (1, 2), begun)
@@ -152,8 +153,27 @@ def test_nothing_is_learned_of_a_first_frame_that_is_given():
     assert not torch.allclose(moved[:, :, 1:], found[:, :, 1:])  # the others see it
 
 
-def test_an_image_is_not_its_own_first_frame():
-    (family, model), text = made("ltx"), drawn(1, *TINY["ltx"]["text"])
+@pytest.mark.parametrize("name", ["ltx", "wan-t2v"])
+def test_a_sample_whose_first_frame_was_left_out_is_one_from_text(name):
+    tiny, (family, model) = TINY[name], made(name)
+    latents, text, t = drawn(2, *tiny["latents"]), drawn(2, *tiny["text"]), torch.tensor([0.3, 0.8])
+    given = torch.cat([drawn(2, *tiny["latents"])[:, :, :1], torch.zeros_like(latents[:, :, 1:])], dim=2)
+    mask = torch.ones(text.shape[:2])
+    begun, none = ({"image_condition": each} for each in (given, given * torch.tensor([1, 0]).view(-1, 1, 1, 1, 1)))
+    with torch.no_grad():
+        first, mixed, plain = (
+            family.predict(model, latents, t, Batch(latents, text, mask, (), extras)) for extras in (begun, none, {})
+        )
+    assert torch.allclose(mixed[0], first[0], atol=1e-5)
+    assert torch.allclose(mixed[1], plain[1], atol=1e-5)
+    assert not torch.allclose(first[1], plain[1], atol=1e-3)
+    weights = loss_mask(family, Batch(latents, text, mask, (), none))
+    assert weights[:, :, 0, 0].tolist() == [[0, 1.5, 1.5], [1, 1, 1]]
+
+
+@pytest.mark.parametrize("name", ["ltx", "wan-t2v"])
+def test_an_image_is_not_its_own_first_frame(name):
+    (family, model), text = made(name), drawn(1, *TINY[name]["text"])
     latents, mask = drawn(1, 4, 1, 4, 6), torch.ones(1, text.shape[1])
     begun = Batch(latents, text, mask, (), {"image_condition": latents})
     with torch.no_grad():

@@ -13,7 +13,7 @@ from bigdit import objectives
 from bigdit.catalog import FAMILIES
 from bigdit.errors import UserError
 from bigdit.objective_spec import DdpmSpec
-from bigdit.objectives.schedule import alphas_cumprod
+from bigdit.objectives.ddpm import alphas_cumprod
 
 SEEDS = (3, 4, 5, 6)
 LATENTS = torch.randn(4, 2, 3, 5, generator=torch.Generator().manual_seed(0))

@@ -7,7 +7,7 @@ import torch
 from bigdit import objectives
 from bigdit.errors import UserError
 from bigdit.objective_spec import DdpmSpec, FlowMatchingSpec
-from bigdit.objectives.schedule import alphas_cumprod
+from bigdit.objectives.ddpm import alphas_cumprod
 
 IMAGE = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
 NOISE = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(1))

@@ -6,7 +6,7 @@ import torch
 
 from bigdit.objective_spec import DdpmSpec, ExponentialShift, FlowMatchingSpec, SqrtShift
 from bigdit.objectives import scheduler_config
-from bigdit.objectives.schedule import alphas_cumprod
+from bigdit.objectives.ddpm import alphas_cumprod
 
 
 def made(objective, class_name, **printed):

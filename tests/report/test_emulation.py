@@ -143,9 +143,20 @@ def test_notices_are_reported_once() -> None:
     assert "2 processes used GPU 0, and shared its memory" in lines
 
 
+def test_gpus_of_several_machines_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = emulation(run({"rank": 0}, {"rank": 1, "node": 1})).model_copy(update={"nodes": 2})
+    for text in (shown(found, monkeypatch, capsys), page(found)):
+        assert "0 of machine 1" in text
+        assert "0 of machine 2" in text
+
+
 def test_no_gpu_is_no_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = emulation(run())
-    assert "no process used a GPU" in " ".join(shown(found, monkeypatch, capsys).split())
+    printed = shown(found, monkeypatch, capsys)
+    assert "no process used a GPU" in " ".join(printed.split())
+    assert "\n\n\n" not in printed
     assert verdict(found.runs[0], found)[0] == "no answer"
 
 

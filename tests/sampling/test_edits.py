@@ -14,7 +14,7 @@ import torch
 from commands import bigdit, in_process, with_set
 from gpus import benched
 from PIL import Image
-from training import encoded_for, train_here
+from training import encoded_for, exported, train_here
 
 from bigdit.checkpoint import latest
 from bigdit.encoders.latents import bucket_pixels
@@ -237,3 +237,30 @@ def test_a_reference_whose_bytes_changed_is_named(encoded, tmp_path):
     (tmp_path / file.name).write_bytes(data)
     (problem,) = Part.open(tmp_path / file.name).damages()
     assert "is damaged in the reference of row 1 of 4x8x8: its digest differs" in problem
+
+
+def test_edits_and_images_from_text_train_in_one_run(encoded, tmp_path):
+    folder, _ = encoded
+    settings = (f"data.features={tmp_path / 'features'}", "data.min_references=0", "strategy.micro_batch_size=1",
+                "train.lr_schedule=constant")  # fmt: skip
+    done = bigdit("extract", "--config", folder / "run.yaml", *with_set(settings))
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "features/report.json").read_text())
+    assert (report["buckets"], report["skipped"]) == ({"4x8x8": 4, "4x8x8r0": 1}, [])
+    done = in_process("features", "verify", tmp_path / "features")
+    assert done.returncode == 0, done.stderr
+    store = FeatureStore.open(tmp_path / "features")
+    edits, plain = store.buckets
+    reader, of_first = BatchReader(store, 1, 0.0, pinned=False), torch.tensor([[0], [0]]).numpy()
+    found = [set(reader.read(shape, *of_first, [1]).extras) for shape in (edits, plain, edits)]
+    assert found == [{"pooled_text", "reference"}, {"pooled_text"}, {"pooled_text", "reference"}]
+    runs = [tmp_path / name for name in ("whole", "resumed")]
+    for output, steps in ((runs[0], 8), (runs[1], 3), (runs[1], 8)):
+        train_here(folder / "run.yaml", *settings, f"output={output}", f"train.steps={steps}")
+    whole, resumed = (exported(latest(output)[0], "transformer") for output in runs)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    for count in range(2):
+        pictures = ("--image", folder / "images/0.png") * count
+        drawn = in_process("sample", "--checkpoint", runs[0], "--caption", "red", *pictures, "--steps", "1",
+                           "--out", tmp_path / f"samples{count}")  # fmt: skip
+        assert drawn.returncode == 0, drawn.stderr

@@ -12,7 +12,7 @@ import torch
 from commands import bigdit, in_process, with_set
 from gpus import benched
 from PIL import Image
-from training import encoded_for, train_here
+from training import encoded_for, exported, train_here
 
 from bigdit import models
 from bigdit.catalog import model
@@ -162,6 +162,9 @@ def test_what_does_not_fit_is_refused_in_a_line(encoded, tmp_path):
     refused = {
         ("data.references=0",): "reads the images to edit, and data.references is 0; set it to 1 to 3",
         ("data.buckets=[[64, 320]]",): f"data.buckets has 64 × 320; with {name} a side is at most 4 times the other",
+        (
+            "data.min_references=0",
+        ): f"data.min_references is 0, and the text encoder of {name} reads the images to edit",
         ("encoders.text.max_tokens=20",): "encoders.text.max_tokens is 20, and the template takes",
     }
     for settings, problem in refused.items():
@@ -212,3 +215,53 @@ def test_samples_of_two_references_are_what_the_pipeline_makes_of_both(encoded, 
     drawn = in_process("sample", "--checkpoint", tmp_path / "run", "--caption", "put both", "--image", pair[0],
                        "--out", tmp_path / "none")  # fmt: skip
     assert "--image: the model edits 2 images: 1 were given for 1 captions" in " ".join(drawn.stderr.split())
+
+
+@pytest.mark.parametrize("encoded", ["QwenImageEditPlusPipeline"], indirect=True)
+def test_samples_with_different_numbers_of_references_train_in_batches_of_one_number(encoded, tmp_path):
+    folder, _ = encoded
+    pair = [str(folder / f"images/{number}.reference.png") for number in (1, 0)]
+    given = {"0": pair, "1": pair[:1], "2": pair[1:], "none": [], "many": [*pair, pair[0]]}
+    rows = [
+        {"image": str(folder / f"images/{number % 3}.png"), "caption": "put it", "reference": each}
+        for number, each in enumerate(given.values())
+    ]
+    (tmp_path / "list.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    settings = (f"data.images={tmp_path / 'list.jsonl'}", f"data.features={tmp_path / 'features'}",
+                "data.references=2", "data.min_references=1", "data.caption_dropout=0", "strategy.micro_batch_size=1",
+                "train.lr_schedule=constant")  # fmt: skip
+    done = bigdit("extract", "--config", folder / "run.yaml", *with_set(settings))
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "features/report.json").read_text())
+    assert report["buckets"] == {"4x8x12": 1, "4x8x12r1": 2}
+    assert [each["reason"] for each in report["skipped"]] == [
+        "column reference names no image (list.jsonl row 4)",
+        "column reference names 3 images, and data.references is 2 (list.jsonl row 5)",
+    ]
+    store = FeatureStore.open(tmp_path / "features")
+    reader, (both, one) = BatchReader(store, 2, 0.0, pinned=False), store.buckets
+    batches = [
+        reader.read(shape, *torch.tensor([[0] * count, [*range(count)]]).numpy(), [*range(count)])
+        for shape, count in ((both, 1), (one, 2))
+    ]
+    assert [tuple(each.extras["reference"].shape[:2]) for each in batches] == [(1, 2), (2, 1)]
+    for number in range(2):
+        assert torch.equal(batches[0].extras["reference"][0, number], batches[1].extras["reference"][number, 0])
+    receipt, _ = benched("--config", folder / "run.yaml", *with_set(settings))
+    assert receipt["predicted_peak_allocated_bytes"] == receipt["measured_peak_allocated_bytes"]
+    runs = [tmp_path / name for name in ("whole", "resumed")]
+    for output, steps in ((runs[0], 5), (runs[1], 2), (runs[1], 5)):
+        train_here(folder / "run.yaml", *settings, f"output={output}", f"train.steps={steps}")
+    whole, resumed = (exported(latest(output)[0], "transformer") for output in runs)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    for count, images in ((1, pair[:1]), (2, pair)):
+        pictures = [part for each in images for part in ("--image", each)]
+        drawn = in_process("sample", "--checkpoint", runs[0], "--caption", "put it", *pictures, "--steps", "1",
+                           "--out", tmp_path / f"samples{count}")  # fmt: skip
+        assert drawn.returncode == 0, drawn.stderr
+    problems = {"null": "encoded with data.min_references 1, and the run has none",
+                "3": "min_references is 3, and references is 2"}  # fmt: skip
+    for least, problem in problems.items():
+        others = (each.replace("min_references=1", f"min_references={least}") for each in settings)
+        refused = in_process("train", "--dry-run", "--config", folder / "run.yaml", *with_set([*others]))
+        assert problem in " ".join(refused.stderr.split())

@@ -10,10 +10,9 @@ from bigdit.search.plan import Constraints, ResolvedRequest
 from bigdit.search.resolve import resolve_request
 from bigdit.units import GIB
 
-pytestmark = pytest.mark.usefixtures("own_cache")
-
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_cache")
 def test_what_is_pinned_is_let_go():
     pins = Constraints(engine="single", optimizer="adamw", checkpointed_blocks=0, micro_batch_size=64, full=True)
     gpu = resolve_request(model="sana-1600m", gpu="a40").gpu.model_copy(update={"usable_mib": 8 * 1024})

@@ -18,6 +18,7 @@ from bigdit.search.calibration import UNPROVED, Calibration
 from bigdit.search.option import Option, quarters
 from bigdit.search.plan import Constraints, Estimate, ResolvedRequest, lossy_by, process, safe_bytes, verdict_of
 from bigdit.search.planner import Planner
+from bigdit.search.resolve import resolve_request
 from bigdit.search.rows import faster_or_slower
 from bigdit.search.space import proposals
 from bigdit.speed.seconds import Cluster, Interval
@@ -328,3 +329,11 @@ def test_speeds_are_reported_by_what_tells_them_apart() -> None:
 def test_recomputed_blocks_are_looked_at_in_quarters() -> None:
     assert quarters(57) == [0, 14, 28, 42, 57]
     assert quarters(1) == [0, 1]
+
+
+@pytest.mark.parametrize(("model", "per_node", "ring"), [("14b", 8, 1), ("14b", 4, 2), ("1.3b", 8, 2), ("1.3b", 2, 4)])
+def test_keys_go_round_where_heads_or_machines_do_not_divide(model: str, per_node: int, ring: int) -> None:
+    """40 heads, and 12."""
+    request = resolve_request(f"wan2.1-t2v-{model}", "h100-sxm", gpus=8, gpus_per_node=per_node, cp=8)
+    found, _ = proposals(request)
+    assert {(each.strategy.cp, each.strategy.cp_ring) for each in found} == {(8, ring)}

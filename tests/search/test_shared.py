@@ -58,3 +58,10 @@ def test_samples_that_are_shared_anyway_may_be_shared_by_more() -> None:
     plan = planned(20000, cluster=Cluster(gpus=4), global_batch_size=2)
     assert (plan.verdict, plan.chosen.strategy.cp) == ("FITS", 2)
     assert not any("choose it with --cp" in each.reason for each in plan.rejected)
+
+
+def test_heads_that_do_not_divide_are_shared_by_a_ring() -> None:
+    plan = planned(20000, cluster=Cluster(gpus=8), global_batch_size=1)
+    assert (plan.verdict, plan.chosen.strategy.cp, plan.chosen.strategy.cp_ring) == ("FITS", 8, 2)
+    for shown in (plans.shown(plan, width=200), page(plan)):
+        assert "over 8 GPUs (context parallelism, a ring of 2: 8 does not divide 12 heads)" in shown

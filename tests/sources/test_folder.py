@@ -234,3 +234,15 @@ def test_references_are_found_by_any_name_of_an_image_and_bad_ones_are_a_line_ea
     save(tmp_path / "below/e.png")
     with pytest.raises(UserError, match=r"holds no references; put x\.reference\.png beside x\.png, or set it to 0"):
         opened(str(tmp_path / "below"), references=1)
+
+
+def test_later_references_may_be_missing_where_the_fewest_are_set(tmp_path):
+    for name, marks in {"a": "12", "b": "1", "c": "2", "d": ""}.items():
+        save(tmp_path / f"{name}.png", "an edit")
+        for mark in marks:
+            gradient().convert("RGB").save(tmp_path / f"{name}.reference{mark if mark > '1' else ''}.png")
+    a, b, c, d = opened(str(tmp_path), references=2, min_references=1).items(0, 9)
+    assert [len(item.load().references) for item in (a, b)] == [2, 1]
+    assert [reason(each) for each in (c, d)] == [f"reference {name}.reference.png is missing" for name in "cd"]
+    _, b, *_ = opened(str(tmp_path), references=2).items(0, 9)
+    assert reason(b) == "reference b.reference2.png is missing"

@@ -253,6 +253,21 @@ def test_processes_that_share_a_sample_wait_for_its_tokens():
     assert across.low == pytest.approx(2 * 30e9 / 2 / 12.5e9 / 0.95, rel=1e-2)
 
 
+def test_what_a_ring_sends_hides_behind_attention_at_best():
+    """A pass has one link to itself within a machine; between machines, all rings of one pass at once."""
+    product, sent = {MM: Amount(1, 312e12, 0)}, {Exchange("forward", "send", 2): Amount(1, 0, 30e9)}
+    strategy, cluster = Strategy(world_size=8, engine="fsdp2", cp=8, cp_ring=2), Cluster(gpus=8)
+    alone, apart, both = (
+        step_time(one(load), strategy, A100, cluster).seconds
+        for load in (Load(product, {}), Load({}, sent), Load(product, sent))
+    )
+    assert apart.low == pytest.approx(30e9 / (NVLINK.high * A100.nvlink_one_way_gbs * 1e9), rel=1e-2)
+    assert both.low == pytest.approx(max(alone.low, apart.low))
+    assert both.high == pytest.approx(alone.high + apart.high)
+    across = step_time(one(Load({}, sent)), strategy, A100, Cluster(gpus=8, gpus_per_node=4)).seconds
+    assert across.low == pytest.approx(4 * 30e9 / 12.5e9 / 0.95, rel=1e-2)
+
+
 def test_collectives_hide_behind_the_products_at_best():
     product, gathered = {MM: Amount(1, 312e12, 0)}, {Exchange("forward", "all_gather", 8): Amount(1, 0, 30e9)}
     strategy, cluster = Strategy(world_size=8, engine="fsdp2"), Cluster(gpus=8)

@@ -117,7 +117,7 @@ SWAPPING = (
                 "strategy.precision=bf16",
                 "model.init_from=/weights",
             ],  # the model comes first
-            "lora.targets: no linear layer's name ends in 'to_x'; did you mean to_v, to_q, to_k?",
+            "strategy.lora.targets: no linear layer's name ends in 'to_x'; did you mean to_v, to_q, to_k?",
         ),
     ],
 )
@@ -156,6 +156,12 @@ def test_channels_of_a_pixel_are_held_against_those_of_a_patch(capsys, tmp_path)
     config.write_text(yaml.safe_dump(document))
     status, _, message = dry_run(capsys, config=config)
     assert (status, message.count("note: data.images: "), message.count("\n")) == (0, 1, 1)
+    vae = {"_class_name": "AutoencoderKLQwenImage"}  # 8 pixels a latent, by default
+    (tmp_path / "config.json").write_text(json.dumps(vae))
+    sizes = ["data.buckets=[[1024, 1000]]", f"encoders.image.path={tmp_path}"]
+    assert "error: data.buckets: 1024 × 1000: the width is 1000, but " in dry_run(capsys, *sizes, config=config)[2]
+    one_file = f"encoders.image.path={tmp_path}/diffusion_pytorch_model.safetensors"  # its config lies elsewhere
+    assert dry_run(capsys, one_file, config=config)[0] == 0
     document["model"] = {"class_name": "QwenImageTransformer2DModel", "kwargs": {"num_layers": 1, "out_channels": 64}}
     del document["strategy"]["lora"], document["strategy"]["checkpointed_blocks"]
     config.write_text(yaml.safe_dump(document))

@@ -2,11 +2,15 @@
 
 Its checkpoints predict v of a variance-preserving process; here, as every model, it learns the flow's velocity.
 
+5B's positions are learned where it begins with an image: diffusers has them in a buffer, and here they are trained.
+
 Source: Yang et al., arXiv:2408.06072; diffusers' CogVideoXTransformer3DModel, CogVideoXPipeline and
-CogVideoXImageToVideoPipeline.
+CogVideoXImageToVideoPipeline; learnable_pos_embed in sat/dit_video_concat.py of THUDM/CogVideo.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
@@ -76,4 +80,13 @@ def extras(model: nn.Module) -> dict[str, Extra]:
     return {IMAGE_CONDITION: Extra((more,), per_latent=True)} if more > 0 else {}
 
 
-FAMILY = Family("CogVideoXTransformer3DModel", predict, extras=extras)
+def learn_positions(model: nn.Module) -> None:
+    """Make a parameter of learned positions, under the same name."""
+    embed: Any = model.patch_embed
+    if embed.use_learned_positional_embeddings:
+        positions = embed.pos_embedding
+        del embed.pos_embedding
+        embed.pos_embedding = nn.Parameter(positions)
+
+
+FAMILY = Family("CogVideoXTransformer3DModel", predict, extras=extras, prepare=learn_positions)

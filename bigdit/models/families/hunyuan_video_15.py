@@ -64,4 +64,4 @@ def first(model: nn.Module) -> dict[str, Extra]:
     }
 
 
-FAMILY = Family("HunyuanVideo15Transformer3DModel", predict, extras=extras, first=first)
+FAMILY = Family("HunyuanVideo15Transformer3DModel", predict, extras=extras, first=first, unread=1)

@@ -12,12 +12,11 @@ import torch
 from torch import nn
 
 from bigdit.catalog.conditions import IMAGE_CONDITION
-from bigdit.models.family import Conditions, Extra, Family, arguments
+from bigdit.models.family import Conditions, Extra, Family, arguments, kept_first, known_first, shown_first
 
 TIMESTEP_SCALE = 1000.0
 # Rotary positions are in seconds and pixels: the VAE's 8 frames and 32 × 32 pixels a latent, at 25 frames a second.
 POSITION_SCALE = (8 / 25, 32, 32)
-LEAST_T = 1e-4
 
 
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
@@ -27,16 +26,12 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
     image, a video of one frame, is not given.
     """
     _, _, frames, height, width = latents.shape
-    given = conditions.extras.get(IMAGE_CONDITION) if frames > 1 else None
-    shown, times = latents, t * TIMESTEP_SCALE
-    if given is not None:
-        shown = torch.cat([given[:, :, :1], latents[:, :, 1:]], dim=2)
-        moves = (torch.arange(frames * height * width, device=t.device) >= height * width).to(times.dtype)
-        times = times[:, None] * moves
+    given = kept_first(latents, conditions)
+    shown, times = (latents, t) if given is None else shown_first(latents, t, given, height * width)
     tokens = model(
         hidden_states=shown.flatten(2).transpose(1, 2),
         encoder_hidden_states=conditions.text_embeds,
-        timestep=times,
+        timestep=times * TIMESTEP_SCALE,
         encoder_attention_mask=conditions.text_mask,
         num_frames=frames,
         height=height,
@@ -45,10 +40,7 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
         return_dict=False,
     )[0]
     velocity = tokens.transpose(1, 2).unflatten(2, (frames, height, width))
-    if given is None:
-        return velocity
-    known = (latents[:, :, :1] - given[:, :, :1]) / t.clamp(min=LEAST_T).view(-1, 1, 1, 1, 1)
-    return torch.cat([known.to(velocity.dtype), velocity[:, :, 1:]], dim=2)
+    return velocity if given is None else known_first(velocity, latents, t, given)
 
 
 def first(model: nn.Module) -> dict[str, Extra]:
@@ -56,4 +48,4 @@ def first(model: nn.Module) -> dict[str, Extra]:
     return {IMAGE_CONDITION: Extra((arguments(model).in_channels,), per_latent=True)}
 
 
-FAMILY = Family("LTXVideoTransformer3DModel", predict, first=first, keeps_first=True)
+FAMILY = Family("LTXVideoTransformer3DModel", predict, first=first)

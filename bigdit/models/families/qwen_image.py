@@ -37,4 +37,4 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
     return unpack(tokens, height, width)
 
 
-FAMILY = Family("QwenImageTransformer2DModel", predict)
+FAMILY = Family("QwenImageTransformer2DModel", predict, unread=0)

@@ -1,1 +1,104 @@
-"""Two steps on a real GPU, in a process of their own (`run.py`): torch's counters by phase, and seconds."""
+"""Two steps on the GPU that this machine has, each job in a process of its own: torch's counters by phase, and seconds.
+
+This file imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from bigdit.checkout import ROOT, own_module
+from bigdit.errors import UserError
+from bigdit.profile.attempt import StepRequest
+from bigdit.profile.pool import environment, failure
+from bigdit.strategy import Strict
+
+RAN_OUT = "two steps ran out of the GPU's memory"
+"""How a worker begins to say so."""
+
+TIMEOUT_S = 600.0
+
+
+class RanOut(UserError):
+    """Two steps took more than the GPU has."""
+
+
+class GpuPhase(Strict):
+    """The peaks of a phase by torch's own counters; `allocated` counts whole blocks of the allocator."""
+
+    phase: str
+    peak_allocated_bytes: NonNegativeInt
+    peak_reserved_bytes: NonNegativeInt
+
+
+class Spent(Strict):
+    """How often an operator was called, or a kernel run, in one step, and what its kernels took."""
+
+    count: PositiveInt
+    seconds: NonNegativeFloat
+
+
+class Timing(Strict):
+    """Steps after the first two on a real GPU, one right after another, and one more under torch's profiler.
+
+    `seconds_per_step` is their mean; after `host_seconds_per_step` of it the host had handed all over.
+    """
+
+    steps: PositiveInt
+    seconds_per_step: NonNegativeFloat
+    host_seconds_per_step: NonNegativeFloat
+    operators: dict[str, Spent]
+    kernels: dict[str, Spent]
+
+
+class GpuRun(Strict):
+    """Two steps on a CUDA device.
+
+    `non_torch_bytes`: what the process takes outside torch's allocator; None where that is not known.
+    """
+
+    device: str
+    params: PositiveInt
+    phases: tuple[GpuPhase, ...]
+    alloc_retries: NonNegativeInt
+    non_torch_bytes: NonNegativeInt | None
+    timing: Timing | None
+    versions: dict[str, str]
+
+
+def run_on_gpu(request: StepRequest, capacity_bytes: int, steps: int, expandable_segments: bool) -> GpuRun:
+    """Two steps of `request`, and `steps` more that are timed, where torch may reserve `capacity_bytes` (0: all).
+
+    Raises RanOut, UserError for what the user can mend or takes too long, and WorkerError where the process dies.
+    """
+    what = f"{request.model.name} on this machine's GPU"
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    with tempfile.TemporaryDirectory(prefix="bigdit-gpu-") as folder:
+        asked, answered = Path(folder) / "request.json", Path(folder) / "result.json"
+        asked.write_text(request.model_dump_json())
+        given = [str(each) for each in (asked, answered, steps, capacity_bytes)]
+        try:
+            done = subprocess.run(
+                [sys.executable, "-W", "ignore", *own_module("bigdit.profile.measured.worker"), *given],
+                env=environment(expandable_segments=expandable_segments) | {"PYTHONPATH": path},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                timeout=TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise UserError(f"two steps of {what} took more than {TIMEOUT_S:g} s") from None
+        if answered.exists():
+            return GpuRun.model_validate_json(answered.read_bytes())
+    error = failure(what, done.returncode, done.stderr.splitlines())
+    if isinstance(error, UserError) and error.problems[0].startswith(RAN_OUT):
+        raise RanOut(*error.problems)
+    raise error

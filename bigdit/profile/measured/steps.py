@@ -21,7 +21,7 @@ from bigdit.emulator import on_emulated_gpu
 from bigdit.errors import versions
 from bigdit.loader.batch import Batch, RawBatch
 from bigdit.profile.attempt import StepRequest
-from bigdit.profile.measured.run import GpuPhase, GpuRun, Spent, Timing
+from bigdit.profile.measured import GpuPhase, GpuRun, Spent, Timing
 from bigdit.profile.steps import STEPS, Witness, Workload, build, group, prepare, take, training
 from bigdit.profile.unwritten import fill, fill_noise, unwritten_weights
 from bigdit.train.measure import GpuPeaks

@@ -16,7 +16,7 @@ from bigdit.dist import world_from_env
 from bigdit.errors import UserError, guard
 from bigdit.files import write_text
 from bigdit.profile.attempt import StepRequest
-from bigdit.profile.measured.run import RAN_OUT
+from bigdit.profile.measured import RAN_OUT
 
 
 def main(asked: str, answered: str, timed_steps: str = "0", capacity_bytes: str = "0") -> None:

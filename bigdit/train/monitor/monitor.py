@@ -19,8 +19,8 @@ from bigdit.config.run import ValidationConfig
 from bigdit.engines import Ema, Engine, compute_dtype
 from bigdit.errors import UserError
 from bigdit.loader.batch import Batch, CaptionedBatch
+from bigdit.loader.online import RawStore
 from bigdit.loader.order import ValidationSplit
-from bigdit.loader.raw_store import RawStore
 from bigdit.loader.stream import BatchReader, FeatureStream, Micro
 from bigdit.models import Family
 from bigdit.objective_spec import FlowMatchingSpec, ObjectiveSpec

@@ -21,9 +21,9 @@ from bigdit import log
 from bigdit.checkout import own_module
 from bigdit.config import RunConfig
 from bigdit.die_with_parent import STOPPED, state_of
+from bigdit.documents import MOST_PROCESSES
 from bigdit.errors import EXIT_USER, UserError
 from bigdit.machine import memory_bytes
-from bigdit.numbers import MOST_PROCESSES
 from bigdit.train.processes.end import LAUNCHER, heeded
 from bigdit.units import gib
 

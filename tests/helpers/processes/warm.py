@@ -312,7 +312,10 @@ def _grow(asked_by: socket.socket) -> dict[str, Any]:
     global _is_a_seed
     _is_a_seed = False
     _seeds[_kind(Path(sys.executable).parent.resolve(), os.environ)] = Seed(ours, os.environ)
-    os.write(ready, b"placed")
+    try:
+        os.write(ready, b"placed")
+    except BrokenPipeError:  # who asked has been ended meanwhile
+        os._exit(1)
     os.close(ready)
     return own
 

@@ -51,6 +51,24 @@ def wan(halved=False):
     )
 
 
+def wan_22():
+    """As Wan 2.2 5B's: patches go in, blocks have residuals."""
+    return diffusers.AutoencoderKLWan(
+        base_dim=8,
+        z_dim=4,
+        dim_mult=[1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[True],
+        is_residual=True,
+        patch_size=2,
+        in_channels=12,
+        out_channels=12,
+        scale_factor_temporal=2,
+        scale_factor_spatial=4,
+        **STATISTICS,
+    )
+
+
 def qwen_image():
     return diffusers.AutoencoderKLQwenImage(
         base_dim=8, z_dim=4, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[False], **STATISTICS
