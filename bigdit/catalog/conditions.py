@@ -152,9 +152,11 @@ def controlnet_problems(model: ModelSpec, asked: ControlNetSpec) -> list[str]:
     if inputs is None or inputs.controlnet is None:
         have = ", ".join(name for name, each in FAMILIES.items() if each.controlnet)
         return [f"bigdit trains no ControlNet of {model.class_name}; {have} have one"]
-    if fed_more(model) or any(each.references for each in models() if each.name == model.name):
+    known = next((each for each in models() if each.name == model.name), None)
+    if fed_more(model) or (known is not None and known.references):
         return [f"{model.name} takes an image itself, and a ControlNet is of a model of text alone; take its base"]
-    depths: list[Any] = [model.kwargs.get(key) for key in inputs.depths.values()]
+    named: list[Any] = [model.kwargs.get(key) for key in inputs.depths.values()]
+    depths = named if known is None else [length for _, length in known.block_lists]
     sizes = {"layers": asked.layers, "single_layers": asked.single_layers}
     most = dict(zip(sizes, (*depths, 0), strict=False))
     return [

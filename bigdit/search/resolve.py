@@ -299,7 +299,7 @@ def constraint_problems(cluster: Cluster, fixed: Constraints, gpu: Gpu | None) -
         problems.append("--lora-base is of the weights under adapters, and --lora is missing; add --lora 16")
     refusals = [_refusals(cluster, fixed, gpu, base) for base in fixed.lora_bases]
     if all(refusals):
-        why = "; or: ".join(min(each, key=len) for each in refusals)
+        why = "; or: ".join(dict.fromkeys(min(each, key=len) for each in refusals))
         keys = {"engine", "optimizer", "precision", "lora_rank", "lora_base", "float8", "cp"}
         keys |= {"ema"} if fixed.ema != "none" else set()
         given = fixed.model_dump(include=keys, exclude_none=True)

@@ -43,7 +43,7 @@ def encoded(tmp_path_factory):
         colours(10 + number).save(folder / f"images/{number}.reference.png")
     model = {"class_name": "SD3Transformer2DModel", "kwargs": SD3, "init_from": str(folder / "pipeline/transformer")}
     data = {"buckets": [[SIDE, SIDE]], "references": 1}
-    trained = {"controlnet": {"layers": 2}, "ema": {}, "optimizer": {"lr": 0.01}}
+    trained = {"controlnet": {"layers": 2}, "ema": {}, "optimizer": {"lr": 0.05}}
     encoded_for(folder, model, vae, data, {"max_tokens": 16}, trained)
     return folder, parts | {"vae": vae, "transformer": transformer}
 
@@ -77,9 +77,8 @@ def test_a_step_takes_what_was_predicted_and_the_pipeline_generates_with_what_wa
     (wanted,) = sampler.generate(["a cat"], options, [Image.open(image)])
     (other,) = sampler.generate(["a cat"], options, [colours(11)])
     noise = objectives.draw_noise(torch.empty(1, 4, 8, 8), [5])
-    assert not torch.equal(wanted, other)
     made = generated(parts, controlnet, Image.open(image), noise)
-    torch.testing.assert_close(made, wanted[None], rtol=1e-3, atol=1e-3)
+    assert (made - wanted).norm() < 0.05 * (other - wanted).norm()  # the image's latents were rounded to bf16
     assert not torch.equal(generated(parts, average, Image.open(image), noise), made)
 
 
@@ -88,7 +87,7 @@ def generated(parts, controlnet, image, noise):
     parts = parts | {"controlnet": controlnet, "scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
     pipeline = tiny_pipelines.pipeline_of("StableDiffusion3ControlNetPipeline", parts)
     pipeline.set_progress_bar_config(disable=True)
-    asked = {"height": SIDE, "width": SIDE, "sigmas": [1.0, 0.5], "num_inference_steps": 2, "guidance_scale": 1.0}
+    asked = {"height": SIDE, "width": SIDE, "num_inference_steps": 2, "guidance_scale": 1.0}
     return pipeline("a cat", control_image=image, latents=noise, max_sequence_length=16, output_type="latent",
                     **asked).images  # fmt: skip
 
