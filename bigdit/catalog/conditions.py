@@ -177,6 +177,8 @@ def _reference_problems(run: RunConfig, model: ModelSpec) -> list[str]:
         if not problems and run.data.references != 1:
             there = f"data.references is {run.data.references}"
             problems.append(f"strategy.controlnet takes one image a sample, and {there}; set it to 1")
+        elif not problems and run.data.min_references == 0:
+            problems.append("data.min_references is 0, and a ControlNet takes an image of each sample; leave it out")
         return problems
     if is_controlled(model) and run.data.min_references == 0:
         return [f"data.min_references is 0, and {model.name} takes an image of each sample; leave it out"]

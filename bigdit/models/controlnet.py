@@ -66,8 +66,12 @@ def _outline(model: nn.Module, family: Family, spec: ControlNetSpec, device: tor
     inputs = FAMILIES[family.CLASS_NAME]
     if inputs.controlnet is None:
         raise UserError(f"strategy.controlnet: diffusers has no ControlNet of {family.CLASS_NAME}; leave it out")
+    sizes, there = (spec.layers, spec.single_layers), [len(getattr(model, name)) for name in inputs.depths]
+    for size, most in zip(sizes, (*there, 0), strict=False):
+        if size > most:
+            raise UserError(f"strategy.controlnet has {size} blocks of a kind of which the model has {most}; set fewer")
     made_by = getattr(diffusers, inputs.controlnet)
-    layers = dict(zip(inputs.depths.values(), (spec.layers, spec.single_layers), strict=False))
+    layers = dict(zip(inputs.depths.values(), sizes, strict=False))
     # Its pipeline then shifts the image's latents as all latents, and feeds it the pooled text (SD3).
     made = {**arguments(model), **layers, "force_zeros_for_pooled_projection": False}
     with torch.device(device), init_empty_weights(include_buffers=False):

@@ -196,9 +196,8 @@ def _whole(asked: int | str | None) -> int | str | None:
 
 def _controlnet(asked: Any) -> Any:
     """`4,10` as the numbers of its blocks."""
-    if not isinstance(asked, int | str):
-        return asked
-    return dict(zip(("layers", "single_layers"), map(_whole, str(asked).split(",")), strict=False))
+    layers = map(_whole, str(asked).split(","))
+    return dict(zip(("layers", "single_layers"), layers, strict=False)) if isinstance(asked, int | str) else asked
 
 
 def _widths(asked: str | Sequence[float] | None) -> Sequence[str | float] | None:

@@ -463,6 +463,8 @@ def _controlnet_problems(strategy: Strategy) -> list[str]:
         problems.append(f"cp is {strategy.cp}, and a ControlNet does not split a sample; set it to 1")
     if strategy.float8 != "none":
         problems.append("float8 was not tried with controlnet; leave one of them out")
+    if strategy.compile_blocks:
+        problems.append("compile_blocks was not tried with controlnet; leave one of them out")
     return problems
 
 

@@ -173,7 +173,7 @@ def test_steps_are_those_of_diffusers_controlnet_written_by_hand(class_name, blo
 def test_what_cannot_start_one_is_refused():
     flux = ModelSpec(name="tiny", class_name="FluxTransformer2DModel", kwargs=FLUX)
     family = models.family(flux.class_name)
-    with pytest.raises(UserError, match="set fewer layers than it has"):
+    with pytest.raises(UserError, match="has 2 blocks of a kind of which the model has 1; set fewer"):
         models.equip(models.outline(flux), family, Strategy(controlnet=ControlNetSpec(layers=2)))
     sprint = ModelSpec(name="tiny", class_name=SANA.class_name, kwargs=SANA.kwargs | {"guidance_embeds": True})
     with pytest.raises(UserError, match="which has no such time_embed"):

@@ -109,7 +109,9 @@ def test_a_run_resumes_and_what_does_not_fit_is_refused_in_a_line(encoded, tmp_p
             "train",
             "strategy.controlnet.single_layers=1",
         ): "single_layers is 1, and SD3Transformer2DModel has 0 such blocks",
+        ("train", "data.min_references=0"): "data.min_references is 0, and a ControlNet takes an image of each sample",
         ("train", "strategy.lora={}"): "lora and controlnet are both set",
+        ("train", "strategy.compile_blocks=true"): "compile_blocks was not tried with controlnet",
         ("train", f"model={json.dumps(flux)}"): "takes an image itself, and a ControlNet is of a model of text alone",
         (
             "train",
