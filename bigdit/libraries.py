@@ -92,6 +92,7 @@ def prepare() -> None:
     # diffusers speaks of its own renamed classes when PRXPipeline is made, and normalises queries in fp32 by weights in
     # bf16 (Krea 2, Kandinsky 5), of which torch says that no fused kernel does it.
     warnings.filterwarnings("ignore", message="`LoraLoaderMixin` is deprecated", category=FutureWarning)
+    warnings.filterwarnings("ignore", message="`FluxPosEmbed` is deprecated", category=FutureWarning)
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     # torchao names kernels that it cannot load here, and registers its enums as torch has come to do by itself.
     logging.getLogger("torchao").setLevel(logging.ERROR)

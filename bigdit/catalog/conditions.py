@@ -1,4 +1,5 @@
-"""Conditions of models: classes, first frames and references, and whether a run and a store have them."""
+"""Conditions of models: classes, first frames, references and control images, and whether a run and a store have
+them."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from bigdit.catalog.families import (
     fills,
     is_controlled,
 )
-from bigdit.catalog.models import models
+from bigdit.catalog.models import CatalogModel, models
 from bigdit.config.run import RunConfig
-from bigdit.strategy import ModelSpec
+from bigdit.strategy import ControlNetSpec, ModelSpec
 from bigdit.units import how_many
 
 IMAGE_CONDITION = "image_condition"
@@ -117,6 +118,10 @@ def first_frame_misfits(
     return problems
 
 
+CONTROLNET = "controlnet"
+"""The name of a ControlNet in the model that it is beside, and in an export."""
+
+
 LOSS_MASK = "loss_mask"
 """An extra: the weight of the loss at each place of the latents [B, H, W]."""
 
@@ -141,7 +146,40 @@ def most_references(model: ModelSpec) -> tuple[str, int]:
     return model.class_name, FAMILIES[model.class_name].references if model.class_name in FAMILIES else 0
 
 
+def controlnet_problems(model: ModelSpec, asked: ControlNetSpec) -> list[str]:
+    """Why no such ControlNet can be beside the model."""
+    inputs = FAMILIES.get(model.class_name)
+    if inputs is None or inputs.controlnet is None:
+        have = ", ".join(name for name, each in FAMILIES.items() if each.controlnet)
+        return [f"bigdit trains no ControlNet of {model.class_name}; {have} have one"]
+    known = next((each for each in models() if each.name == model.name), None)
+    if fed_more(model) or (known is not None and known.references):
+        return [f"{model.name} takes an image itself, and a ControlNet is of a model of text alone; take its base"]
+    named: list[Any] = [model.kwargs.get(key) for key in inputs.depths.values()]
+    depths = named if known is None else [length for _, length in known.block_lists]
+    sizes = {"layers": asked.layers, "single_layers": asked.single_layers}
+    most = dict(zip(sizes, (*depths, 0), strict=False))
+    return [
+        f"{key} is {size}, and {model.name} has {most[key]} such blocks to start with; set it to that or less"
+        for key, size in sizes.items()
+        if isinstance(most[key], int) and size > most[key]
+    ]
+
+
+def beside(model: CatalogModel, asked: ControlNetSpec) -> CatalogModel:
+    """The model with such a ControlNet beside it: with its blocks, and an image a sample."""
+    return model.model_copy(update={"references": 1, "block_lists": (*model.block_lists, (CONTROLNET, asked.blocks))})
+
+
 def _reference_problems(run: RunConfig, model: ModelSpec) -> list[str]:
+    if (asked := run.strategy.controlnet) is not None:
+        problems = [f"strategy.controlnet: {each}" for each in controlnet_problems(model, asked)]
+        if not problems and run.data.references != 1:
+            there = f"data.references is {run.data.references}"
+            problems.append(f"strategy.controlnet takes one image a sample, and {there}; set it to 1")
+        elif not problems and run.data.min_references == 0:
+            problems.append("data.min_references is 0, and a ControlNet takes an image of each sample; leave it out")
+        return problems
     if is_controlled(model) and run.data.min_references == 0:
         return [f"data.min_references is 0, and {model.name} takes an image of each sample; leave it out"]
     _, most = most_references(model)

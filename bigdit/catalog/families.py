@@ -36,7 +36,8 @@ class Inputs(Strict):
     all its models can begin with one, or with none; `keeps_first`: those without channels for one can begin with one,
     too, which takes the place of the first latents, at a t of 0. `image_dim`: the argument with the width of an image
     encoder's embeddings of that image, of `image_tokens`. `references`: the most images that a sample can be an edit
-    of. `fill`: its models with more channels still are given a masked image and its mask. `square`:
+    of. `fill`: its models with more channels still are given a masked image and its mask.
+    `controlnet`: diffusers' class of a ControlNet beside its models. `square`:
     height and width are one number to it; `fixed`: that of `sample_size`.
     `depths`: the lists of like blocks, in the order of the forward pass, each with the constructor argument that
     says its length. `even`: the number of blocks must be even, and skips join the halves.
@@ -62,6 +63,7 @@ class Inputs(Strict):
     image_tokens: int = 0
     references: int = 0
     fill: bool = False
+    controlnet: str | None = None
     square: bool = False
     fixed: bool = False
     depths: dict[str, str] = {"transformer_blocks": "num_layers"}
@@ -139,7 +141,7 @@ _STYLED = "use_style_cond_and_image_meta_size"  # true where a model does not sa
 _TWO_LISTS = {"transformer_blocks": "num_layers", "single_transformer_blocks": "num_single_layers"}
 
 FAMILIES: dict[str, Inputs] = {
-    "SanaTransformer2DModel": Inputs(text_dim="caption_channels"),
+    "SanaTransformer2DModel": Inputs(text_dim="caption_channels", controlnet="SanaControlNetModel"),
     "SanaVideoTransformer3DModel": Inputs(text_dim="caption_channels", video=True),
     "CogVideoXTransformer3DModel": Inputs(text_dim="text_embed_dim", video=True, first_frame=True),
     "WanTransformer3DModel": Inputs(
@@ -175,7 +177,9 @@ FAMILIES: dict[str, Inputs] = {
     ),
     "LTXVideoTransformer3DModel": Inputs(text_dim="caption_channels", video=True, keeps_first=True),
     "MochiTransformer3DModel": Inputs(text_dim="text_embed_dim", video=True, by_text=True),
-    "QwenImageTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True, references=3),
+    "QwenImageTransformer2DModel": Inputs(
+        text_dim="joint_attention_dim", packs=True, references=3, controlnet="QwenImageControlNetModel"
+    ),
     "ZImageTransformer2DModel": Inputs(text_dim="cap_feat_dim", depths={"layers": "n_layers"}, by_text=True),
     "Krea2Transformer2DModel": Inputs(text_dim="text_hidden_dim", text_layers="num_text_layers", packs=True),
     "PRXTransformer2DModel": Inputs(text_dim="context_in_dim", depths={"blocks": "depth"}),
@@ -206,9 +210,17 @@ FAMILIES: dict[str, Inputs] = {
         objective=DDPM,
     ),
     "PixArtTransformer2DModel": Inputs(text_dim="caption_channels", objective=DDPM),
-    "SD3Transformer2DModel": Inputs(text_dim="joint_attention_dim", extras=("pooled_text",)),
+    "SD3Transformer2DModel": Inputs(
+        text_dim="joint_attention_dim", extras=("pooled_text",), controlnet="SD3ControlNetModel"
+    ),
     "FluxTransformer2DModel": Inputs(
-        text_dim="joint_attention_dim", extras=("pooled_text",), packs=True, references=1, fill=True, depths=_TWO_LISTS
+        text_dim="joint_attention_dim",
+        extras=("pooled_text",),
+        packs=True,
+        references=1,
+        fill=True,
+        controlnet="FluxControlNetModel",
+        depths=_TWO_LISTS,
     ),
     "ChromaTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True, depths=_TWO_LISTS),
     "OvisImageTransformer2DModel": Inputs(text_dim="joint_attention_dim", packs=True, depths=_TWO_LISTS),

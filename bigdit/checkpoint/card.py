@@ -20,7 +20,7 @@ from bigdit.documents import at, parse_yaml, read_json
 from bigdit.errors import versions
 from bigdit.files import read_bytes
 from bigdit.strategy import OPTIMIZERS, ModelSpec, Strategy
-from bigdit.units import gib
+from bigdit.units import gib, how_many
 
 FILE = "README.md"
 _LICENSE = ("license", "license_name", "license_link")
@@ -43,7 +43,8 @@ def card(checkpoint: Checkpoint) -> str:
     rows = list(_rows(checkpoint, spec, strategy, published))
     if base:
         rows.insert(2, ("Licence of the base", ", ".join(licence.values()) or _NOT_KNOWN))
-    title = f"{f'{strategy.lora.title} for ' if strategy.lora else ''}{spec.name}"
+    kind = strategy.lora.title if strategy.lora else "ControlNet" if strategy.controlnet else ""
+    title = f"{kind and f'{kind} for '}{spec.name}"
     table = "\n".join(f"| {key} | {_cell(value)} |" for key, value in rows)
     chosen = strategy.model_dump(mode="json", exclude_defaults=True)
     settings = yaml.safe_dump({"strategy": chosen}, sort_keys=False)
@@ -57,7 +58,7 @@ def card(checkpoint: Checkpoint) -> str:
 def _tags(spec: ModelSpec, strategy: Strategy) -> list[str]:
     family = FAMILIES[spec.class_name]
     kind = "text-to-video" if family.video else "unconditional-image-generation" if family.classes else "text-to-image"
-    return ["bigdit", *(["lora"] if strategy.lora else []), kind]
+    return ["bigdit", *(["lora"] if strategy.lora else ["controlnet"] if strategy.controlnet else []), kind]
 
 
 def _rows(
@@ -72,10 +73,11 @@ def _rows(
     step, batch = state["step"], strategy.global_batch_size
     yield "Data", ", ".join(_sources(state["run"])) or "not known"
     yield "Steps", f"{step:,} of {batch:,} samples: {step * batch:,} samples, counted with repeats"
-    lora = strategy.lora
+    lora, beside = strategy.lora, strategy.controlnet
+    whole = "all weights" if beside is None else f"a ControlNet of {how_many(beside.blocks, 'block')}"
     yield (
         "Trained",
-        f"{lora.title}, rank {lora.rank}, alpha {lora.alpha:g}, base {lora.base}" if lora else "all weights",
+        f"{lora.title}, rank {lora.rank}, alpha {lora.alpha:g}, base {lora.base}" if lora else whole,
     )
     optimizer = strategy.optimizer
     yield "Optimizer", f"{OPTIMIZERS[optimizer.name]}, learning rate {optimizer.lr:g}"

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from bigdit import log, models
+from bigdit.catalog.conditions import CONTROLNET
 from bigdit.checkpoint.card import FILE as CARD
 from bigdit.checkpoint.card import card
 from bigdit.checkpoint.folder import Checkpoint, Saved, snapshots_of, verify, write_checksums
@@ -136,7 +137,6 @@ Fill = Callable[[dict[str, torch.Tensor]], None]
 """Fills parameters by name."""
 
 TRANSFORMER = "transformer"
-TRANSFORMER_EMA = "transformer_ema"
 SINGLE_FILE = "single_file"
 _FILE = "diffusion_pytorch_model{suffix}.safetensors"  # as diffusers' from_pretrained looks for it
 _MOST = "5GB"
@@ -151,7 +151,8 @@ def export(
     single_file: Kind | None = None,
     replace: bool = True,
 ) -> None:
-    """Write `transformer/`, and `transformer_ema/` where there is an EMA, to `folder`, whole or not at all.
+    """Write `transformer/`, and `transformer_ema/` where there is an EMA, to `folder`, whole or not at all; of a
+    ControlNet `controlnet/`.
 
     With `posthoc` it is that EMA. The `pipeline`, where one is given, is written around them. Weights are fp32; of LoRA
     they are the adapters, as diffusers' `load_lora_weights` and ComfyUI read them. README.md is a model card, and
@@ -177,25 +178,32 @@ def export(
 def _ways(checkpoint: Checkpoint, posthoc: PostHoc | None) -> list[tuple[str, Fill]]:
     """The folders of weights, and what fills their tensors."""
     average = functools.partial(load_kind, checkpoint, EMA) if posthoc is None else posthoc.fill
-    ways: list[tuple[str, Fill]] = [(TRANSFORMER, functools.partial(load_used, checkpoint))]
-    return ways + ([(TRANSFORMER_EMA, average)] if checkpoint.has_ema else [])
+    beside = checkpoint.state["strategy"].get("controlnet") is not None
+    ways: list[tuple[str, Fill]] = [(CONTROLNET if beside else TRANSFORMER, functools.partial(load_used, checkpoint))]
+    return ways + ([(f"{ways[0][0]}_ema", average)] if checkpoint.has_ema else [])
 
 
 def _write(checkpoint: Checkpoint, ways: Sequence[tuple[str, Fill]], folder: Path) -> None:
     spec = ModelSpec.model_validate(checkpoint.state["model"])
-    lora = Strategy.model_validate(checkpoint.state["strategy"]).lora
+    strategy = Strategy.model_validate(checkpoint.state["strategy"])
     for name, fill in ways:
         (folder / name).mkdir()
-        if lora is None:
-            _write_model(checkpoint, spec, fill, folder / name)
+        if strategy.lora is not None:
+            _write_adapters(checkpoint, spec, strategy.lora, fill, folder / name)
+        elif strategy.controlnet is not None:
+            _write_model(
+                checkpoint, models.controlnet(spec, strategy.controlnet), fill, folder / name, f"{CONTROLNET}."
+            )
         else:
-            _write_adapters(checkpoint, spec, lora, fill, folder / name)
+            _write_model(checkpoint, models.skeleton(spec, dtype=torch.float32), fill, folder / name)
         write_checksums(folder / name)
     for file in folder.rglob("*.safetensors"):  # safetensors makes files of their owner alone, whatever the umask
         file.chmod(folder.stat().st_mode & 0o666)
 
 
 def _pieces(checkpoint: Checkpoint) -> list[models.Piece]:
+    if checkpoint.state["strategy"].get("controlnet") is not None:
+        raise UserError(f"--single-file: {checkpoint.folder} holds a ControlNet, which is one folder; leave it out")
     if checkpoint.state["strategy"].get("lora") is not None:
         raise UserError(
             f"--single-file: {checkpoint.folder} holds adapters, whose files ComfyUI reads beside the model; leave it "
@@ -218,15 +226,15 @@ def _write_single_files(
     write_checksums(folder)
 
 
-def _write_model(checkpoint: Checkpoint, spec: ModelSpec, fill: Fill, folder: Path) -> None:
-    shapes = _shapes(checkpoint)
-    model = models.skeleton(spec, dtype=torch.float32)
+def _write_model(checkpoint: Checkpoint, model: nn.Module, fill: Fill, folder: Path, within: str = "") -> None:
+    """`within`: what the names of its parameters begin with in the checkpoint."""
+    shapes = {name.removeprefix(within): shape for name, shape in _shapes(checkpoint).items()}
     buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in shapes}
     described = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()} | buffers
     split = split_torch_state_dict_into_shards(described, filename_pattern=_FILE, max_shard_size=_MOST)
     for file, names in split.filename_to_tensors.items():
         here = {name: torch.empty(shapes[name]) for name in names if name in shapes}
-        fill(here)
+        fill({f"{within}{name}": tensor for name, tensor in here.items()})
         here |= {name: buffers[name].contiguous() for name in names if name in buffers}
         save_file(here, folder / file, metadata={"format": "pt"})
     if split.is_sharded:

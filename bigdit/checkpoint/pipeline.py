@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from bigdit import models, objectives
-from bigdit.catalog.families import objective_of
+from bigdit.catalog.families import FAMILIES, objective_of
 from bigdit.catalog.resolve import INDEX, config_of, index_of
 from bigdit.checkpoint.folder import Checkpoint
 from bigdit.config import RunConfig
@@ -51,6 +51,9 @@ def pipeline_of(checkpoint: Checkpoint) -> Pipeline | str:
     """The pipeline whose encoders a checkpoint's run used; or why its weights make none, for people."""
     run = parse_run(checkpoint.state["run"], str(checkpoint.folder))
     spec = ModelSpec.model_validate(checkpoint.state["model"])
+    if run.strategy.controlnet is not None:
+        made_by = FAMILIES[spec.class_name].controlnet
+        return f"load it by {made_by}.from_pretrained, and give it to the ControlNet pipeline of {run.model.init_from}"
     base = next((folder for folder in _folders(run) if (folder / INDEX).is_file()), None)
     if base is None:
         return f"in {_KEYS} there is no {INDEX} of a pipeline"

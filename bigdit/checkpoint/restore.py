@@ -63,10 +63,13 @@ def written_here(source: Path) -> bool:
 
 
 def check_whole(source: Path) -> None:
-    """Raise UserError where a checkpoint or an export holds only LoRA adapters, and no weights to start from."""
+    """Raise UserError where a checkpoint or an export holds only LoRA adapters or a ControlNet, and no weights to start
+    from."""
     base = ""
     if (source / STATE).is_file():
         state = open_checkpoint(source).state
+        if state["strategy"].get("controlnet") is not None:
+            raise UserError(f"{source} holds a ControlNet alone; its base is {state['run']['model']['init_from']}")
         if state["strategy"].get("lora") is None:
             return
         base = f", {state['run']['model']['init_from']},"
@@ -292,7 +295,7 @@ UNTRAINED = (
 """Keys that change nothing of what is trained; all others do. `train.steps` does where the learning rate depends on
 it."""
 
-_TRAINED = ("optimizer", "gradient_clipping", "precision", "ema", "lora", "features")
+_TRAINED = ("optimizer", "gradient_clipping", "precision", "ema", "lora", "controlnet", "features")
 """Keys of a strategy that change what is trained; the rest is how it is stepped."""
 
 _SHOWN = 60
@@ -308,7 +311,7 @@ def check_resumable(checkpoint: Checkpoint, model: ModelSpec, strategy: Strategy
         f"{checkpoint.folder} holds {key} {found!r}, and the run's model has {wanted!r}; choose another output"
         for key, found, wanted in _model_differences(saved_model, model.model_dump(mode="json"))
     ]
-    had, asked = (each.model_dump(mode="json", include={"precision", "lora"}) for each in (was, strategy))
+    had, asked = (each.model_dump(mode="json", include={"precision", "lora", "controlnet"}) for each in (was, strategy))
     problems = [
         f"{checkpoint.folder} was trained with strategy.{key} {written(found)}, and the run asks for {written(wanted)}"
         for key, found, wanted in differences(had, asked)
@@ -355,8 +358,8 @@ def check_objective(checkpoint: Checkpoint, objective: ObjectiveSpec) -> None:
 
 def _elsewhere(checkpoint: Checkpoint) -> str:
     """What a run can do that cannot resume here."""
-    lora = checkpoint.state["strategy"].get("lora")
-    if lora is not None and (lora.get("kind", "lora") != "lora" or lora.get("pissa")):
+    lora, controlnet = (checkpoint.state["strategy"].get(key) for key in ("lora", "controlnet"))
+    if controlnet is not None or (lora is not None and (lora.get("kind", "lora") != "lora" or lora.get("pissa"))):
         return "choose another output"  # model.lora_from reads LoRA alone, over the weights as they were
     if lora is not None:
         base = checkpoint.state["run"]["model"]["init_from"]

@@ -65,7 +65,9 @@ def _export(found: Checkpoint, out: Path, ema_width: float | None, single_file: 
     pipeline = pipeline_of(found)
     if isinstance(pipeline, str):
         export(found, out, posthoc, single_file=single_file, replace=False)
-        written = "the transformer is" if found.state["strategy"].get("lora") is None else "LoRA adapters are"
+        kinds = {"lora": "LoRA adapters are", "controlnet": "the ControlNet is"}
+        strategy = found.state["strategy"]
+        written = next((what for key, what in kinds.items() if strategy.get(key)), "the transformer is")
         log.notice(f"note: {written} written without a pipeline: {pipeline}")
     else:
         export(found, out, posthoc, pipeline, single_file=single_file, replace=False)

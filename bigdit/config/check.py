@@ -17,10 +17,10 @@ def check(run: RunConfig, model: ModelSpec) -> None:
     """Raise UserError with every contradiction between the sections of `run` and the model it names."""
     problems = [*_check_latents(run, model), *_check_text(run, model), *_check_objective(run, model)]
     problems += online_problems(run)
-    if run.strategy.lora is not None and run.model.init_from is None:
+    if run.strategy.frozen and run.model.init_from is None:
+        kind = "lora adapts" if run.strategy.lora is not None else "controlnet is beside"
         problems.append(
-            "strategy.lora adapts trained weights, and model.init_from is missing; set it to a folder of diffusers "
-            "weights"
+            f"strategy.{kind} trained weights, and model.init_from is missing; set it to a folder of diffusers weights"
         )
     if run.strategy.lora is None and run.model.lora_from is not None:
         problems.append("model.lora_from is set, and strategy.lora is not; set it, or leave model.lora_from out")

@@ -25,10 +25,8 @@ _SHARED = (
     *("encoders.image.name", "encoders.image.class_name", "encoders.image.path", "encoders.image.config"),
     *("encoders.text.pipeline", "encoders.text.class_name", "encoders.text.path", "encoders.text.config"),
     *("encoders.text.seed", "encoders.first_frame", "train.seed"),
-    *(
-        f"strategy.{key}"
-        for key in ("engine", "world_size", "cp", "cp_ring", "dp_replicate", "precision", "ema", "lora", "features")
-    ),
+    *(f"strategy.{key}" for key in ("engine", "world_size", "cp", "cp_ring", "dp_replicate", "precision", "ema")),
+    *("strategy.lora", "strategy.controlnet", "strategy.features"),
     *("strategy.optimizer.name", "strategy.optimizer.decayed"),
 )
 

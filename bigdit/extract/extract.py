@@ -170,6 +170,10 @@ def _unfit_references(run: RunConfig, codec: ImageCodec, text: TextEncoder | Non
     editor = editor_of(named)
     if not run.data.references or editor.area is None:
         return []
+    if run.strategy.controlnet is not None:
+        return [
+            f"the text encoder of {named} reads the images to edit, and those of a ControlNet are none; take its base"
+        ]
     if 0 in run.data.reference_counts:
         return [f"data.min_references is 0, and the text encoder of {named} reads the images to edit; set it to 1"]
     if codec.downsample != EDITED:

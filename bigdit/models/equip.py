@@ -1,5 +1,5 @@
-"""What a strategy changes in the plain model before an engine takes it: LoRA, FP8, compiled and swapped blocks,
-checkpointing, offload of activations."""
+"""What a strategy changes in the plain model before an engine takes it: LoRA, a ControlNet, FP8, compiled and swapped
+blocks, checkpointing, offload of activations."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from bigdit import libraries
 from bigdit.errors import UserError
 from bigdit.models.checkpointing import apply_checkpointing
+from bigdit.models.controlnet import add_controlnet
 from bigdit.models.family import Family
 from bigdit.models.float8 import use_float8
 from bigdit.models.swap import swap_blocks
@@ -40,7 +41,9 @@ def equip(
 
 
 def adapt(model: nn.Module, family: Family, strategy: Strategy, *, seed: int = 0) -> None:
-    """Add the strategy's adapters."""
+    """Add the strategy's adapters, or its ControlNet."""
+    if strategy.controlnet is not None:
+        add_controlnet(model, family, strategy.controlnet)
     if strategy.lora is not None:
         with libraries.uncompiled():
             from bigdit.models.lora import apply_lora  # peft and bitsandbytes take seconds to import
@@ -49,14 +52,14 @@ def adapt(model: nn.Module, family: Family, strategy: Strategy, *, seed: int = 0
 
 
 def arrange(model: nn.Module, family: Family, strategy: Strategy, *, backend: str = "inductor") -> nn.Module:
-    """All that `equip` does but the adapters."""
+    """All that `equip` does but the adapters and the ControlNet."""
     if strategy.float8 != "none":
         use_float8(model, family, strategy.float8)
     if strategy.compile_blocks:
         apart = strategy.engine == "fsdp2" and strategy.float8 == "tensorwise"
         compile_blocks(model, family, backend, whole=strategy.cp > 1, apart=apart)
     if strategy.blocks_to_swap:
-        swap_blocks(model, family, strategy.blocks_to_swap, trained=strategy.lora is None)
+        swap_blocks(model, family, strategy.blocks_to_swap, trained=not strategy.frozen)
     join_gradients(model, family)
     apply_checkpointing(model, family, strategy)
     if strategy.offload_activations:

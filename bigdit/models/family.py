@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from bigdit.catalog.conditions import IMAGE_CONDITION
+from bigdit.catalog.conditions import CONTROLNET, IMAGE_CONDITION
 from bigdit.catalog.families import FAMILIES, REFERENCE, mask_of, stream_shapes
 from bigdit.errors import UserError
 from bigdit.models import packing
@@ -78,8 +78,10 @@ class Family:
     unread: int | None = None
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """The repeated blocks in the order of the forward pass: units of checkpointing and of sharding."""
-        return [block for name in self.lists for block in getattr(model, name)]
+        """The repeated blocks in the order of the forward pass, and those of a ControlNet: units of checkpointing and
+        of sharding."""
+        parts = [model, *(each for name, each in model.named_children() if name == CONTROLNET)]
+        return [block for part in parts for name in self.lists for block in getattr(part, name, ())]
 
     def tokens(self, model: nn.Module, latents: torch.Size) -> int:
         """How many tokens the model makes of each sample of latents [B, C, (F,) H, W]."""
@@ -87,6 +89,22 @@ class Family:
         side: Any = getattr(given, "patch_size", None) or getattr(given, "all_patch_size", 1)
         side = side if isinstance(side, int) else side[-1]
         return math.prod(latents[2:]) // (packing.FACTOR if FAMILIES[self.CLASS_NAME].packs else side) ** 2
+
+
+CONTROL_IMAGE = "controlnet_cond"
+"""The argument of a ControlNet for its image."""
+
+
+def control(
+    model: nn.Module,
+    conditions: Conditions,
+    fed: Callable[[torch.Tensor], torch.Tensor] = lambda image: image,
+) -> dict[str, torch.Tensor]:
+    """The argument for the image of a ControlNet, whose latents [B, C, H, W] are `fed` to it; none where the model has
+    no ControlNet."""
+    if not hasattr(getattr(model, "module", model), CONTROLNET):
+        return {}
+    return {CONTROL_IMAGE: fed(conditions.extras[REFERENCE][:, 0])}
 
 
 def arguments(model: nn.Module) -> Any:

@@ -13,6 +13,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from bigdit import libraries
+from bigdit.catalog.families import FAMILIES
 from bigdit.die_with_parent import end_with
 from bigdit.errors import guard
 from bigdit.profile.attempt import AttemptJob, StepRequest
@@ -43,10 +44,11 @@ def _alike(line: str) -> str:
         return request.part
     strategy = request.strategy
     encoders = None if request.encoders is None else request.encoders.model_dump_json()
-    lora = None if strategy.lora is None else strategy.lora.model_dump_json()
+    beside = strategy.lora or strategy.controlnet
+    added = None if beside is None else beside.model_dump_json()
     dtype = strategy.precision.removesuffix("_sr")  # rounds stochastically what has the same dtype
     compiled = "compiled" if strategy.compile_blocks else ""  # a branch imports nothing later, such as the compiler
-    return f"{request.model.model_dump_json()} {encoders} {lora} {dtype} {compiled}"
+    return f"{request.model.model_dump_json()} {encoders} {added} {dtype} {compiled}"
 
 
 def _build(line: str) -> None:
@@ -111,6 +113,8 @@ def _import_for(line: str) -> None:
         # Of one number: it imports the library that has the optimizer.
         optim.build(strategy.optimizer, [torch.zeros(1)], stochastic_rounding=strategy.precision == "bf16_sr")
         importlib.import_module(f"bigdit.engines.{strategy.engine}")
+        if strategy.controlnet is not None:
+            getattr(diffusers, FAMILIES[request.model.class_name].controlnet or "")
         if request.encoders is not None:
             import bigdit.encoders.frozen  # and transformers, before peft
         if strategy.lora is not None:

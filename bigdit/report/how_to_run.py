@@ -156,7 +156,7 @@ def _weights(plan: Plan) -> str | None:
     """The weights to start from: published ones, or those in a user's folder; None for random ones."""
     model = plan.request.model
     known = model.pipeline is not None or repositories(model.name)
-    if plan.request.from_scratch or not (known or plan.chosen.strategy.lora):
+    if plan.request.from_scratch or not (known or plan.chosen.strategy.frozen):
         return None
     return f"{model.pipeline or _folder(model)}/{model.folder}"
 

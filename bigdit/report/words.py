@@ -197,6 +197,8 @@ def settings(choice: Estimate, plan: Plan) -> dict[str, str]:
         found["adapters"] = (
             f"{strategy.lora.title} of rank {strategy.lora.rank} over a frozen {strategy.lora.base} base"
         )
+    if (beside := strategy.controlnet) is not None:
+        found["trained"] = f"a ControlNet of {how_many(beside.blocks, 'block')}; the model is frozen"
     found |= _buckets(strategy)
     found["allocator"] = ALLOCATOR
     return found

@@ -91,7 +91,8 @@ class Sampler:
         self._dtype = compute_dtype(strategy)
         self._codec = load_image_codec(run.encoders.image, _CPU)
         begins = "begins with" if run.encoders.first_frame is not None else None
-        self._takes = "edits" if run.data.references else "paints in" if run.data.fill else begins
+        edits = "follows" if strategy.controlnet is not None else "edits"
+        self._takes = edits if run.data.references else "paints in" if run.data.fill else begins
         self._counts = run.data.reference_counts or range(1, 2)  # images of a sample
         self._objective = objective_of(spec, run.objective)
         if (why := partial(self._objective)) is not None:
@@ -110,7 +111,7 @@ class Sampler:
         nothing is loaded into change nothing."""
         source, strategy, init_from = self._source, self._strategy, self._run.model.init_from
         swapped = strategy.blocks_to_swap if self._device.type == "cuda" else 0  # on a CPU it would save nothing
-        if init_from is None or (isinstance(source, Checkpoint) and strategy.lora is None):
+        if init_from is None or (isinstance(source, Checkpoint) and not strategy.frozen):
             model = models.skeleton(self._spec, dtype=self._dtype)
         else:
             model = load_model(self._spec, init_from, dtype=self._dtype)

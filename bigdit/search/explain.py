@@ -88,7 +88,7 @@ def naive(request: ResolvedRequest, target: Strategy) -> Strategy:
     """
     share = (request.global_batch_size or 0) // target.dp
     size = request.constraints.micro_batch_size or share or 1
-    precision: Precision = "fp32" if target.lora is None else target.precision
+    precision: Precision = target.precision if target.frozen else "fp32"
     strategy = target.model_copy(
         update={
             "precision": precision,
@@ -225,7 +225,7 @@ def _unconstrained(request: ResolvedRequest) -> Iterator[tuple[str, ResolvedRequ
     if fixed.features == "online":
         cached = fixed.model_copy(update={"features": "cached"})
         yield "encode once, and train from cached features", request.model_copy(update={"constraints": cached})
-    stays = ("features", "ema", "ema_widths", "lora_rank", "lora_base", "full")
+    stays = ("features", "ema", "ema_widths", "lora_rank", "lora_base", "controlnet", "full")
     free = Constraints(**{key: getattr(fixed, key) for key in stays})
     if fixed != free:
         yield "without what was fixed", request.model_copy(update={"constraints": free})
@@ -245,7 +245,7 @@ def _more_gpus(request: ResolvedRequest) -> Iterator[tuple[str, ResolvedRequest]
 
 
 def _adapters(request: ResolvedRequest) -> Iterator[tuple[str, ResolvedRequest]]:
-    if request.constraints.lora_rank is None and not request.constraints.full:
+    if not (request.constraints.frozen or request.constraints.full):
         fixed = Constraints(features=request.constraints.features, lora_rank=ADAPTER_RANK)
         yield "LoRA over frozen weights: another training", request.model_copy(update={"constraints": fixed})
 

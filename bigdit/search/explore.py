@@ -158,7 +158,7 @@ def hopeful(planner: Planner, group: Sequence[Option]) -> tuple[list[Option], li
 def _masters(planner: Planner, option: Option) -> int:
     """What AdamW takes at least of where it is, a machine's memory or a GPU, without an attempt; 0 of others."""
     strategy, request = option.strategy, planner.request
-    if strategy.precision == "bf16_sr" or strategy.optimizer.name != "adamw" or strategy.lora is not None:
+    if strategy.precision == "bf16_sr" or strategy.optimizer.name != "adamw" or strategy.frozen:
         return 0
     nbytes = round(OFFLOADED_BYTES * (request.model.params or 0) / strategy.world_size)
     return node_bytes(nbytes, request.cluster, request.samples) if strategy.optimizer_in_cpu_memory else nbytes

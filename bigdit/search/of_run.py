@@ -26,7 +26,7 @@ _TAKEN = (
     *("features", "ema", "lora.rank", "lora.alpha", "lora.base", "cpu_offload", "ds_config", "gradient_clipping"),
     *("optimizer.name", "optimizer.lr", "optimizer.betas", "optimizer.beta3", "optimizer.eps"),
     *("optimizer.weight_decay", "optimizer.decayed", "encode_chunk", "read_ahead_steps", "compile_blocks"),
-    *("checkpointed_segments", "float8"),
+    *("checkpointed_segments", "float8", "controlnet"),
 )
 
 
@@ -111,11 +111,12 @@ def _request(document: dict[str, Any], asked: Mapping[str, Any]) -> ResolvedRequ
         ema_widths=None if strategy.ema is None else strategy.ema.widths,
         lora=None if strategy.lora is None else strategy.lora.rank,
         lora_base=given("strategy.lora.base", strategy.lora and strategy.lora.base),
+        controlnet=None if strategy.controlnet is None else strategy.controlnet.model_dump(),
         features="online" if strategy.features == "online" else None,
         compile=strategy.compile_blocks or None,
         cp=given("strategy.cp", strategy.cp),
         fp8=None if strategy.float8 == "none" else strategy.float8,
-        full=strategy.lora is None,
+        full=not strategy.frozen,
         **{**asked, "gpus": gpus},
     )
     if segments is not None:

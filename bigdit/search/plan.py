@@ -21,6 +21,7 @@ from bigdit.speed.seconds import Cluster, Interval, StepTime
 from bigdit.strategy import (
     OPTIMIZERS,
     BatchShape,
+    ControlNetSpec,
     LoraBase,
     OptimizerName,
     Precision,
@@ -61,11 +62,17 @@ class Constraints(Strict):
     ema_widths: Widths | None = None
     lora_rank: Annotated[Count, Field(le=MOST_RANK)] | None = None
     lora_base: LoraBase | None = None
+    controlnet: ControlNetSpec | None = None
     features: Literal["cached", "online"] = "cached"
     compile: Switch = False
     float8: Literal["tensorwise", "rowwise"] | None = None
     cp: Literal[1, 2, 4, 8] | None = None
     full: Switch = False
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the model's own weights are."""
+        return self.lora_rank is not None or self.controlnet is not None
 
     @property
     def lora_bases(self) -> tuple[LoraBase | None, ...]:

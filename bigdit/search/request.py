@@ -96,6 +96,11 @@ class PlanRequest:
     lora_base: str | None = _option(
         "Fix the dtype of the weights under adapters: bf16, int8, fp8 or nf4.", "NAME", key="strategy.lora.base"
     )
+    controlnet: int | str | None = _option(
+        "Train a ControlNet of so many blocks beside the frozen model; of Flux 4, or 4,10 with single-stream blocks.",
+        "LAYERS",
+        key="strategy.controlnet",
+    )
     features: str | None = _option(
         "cached (the default), or online: run the encoders in every step.", "WHEN", key="strategy.features"
     )

@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar, get_args
 from pydantic import TypeAdapter, ValidationError
 
 from bigdit.catalog import CatalogModel, Gpu, batch_shape, find_model
+from bigdit.catalog.conditions import beside, controlnet_problems
 from bigdit.catalog.context import context_misfits, context_problems, degrees
 from bigdit.catalog.encoders import online_encoders
 from bigdit.catalog.gpus import float8_problems, precision_problems
@@ -58,6 +59,9 @@ def resolve_request(model: str | None = None, gpu: str | None = None, **options:
     amounts = _sound(ResolvedRequest, given, problems)
     first, shared = None, [1]
     if found_model is not None:
+        if fixed.controlnet is not None:
+            problems += [f"--controlnet: {each}" for each in controlnet_problems(found_model.spec, fixed.controlnet)]
+            found_model = beside(found_model, fixed.controlnet)
         aspects = asked.buckets == "aspect" or (asked.buckets is None and not found_model.video)
         frames, cp = amounts.get("frames"), fixed.cp or 1
         sizes, first, shared, misfits = _shapes(found_model, sizes, more, aspects, frames, cp)
@@ -126,6 +130,7 @@ def _given(asked: PlanRequest, problems: list[str]) -> dict[str, Any]:
         "receipts": found("--receipts", lambda: _folder(asked.receipts)),
         "checkpointed_blocks": _whole(asked.checkpointed_blocks),
         "ema": "auto" if asked.ema is None and asked.ema_widths is not None else asked.ema,
+        "controlnet": _controlnet(asked.controlnet),
         "ema_widths": found("--ema-widths", lambda: _widths(asked.ema_widths)),
         **dict.fromkeys(("model", "gpu", "resolution", "buckets")),
     }
@@ -187,6 +192,12 @@ def _text(option: str, asked: Any, expects: str = "a text was expected") -> str 
 def _whole(asked: int | str | None) -> int | str | None:
     """`12` as a number, and any other text as it is."""
     return int(asked) if isinstance(asked, str) and re.fullmatch(r"\d{1,18}", asked) else asked
+
+
+def _controlnet(asked: Any) -> Any:
+    """`4,10` as the numbers of its blocks."""
+    layers = map(_whole, str(asked).split(","))
+    return dict(zip(("layers", "single_layers"), layers, strict=False)) if isinstance(asked, int | str) else asked
 
 
 def _widths(asked: str | Sequence[float] | None) -> Sequence[str | float] | None:
@@ -274,10 +285,10 @@ def constraint_problems(cluster: Cluster, fixed: Constraints, gpu: Gpu | None) -
         problems += [f"--precision: {problem}" for problem in precision_problems(gpu, fixed.precision)]
     if gpu is not None and fixed.float8 is not None:
         problems += [f"--fp8: {problem}" for problem in float8_problems(gpu, fixed.float8)]
-    if fixed.full and fixed.lora_rank is not None:
-        problems.append(
-            f"--full is full fine-tuning, and --lora {fixed.lora_rank} trains adapters; leave one of them out"
-        )
+    if fixed.full and fixed.frozen:
+        lora = fixed.lora_rank is not None
+        trains = f"--lora {fixed.lora_rank} trains adapters" if lora else "--controlnet trains a ControlNet"
+        problems.append(f"--full is full fine-tuning, and {trains}; leave one of them out")
     missing = None if fixed.optimizer is None else OptimizerSpec(name=fixed.optimizer).missing_package
     if missing is not None:
         problems.append(f"--optimizer: {missing}")
@@ -287,7 +298,7 @@ def constraint_problems(cluster: Cluster, fixed: Constraints, gpu: Gpu | None) -
         problems.append("--lora-base is of the weights under adapters, and --lora is missing; add --lora 16")
     refusals = [_refusals(cluster, fixed, gpu, base) for base in fixed.lora_bases]
     if all(refusals):
-        why = "; or: ".join(min(each, key=len) for each in refusals)
+        why = "; or: ".join(dict.fromkeys(min(each, key=len) for each in refusals))
         keys = {"engine", "optimizer", "precision", "lora_rank", "lora_base", "float8", "cp"}
         keys |= {"ema"} if fixed.ema != "none" else set()
         given = fixed.model_dump(include=keys, exclude_none=True)
@@ -316,6 +327,7 @@ def _refusals(cluster: Cluster, fixed: Constraints, gpu: Gpu | None, base: str |
                 if fixed.ema == "none"
                 else EmaSpec(device="cpu" if fixed.ema == "cpu" else "gpu", widths=fixed.ema_widths),
                 lora=None if base is None else LoraSpec.model_validate({"rank": fixed.lora_rank, "base": base}),
+                controlnet=fixed.controlnet,
                 features=fixed.features,
                 cp=1 if fixed.cp is None or cluster.gpus % fixed.cp else fixed.cp,
                 compile_blocks=fixed.compile,

@@ -200,7 +200,7 @@ def _later(proposed: Sequence[Option], resort: int) -> list[Rejected]:
 
 def _adapters(planner: Planner) -> list[Rejected]:
     """Named where full fine-tuning fits by a last resort alone."""
-    if planner.request.constraints.lora_rank is not None or planner.request.constraints.full:
+    if planner.request.constraints.frozen or planner.request.constraints.full:
         return []
     reason = "it trains adapters, not the weights, and takes much less memory; choose it with --lora 16"
     return [Rejected(choice="LoRA", reason=reason)]

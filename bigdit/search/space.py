@@ -63,7 +63,7 @@ def proposals(request: ResolvedRequest) -> tuple[list[Option], list[Rejected]]:
                 continue
             title = f"{_engine_title(request, engine, cp)}, {_setting_title(request, settings)}"
             offload = "offload" in engine and request.constraints.engine is None
-            swaps = request.constraints.lora_rank is not None
+            swaps = request.constraints.frozen
             option = Option(title, strategy, base, 0 if not offload else 2 if swaps else 1)
             sharded = request.cluster.gpus > 1 and engine != "ddp"
             if base is not None and sharded and base.lossless and not option.lossless:
@@ -105,7 +105,7 @@ def _presets(request: ResolvedRequest) -> tuple[str, ...]:
 
 def _weights(request: ResolvedRequest) -> int:
     """Bytes of the whole model's weights; 0 where they are not known, or frozen in another form."""
-    if request.constraints.lora_rank is not None or request.model.params is None:
+    if request.constraints.frozen or request.model.params is None:
         return 0
     return request.model.params * (4 if precision_of(request) in ("fp32", "tf32") else 2)
 
@@ -146,24 +146,26 @@ def _emas(fixed: Constraints) -> list[dict[str, Any]]:
 
 
 def _swapped(request: ResolvedRequest, found: Sequence[Option]) -> list[Option]:
-    """Block swap, of as many first blocks as may be in CPU memory. With LoRA it is of those `found` that do not shard.
+    """Block swap, of as many first blocks as may be in CPU memory. Of frozen
+    weights it is of those `found` that do not shard.
 
     Full fine-tuning then steps weights in the backward pass, on a single GPU, and comes without swapped blocks too.
     Strategy's own rules say which."""
     fixed, most = request.constraints, request.model.block_count
-    if fixed.engine not in (None, "single", "ddp") or (fixed.lora_rank is None and request.cluster.gpus > 1):
+    most -= 0 if fixed.controlnet is None else fixed.controlnet.blocks  # which are trained
+    if fixed.engine not in (None, "single", "ddp") or (not fixed.frozen and request.cluster.gpus > 1):
         return []
     if isinstance(fixed.checkpointed_blocks, int):
         most = min(most, fixed.checkpointed_blocks)
-    swapped = [] if fixed.lora_rank is not None else _in_backward(request)
+    swapped = [] if fixed.frozen else _in_backward(request)
     whole = [each for each in found if each.strategy.engine in ("single", "ddp")]
-    bases = swapped[:] if fixed.lora_rank is None else whole
+    bases = whole if fixed.frozen else swapped[:]
     for base in bases if most else []:
         with suppress(ValidationError):
             values = base.strategy.model_dump() | {"checkpointed_blocks": "all", "blocks_to_swap": most}
             strategy = Strategy.model_validate(values)
             title = f"{base.title}, weights of blocks in CPU memory"
-            swapped.append(Option(title, strategy, base, 4 if fixed.lora_rank is None else 1))
+            swapped.append(Option(title, strategy, base, 1 if fixed.frozen else 4))
     return swapped
 
 
@@ -203,6 +205,8 @@ def _strategy(request: ResolvedRequest, engine: str, settings: dict[str, Any]) -
         texts.append(f"dp_replicate={request.cluster.nodes}")
     if request.constraints.lora_rank is not None:
         texts.append(f"lora.rank={request.constraints.lora_rank}")
+    if request.constraints.controlnet is not None:
+        texts.append(f"controlnet={request.constraints.controlnet.model_dump_json()}")
     if engine.startswith("zero") and request.model.params is not None:
         block = request.model.params // max(request.model.block_count, 1)
         # Whole millions, for people; DeepSpeed needs an even number.

@@ -14,6 +14,7 @@ from bigdit.strategy.values import (
     OPTIMIZERS,
     PACKAGES,
     TORCHAO,
+    ControlNetSpec,
     EmaSpec,
     LoraSpec,
     OptimizerSpec,
@@ -93,13 +94,16 @@ class Strategy(Section):
     cast with one scale each (tensorwise), or one a row (rowwise)."""
     blocks_to_swap: Natural = 0
     """Block swap: the number of first blocks whose weights are in CPU memory. The GPU holds two of them at a time. With
-    `lora`, only frozen weights are swapped, else all."""
+    `lora` or `controlnet`, only frozen weights are swapped, else all."""
     gradient_clipping: Positive | None = 1.0
     """The largest norm of all gradients. null: no clipping."""
     ema: EmaSpec | None = None
     """An EMA of the weights."""
     lora: LoraSpec | None = None
     """Train adapters over the frozen weights of model.init_from."""
+    controlnet: ControlNetSpec | None = None
+    """Train a ControlNet beside the frozen weights of model.init_from. Its blocks come after those of the model in
+    other keys."""
     features: Literal["cached", "online"] = "cached"
     """Where latents and embeddings come from. cached: the store in data.features. online: frozen encoders on the
     training GPU encode in each step."""
@@ -212,6 +216,11 @@ class Strategy(Section):
     def forward_only(self) -> Strategy:
         """The same strategy without what only a backward pass needs."""
         return self.model_copy(update=_FORWARD_ONLY)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the model's own weights stay as they are."""
+        return self.lora is not None or self.controlnet is not None
 
     @property
     def optimizer_in_cpu_memory(self) -> bool:
@@ -439,10 +448,25 @@ def _memory_problems(strategy: Strategy) -> list[str]:
             f"lora.base bf16 computes in bf16, and precision is {strategy.precision}; use precision bf16, or "
             "lora.base int8, fp8 or nf4"
         )
+    if strategy.controlnet is not None:
+        problems += _controlnet_problems(strategy)
     if strategy.features == "cached" and strategy.encode_chunk is not None:
         problems.append("encode_chunk belongs to features online, and features is cached")
     if strategy.blocks_to_swap:
         problems += _swap_problems(strategy)
+    return problems
+
+
+def _controlnet_problems(strategy: Strategy) -> list[str]:
+    problems = []
+    if strategy.lora is not None:
+        problems.append("lora and controlnet are both set, and one of them is trained; leave the other out")
+    if strategy.cp > 1:
+        problems.append(f"cp is {strategy.cp}, and a ControlNet does not split a sample; set it to 1")
+    if strategy.float8 != "none":
+        problems.append("float8 was not tried with controlnet; leave one of them out")
+    if strategy.compile_blocks:
+        problems.append("compile_blocks was not tried with controlnet; leave one of them out")
     return problems
 
 
@@ -463,7 +487,7 @@ def _swap_problems(strategy: Strategy) -> list[str]:
             f"blocks_to_swap keeps whole weights of blocks in CPU memory, and engine is {strategy.engine}, which "
             f"shards them; use engine {_either(('single', 'ddp'), strategy.world_size)}, or set blocks_to_swap to 0"
         )
-    if strategy.lora is None and not (strategy.precision == "bf16_sr" and strategy.optimizer_in_backward):
+    if not strategy.frozen and not (strategy.precision == "bf16_sr" and strategy.optimizer_in_backward):
         problems.append(
             "blocks_to_swap keeps weights in CPU memory, and trained ones must be stepped while they are on the "
             f"device, without masters: precision is {strategy.precision} and optimizer_in_backward is "

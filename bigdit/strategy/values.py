@@ -1,4 +1,4 @@
-"""Immutable values: model, shapes, optimizer, EMA and LoRA."""
+"""Immutable values: model, shapes, optimizer, EMA, LoRA and ControlNet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from bigdit.documents import Count, NotNegative, Number, Positive, Share, Switch
+from bigdit.documents import Count, Natural, NotNegative, Number, Positive, Share, Switch
 
 
 class Strict(BaseModel):
@@ -321,6 +321,21 @@ class LoraSpec(Section):
     def scale(self, rank: int) -> float:
         """What the product of an adapter of that rank is multiplied by."""
         return self.alpha / (math.sqrt(rank) if self.rslora else self.rank)
+
+
+class ControlNetSpec(Section):
+    """A ControlNet beside frozen weights (Zhang et al., arXiv:2302.05543). It takes the image that a sample refers to,
+    and starts as the transformer's first blocks, with projections of zeros."""
+
+    layers: Count = 4
+    """Its blocks."""
+    single_layers: Natural = 0
+    """Its single-stream blocks, of Flux alone."""
+
+    @property
+    def blocks(self) -> int:
+        """All of its blocks."""
+        return self.layers + self.single_layers
 
 
 def fits(layer: str, rule: str) -> bool:

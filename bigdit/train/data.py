@@ -108,7 +108,7 @@ def open_store(run: RunConfig, spec: ModelSpec, plan: PlanFile | None) -> Featur
         *(f"its latents have {misfit}" for misfit in latent_misfits(spec, next(iter(store.buckets))[0])),
         *(f"it has {misfit}" for misfit in size_misfits(spec, store.buckets)),
         *_condition_misfits(run, spec, store),
-        *_frame_misfits(spec, store),
+        *_frame_misfits(run, spec, store),
         *run_misfits(run, store.schema),
         *(plan_misfits(plan, store.buckets, tokens) if plan is not None else ()),
     ]
@@ -162,11 +162,12 @@ def _condition_misfits(run: RunConfig, spec: ModelSpec, store: FeatureStore) -> 
     return problems
 
 
-def _frame_misfits(spec: ModelSpec, store: FeatureStore) -> list[str]:
+def _frame_misfits(run: RunConfig, spec: ModelSpec, store: FeatureStore) -> list[str]:
     """What of the store's first frames, references or masked images does not fit the model."""
     channels, text = next(iter(store.buckets))[0], store.text_shape
     found = first_frame_misfits(spec, channels, store.schema.first_frame, None if text is None else text[0])
-    found += [*reference_misfits(spec, store.schema.references), *fill_misfits(spec, store.schema.fill)]
+    found += [] if run.strategy.controlnet else reference_misfits(spec, store.schema.references)
+    found += fill_misfits(spec, store.schema.fill)
     return [f"it has {misfit}" for misfit in found]
 
 

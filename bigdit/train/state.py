@@ -101,7 +101,7 @@ def _weights(start: Start, strategy: Strategy) -> nn.Module:
     """The plain model in CPU memory: empty where a checkpoint fills all of it, else from init_from, or random."""
     spec, run = start.reached.spec, start.reached.stage.run
     dtype, source = engines.compute_dtype(strategy), run.model.init_from
-    if start.found is not None and strategy.lora is None:
+    if start.found is not None and not strategy.frozen:
         return models.skeleton(spec, dtype=dtype)
     if source is not None:
         return checkpoint.load_model(spec, source, dtype=dtype)
@@ -127,12 +127,12 @@ def check_models(stages: Sequence[Prepared]) -> list[nn.Module]:
 
 
 def _check_start(run: RunConfig, spec: ModelSpec) -> None:
-    """Raise UserError where model.init_from is no folder of weights. A run that resumes reads it for adapters alone.
+    """Raise UserError where model.init_from is no folder of weights. A run that resumes reads it where it is frozen.
 
     What bigdit wrote has checksums, which loading verifies.
     """
     source = run.model.init_from
-    if source is None or (run.strategy.lora is None and _goes_on(run)):
+    if source is None or (not run.strategy.frozen and _goes_on(run)):
         return
     try:
         checkpoint.check_whole(source)

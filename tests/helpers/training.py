@@ -19,7 +19,7 @@ def run(features, output, *more):
     return main.main(["--config", str(DIGITS), *with_set(overrides)])
 
 
-def encoded_for(folder, model, vae, data, text=(), **encoders):
+def encoded_for(folder, model, vae, data, text=(), strategy=(), **encoders):
     """A run.yaml of two steps in the folder over its images, whose features are made with the pipeline there, and this
     VAE of it; what the command printed."""
     pipeline = folder / "pipeline"
@@ -32,7 +32,7 @@ def encoded_for(folder, model, vae, data, text=(), **encoders):
             "text": {"pipeline": str(pipeline), **dict(text)},
             **encoders,
         },
-        "strategy": {"micro_batch_size": 2, "precision": "fp32"},
+        "strategy": {"micro_batch_size": 2, "precision": "fp32", **dict(strategy)},
         "train": {"steps": 2},
         "output": str(folder / "run"),
     }

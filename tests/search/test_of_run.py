@@ -6,6 +6,7 @@ from commands import ROOT
 
 from bigdit.errors import UserError
 from bigdit.search.of_run import overruled, requests_of
+from bigdit.search.resolve import resolve_request
 from bigdit.strategy import SegmentSpec
 
 PIXART = {
@@ -91,6 +92,25 @@ def test_a_run_without_stages_is_one_request(tmp_path):
         False,
         "came",
     )
+
+
+def test_a_controlnet_is_planned_with_its_blocks_and_images(tmp_path):
+    asked_for = {"layers": 4, "single_layers": 2}
+    path = written(
+        tmp_path,
+        model={"name": "flux.1-dev", "init_from": "here"},
+        data=PIXART["data"] | {"references": 1},
+        train={"steps": 9},
+        strategy={"controlnet": asked_for},
+    )
+    (found,) = asked(path)
+    assert found.constraints.controlnet.model_dump() == asked_for
+    assert (found.model.block_count, found.model.references, found.constraints.full) == (57 + 6, 1, False)
+    (same,) = requests_of(path, ["strategy.controlnet=null", "data.references=0"], {"gpu": "rtx-4090"})
+    assert resolve_request("flux.1-dev", "rtx-4090", controlnet="4,2").model == found.model != same.model
+    assert problems(path, "strategy.controlnet.layers=20") == [
+        "strategy.controlnet: layers is 20, and flux.1-dev has 19 such blocks to start with; set it to that or less"
+    ]
 
 
 def test_features_online_are_pinned_and_what_is_not_is_reported(tmp_path):

@@ -22,7 +22,7 @@ from bigdit.search.resolve import resolve_request
 from bigdit.search.rows import faster_or_slower
 from bigdit.search.space import proposals
 from bigdit.speed.seconds import Cluster, Interval
-from bigdit.strategy import LoraBase, Strategy
+from bigdit.strategy import ControlNetSpec, LoraBase, Strategy
 from bigdit.units import MIB
 
 A40 = catalog.gpu("a40")
@@ -135,6 +135,15 @@ def test_adapters_are_proposed_over_every_base_that_the_engine_takes() -> None:
     assert "FSDP2 on 8, AdamW, LoRA 16 over int8" in titles(several)
     found = {option.strategy.engine for option in proposals(several)[0] if "nf4" in option.title}
     assert found == {"ddp"}
+
+
+def test_a_controlnet_is_sharded_as_a_model_and_frozen_blocks_alone_are_swapped() -> None:
+    beside = resolve_request("flux.1-dev", "h100", controlnet=4)
+    found = proposals(beside)[0]
+    assert all(each.strategy.controlnet == ControlNetSpec(layers=4) for each in found)
+    assert {each.strategy.blocks_to_swap for each in found} == {0, 57}
+    several = proposals(resolve_request("flux.1-dev", "h100", controlnet=4, gpus=8))[0]
+    assert {each.strategy.engine for each in several if not each.last_resort} == {"deepspeed", "fsdp2"}
 
 
 @pytest.mark.parametrize(

@@ -304,6 +304,26 @@ def test_sizes_read_as_they_are_written(sizes):
             "--full is full fine-tuning, and --lora 16 trains adapters; leave one of them out",
         ),
         (
+            {"full": True, "controlnet": 2},
+            "--full is full fine-tuning, and --controlnet trains a ControlNet; leave one of them out",
+        ),
+        ({"controlnet": "4,x"}, "--controlnet is 'x', and a whole number was expected"),
+        (
+            {"model": "flux.1-dev", "controlnet": "4,39"},
+            "--controlnet: single_layers is 39, and flux.1-dev has 38 such blocks to start with; set it to that or "
+            "less",
+        ),
+        (
+            {"model": "flux.1-kontext-dev", "controlnet": 4},
+            "--controlnet: flux.1-kontext-dev takes an image itself, and a ControlNet is of a model of text alone; "
+            "take its base",
+        ),
+        (
+            {"controlnet": 2, "lora": 8},
+            "--lora 8: no strategy has this: lora and controlnet are both set, and one of them is trained; leave the "
+            "other out",
+        ),
+        (
             {"gpu": "v100-32g-sxm2", "precision": "bf16"},
             "--precision: Tesla V100-SXM2-32GB computes no bf16 (compute capability 7.0), and precision is bf16; fp16 "
             "and fp32 fit it",

@@ -11,7 +11,7 @@ from torch import nn
 
 from bigdit.catalog.conditions import FILL
 from bigdit.catalog.families import PACKING, REFERENCE
-from bigdit.models.family import Conditions, Extra, Family, arguments, guidance, text
+from bigdit.models.family import Conditions, Extra, Family, arguments, control, guidance, text
 from bigdit.models.packing import pack, pack_edit, positions, unpack
 
 
@@ -25,7 +25,8 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
     embeds, _ = text(conditions)
     height, width = latents.shape[2:]
     guided = guidance(model, latents)
-    given = conditions.extras.get(REFERENCE)
+    controlled = control(model, conditions, pack)
+    given = None if controlled else conditions.extras.get(REFERENCE)
     if FILL in conditions.extras:
         packed, references = pack(torch.cat([latents, conditions.extras[FILL]], dim=1)), 0
     elif given is not None and arguments(model).in_channels == 2 * PACKING**2 * latents.shape[1]:
@@ -40,6 +41,7 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
         **positions(latents, embeds, references),
         guidance=guided,
         return_dict=False,
+        **controlled,
     )[0]
     return unpack(tokens, height, width)
 

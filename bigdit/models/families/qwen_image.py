@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from bigdit.catalog.families import REFERENCE
-from bigdit.models.family import Conditions, Family, text
-from bigdit.models.packing import FACTOR, pack_edit, unpack
+from bigdit.models.family import Conditions, Family, control, text
+from bigdit.models.packing import FACTOR, pack, pack_edit, unpack
 
 
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
@@ -21,7 +21,8 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
     """
     embeds, mask = text(conditions)
     batch, _, height, width = latents.shape
-    given = conditions.extras.get(REFERENCE)
+    controlled = control(model, conditions, pack)
+    given = None if controlled else conditions.extras.get(REFERENCE)
     packed, references = pack_edit(latents, given)
     sizes = [(height, width), *([] if given is None else [(given.shape[-2], given.shape[-1])] * references)]
     tokens = model(
@@ -31,6 +32,7 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
         timestep=t,
         img_shapes=[[(1, high // FACTOR, wide // FACTOR) for high, wide in sizes]] * batch,
         return_dict=False,
+        **controlled,
     )[0]
     return unpack(tokens, height, width)
 

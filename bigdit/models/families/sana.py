@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bigdit.models.family import Conditions, Family, arguments, guidance
+from bigdit.models.family import Conditions, Family, arguments, control, guidance
 
 # The published checkpoints see the flow's t in [0, 1] as 0 … 1000 (diffusers' FlowMatchEulerDiscreteScheduler).
 TIMESTEP_SCALE = 1000.0
@@ -27,6 +27,7 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
         guidance=guided,
         encoder_attention_mask=conditions.text_mask,
         return_dict=False,
+        **control(model, conditions),
     )[0]
 
 

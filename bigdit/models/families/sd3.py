@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from bigdit.models.family import Conditions, Extra, Family, arguments
+from bigdit.models.family import Conditions, Extra, Family, arguments, control
 
 # The published models see the flow's t in [0, 1] as 0 … 1000.
 TIMESTEP_SCALE = 1000.0
@@ -25,6 +25,7 @@ def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions
         encoder_hidden_states=conditions.text_embeds,
         pooled_projections=conditions.extras["pooled_text"],
         return_dict=False,
+        **control(model, conditions),
     )[0]
 
 

@@ -87,7 +87,7 @@ def mfu_of(spec: ModelSpec, family: Family, strategy: Strategy, device: torch.de
         return None
     gpu = torch.cuda.get_device_properties(device)
     peak = peak_flops(gpu.name, gpu.total_memory, strategy.precision)
-    return None if peak is None else Mfu(spec, family, peak * strategy.cp, frozen=strategy.lora is not None)
+    return None if peak is None else Mfu(spec, family, peak * strategy.cp, frozen=strategy.frozen)
 
 
 def peak_flops(name: str, nbytes: int, precision: Precision) -> float | None:
