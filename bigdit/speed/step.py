@@ -141,8 +141,7 @@ def exchange_seconds(load: Load, strategy: Strategy, gpu: Gpu, cluster: Cluster,
     return sum(each, NO_TIME)
 
 
-_ULYSSES, _RING = "all_to_all", "send"
-"""What context parallelism alone sends."""
+_ULYSSES, _RING = "all_to_all", "send"  # which context parallelism alone sends
 
 
 def copy_seconds(load: Load, gpu: Gpu) -> Interval:
