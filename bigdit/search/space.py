@@ -146,7 +146,7 @@ def _emas(fixed: Constraints) -> list[dict[str, Any]]:
 
 
 def _swapped(request: ResolvedRequest, found: Sequence[Option]) -> list[Option]:
-    """Block swap, of as many first blocks as may be in CPU memory; of frozen weights, of those `found` that do not shard.
+    """Block swap of as many first blocks as may be in CPU memory; frozen weights: of those `found` that do not shard.
 
     Full fine-tuning then steps weights in the backward pass, on a single GPU, and comes without swapped blocks too.
     Strategy's own rules say which."""
