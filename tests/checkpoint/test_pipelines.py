@@ -195,6 +195,7 @@ def test_what_appeared_meanwhile_stays(output, tmp_path):
 
 
 def test_ctrl_c_while_weights_are_read_is_no_damage(output, tmp_path, monkeypatch):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # commands that end in this process leave it to the kernel
     reader = torch.distributed.checkpoint.HuggingFaceStorageReader
     monkeypatch.setattr(reader, "read_data", lambda *_: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
