@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from bigdit.emulator import on_emulated_gpu
 from bigdit.engines import Ema, Engine
 from bigdit.engines.state import replicated
 from bigdit.errors import UserError, versions
-from bigdit.units import GIB, gib
+from bigdit.units import GIB, MIB, gib
 
 _OWN = ("data.features", "data.remote_cache", "model.path", "model.init_from")
 """Keys that may name each machine's own copy."""
@@ -37,30 +38,39 @@ IN_USE = 2 * GIB
 SLOWER = 1.3
 """A GPU is slow whose matrix product takes that many times the median."""
 _SIDE = {"cuda": 4096, "cpu": 256}
+
+SLOWER_LINK = 2.0
+"""A link is slow whose all-reduce takes that many times the median of links within a machine, or between machines."""
+_SENT = {"cuda": 64 * MIB, "cpu": MIB}
+
 _TIMES = 10
 
 
 @dataclass(frozen=True)
 class Found:
-    """What one process has: `used_bytes` of its GPU's memory, and seconds of a matrix product; None on a CPU."""
+    """What one process has: `used_bytes` of its GPU's memory, and seconds of a matrix product and of an all-reduce with
+    the next rank; None on a CPU, and of the last rank's all-reduce."""
 
     host: str
     versions: dict[str, str]
     run: dict[str, Any]
     used_bytes: int | None = None
     product_s: float | None = None
+    link_s: float | None = None
 
 
 def check_alike(stages: Sequence[Stage], world: World, device: torch.device) -> None:
-    """Log GPUs that are in use or slow. Raises UserError, on all processes, where versions or runs differ."""
+    """Log GPUs that are in use or slow, and slow links. Raises UserError, on all processes, where versions or runs
+    differ."""
     if world.world_size == 1:
         return
-    used = seconds = None
+    used = product = link = None
     if device.type == "cuda" and not on_emulated_gpu():
         free, total = torch.cuda.mem_get_info(device)
-        used, seconds = total - free - torch.cuda.memory_reserved(device), product_seconds(device)
+        used = total - free - torch.cuda.memory_reserved(device)
+        product, link = product_seconds(device), link_seconds(world, device)
     run = {each.name if len(stages) > 1 else "": _settings(each) for each in stages}
-    mine = Found(socket.gethostname(), versions(), run if len(stages) > 1 else run[""], used, seconds)
+    mine = Found(socket.gethostname(), versions(), run if len(stages) > 1 else run[""], used, product, link)
     found = [mine] * world.world_size
     dist.all_gather_object(found, mine)
     if different := unlike(found):
@@ -98,18 +108,35 @@ def unlike(found: Sequence[Found]) -> list[str]:
 
 
 def notes(found: Sequence[Found]) -> list[str]:
-    """A line for each GPU that is in use, or slower than its peers'."""
+    """A line for each GPU that is in use or slower than others, and for each link that is."""
     lines = [
         f"rank {rank} on {each.host}: {gib(each.used_bytes)} of its GPU are in use before the run begins"
         for rank, each in enumerate(found)
         if each.used_bytes is not None and each.used_bytes > IN_USE
     ]
     median = statistics.median([each.product_s for each in found if each.product_s is not None] or [0.0])
-    return lines + [
+    lines += [
         f"rank {rank} on {each.host}: a matrix product takes its GPU {1000 * each.product_s:.3g} ms, and the median "
         f"GPU {1000 * median:.3g} ms; look at its clocks, power limit and temperature"
         for rank, each in enumerate(found)
         if each.product_s is not None and each.product_s > SLOWER * median
+    ]
+    return lines + _slow_links(found, False, "GPUs of a machine") + _slow_links(found, True, "machines")
+
+
+def _slow_links(found: Sequence[Found], between_machines: bool, ends: str) -> list[str]:
+    took = {
+        rank: each.link_s
+        for rank, (each, following) in enumerate(pairwise(found))
+        if each.link_s is not None and (each.host != following.host) == between_machines
+    }
+    median = statistics.median(took.values() or [0.0])
+    return [
+        f"rank {rank} on {found[rank].host}: an all-reduce with rank {rank + 1} on {found[rank + 1].host} takes "
+        f"{1000 * seconds:.3g} ms, and the median one between {ends} {1000 * median:.3g} ms; look at how they are "
+        "connected (nvidia-smi topo -m, NCCL_DEBUG=INFO)"
+        for rank, seconds in took.items()
+        if seconds > SLOWER_LINK * median
     ]
 
 
@@ -122,11 +149,44 @@ def product_seconds(device: torch.device) -> float:
         float((factor @ factor)[0, 0])  # waits for it
         took.append(time.perf_counter() - began)
     del factor
+    _leave_nothing(device)
+    return statistics.median(took)
+
+
+def link_seconds(world: World, device: torch.device) -> float | None:
+    """The median seconds of an all-reduce with the next rank; None for the last one. All processes call it alike.
+
+    It leaves no memory behind: groups of two end with it, and with them what NCCL takes for their links.
+    """
+    sent, seconds = torch.ones(_SENT[device.type], dtype=torch.uint8, device=device), None
+    for first in (0, 1):  # ranks 0 and 1, 2 and 3; then 1 and 2, 3 and 4
+        pairs = [[rank, rank + 1] for rank in range(first, world.world_size - 1, 2)]
+        groups = [(pair, dist.new_group(pair)) for pair in pairs]
+        for pair, group in groups:
+            if world.rank not in pair:
+                continue
+            took = [_all_reduce_seconds(sent, group) for _ in range(1 + _TIMES)][1:]  # the first one connects them
+            if world.rank == pair[0]:
+                seconds = statistics.median(took)
+            dist.destroy_process_group(group)
+    del sent
+    _leave_nothing(device)
+    return seconds
+
+
+def _all_reduce_seconds(sent: torch.Tensor, group: dist.ProcessGroup) -> float:
+    began = time.perf_counter()
+    dist.all_reduce(sent, dist.ReduceOp.MAX, group=group)
+    if sent.is_cuda:
+        torch.cuda.synchronize(sent.device)
+    return time.perf_counter() - began
+
+
+def _leave_nothing(device: torch.device) -> None:
     if device.type == "cuda":
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    return statistics.median(took)
 
 
 _RUN = 4096

@@ -72,5 +72,42 @@ def test_gpus_in_use_and_slow_ones_are_named():
     ]
 
 
+def test_slow_links_are_named_beside_their_peers():
+    """Of eight processes on two machines, between which the network is always slower."""
+    links = (0.001, 0.001, 0.0021, 0.02, 0.001, 0.0019, 0.001, None)
+    found = [replace(ALIKE[0], host=f"node{rank // 4}", link_s=seconds) for rank, seconds in enumerate(links)]
+    assert notes(found) == [
+        "rank 2 on node0: an all-reduce with rank 3 on node0 takes 2.1 ms, and the median one between GPUs of a "
+        "machine 1 ms; look at how they are connected (nvidia-smi topo -m, NCCL_DEBUG=INFO)"
+    ]
+    found = [replace(each, host=f"node{rank // 2}") for rank, each in enumerate(found)]
+    assert [line.split(" takes ")[0] for line in notes(found)] == [
+        "rank 2 on node1: an all-reduce with rank 3 on node1",
+        "rank 3 on node1: an all-reduce with rank 4 on node2",
+    ]
+
+
+_LINKS = """
+import sys, torch
+import torch.distributed as dist
+from bigdit.dist import world_from_env
+from bigdit.train.processes.alike import link_seconds
+from bigdit.train.processes.process import process_group
+
+world = world_from_env()
+with process_group(world, needed=True) as device:
+    groups = set(dist.distributed_c10d._world.pg_map)
+    found = [None] * 3
+    dist.all_gather_object(found, link_seconds(world, device))
+    assert set(dist.distributed_c10d._world.pg_map) == groups
+    assert all(0 < seconds < 10 for seconds in found[:2]) and found[2] is None, found
+"""
+
+
+def test_each_link_is_timed(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert Ranks([sys.executable, "-c", _LINKS], 10.0).run(3) == 0
+
+
 def test_a_matrix_product_is_timed():
     assert 0 < product_seconds(torch.device("cpu")) < 10
