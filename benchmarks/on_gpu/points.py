@@ -24,7 +24,7 @@ MEASURED_BY = FlowMatchingSpec()
 
 @dataclass(frozen=True)
 class Point:
-    """A strategy on one GPU for a model with at most `blocks` of each kind of block (0: the whole model).
+    """A strategy on one GPU for a model with at most `blocks` of each list of blocks (0: the whole model).
 
     `held_out`: measured last; no rule and no constant is made from it.
     """
@@ -59,19 +59,17 @@ class Point:
 
 
 def few_blocks(model: CatalogModel, most: int) -> CatalogModel:
-    """`model` with at most so many blocks of each kind; blocks with a second attention (SD3.5-M) are a kind."""
+    """`model` with at most so many blocks of each list."""
     inputs = FAMILIES[model.spec.class_name]
     most += most % 2 if inputs.even else 0
     kwargs, lists = dict(model.spec.kwargs), []
     for name, length in model.block_lists:
         kept = length
         if name in inputs.depths:
-            dual = kwargs.get("dual_attention_layers") or []
-            kept = min(len(dual), most) + min(length - len(dual), most)
-            kwargs[inputs.depths[name]] = kept
-            if dual:
-                kwargs["dual_attention_layers"] = dual[:most]
+            kept = kwargs[inputs.depths[name]] = min(length, most)
         lists.append((name, kept))
+    if "dual_attention_layers" in kwargs:  # of SD3.5-Medium: those that it keeps
+        kwargs["dual_attention_layers"] = [block for block in kwargs["dual_attention_layers"] if block < most]
     if "llama_layers" in kwargs:  # of HiDream: the layer of Llama that each block reads
         kwargs["llama_layers"] = kwargs["llama_layers"][: sum(kept for _, kept in lists)]
     spec = model.spec.model_copy(update={"kwargs": kwargs})
