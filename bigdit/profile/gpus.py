@@ -54,15 +54,14 @@ class Row:
     failing: int = LARGEST_MICRO_BATCH + 1
 
     def expected(self, reserved: Mapping[int, int], capacity_bytes: int) -> float:
-        """About how many fit, by the nearest sizes that are known on both sides, or by the nearest alone."""
-        below, above = _around(reserved, capacity_bytes)
-        nearest = below if above is None else above
-        if nearest is None:
+        """About how many fit: by the two known sizes whose bytes are nearest to the capacity, or by one alone."""
+        near = sorted(reserved, key=lambda size: abs(reserved[size] - capacity_bytes))[:2]
+        if not near:
             return self.guess
-        sample = self.sample_bytes or reserved[nearest] / max(nearest, 1)
-        if below is not None and above is not None:
-            sample = (reserved[above] - reserved[below]) / (above - below)
-        return nearest + (capacity_bytes - reserved[nearest]) / max(sample, 1.0)
+        sample = self.sample_bytes or reserved[near[0]] / max(near[0], 1)
+        if len(near) == 2 and (grown := (reserved[near[0]] - reserved[near[1]]) / (near[0] - near[1])) > 0:
+            sample = grown  # small sizes may take the same pieces of the allocator
+        return near[0] + (capacity_bytes - reserved[near[0]]) / max(sample, 1.0)
 
 
 def _around(reserved: Mapping[int, int], capacity_bytes: int) -> tuple[int | None, int | None]:
