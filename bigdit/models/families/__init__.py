@@ -1,6 +1,6 @@
 """One file a family of transformers: how its model is called, and which modules are its blocks.
 
-Each ends with its `FAMILY`. A file that is here is known.
+Each ends with its `FAMILY`, or with several. A file that is here is known.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from bigdit.errors import UserError, nearest
 from bigdit.models.family import Family
 
 _MODULES = [module.name for module in iter_modules(__path__, f"{__name__}.")]
-_FOUND: list[Family] = [import_module(name).FAMILY for name in _MODULES]
+_FOUND = [each for name in _MODULES for each in vars(import_module(name)).values() if isinstance(each, Family)]
 _FAMILIES = {each.CLASS_NAME: each for each in _FOUND}
 
 

@@ -1,8 +1,10 @@
-"""CogView4: one sequence of text and image, conditioned on the size in pixels.
+"""CogView3-Plus and CogView4: one sequence of text and image, conditioned on the size in pixels.
 
-No kernel takes its attention's mask: each sample attends to its own text, without its padding.
+CogView3-Plus attends to T5's padding. CogView4 does not, and no kernel takes its attention's mask: each sample attends
+to its own text.
 
-Source: diffusers' CogView4Transformer2DModel and CogView4Pipeline (Zheng et al., arXiv:2403.05121, for the sizes).
+Source: Zheng et al., arXiv:2403.05121; diffusers' CogView3PlusTransformer2DModel, CogView4Transformer2DModel and their
+pipelines.
 """
 
 from __future__ import annotations
@@ -42,6 +44,12 @@ class Joint(Unpadded):
         return torch.cat(images), padded(texts, encoder_hidden_states.shape[1])
 
 
+def predict_plus(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
+    """Velocity [B, C, H, W] for latents of that shape, t [B], text_embeds [B, T, D]; images are whole, uncropped."""
+    embeds, _ = text(conditions)
+    return of_sizes(model, latents, t, embeds)
+
+
 def predict(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, conditions: Conditions) -> torch.Tensor:
     """Velocity [B, C, H, W] for latents of that shape, t [B], text_embeds [B, T, D], text_mask [B, T].
 
@@ -69,4 +77,5 @@ def of_sizes(model: nn.Module, latents: torch.Tensor, t: torch.Tensor, embeds: t
     )[0]
 
 
+PLUS = Family("CogView3PlusTransformer2DModel", predict_plus)
 FAMILY = Family("CogView4Transformer2DModel", predict)
