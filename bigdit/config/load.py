@@ -14,7 +14,6 @@ from pydantic import ValidationError
 
 from bigdit.config.run import RunConfig
 from bigdit.config.wrong import wrong
-from bigdit.dist import processes_here
 from bigdit.documents import parse_json, parse_yaml, read_mapping
 from bigdit.errors import UserError, nearest
 from bigdit.strategy import Strategy
@@ -72,8 +71,6 @@ def _with_strategy(document: dict[str, Any], world_size: int | None) -> dict[str
         strategy = strategy | {"ds_config": read_ds_config(Path(path))}
     if world_size is not None:
         strategy = {"world_size": world_size} | strategy
-        if strategy["world_size"] != world_size and (fewer := _over_fewer(strategy, world_size)):
-            strategy = {key: value for key, value in strategy.items() if key != "global_batch_size"} | fewer
         if strategy["world_size"] != world_size:
             raise UserError(
                 f"strategy.world_size is {strategy['world_size']}, and {how_many(world_size, 'process')} "
@@ -81,14 +78,6 @@ def _with_strategy(document: dict[str, Any], world_size: int | None) -> dict[str
                 "leave it out"
             )
     return document | {"strategy": strategy}
-
-
-def _over_fewer(strategy: dict[str, Any], world_size: int) -> dict[str, Any]:
-    """The keys that change where whole machines are missing, and several are left; empty where that is not so. Raises
-    ValidationError for a wrong strategy."""
-    planned, here = Strategy.model_validate(strategy), processes_here(world_size)
-    several = here < world_size < planned.world_size
-    return planned.over_fewer(world_size) if several and not (world_size % here or planned.world_size % here) else {}
 
 
 def _apply(document: dict[str, Any], override: str) -> None:

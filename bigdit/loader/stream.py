@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Generator, Sequence
@@ -21,7 +22,7 @@ from bigdit.dist import World
 from bigdit.loader.batch import Batch, CaptionedBatch, read_ahead
 from bigdit.loader.buffers import Buffers, Padded, mark_first
 from bigdit.loader.online import RawReader, RawStore
-from bigdit.loader.order import GlobalBatch, Ints, Order, dealt, draw, sample_seed
+from bigdit.loader.order import Ints, Order, dealt, draw, sample_seed
 from bigdit.loader.stages import source_of_part
 from bigdit.store import FeatureStore
 from bigdit.store.part import FIRST_FRAME, Shape
@@ -84,14 +85,13 @@ class FeatureStream:
         self._world = world
         self._micro_batch_size = micro_batch_size
         self._grad_accum_steps = grad_accum_steps
-        self._places = grad_accum_steps * world.world_size * micro_batch_size
         self._seed = seed
         self._by_text = by_text
         self._read_ahead_steps = read_ahead_steps
         self._threads, self._pinned = threads, pin_memory
         self._buckets = list(store.buckets)
         self._weights: npt.NDArray[np.float32] | None = None
-        if self._places > order.global_batch_size or any(weight != 1 for weight in loss_weights):
+        if any(weight != 1 for weight in loss_weights):
             sources = source_of_part(store)
             weights = np.ones(max(int(sources.max()) + 1, len(loss_weights)), np.float32)
             weights[: len(loss_weights)] = loss_weights
@@ -123,13 +123,14 @@ class FeatureStream:
 
     def micro_batches(self, step: int) -> list[Micro]:
         """The grad_accum_steps micro-batches of this process in this step."""
-        batch, places = self._dealt(step)
-        found: list[Micro] = [self._reader.read(*self._samples(step, batch, mine)) for mine in places]
+        samples = self.samples(step)
+        found: list[Micro] = [self._reader.read(*each) for each in samples]
         if self._weights is None:
             return found
-        count, of_part = len(batch.rows), self._weights
-        weights = [np.where(mine < count, of_part[batch.parts[mine % count]], 0) for mine in places]
-        return [self._weighted(*each, self._buckets[batch.bucket]) for each in zip(found, weights, strict=True)]
+        weighted = [
+            (batch, self._weights[parts], bucket) for batch, (bucket, parts, *_) in zip(found, samples, strict=True)
+        ]
+        return [self._weighted(*each) for each in weighted]
 
     def _weighted(self, batch: Micro, weights: npt.NDArray[np.float32], bucket: Shape) -> Micro:
         """The batch with a factor of each sample's loss in its mask."""
@@ -149,26 +150,17 @@ class FeatureStream:
 
     def samples(self, step: int) -> list[tuple[Shape, Ints, Ints, tuple[int, ...]]]:
         """Bucket, parts, rows and seeds of each micro-batch of this process in this step."""
-        batch, places = self._dealt(step)
-        return [self._samples(step, batch, mine) for mine in places]
-
-    def _dealt(self, step: int) -> tuple[GlobalBatch, Ints]:
-        """The global batch, and where in it this process's samples are [passes, micro-batch]. Places beyond its end are
-        filled from its beginning."""
         batch = self.order.batch(step)
+        bucket, seeds = self._buckets[batch.bucket], functools.partial(sample_seed, self._seed, step)
         sizes = self._grad_accum_steps, self._world.world_size, self._micro_batch_size
-        places = np.arange(self._places).reshape(sizes)
+        places = np.arange(len(batch.rows)).reshape(sizes)
         if self._by_text and self._world.world_size > 1 and isinstance(self._reader, BatchReader):
-            every = np.arange(self._places) % len(batch.rows)
-            seeds = [sample_seed(self._seed, step, place) for place in range(self._places)]
-            bucket = self._buckets[batch.bucket]
-            places = dealt(self._reader.lengths(bucket, batch.parts[every], batch.rows[every], seeds), *sizes[:2])
-        return batch, places[:, self._world.rank]
-
-    def _samples(self, step: int, batch: GlobalBatch, mine: Ints) -> tuple[Shape, Ints, Ints, tuple[int, ...]]:
-        seeds = tuple(sample_seed(self._seed, step, place) for place in mine.tolist())
-        at = mine % len(batch.rows)
-        return self._buckets[batch.bucket], batch.parts[at], batch.rows[at], seeds
+            every = [*map(seeds, range(len(batch.rows)))]
+            places = dealt(self._reader.lengths(bucket, batch.parts, batch.rows, every), *sizes[:2])
+        return [
+            (bucket, batch.parts[mine], batch.rows[mine], tuple(map(seeds, mine.tolist())))
+            for mine in places[:, self._world.rank]
+        ]
 
 
 class BatchReader:

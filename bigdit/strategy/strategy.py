@@ -70,8 +70,6 @@ class Strategy(Section):
     """Samples per process in one pass."""
     grad_accum_steps: Count = 1
     """Micro-batches per process in an optimizer step."""
-    filled_places: Natural = 0
-    """Places of the last pass that repeat samples with weight 0, where the processes do not divide the global batch."""
     precision: Precision = "bf16"
     """The dtype of weights, gradients and activations. `bf16` and `fp16` have fp32 master weights and optimizer state,
     fp16 with dynamic loss scaling. `bf16_sr` has no masters and rounds updates stochastically into bf16 weights. `tf32`
@@ -183,11 +181,6 @@ class Strategy(Section):
     @property
     def global_batch_size(self) -> int:
         """Samples of an optimizer step over all processes."""
-        return self.places - self.filled_places
-
-    @property
-    def places(self) -> int:
-        """Samples that all processes take in an optimizer step, with those of weight 0."""
         return self.micro_batch_size * self.grad_accum_steps * self.dp
 
     @property
@@ -250,23 +243,6 @@ class Strategy(Section):
         """The same strategy with steps of this size."""
         return self.model_copy(update=dict(size))
 
-    def over_fewer(self, world_size: int) -> dict[str, Any]:
-        """What changes over so many processes for the same global batch: the fewest places, and of these the largest
-        micro-batches, up to today's. Shards of HSDP stay; of its copies there are fewer."""
-        dp = max(world_size // self.cp, 1)
-
-        def places(micro_batch_size: int) -> int:
-            return -(-self.global_batch_size // (one_pass := micro_batch_size * dp)) * one_pass
-
-        size = min(range(self.micro_batch_size, 0, -1), key=places)
-        return {
-            "world_size": world_size,
-            "micro_batch_size": size,
-            "grad_accum_steps": places(size) // (size * dp),
-            "filled_places": places(size) - self.global_batch_size,
-            "dp_replicate": max(world_size // self.dp_shard, 1) if self.dp_replicate > 1 else 1,
-        }
-
 
 def swap_misfit(blocks_to_swap: int, blocks: int) -> str | None:
     """What keeps a model of so many blocks from swapping these; None where nothing does."""
@@ -315,11 +291,6 @@ def _engine_problems(strategy: Strategy) -> list[str]:
         problems.append(
             f"dp_replicate and cpu_offload belong to the engine fsdp2, and engine is {engine}"
             + ("; DeepSpeed's offload is in ds_config.zero_optimization" if engine == "deepspeed" else "")
-        )
-    if strategy.filled_places >= strategy.places // strategy.grad_accum_steps > 0:
-        problems.append(
-            f"filled_places is {strategy.filled_places}, and a pass has {strategy.places // strategy.grad_accum_steps} "
-            "places; set it lower, or grad_accum_steps"
         )
     if strategy.world_size % strategy.dp_replicate:
         problems.append(

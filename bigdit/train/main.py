@@ -8,19 +8,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 from bigdit import libraries, log
 from bigdit.catalog.names import revision
 from bigdit.config import load_stages
-from bigdit.config.load import read_run, set_once
+from bigdit.config.load import set_once
 from bigdit.dist import World, world_from_env
-from bigdit.documents import at
 from bigdit.errors import EXIT_USER, guard, shown
-from bigdit.strategy import Strategy
 from bigdit.train.prepare import check_launcher, check_stores, log_lines, prepare_stages, with_ds_config, with_grace
 from bigdit.train.processes.end import LAUNCHER, end_with_launcher
-from bigdit.units import how_many
 
 EXPANDABLE = "expandable_segments:True"
 
@@ -58,19 +54,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _fewer(document: dict[str, Any], strategy: Strategy) -> list[str]:
-    """A line where fewer processes run than the document names."""
-    asked = at(document, ["strategy", "world_size"])
-    if asked in (None, strategy.world_size):
-        return []
-    filled = f", of which {strategy.filled_places} repeat samples with weight 0" if strategy.filled_places else ""
-    return [
-        f"{strategy.world_size} of {asked} processes run (strategy.world_size), and share the same global batch of "
-        f"{strategy.global_batch_size:,}: micro-batch {strategy.micro_batch_size} in "
-        f"{how_many(strategy.grad_accum_steps, 'pass')}, {strategy.places:,} places{filled}"
-    ]
-
-
 def _set_allocator(world: World) -> None:
     """Set torch's allocator as the plan has it, before the first allocation. A user's own setting stays, and is
     logged."""
@@ -88,7 +71,6 @@ def _train(parsed: argparse.Namespace, around: Around) -> int:
     world = world_from_env()
     overrides = with_grace(with_ds_config(set_once(parsed.set), parsed.ds_config), parsed.grace)
     stages = load_stages(parsed.config, overrides, world.world_size)
-    log_lines(world, _fewer(read_run(parsed.config, overrides), stages[0].run.strategy), notes=True)
     prepared = prepare_stages(stages)
     check_launcher(prepared)
     check_stores(stages)

@@ -102,8 +102,6 @@ def train_step(
             tokens = family.tokens(engine.model, batch.latents.shape)
             mask = loss_mask(family, batch)
             loss = objectives.loss(objective, predict, batch.latents, batch.seeds, dtype, tokens, mask=mask)
-            if filled := engine.strategy.filled_places:  # the mean is over the others
-                loss = loss * (engine.strategy.places / (engine.strategy.places - filled))
         with phase("backward"):
             engine.backward(loss, last=i == len(micro_batches) - 1)
         losses.append(loss.detach().clone())  # mse_loss's scalar keeps a storage of the latents' size

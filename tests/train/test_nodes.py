@@ -9,17 +9,14 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
 import subprocess
-from contextlib import AbstractContextManager
 from pathlib import Path
 from string import Template
 
 import plans
 import pytest
-from commands import BIN, ROOT, run_ranks
+from commands import BIN, ROOT
 from plan_files import TINY_KWARGS, plan_of, run_yaml, write
-from running import FSDP2, LIMIT_S, ZERO2, Run, arguments, ended, running, until
 
 from bigdit.config.load import parse_strategy
 from bigdit.report.how_to_run import PORT, Command, commands
@@ -105,46 +102,6 @@ def on_two_machines(command: Command, environment: dict[str, str]) -> None:
 
 def losses(output: Path) -> list[float]:
     return [row["loss"] for row in read_metrics(output / "metrics.jsonl")]
-
-
-_EACH = """
-for rank in $(seq 0 $((WORLD_SIZE - 1))); do RANK=$rank "$@" & done
-wait -n
-wait
-"""
-ONE_EACH = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-
-
-@pytest.mark.parametrize("engine", [FSDP2, ZERO2], ids=["fsdp2", "zero2"])
-def test_a_run_goes_on_without_a_lost_machine(features, tmp_path, engine):
-    """By the same command on three machines of four, which do not divide the global batch, with the same samples."""
-    shared = ("strategy.precision=fp32", "strategy.micro_batch_size=4", "train.steps=20", "train.checkpoint_every=5")
-    command = ("bash", "-c", _EACH, "machines", BIN / "python", ROOT / "launch/train.py")
-    asked = (*shared, *engine, "strategy.world_size=4")
-
-    def machines(count: int, log: str) -> AbstractContextManager[Run]:
-        own = ONE_EACH | {"WORLD_SIZE": str(count), "MASTER_PORT": str(free_port())}
-        return running(command, features, tmp_path / "run", *asked, log=tmp_path / log, **own)
-
-    with machines(4, "four.log") as run:
-        until(lambda: (run.output / "checkpoints/latest").exists())
-        ranks = run.ranks()
-        os.kill(ranks[3], signal.SIGKILL)
-        until(lambda: ended(ranks))
-        (saved,) = run.saved()[-1:]
-    assert saved < 20
-    with machines(3, "three.log") as run:
-        run.ends(within=LIMIT_S)
-    assert (
-        "note: 3 of 4 processes run (strategy.world_size), and share the same global batch of 16: micro-batch 3 in "
-        "2 passes, 18 places, of which 2 repeat samples with weight 0" in " ".join(run.stderr.split())
-    )
-    assert f"step-{saved:08d}, step {saved}" in " ".join(run.stderr.split())
-    one = run_ranks(1, "-m", "bigdit.train", *arguments(features, tmp_path / "one", *shared, "strategy.world_size=1"))
-    assert one.returncode == 0, one.stderr
-    found = losses(run.output)
-    assert len(found) == 20, run.stderr
-    assert found == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
 
 
 @pytest.fixture(scope="module")
