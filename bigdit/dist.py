@@ -61,6 +61,12 @@ def world_from_env() -> World:
     return World(values["RANK"], values["LOCAL_RANK"], values["WORLD_SIZE"])
 
 
+def processes_here() -> int | None:
+    """The processes of this machine, as torchrun and accelerate (LOCAL_WORLD_SIZE) or deepspeed (LOCAL_SIZE) say."""
+    found = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", ""))
+    return int(found) if found.isdigit() and int(found) else None
+
+
 def asked_of_accelerate() -> dict[str, str]:
     """The options of ACCELERATE that `accelerate launch` got from its command line or config; empty for other
     launchers."""

@@ -57,7 +57,7 @@ def run(
         with leaving_a_page(first.output):
             return launch(first, config, overrides, host_bytes)
     for stage in stages:
-        for line in stage.plan_notices(revision()):
+        for line in stage.notices(revision()):
             log.notice(f"note: {line}")
     libraries.prepare()
     from bigdit.train.data import check_data  # torch, which only the processes that train need else

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from bigdit.config.run import RunConfig
 from bigdit.config.wrong import wrong
+from bigdit.dist import processes_here
 from bigdit.documents import parse_json, parse_yaml, read_mapping
 from bigdit.errors import UserError, nearest
 from bigdit.strategy import Strategy
@@ -72,12 +73,42 @@ def _with_strategy(document: dict[str, Any], world_size: int | None) -> dict[str
     if world_size is not None:
         strategy = {"world_size": world_size} | strategy
         if strategy["world_size"] != world_size:
-            raise UserError(
-                f"strategy.world_size is {strategy['world_size']}, and {how_many(world_size, 'process')} "
-                f"{'runs' if world_size == 1 else 'run'} (WORLD_SIZE); start that many, set it to {world_size}, or "
-                "leave it out"
-            )
+            strategy = _without_machines(strategy, world_size)
     return document | {"strategy": strategy}
+
+
+def _without_machines(strategy: dict[str, Any], world_size: int) -> dict[str, Any]:
+    """The strategy on fewer machines than it asks for, with the same global batch; in HSDP with fewer copies of the
+    model. Raises UserError where other processes are missing than those of whole machines."""
+    asked, here = strategy["world_size"], processes_here()
+    sizes = [strategy.get(key, least) for key, least in _SIZES.items()]
+    numbers = isinstance(asked, int) and all(isinstance(each, int) and each > 0 for each in sizes[:4])
+    if here is None or not numbers or world_size > asked or world_size % here or asked % here:
+        raise UserError(other_processes(asked, world_size))
+    micro_batch_size, grad_accum_steps, cp, copies, repeated = sizes
+    if copies > 1 and world_size % (shards := asked // copies):
+        raise UserError(
+            f"strategy.dp_replicate is {copies}, so {shards} GPUs hold a copy of the model, and {world_size} of "
+            f"{asked} are there; start a multiple of {shards}"
+        )
+    fewer = strategy | {"world_size": world_size}
+    if copies > 1:
+        fewer["dp_replicate"] = world_size // (asked // copies)
+    if strategy.get("global_batch_size") is None:
+        fewer["global_batch_size"] = micro_batch_size * grad_accum_steps * asked // cp - repeated
+        fewer.pop("grad_accum_steps", None)
+    return fewer
+
+
+_SIZES = {"micro_batch_size": 1, "grad_accum_steps": 1, "cp": 1, "dp_replicate": 1, "repeated_samples": 0}
+
+
+def other_processes(asked: object, world_size: int) -> str:
+    """The problem of a launcher that started other processes than a run asks for."""
+    return (
+        f"strategy.world_size is {asked}, and {how_many(world_size, 'process')} "
+        f"{'runs' if world_size == 1 else 'run'} (WORLD_SIZE); start that many, set it to {world_size}, or leave it out"
+    )
 
 
 def _apply(document: dict[str, Any], override: str) -> None:

@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bigdit.config.load import parse_run, read_run
+from bigdit.config.load import other_processes, parse_run, read_run
 from bigdit.config.plan_file import PlanFile, plan_notices, read_plan_file
 from bigdit.config.run import RunConfig
 from bigdit.config.wrong import shown
 from bigdit.documents import at, differences, written
 from bigdit.errors import UserError
+from bigdit.units import how_many
 
 T = TypeVar("T")
 
@@ -35,7 +36,8 @@ _SHARED = (
 class Stage:
     """Stage `number` of `count`, from 0: a `run` that begins at step `start` of all. A run without stages is one stage.
 
-    `plan`: its predictions, if it has a plan. `length`: the key of its length.
+    `plan`: its predictions, if it has a plan. `length`: the key of its length. `asked`: the processes that its YAML
+    names.
     """
 
     run: RunConfig
@@ -44,6 +46,7 @@ class Stage:
     start: int = 0
     plan: PlanFile | None = None
     length: str = "train.steps"
+    asked: int | None = None
 
     @property
     def end(self) -> int:
@@ -60,10 +63,26 @@ class Stage:
         """The prefix of its keys: `stages.1.`; empty for a run without stages."""
         return f"{self.name}." if self.count > 1 else ""
 
-    def plan_notices(self, catalogue: str) -> list[str]:
-        """How it deviates from its plan, a line each."""
-        found = [] if self.plan is None else plan_notices(self.run, self.plan, catalogue)
+    def notices(self, catalogue: str) -> list[str]:
+        """How it deviates from its plan, and what fewer machines or a filled-up batch mean; a line each."""
+        found = [*self._dealt(), *([] if self.plan is None else plan_notices(self.run, self.plan, catalogue))]
         return [f"{self.name}: {line}" if self.count > 1 else line for line in found]
+
+    def _dealt(self) -> Iterator[str]:
+        strategy = self.run.strategy
+        gpus, whole, places = how_many(strategy.world_size, "GPU"), strategy.global_batch_size, strategy.places
+        if self.asked not in (None, strategy.world_size):
+            copies = f" and {strategy.dp_replicate} copies of the model" if strategy.dp_replicate > 1 else ""
+            yield (
+                f"{strategy.world_size} of {self.asked} GPUs: the global batch stays {whole}, with micro_batch_size "
+                f"{strategy.micro_batch_size}, grad_accum_steps {strategy.grad_accum_steps}{copies}"
+            )
+        if repeated := strategy.repeated_samples:
+            yield (
+                f"a global batch of {whole} over {gpus} takes {places} places: {how_many(repeated, 'sample')} "
+                f"{'is' if repeated == 1 else 'are'} repeated with weight 0 ({100 * repeated / places:.0f} % of "
+                "the time)"
+            )
 
 
 def load_run(path: Path, overrides: Sequence[str] = (), stage: int | None = None) -> RunConfig:
@@ -91,21 +110,21 @@ def load_stages(path: Path, overrides: Sequence[str] = (), world_size: int | Non
     UserError with all problems."""
     document, asked = _read(path, overrides)
 
-    def loaded(own: dict[str, Any] | None) -> tuple[RunConfig, PlanFile | None]:
-        run = parse_run(document if own is None else _merged(document, own), "", world_size)
-        return run, None if run.plan is None else read_plan_file(path.parent / run.plan)
-
     def stage(number: int) -> Stage:
-        if "stages" in asked[number]:
+        if asked and "stages" in asked[number]:
             raise UserError("stages: unknown key")
-        run, plan = loaded(asked[number])
-        return Stage(run, number, len(asked), plan=plan)
+        whole = _merged(document, asked[number]) if asked else document
+        run = parse_run(whole, "", world_size)
+        plan = None if run.plan is None else read_plan_file(path.parent / run.plan)
+        processes = at(whole, ["strategy", "world_size"])
+        if processes not in (None, run.strategy.world_size) and plan and len(plan.processes_per_node) == 1:
+            raise UserError(other_processes(processes, run.strategy.world_size))
+        return Stage(run, number, len(asked) or 1, plan=plan, asked=processes)
 
     try:
         if asked:
             return _sharing(of_each(range(len(asked)), stage, "stages.{}."))
-        run, plan = loaded(None)
-        return (Stage(run, plan=plan),)
+        return (stage(0),)
     except UserError as error:
         raise UserError(*(with_set(f"{path}: {line}", path, overrides, asked) for line in error.problems)) from None
 

@@ -83,8 +83,7 @@ class FeatureStream:
         """`loss_weights`: factors of the loss, of the samples of each source; 1 for those that it does not have."""
         self.order = order
         self._world = world
-        self._micro_batch_size = micro_batch_size
-        self._grad_accum_steps = grad_accum_steps
+        self._sizes = grad_accum_steps, world.world_size, micro_batch_size
         self._seed = seed
         self._by_text = by_text
         self._read_ahead_steps = read_ahead_steps
@@ -125,12 +124,16 @@ class FeatureStream:
         """The grad_accum_steps micro-batches of this process in this step."""
         samples = self.samples(step)
         found: list[Micro] = [self._reader.read(*each) for each in samples]
-        if self._weights is None:
-            return found
-        weighted = [
-            (batch, self._weights[parts], bucket) for batch, (bucket, parts, *_) in zip(found, samples, strict=True)
+        weights = [None if self._weights is None else self._weights[parts] for _, parts, *_ in samples]
+        if math.prod(self._sizes) > self.order.global_batch_size:
+            weights = [
+                np.where(places < self.order.global_batch_size, 1 if own is None else own, 0).astype(np.float32)
+                for own, places in zip(weights, self._places(step), strict=True)
+            ]
+        return [
+            batch if own is None or (own == 1).all() else self._weighted(batch, own, bucket)
+            for batch, own, (bucket, *_) in zip(found, weights, samples, strict=True)
         ]
-        return [self._weighted(*each) for each in weighted]
 
     def _weighted(self, batch: Micro, weights: npt.NDArray[np.float32], bucket: Shape) -> Micro:
         """The batch with a factor of each sample's loss in its mask."""
@@ -140,7 +143,7 @@ class FeatureStream:
 
     def _fetched(self, step: int, stop: int) -> list[Micro]:
         """The micro-batches of a step. The following ones are prefetched."""
-        last = min(step + 1 + -(-ADVISED_AHEAD // self._grad_accum_steps), stop)
+        last = min(step + 1 + -(-ADVISED_AHEAD // self._sizes[0]), stop)
         with self._lock:
             first, self._advised = max(self._advised, step + 1), max(self._advised, last)
         for ahead in range(first, last):
@@ -152,15 +155,25 @@ class FeatureStream:
         """Bucket, parts, rows and seeds of each micro-batch of this process in this step."""
         batch = self.order.batch(step)
         bucket, seeds = self._buckets[batch.bucket], functools.partial(sample_seed, self._seed, step)
-        sizes = self._grad_accum_steps, self._world.world_size, self._micro_batch_size
-        places = np.arange(len(batch.rows)).reshape(sizes)
-        if self._by_text and self._world.world_size > 1 and isinstance(self._reader, BatchReader):
-            every = [*map(seeds, range(len(batch.rows)))]
-            places = dealt(self._reader.lengths(bucket, batch.parts, batch.rows, every), *sizes[:2])
         return [
             (bucket, batch.parts[mine], batch.rows[mine], tuple(map(seeds, mine.tolist())))
-            for mine in places[:, self._world.rank]
+            for mine in self._places(step) % len(batch.rows)
         ]
+
+    def _places(self, step: int) -> Ints:
+        """The places [passes, micro-batch] of this process. Those beyond the global batch repeat its first samples."""
+        passes, processes, micro = self._sizes
+        count, size = math.prod(self._sizes), self.order.global_batch_size
+        places = np.arange(count).reshape(self._sizes)
+        if count > size:  # each process repeats about as many
+            places = np.arange(count).reshape(passes, micro, processes).swapaxes(1, 2)
+        if self._by_text and processes > 1 and isinstance(self._reader, BatchReader):
+            batch, of = self.order.batch(step), np.arange(count) % size
+            every = [sample_seed(self._seed, step, place) for place in of.tolist()]
+            lengths = self._reader.lengths(self._buckets[batch.bucket], batch.parts[of], batch.rows[of], every)
+            places = dealt(lengths, passes, processes)
+        mine: Ints = places[:, self._world.rank]
+        return mine
 
 
 class BatchReader:

@@ -22,7 +22,6 @@ from bigdit.strategy.values import (
     SegmentSpec,
     Strict,
 )
-from bigdit.units import how_many
 
 EngineName = Literal["single", "ddp", "deepspeed", "fsdp2"]
 Precision = Literal["fp32", "tf32", "bf16", "bf16_sr", "fp16"]
@@ -70,6 +69,9 @@ class Strategy(Section):
     """Samples per process in one pass."""
     grad_accum_steps: Count = 1
     """Micro-batches per process in an optimizer step."""
+    repeated_samples: Natural = 0
+    """Samples of an optimizer step that come again, with weight 0, so that all micro-batches are full. It follows from
+    global_batch_size, where the GPUs do not divide it."""
     precision: Precision = "bf16"
     """The dtype of weights, gradients and activations. `bf16` and `fp16` have fp32 master weights and optimizer state,
     fp16 with dynamic loss scaling. `bf16_sr` has no masters and rounds updates stochastically into bf16 weights. `tf32`
@@ -126,13 +128,14 @@ class Strategy(Section):
     """FSDP2: keep shards, their gradients and the optimizer state in CPU memory."""
 
     also: ClassVar[dict[str, str]] = {
-        _GLOBAL: "Samples of an optimizer step over all processes. It replaces grad_accum_steps."
+        _GLOBAL: "Samples of an optimizer step over all processes. It replaces grad_accum_steps: as many as "
+        "are needed, the last one filled up with repeated samples of weight 0."
     }
 
     @model_validator(mode="before")
     @classmethod
     def _accumulated(cls, given: Any) -> Any:
-        """Compute grad_accum_steps from global_batch_size, if that is given."""
+        """Compute grad_accum_steps and repeated_samples from global_batch_size, if that is given."""
         if not isinstance(given, dict):
             return given
         found = {key: value for key, value in given.items() if key not in (_GLOBAL, "grad_accum_steps")}
@@ -153,16 +156,8 @@ class Strategy(Section):
         if processes % cp:
             return found  # _engine_problems reports it
         one_pass = size * processes // cp
-        if whole % one_pass:
-            below = max(whole // one_pass, 1) * one_pass
-            raise Contradictory(
-                [
-                    f"{_GLOBAL} is {whole}, but must be a multiple of {one_pass} ({how_many(processes, 'process')} "
-                    f"× micro_batch_size {size}{f' / cp {cp}' if cp > 1 else ''}); nearest: {below} or "
-                    f"{below + one_pass}"
-                ]
-            )
-        return found | {"grad_accum_steps": whole // one_pass}
+        passes = -(-whole // one_pass)
+        return found | {"grad_accum_steps": passes, "repeated_samples": passes * one_pass - whole}
 
     @model_validator(mode="after")
     def _coherent(self) -> Strategy:
@@ -181,6 +176,11 @@ class Strategy(Section):
     @property
     def global_batch_size(self) -> int:
         """Samples of an optimizer step over all processes."""
+        return self.places - self.repeated_samples
+
+    @property
+    def places(self) -> int:
+        """Samples of an optimizer step, with those that are repeated with weight 0."""
         return self.micro_batch_size * self.grad_accum_steps * self.dp
 
     @property
@@ -291,6 +291,11 @@ def _engine_problems(strategy: Strategy) -> list[str]:
         problems.append(
             f"dp_replicate and cpu_offload belong to the engine fsdp2, and engine is {engine}"
             + ("; DeepSpeed's offload is in ds_config.zero_optimization" if engine == "deepspeed" else "")
+        )
+    if strategy.repeated_samples >= strategy.places:
+        problems.append(
+            f"repeated_samples is {strategy.repeated_samples}, and a step has {strategy.places} places; leave it out: "
+            "it follows from global_batch_size"
         )
     if strategy.world_size % strategy.dp_replicate:
         problems.append(

@@ -75,7 +75,7 @@ def _train(parsed: argparse.Namespace, around: Around) -> int:
     check_launcher(prepared)
     check_stores(stages)
     for stage in stages:
-        log_lines(world, stage.plan_notices(revision()), notes=True)
+        log_lines(world, stage.notices(revision()), notes=True)
     if any(stage.plan is not None and stage.plan.expandable_segments for stage in stages):
         _set_allocator(world)
     libraries.prepare()

@@ -102,6 +102,8 @@ def train_step(
             tokens = family.tokens(engine.model, batch.latents.shape)
             mask = loss_mask(family, batch)
             loss = objectives.loss(objective, predict, batch.latents, batch.seeds, dtype, tokens, mask=mask)
+            if engine.strategy.repeated_samples:  # their weight is 0 in the mask; the others make the mean
+                loss = loss * (engine.strategy.places / engine.strategy.global_batch_size)
         with phase("backward"):
             engine.backward(loss, last=i == len(micro_batches) - 1)
         losses.append(loss.detach().clone())  # mse_loss's scalar keeps a storage of the latents' size

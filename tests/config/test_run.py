@@ -176,11 +176,7 @@ def test_a_schedule_that_cannot_be_names_its_key(overrides, lines):
     assert problems(["train.steps=8", "train.warmup_steps=0", "strategy.optimizer.lr=1e-3", *overrides]) == lines
 
 
-def test_an_impossible_batch_names_the_nearest_possible():
-    assert problems(["strategy.global_batch_size=100"]) == [
-        "strategy: global_batch_size is 100, but must be a multiple of 32 (2 processes × micro_batch_size 16); "
-        "nearest: 96 or 128"
-    ]
+def test_an_impossible_batch_is_a_line():
     assert problems(["strategy.grad_accum_steps=2"]) == [
         "strategy: global_batch_size and grad_accum_steps are both set; one follows from the other"
     ]

@@ -18,23 +18,16 @@ import torch
 import torch.distributed as dist
 
 from bigdit import libraries, log
-from bigdit.dist import World, asked_of_accelerate
+from bigdit.dist import World, asked_of_accelerate, processes_here
 from bigdit.documents import parse_json
 from bigdit.errors import UserError, refused
 from bigdit.files import WITHOUT_LOCKS
 from bigdit.train.processes.end import STARTS
 
 
-def _processes_here(otherwise: int) -> int:
-    """The processes of this machine, as torchrun and accelerate (LOCAL_WORLD_SIZE) or deepspeed (LOCAL_SIZE) say;
-    `otherwise` where none does."""
-    found = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", ""))
-    return int(found) if found.isdigit() and int(found) else otherwise
-
-
 def _gpu(world: World) -> torch.device:
     """This process's GPU: that of its local rank."""
-    processes, gpus = _processes_here(world.local_rank + 1), torch.cuda.device_count()
+    processes, gpus = processes_here() or world.local_rank + 1, torch.cuda.device_count()
     if processes > gpus:
         raise UserError(
             f"{processes} processes of the run are on this machine, a GPU each, and torch sees {gpus} there: start "
@@ -67,7 +60,7 @@ def process_group(
     else:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed guesses one, and warns
     # Processes share the machine's cores. torchrun gives each a single one, too few for an optimizer on the CPU.
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // _processes_here(world.world_size)))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // (processes_here() or world.world_size)))
     libraries.prepare()
     if not needed and world.world_size == 1:
         yield device
