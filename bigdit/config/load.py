@@ -79,9 +79,10 @@ def _with_strategy(document: dict[str, Any], world_size: int | None) -> dict[str
 
 def _without_machines(strategy: dict[str, Any], world_size: int) -> dict[str, Any]:
     """The strategy on fewer machines than it asks for, with the same global batch; in HSDP with fewer copies of the
-    model. Raises UserError where other processes are missing than those of whole machines."""
+    model. Micro-batches are no larger than the passes need. Raises UserError where other processes are missing than
+    those of whole machines."""
     asked, here = strategy["world_size"], processes_here()
-    sizes = [strategy.get(key, least) for key, least in _SIZES.items()]
+    sizes = [least if strategy.get(key) is None else strategy[key] for key, least in _SIZES.items()]
     numbers = isinstance(asked, int) and all(isinstance(each, int) and each > 0 for each in sizes[:4])
     if here is None or not numbers or world_size > asked or world_size % here or asked % here:
         raise UserError(other_processes(asked, world_size))
@@ -97,6 +98,10 @@ def _without_machines(strategy: dict[str, Any], world_size: int) -> dict[str, An
     if strategy.get("global_batch_size") is None:
         fewer["global_batch_size"] = micro_batch_size * grad_accum_steps * asked // cp - repeated
         fewer.pop("grad_accum_steps", None)
+    whole, at_once = fewer["global_batch_size"], max(world_size // cp, 1)
+    if isinstance(whole, int) and whole > 0:
+        passes = -(-whole // (micro_batch_size * at_once))
+        fewer["micro_batch_size"] = -(-whole // (passes * at_once))
     return fewer
 
 

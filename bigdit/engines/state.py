@@ -157,8 +157,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_elementwise(value: Any, master: torch.Tensor) -> bool:
-    """Whether `value` has an element for each of the master's: then it can be cut where the master can."""
-    if not isinstance(value, torch.Tensor):
+    """Whether `value` has an element for each of the master's: then it can be cut where the master can. A count of
+    steps is one number, though this process has one element of the master."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return False
     value = _local(value)
     alike = value.numel() == _local(master).numel()  # Prodigy flattens some

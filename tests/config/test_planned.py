@@ -3,8 +3,10 @@
 import pytest
 from plan_files import SINGLE, STRATEGIES, plan_of, problems, run_yaml, write, zero2
 
+from bigdit.config.load import parse_strategy
 from bigdit.config.plan_file import LargestMicroBatch, plan_notices, unplanned
 from bigdit.config.stages import load_stages
+from bigdit.errors import UserError
 from bigdit.strategy import EmaSpec, Strategy
 from bigdit.train.prepare import prepare_stages
 
@@ -49,7 +51,7 @@ def test_a_strategy_that_was_edited_is_not_compared(overrides, differs, tmp_path
     plan = plan_of()
     stage = stage_of(tmp_path, plan, *overrides)
     assert differs in unplanned(stage.run.strategy, plan)
-    (notice,) = stage.plan_notices(plan.catalogue)
+    (notice,) = stage.notices(plan.catalogue)
     assert notice.startswith("the plan is for another strategy, and is not compared with the run: strategy.")
     assert differs in notice
 
@@ -119,3 +121,58 @@ def test_what_the_plan_did_not_foresee_is_reported(tmp_path):
         "encoders.text.max_tokens is 64, and the plan is for 32 (batch.text): longer text needs more memory than "
         "planned",
     ]
+
+
+HSDP = "fsdp2,world_size=64,dp_replicate=8,micro_batch_size=4"
+
+
+def of_machines(tmp_path, plan_strategy, gpus, monkeypatch, *overrides, here=8):
+    """The stage of a run with a plan's strategy, on so many GPUs, `here` a machine."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+    file = run_yaml(tmp_path, plan_of(parse_strategy([plan_strategy])), plan=None)
+    return load_stages(file, overrides, gpus)[0]
+
+
+def test_a_run_goes_on_without_a_machine(tmp_path, monkeypatch):
+    stage = of_machines(tmp_path, HSDP, 56, monkeypatch)
+    strategy = stage.run.strategy
+    assert (strategy.global_batch_size, strategy.places, strategy.grad_accum_steps) == (256, 336, 2)
+    assert (strategy.dp_replicate, strategy.dp_shard) == (7, 8)
+    assert stage.notices("") == [
+        "56 of 64 GPUs: the global batch stays 256, with micro_batch_size 3, grad_accum_steps 2 and 7 copies of the "
+        "model",
+        "a global batch of 256 over 56 GPUs takes 336 places: 80 samples are repeated with weight 0 (24 % of the time)",
+    ]
+    accumulated = of_machines(tmp_path, "zero2,world_size=64,micro_batch_size=2,grad_accum_steps=2", 56, monkeypatch)
+    assert (accumulated.run.strategy.grad_accum_steps, accumulated.run.strategy.repeated_samples) == (3, 80)
+    asked = of_machines(
+        tmp_path, "zero2,world_size=64,micro_batch_size=1,global_batch_size=256", 56, monkeypatch,
+        "strategy.micro_batch_size=5", "strategy.grad_accum_steps=null", "strategy.global_batch_size=256",
+    )  # fmt: skip
+    assert asked.notices("")[1].startswith(
+        "a global batch of 256 over 56 GPUs takes 280 places: 24 samples are repeated with weight 0 (9 % of the time)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "gpus", "here", "problem"),
+    [
+        (HSDP, 60, 8, "strategy.world_size is 64, and 60 processes run (WORLD_SIZE)"),
+        (HSDP, 72, 8, "strategy.world_size is 64, and 72 processes run (WORLD_SIZE)"),
+        (HSDP, 60, 4, "strategy.dp_replicate is 8, so 8 GPUs hold a copy of the model, and 60 of 64 are there; "),
+        (f"{HSDP},cp=8", 60, 1, "strategy.dp_replicate is 8, so 8 GPUs"),
+        ("fsdp2,world_size=64,cp=8", 60, 4, "strategy: cp is 8, which does not divide world_size 60"),
+    ],
+)
+def test_other_processes_than_those_of_whole_machines(tmp_path, monkeypatch, strategy, gpus, here, problem):
+    with pytest.raises(UserError) as found:
+        of_machines(tmp_path, strategy, gpus, monkeypatch, here=here)
+    assert problem in str(found.value)
+
+
+def test_a_plan_of_one_machine_has_none_to_lose(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    plan = plan_of(zero2())
+    write(plan, tmp_path / "plan")
+    with pytest.raises(UserError, match="world_size is 2, and 1 process runs"):
+        load_stages(run_yaml(tmp_path, plan), [], 1)

@@ -11,8 +11,10 @@ from stores import make_store, stream_of
 from views import counted_flops
 
 from bigdit import models
+from bigdit.catalog.conditions import LOSS_MASK
 from bigdit.dist import World
 from bigdit.loader.order import dealt, sample_seed
+from bigdit.loader.stream import FeatureStream
 from bigdit.models.build import build
 from bigdit.store import FeatureStore
 from bigdit.strategy import ModelSpec
@@ -133,3 +135,30 @@ def test_captions_are_dealt_so_that_work_is_equal(tmp_path):
         for found in (works(store, BY_TEXT), works(store, BY_TEXT, by_text=True))
     )
     assert after < 0.05 < before
+
+
+@pytest.mark.parametrize(("ranks", "micro", "passes"), [(3, 3, 3), (5, 4, 2), (7, 2, 2), (16, 3, 1)])
+@pytest.mark.parametrize("by_text", [False, True])
+def test_what_processes_do_not_divide_is_filled_up_with_weight_0(tmp_path, ranks, micro, passes, by_text):
+    """A global batch of 24: each sample counts once, with its own seed, and none twice."""
+    make_store(tmp_path / "store", count=200, several=True)
+    store = FeatureStore.open(tmp_path / "store")
+    order = stream_of(store, 24).order
+    options = {"caption_dropout": 0.0, "seed": 0, "loss_weights": [0.5], "by_text": by_text}
+    for step in range(4):
+        batch, counted, spread = order.batch(step), [], []
+        for rank in range(ranks):
+            world = World(rank=rank, world_size=ranks)
+            stream = FeatureStream(store, world, order, micro_batch_size=micro, grad_accum_steps=passes, **options)
+            own = len(counted)
+            for found, (_, parts, rows, seeds) in zip(stream.micro_batches(step), stream.samples(step), strict=True):
+                assert found.seeds == seeds
+                for mask, *sample in zip(found.extras[LOSS_MASK], parts.tolist(), rows.tolist(), seeds, strict=True):
+                    assert mask.unique().item() in (0, 0.5)
+                    counted += [tuple(sample)] if mask.any() else []
+            spread.append(len(counted) - own)
+        assert sorted(counted) == sorted(
+            (part, row, sample_seed(0, step, place))
+            for place, (part, row) in enumerate(zip(batch.parts.tolist(), batch.rows.tolist(), strict=True))
+        )
+        assert by_text or max(spread) - min(spread) <= 1

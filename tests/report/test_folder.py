@@ -79,7 +79,7 @@ def test_the_skeleton_runs_by_its_plan(make, tmp_path):
     (stage,) = load_stages(folder / "run.yaml")
     run, strategy = stage.run, stage.run.strategy
     assert stage.plan == record(plan, skeleton(plan))
-    assert stage.plan_notices(plan.catalogue) == []
+    assert stage.notices(plan.catalogue) == []
     learning = plan.chosen.strategy.optimizer.model_copy(update={"lr": strategy.optimizer.lr})  # which is the run's own
     assert strategy == plan.chosen.strategy.model_copy(update={"optimizer": learning})
     assert run.train.steps == plan.run.steps
