@@ -62,6 +62,18 @@ def with_option(overrides: Sequence[str], option: str, values: Mapping[str, obje
     return [*(f"{key}={value}" for key, value in values.items()), *overrides]
 
 
+def with_ds_config(overrides: Sequence[str], ds_config: Path | None) -> list[str]:
+    """`--ds-config FILE` as overrides."""
+    if ds_config is None:
+        return list(overrides)
+    return with_option(overrides, "--ds-config", {"strategy.engine": "deepspeed", "strategy.ds_config": ds_config})
+
+
+def with_grace(overrides: Sequence[str], grace: float | None) -> list[str]:
+    """`--grace SECONDS` as an override."""
+    return list(overrides) if grace is None else with_option(overrides, "--grace", {"train.grace": grace})
+
+
 def _with_strategy(document: dict[str, Any], world_size: int | None) -> dict[str, Any]:
     """The document with `world_size` and the contents of the DeepSpeed file that its strategy names."""
     strategy = document.get("strategy", {})
