@@ -22,17 +22,23 @@ from bigdit.catalog.conditions import (
 from bigdit.catalog.families import EDITED, MOST_ASPECT, editor_of
 from bigdit.config.data import written_bucket
 from bigdit.config.run import RunConfig
-from bigdit.encoders.first_frame import load_first_frames
 from bigdit.encoders.fit import size_misfits, unfit_model
-from bigdit.encoders.load import load_image_codec, load_text_encoder
+from bigdit.encoders.load import load_first_frames, load_image_codec, load_text_encoder
 from bigdit.encoders.protocol import ImageCodec, TextEncoder
 from bigdit.errors import UserError
 from bigdit.extract.job import Job, encode_here, parse_split
 from bigdit.files import write_text
 from bigdit.sources.open import SourceList, open_source
-from bigdit.store.changes import Items, grow, numbered, remove_old_listings, write_listings
+from bigdit.store.changes import (
+    Items,
+    commit_growth,
+    grow,
+    latest_schema,
+    numbered,
+    remove_old_listings,
+    write_listings,
+)
 from bigdit.store.files import url_of
-from bigdit.store.growth import commit_growth, latest_schema
 from bigdit.store.lease import missing, own_folder, remove_left
 from bigdit.store.part import Shape
 from bigdit.store.report import FILE as REPORT
