@@ -108,7 +108,7 @@ def _check(runs: Sequence[RunConfig]) -> None:
 
 def _engine(name: str, tasks: int | None, resources: list[str]) -> RunJob:
     from bigdit.errors import UserError
-    from bigdit.extract.job import encode_here
+    from bigdit.extract.extract import encode_here
     from bigdit.extract.tasks import Ray, Slurm
 
     asked = _parse(resources)
