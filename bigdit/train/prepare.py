@@ -17,8 +17,8 @@ from bigdit.catalog.resolve import folder_vae, model_spec, of_arguments
 from bigdit.config import RunConfig, Stage, check
 from bigdit.config.check import check_accelerate
 from bigdit.config.data import IdentityCodec, frames_of, written_bucket
+from bigdit.config.load import not_shared, of_each
 from bigdit.config.plan_file import PlanFile, check_plan
-from bigdit.config.stages import not_shared, of_each
 from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.objective_spec import learned, partial
