@@ -101,8 +101,8 @@ def _check_host(needed: int) -> None:
 
 
 def _check_one_machine(plan: PlanFile) -> None:
-    from bigdit.checkout import entry
     from bigdit.errors import UserError
+    from bigdit.processes import entry
 
     spread = plan.processes_per_node
     if len(spread) > 1:

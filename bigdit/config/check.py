@@ -13,7 +13,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from bigdit.checkout import entry
 from bigdit.config.data import IdentityCodec, VaeCodec, fitting_bucket, written_bucket
 from bigdit.config.load import read_ds_config
 from bigdit.config.run import RunConfig
@@ -22,6 +21,7 @@ from bigdit.dist import ACCELERATE, asked_of_accelerate
 from bigdit.documents import differences, written
 from bigdit.errors import UserError
 from bigdit.objective_spec import DdpmSpec, meaningless
+from bigdit.processes import entry
 from bigdit.strategy import ModelSpec, Strategy
 from bigdit.units import how_many_of
 
