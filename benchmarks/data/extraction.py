@@ -31,8 +31,7 @@ from bigdit.config import RunConfig, load_run
 from bigdit.encoders.latents import bucket_pixels
 from bigdit.encoders.load import load_image_codec, load_text_encoder
 from bigdit.encoders.protocol import TextEncoder, to_unit_range
-from bigdit.extract.extract import extract
-from bigdit.extract.job import encode_in_workers
+from bigdit.extract.extract import encode_in_workers, extract
 from bigdit.extract.worker import Unit
 from bigdit.sources.open import open_source
 from bigdit.store.report import read_units, worker_speed

@@ -59,7 +59,7 @@ def run(
 
     libraries.prepare()
     from bigdit.catalog.resolve import model_spec
-    from bigdit.config.stages import load_chosen
+    from bigdit.config.load import load_chosen
     from bigdit.extract.batch_size import with_batch_size
     from bigdit.extract.extract import extract
     from bigdit.train.prepare import check_paths
@@ -93,7 +93,7 @@ def _check(runs: Sequence[RunConfig]) -> None:
     """Raise UserError where a run could not train, before hours of encoding."""
     from bigdit.catalog.resolve import model_spec
     from bigdit.config import check
-    from bigdit.config.stages import of_each
+    from bigdit.config.load import of_each
     from bigdit.errors import UserError
 
     # Samples that are generated during training need nothing of the store.
@@ -108,7 +108,7 @@ def _check(runs: Sequence[RunConfig]) -> None:
 
 def _engine(name: str, tasks: int | None, resources: list[str]) -> RunJob:
     from bigdit.errors import UserError
-    from bigdit.extract.job import encode_here
+    from bigdit.extract.extract import encode_here
     from bigdit.extract.tasks import Ray, Slurm
 
     asked = _parse(resources)

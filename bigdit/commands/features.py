@@ -27,7 +27,7 @@ def info(folder: Folder, as_json: Json = False) -> None:
     """Show counts, buckets, sizes, encoders, the speed of each worker, and what was truncated, skipped or leased."""
     from bigdit import log
     from bigdit.extract.verify import open_schema
-    from bigdit.store.growth import latest_schema
+    from bigdit.store.changes import latest_schema
     from bigdit.store.report import store_report
     from bigdit.store.schema import EXTRACT
 

@@ -11,7 +11,7 @@ _DOWNLOAD, _DISK = "0.72 GB", "2.1 GB"
 _ANOTHER_INDEX = "set PIP_INDEX_URL to an index that has all builds of torch, and run `bigdit setup` again"
 
 _PIP = (
-    "import runpy, signal, sys; from bigdit.die_with_parent import end_with; "
+    "import runpy, signal, sys; from bigdit.processes import end_with; "
     "end_with(int(sys.argv.pop(1)), signal.SIGKILL); "
     "runpy.run_module('pip', run_name='__main__', alter_sys=True)"
 )

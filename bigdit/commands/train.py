@@ -36,10 +36,11 @@ def run(
     from bigdit.catalog.families import objective_of
     from bigdit.catalog.names import revision
     from bigdit.config import load_stages
+    from bigdit.config.load import with_ds_config, with_grace
     from bigdit.files import check_writable
     from bigdit.objective_spec import counting
     from bigdit.report import leaving_a_page
-    from bigdit.train.prepare import check_paths, check_stores, prepare_stages, with_ds_config, with_grace
+    from bigdit.train.prepare import check_paths, check_stores, prepare_stages
     from bigdit.train.processes.launch import launch
 
     overrides = with_grace(with_ds_config(overrides, ds_config), grace)
@@ -100,8 +101,8 @@ def _check_host(needed: int) -> None:
 
 
 def _check_one_machine(plan: PlanFile) -> None:
-    from bigdit.checkout import entry
     from bigdit.errors import UserError
+    from bigdit.processes import entry
 
     spread = plan.processes_per_node
     if len(spread) > 1:

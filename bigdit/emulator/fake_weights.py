@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 
 from bigdit.catalog.models import CatalogModel, Vae, model
 from bigdit.catalog.names import load_json
-from bigdit.checkout import own_module
 from bigdit.documents import parse_json, read_mapping
 from bigdit.errors import UserError, nearest
 from bigdit.files import write_json, write_text
+from bigdit.processes import own_module
 
 _LETTERS = "etaoinshrdlcumwfgypbvkjxqz"
 _WORD = "▁"

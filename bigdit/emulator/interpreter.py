@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 from bigdit.cache import cache_root
-from bigdit.checkout import ROOT
 from bigdit.emulator.build import compiler
 from bigdit.errors import UserError, versions
+from bigdit.processes import ROOT
 
 CUDA = "13"
 """The major version of CUDA that the stub libraries implement."""

@@ -163,7 +163,6 @@ def _is_elementwise(value: Any, master: torch.Tensor) -> bool:
         return False
     value = _local(value)
     alike = value.numel() == _local(master).numel()  # Prodigy flattens some
-    alike = alike and (value.dim() > 0 or master.dim() == 0)  # a step beside a shard of one element
     return alike and value.is_floating_point() and not is_traceable_wrapper_subclass(value)
 
 

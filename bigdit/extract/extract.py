@@ -1,10 +1,20 @@
-"""Encode a run's images and captions into its store: the missing parts, in parallel, each once."""
+"""Encode a run's images and captions into its store: the missing parts, in parallel, each once.
+
+A job is ranges to encode, for any process of any machine with the same files. Workers of this machine do it here.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import random
+import re
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +30,215 @@ from bigdit.catalog.conditions import (
     takes_classes,
 )
 from bigdit.catalog.families import EDITED, MOST_ASPECT, editor_of
-from bigdit.config.data import written_bucket
+from bigdit.config.data import DataConfig, EncodersConfig, written_bucket
 from bigdit.config.run import RunConfig
-from bigdit.encoders.first_frame import load_first_frames
 from bigdit.encoders.fit import size_misfits, unfit_model
-from bigdit.encoders.load import load_image_codec, load_text_encoder
+from bigdit.encoders.load import load_first_frames, load_image_codec, load_text_encoder
 from bigdit.encoders.protocol import ImageCodec, TextEncoder
 from bigdit.errors import UserError
-from bigdit.extract.job import Job, encode_here, parse_split
+from bigdit.extract.worker import Done, Failed, Finished, Note, Progress, Ready, Unit, server, work
 from bigdit.files import write_text
 from bigdit.sources.open import SourceList, open_source
-from bigdit.store.changes import Items, grow, numbered, remove_old_listings, write_listings
+from bigdit.store.changes import (
+    Items,
+    commit_growth,
+    grow,
+    latest_schema,
+    numbered,
+    remove_old_listings,
+    write_listings,
+)
 from bigdit.store.files import url_of
-from bigdit.store.growth import commit_growth, latest_schema
-from bigdit.store.lease import missing, own_folder, remove_left
+from bigdit.store.lease import missing, own_folder, pull, remove_left
 from bigdit.store.part import Shape
 from bigdit.store.report import FILE as REPORT
-from bigdit.store.report import ExtractReport, StoreReport, extract_report, store_report
-from bigdit.store.schema import Range, StoreSchema, claim, store_identity
+from bigdit.store.report import ExtractReport, StoreReport, UnitSpeed, extract_report, shares_of, store_report
+from bigdit.store.schema import EXTRACT, Range, StoreSchema, check_same, claim, store_identity
 from bigdit.store.store import write_null_text
 from bigdit.strategy import ModelSpec
+
+
+@dataclass(frozen=True)
+class Job:
+    """The parts that start in `span`, or those of `only`, of the store data.features with `schema`.
+
+    `workers`: the processes of each task. `folder`: the folder that paths are relative to.
+    """
+
+    data: DataConfig
+    encoders: EncodersConfig
+    schema: StoreSchema
+    span: Range
+    only: tuple[Range, ...] | None
+    workers: int
+    folder: Path
+
+    def ranges(self) -> list[Range]:
+        """The ranges of all parts of the job."""
+        return split(self.schema.ranges(), *self.span) if self.only is None else list(self.only)
+
+    def left(self) -> list[Range]:
+        """The ranges of missing parts."""
+        return missing(self.data.store, self.ranges())
+
+
+def encode_here(job: Job, source: Items) -> None:
+    """Encode the missing parts of a job by processes of this machine, with a progress bar on stderr.
+
+    Other machines may run the same job. Parts that they commit are not encoded again. Raises as encode_in_workers.
+    """
+    root, ranges = job.data.store, job.left()
+    units = (Unit(start, end, source.items(start, end)) for start, end in pull(root, ranges, random.Random()))
+    with log.progress("extract", total=sum(end - start for start, end in ranges), unit=job.data.samples) as advance:
+
+        def on_progress(progress: Progress, done: list[UnitSpeed]) -> None:
+            advance(progress.images, shares_of(done).at_work() if done else "", progress.skipped)
+
+        encode_in_workers(units, min(job.workers, len(ranges)), job.encoders, job.schema, root, on_progress)
+
+
+def do(job: Job) -> None:
+    """Run a job as a task of an engine: open the sources, and encode.
+
+    Raises UserError if the sources differ from the job's, and as encode_here.
+    """
+    try:
+        os.chdir(job.folder)
+    except OSError as error:
+        raise UserError(f"{job.folder} is not there on this machine: {error.strerror}") from None
+    source = open_source(job.data)
+    check_same(job.data.store, job.schema.asked(), job.schema.asked(source.identity["sources"]))
+    encode_here(job, numbered(job.data.store, job.schema, source))
+
+
+def split(ranges: Sequence[Range], start: int, end: int) -> list[Range]:
+    """The ranges that start in [start, end). Splits that cover the sources have each range exactly once."""
+    return [each for each in ranges if start <= each[0] < end]
+
+
+def parse_split(count: int, start: int | None, end: int | None, shard: str | None) -> Range:
+    """The source indices [start, end) of `--start-index`, `--end-index` and `--shard k/n`, of `count` images.
+
+    Raises UserError if they contradict one another or select nothing.
+    """
+    if shard is not None:
+        if start is not None or end is not None:
+            raise UserError("--shard cannot be combined with --start-index or --end-index")
+        found = re.fullmatch(r"(\d+)/(\d+)", shard)
+        if found is None or not 1 <= int(found[1]) <= int(found[2]):
+            raise UserError(f"--shard: {shard} is not k/n with k from 1 to n, such as 1/4 to 4/4")
+        k, n = int(found[1]), int(found[2])
+        return count * (k - 1) // n, count * k // n
+    first, last = start or 0, count if end is None else end
+    if not 0 <= first < count:
+        raise UserError(f"--start-index: {first} is out of range; the sources hold 0 to {count - 1}")
+    if last <= first:
+        raise UserError(f"--end-index: {last} must be greater than --start-index, which is {first}")
+    return first, last
+
+
+OnProgress = Callable[[Progress, list[UnitSpeed]], None]
+"""Called with the images encoded or skipped since the last call, and all committed units."""
+
+_NOTHING = Progress(0, 0)
+
+
+@dataclass
+class Worker:
+    """One process, the parent's end of its pipe, its current unit, and whether it has finished."""
+
+    number: int
+    process: ForkServerProcess
+    pipe: Connection
+    unit: Unit | None = None
+    finished: bool = False
+
+
+def encode_in_workers(
+    units: Iterator[Unit],
+    count: int,
+    encoders: EncodersConfig,
+    schema: StoreSchema,
+    root: Path,
+    on_progress: OnProgress,
+) -> list[UnitSpeed]:
+    """Encode all units in `count` processes. No process is left, however this ends.
+
+    Raises UserError if a worker reports one or dies, and RuntimeError with the traceback of a bug in a worker.
+    """
+    workers: list[Worker] = []
+    done: list[UnitSpeed] = []
+    noted: set[str] = set()
+    try:
+        for number in range(count):
+            workers.append(_start(number, encoders, schema, root))
+        while at_work := {worker.pipe: worker for worker in workers if not worker.finished}:
+            for pipe in wait(list(at_work)):
+                progress = _hear(at_work[pipe], units, done, noted)  # type: ignore[index]  # wait() gives what it was given
+                on_progress(progress, done)
+    finally:
+        for worker in workers:
+            if not worker.finished:  # within a unit; its lease is removed below
+                worker.process.terminate()
+            worker.pipe.close()
+        for worker in workers:
+            worker.process.join()
+        remove_left(root)
+    return done
+
+
+def _start(number: int, encoders: EncodersConfig, schema: StoreSchema, root: Path) -> Worker:
+    context = server()
+    ours, theirs = context.Pipe()
+    process = context.Process(
+        target=work, args=(theirs, number, encoders, schema, root), name=f"extract-{number}", daemon=True
+    )
+    try:
+        process.start()
+    except (EOFError, OSError) as error:  # click would take an EOFError for Ctrl-D
+        raise UserError(
+            f"extraction worker {number} could not be started: the process that starts workers was killed, or cannot "
+            f"start one ({error}); {EXTRACT} resumes from the finished parts"
+        ) from None
+    theirs.close()  # now only the worker holds this end, so its death closes the pipe
+    return Worker(number, process, ours)
+
+
+def _hear(worker: Worker, units: Iterator[Unit], done: list[UnitSpeed], noted: set[str]) -> Progress:
+    """Receive one message of a worker, and return its progress."""
+    try:
+        message = worker.pipe.recv()
+        if isinstance(message, Ready):
+            worker.unit = next(units, None)
+            worker.pipe.send(worker.unit)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        raise _death(worker) from None
+    if isinstance(message, Progress):
+        return message
+    if isinstance(message, Done):
+        done.append(message.speed)
+    elif isinstance(message, Note):
+        if message.text not in noted:
+            log.notice(message.text)
+        noted.add(message.text)
+    elif isinstance(message, Finished):
+        worker.finished = True
+    elif isinstance(message, Failed):
+        if message.bug is not None:
+            raise RuntimeError(f"extraction worker {worker.number} failed:\n{message.bug}")
+        raise UserError(*message.problems)
+    return _NOTHING
+
+
+def _death(worker: Worker) -> UserError:
+    """The error for a worker that died: it was killed, perhaps for lack of memory, or crashed in native code."""
+    worker.process.join()
+    status = worker.process.exitcode or 0
+    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
+    where = f" at images {worker.unit.start} to {worker.unit.end - 1}" if worker.unit else ""
+    memory = " (if memory ran out: fewer --workers)" if status == -signal.SIGKILL else ""
+    return UserError(f"extraction worker {worker.number} {how}{where}{memory}; {EXTRACT} resumes from the parts done")
+
 
 RunJob = Callable[[Job, Items], None]
 """Completes a job by processes of this machine or of others. Raises UserError on failure."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from bigdit import log
 from bigdit.errors import UserError, nearest
-from bigdit.extract.job import Job, do
+from bigdit.extract.extract import Job, do
 from bigdit.store.changes import Items
 from bigdit.store.schema import EXTRACT
 from bigdit.units import how_many

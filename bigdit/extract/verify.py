@@ -9,8 +9,8 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 from bigdit import log
-from bigdit.die_with_parent import end_with_parent
 from bigdit.errors import UserError, nearest
+from bigdit.processes import end_with_parent
 from bigdit.store.files import LocalParts
 from bigdit.store.lease import missing
 from bigdit.store.part import Shape, part_name, part_path

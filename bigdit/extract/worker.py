@@ -26,12 +26,12 @@ from PIL import Image
 from bigdit.catalog.conditions import FILL, LOSS_MASK
 from bigdit.catalog.families import ALONE, REFERENCE, Editor
 from bigdit.config.data import EncodersConfig, frames_of
-from bigdit.die_with_parent import end_with_parent, undisturbed
 from bigdit.encoders.latents import bucket_pixels, fill_mask, mask_latents
 from bigdit.encoders.load import Encoders, load_encoders
 from bigdit.encoders.protocol import masked_out, to_unit_range
 from bigdit.errors import UserError
 from bigdit.libraries import switched_on
+from bigdit.processes import end_with_parent, undisturbed
 from bigdit.sources.protocol import Caption, Item, Unusable
 from bigdit.store.lease import own_folder
 from bigdit.store.part import EditShape, EncodedRange, PartWriter, Shape, Skipped, part_path
@@ -379,7 +379,7 @@ def server() -> ForkServerContext:
     context.set_forkserver_preload([] if torch.cuda.is_available() else ["bigdit.extract.preload"])
     _find_room_for_sockets()
     resource_tracker.ensure_running()  # its start unblocks signals
-    with undisturbed(), switched_on("PYTHONSAFEPATH"):  # see checkout.own_module
+    with undisturbed(), switched_on("PYTHONSAFEPATH"):  # see processes.own_module
         forkserver.ensure_running()
     return context
 

@@ -6,8 +6,7 @@ torch.
 
 from bigdit.models.build import build, check_folder, load, not_safetensors, outline, read_single_file, skeleton
 from bigdit.models.context import split_context
-from bigdit.models.controlnet import controlnet
-from bigdit.models.equip import adapt, arrange, equip
+from bigdit.models.equip import adapt, arrange, controlnet, equip
 from bigdit.models.families import families, family
 from bigdit.models.family import Conditions, Extra, Family, images, take_through
 from bigdit.models.lora_files import (

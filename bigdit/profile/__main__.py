@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from bigdit import libraries
 from bigdit.catalog.families import FAMILIES
-from bigdit.die_with_parent import end_with
 from bigdit.errors import guard
+from bigdit.processes import end_with
 from bigdit.profile.attempt import AttemptJob, StepRequest
 from bigdit.profile.pool import Service, serve
 

@@ -14,11 +14,11 @@ from threading import Lock
 
 from bigdit.cache import Cache, digest_of
 from bigdit.catalog import Gpu
-from bigdit.checkout import ROOT, in_checkout, own_module
 from bigdit.emulator import emulated_environment
 from bigdit.emulator.interpreter import cuda_build, cuda_python
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
+from bigdit.processes import ROOT, in_checkout, own_module
 from bigdit.profile.attempt import UNLIMITED, Attempt, AttemptJob, Counted, Profile, StepRequest, TookTooLong, check
 from bigdit.profile.pool import Pool, WorkerError, environment
 from bigdit.strategy import OptimizerSpec

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import IO
 
-from bigdit.die_with_parent import end_with
 from bigdit.errors import EXIT_BUG, EXIT_USER, Killed, UserError, guard
+from bigdit.processes import end_with
 from bigdit.strategy import Strict
 
 _CHUNK = 1 << 20

@@ -17,13 +17,13 @@ from bigdit.catalog.encoders import caption_tokens, online_encoders
 from bigdit.catalog.families import PUBLISHED, fills, objective_of
 from bigdit.catalog.models import TextInput, before_download, models, repositories
 from bigdit.catalog.resolve import CONFIG
-from bigdit.checkout import entry
 from bigdit.config.data import PART_SIZE, VaeCodec, part_size
 from bigdit.config.plan_file import FILE
 from bigdit.config.run import TrainConfig
 from bigdit.documents import parse_yaml
 from bigdit.errors import UserError
 from bigdit.objective_spec import FlowMatchingSpec, partial
+from bigdit.processes import entry
 from bigdit.recipes import Beginning, beginning, download, weights_folder
 from bigdit.report.words import samples
 from bigdit.search.of_run import carried, section

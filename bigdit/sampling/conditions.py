@@ -20,9 +20,8 @@ from bigdit.catalog.families import ALONE, REFERENCE, Editor, editor_of
 from bigdit.catalog.resolve import index_of
 from bigdit.config import RunConfig
 from bigdit.config.data import MAX_PIXELS, TextEncoderConfig
-from bigdit.encoders.first_frame import FirstFrames, load_first_frames
 from bigdit.encoders.latents import binary, bucket_pixels
-from bigdit.encoders.load import load_text_encoder
+from bigdit.encoders.load import FirstFrames, load_first_frames, load_text_encoder
 from bigdit.encoders.protocol import ImageCodec, Images, masked_out, shapes_of, to_unit_range
 from bigdit.errors import UserError
 from bigdit.loader.batch import condition

@@ -12,9 +12,9 @@ from pydantic import PositiveInt, ValidationError
 
 from bigdit import receipt
 from bigdit.catalog import Gpu, gpu
-from bigdit.checkout import ROOT, in_checkout
 from bigdit.documents import read_json
 from bigdit.errors import UserError
+from bigdit.processes import ROOT, in_checkout
 from bigdit.profile.attempt import StepRequest
 from bigdit.profile.gpus import EmulatedGpus
 from bigdit.profile.pool import WorkerError

@@ -11,10 +11,9 @@ from bigdit.profile.attempt import Attempt
 from bigdit.profile.gpus import EmulatedGpus
 from bigdit.profile.pool import WorkerError
 from bigdit.search.dataset import encoding_requests
-from bigdit.search.explore import hopeful
 from bigdit.search.plan import Constraints, Estimate, ResolvedRequest, WaterfallStep, process, safe_bytes, verdict_of
 from bigdit.search.planner import Planner, stepped
-from bigdit.search.solve import explore_group
+from bigdit.search.solve import explore_group, hopeful
 from bigdit.search.space import proposals
 from bigdit.strategy import BITSANDBYTES, OPTIMIZERS, EmaSpec, OptimizerSpec, Precision, Strategy
 from bigdit.units import gib

@@ -10,8 +10,7 @@ from typing import Any
 from bigdit.config import RunConfig
 from bigdit.config.check import online_problems
 from bigdit.config.data import IdentityCodec, frames_of
-from bigdit.config.load import PRESETS, parse_run, read_run
-from bigdit.config.stages import of_each, read_stages, with_set
+from bigdit.config.load import PRESETS, of_each, parse_run, read_run, read_stages, with_set
 from bigdit.documents import at, differences, written
 from bigdit.encoders.host_bytes import host_weights
 from bigdit.errors import UserError

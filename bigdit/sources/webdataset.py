@@ -26,9 +26,9 @@ from PIL import Image
 
 from bigdit import log
 from bigdit.config.data import MAX_PIXELS, SourceConfig
-from bigdit.die_with_parent import end_with_parent
 from bigdit.errors import UserError
 from bigdit.files import IS_LFS_POINTER, is_lfs_pointer, open_file, replacing, write_text
+from bigdit.processes import end_with_parent
 from bigdit.sources.captions import Label, json_label, read_captions, reads_captions, usual
 from bigdit.sources.disk import CAPTION_BYTES, IMAGE_BYTES, check_size, opened_range, read_range, sampled_digest
 from bigdit.sources.file_rows import read_parquet

@@ -1,11 +1,22 @@
-"""Seconds of a step: kernels by a roofline, launches, collectives, copies and CPU work."""
+"""Seconds of a step: kernels by a roofline, launches, collectives, copies and CPU work.
+
+A kernel takes as long as its operator's arithmetic or its bytes, whichever takes longer. Source: Williams, Waterman &
+Patterson, "Roofline", CACM 52(4), 2009. The shares of a GPU's peak that kernels reach are intervals, each with where it
+was read; none is fitted to a measured training speed of the models that are planned here.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from bigdit.catalog import Gpu
-from bigdit.speed.roofline import KINDS, LAUNCH_SECONDS, kernel_seconds
 from bigdit.speed.seconds import (
     LAUNCHED_SECONDS,
     NO_TIME,
@@ -17,8 +28,279 @@ from bigdit.speed.seconds import (
     StepTime,
     bound,
 )
-from bigdit.speed.work import Amount, Exchange, Load, Work
-from bigdit.strategy import Strategy
+from bigdit.speed.work import Amount, Exchange, Keys, Load, Operation, Rows, Work, rows_at
+from bigdit.strategy import Precision, Strategy
+
+Numbers = npt.NDArray[np.float64]
+
+HERE = "benchmarks/gpu_matrix.md"
+"""Times of operators in training steps on an H100 by torch's profiler (torch 2.11), without the held-out points,
+against the bytes and FLOPs that an attempt counts (`git show 8fa40eb:benchmarks/on_gpu/shares.py`)."""
+
+MEASURED = (9, 0)
+"""The compute capability of that GPU, whose shares were measured per operator."""
+
+PRODUCTS = {
+    (7, 0): Interval(low=0.30, high=0.85),
+    (8, 0): Interval(low=0.68, high=0.87),
+    (9, 0): Interval(low=0.65, high=0.84),
+}
+"""Share of the peak rate that matrix products of 16 bits reach on tensor cores, by compute capability.
+
+High: the largest products of the "maximum achievable matmul FLOPS" table of stas00/ml-engineering (A100 271 of 312,
+H100 795 of 989, GH200 829 of 989). Low of H100: measured in steps of seven models, 0.66 to 0.81 (HERE), which is 0.79
+of its high; low of A100: OF_THE_BEST of its high. V100: 39 of 130 TFLOPS in Megatron-LM's run on one GPU
+(arXiv:1909.08053); its high is assumed.
+"""
+
+OF_THE_BEST = 0.78
+"""What products from 2048 x 2048 x 2048 on reach at least of the best one's rate on the same GPU: 0.78 on an A40, 0.81
+to 0.85 on an H100 (zzc0721/torch-performance-test-data#185, #79); 0.79 in training steps on an H100 (HERE)."""
+
+BEST_PRODUCTS = {"a40": 0.82, "a6000": 0.80, "l20": 0.96, "l40s": 0.75, "h20": 0.96}
+"""Share of the peak rate of the best product of 16 bits that was measured, by GPU.
+
+Source: 122 of 150, 123 of 155, 114 of 120, 269 of 362 and 142 of 148 TFLOPS in zzc0721/torch-performance-test-data,
+database.md and #185.
+"""
+
+TF32_PRODUCTS = {(8, 0): Interval(low=0.55, high=0.87), (9, 0): Interval(low=0.55, high=0.84)}
+"""The same in TF32. Low: in a step on an H100 0.57 (HERE), and 0.58 of an A100 (2048 x 2048 x 2048,
+zzc0721/torch-performance-test-data#108); high as of 16 bits."""
+
+FP8_PRODUCTS = {(9, 0): Interval(low=0.40, high=0.78)}
+"""Share of the FP8 peak that products of FP8 reach, by compute capability.
+
+High: the best of a GH200, 1535 of 1979 TFLOPS, in the "maximum achievable matmul FLOPS" table of stas00/ml-engineering;
+an H100's is 1403 (0.71). Low is assumed: OF_THE_BEST of that is 0.55, and products with a scale a row are slower.
+"""
+
+OTHER_FP8_PRODUCTS = Interval(low=0.25, high=0.96)
+"""The same of other GPUs: low is assumed, high is that of OTHER_PRODUCTS."""
+
+CONVOLUTIONS_MEASURED = Interval(low=0.59, high=0.84)
+"""The same of convolutions of 16 bits on an H100, with the conversion of what does not come channels last: Sana's reach
+0.59 to 0.70 and more, since grouped ones are in the time (HERE); high as of products."""
+
+OTHER_PRODUCTS = Interval(low=0.35, high=0.96)
+"""GPUs that no such table has: from below the others to what cuBLAS was seen to reach of an L20's rate
+(115 of 119.5 TFLOPS, DefTruth/CUDA-Learn-Notes, hgemm)."""
+
+FP32_DOUBLED = Interval(low=0.45, high=0.76)
+"""The same on CUDA cores, in fp32, of GPUs whose rate counts units twice that compute integers too: from 9.1 of an RTX
+A4000's 19.2 TFLOPS to 23.4 of an A10G's 31.2 (zzc0721/torch-performance-test-data#97, #126)."""
+
+FP32_PRODUCTS = {
+    (7, 0): Interval(low=0.80, high=0.93),
+    (8, 0): Interval(low=0.50, high=0.98),
+    (8, 6): FP32_DOUBLED,
+    (8, 9): FP32_DOUBLED,
+    (9, 0): Interval(low=0.70, high=0.78),
+    (12, 0): FP32_DOUBLED,
+}
+"""From 2048 x 2048 x 2048 on: 12.7 to 14.5 of a V100's 15.7 TFLOPS, 9.7 to 19.2 of an A100's 19.5, and from 32 of an
+H20's 44 to 52.1 of an H100's 67. Source: zzc0721/torch-performance-test-data#140, #108, #79 and database.md."""
+
+OTHER_FP32_PRODUCTS = Interval(low=0.50, high=0.97)
+"""Of others: from a T4's 4.2 of 8.1 TFLOPS to an RTX 2080 Ti's 13 of 13.4 (same source, database.md)."""
+
+ATTENTION_MEASURED = Interval(low=0.46, high=0.61)
+"""Share of the tensor cores' rate that cuDNN's attention reaches on an H100, forward and backward, of what it computes:
+heads of more than 64 fill tiles of 128, and the rest of those is zeros (HERE). 0.53 to 0.61 with heads of 128 (Wan);
+0.26 to 0.34 with 72 (PixArt) are 0.46 to 0.61 of what fills the tiles."""
+
+SMALL_HEADS_MEASURED = Interval(low=0.42, high=0.46)
+"""The same with heads of up to 64: 0.43 to 0.45 with 64 (SD3.5), where more of the time goes to the softmax."""
+
+ATTENTION = Interval(low=0.20, high=0.75)
+"""The same of other GPUs.
+
+FlashAttention-2 reaches 0.50 to 0.73 on an A100 (arXiv:2307.08691) and 0.35 on an H100, FlashAttention-3 up to 0.75
+there (arXiv:2407.08608), all with heads of 64 or 128 that fill the tiles. Low is for other heads, short texts and
+the kernel that takes masks: assumed.
+"""
+
+ATTENTION_FP32 = Interval(low=0.13, high=0.75)
+"""The same of attention in fp32, of a third of the rate of TF32: measured 0.13 on an H100 (HERE); high as of others."""
+
+BANDWIDTH_MEASURED = Interval(low=0.40, high=0.66)
+"""Share of an H100's bandwidth that all but the optimizer's kernels reach together in a step (HERE): 0.42 to 0.64 in
+seven models. GELU reaches 0.90, broadcasting products 0.52 to 0.57, copies that change the layout 0.37 to 0.6, sums 0.2
+to 0.6."""
+
+OPTIMIZER_MEASURED = Interval(low=0.80, high=0.92)
+"""The same of fused AdamW (HERE): 0.86 to 0.90."""
+
+BANDWIDTH = Interval(low=0.50, high=0.92)
+"""Share of the memory's bandwidth that element-wise kernels, norms, copies and the optimizer reach.
+
+Measured copies on the GPU: 0.75 of an A100's (NVIDIA/cuda-samples#311), 0.77 of an H100's (NVIDIA/nccl#1264), 0.87
+of an A100-40G's (PTsolvers/gpu-workshop-JuliaCon23#7). Low is for strided and broadcast operands and reductions,
+high for what stays in the cache in part: both assumed.
+"""
+
+GROUPED_MEASURED = Interval(low=0.50, high=0.80)
+"""The same of grouped convolutions on an H100: Sana's, in bf16, with all others 0.66 to 0.73 (HERE)."""
+
+GROUPED = Interval(low=0.10, high=0.80)
+"""The same on other GPUs. PyTorch's and cuDNN's kernels differ by up to 5.8 times on the same shape
+(pytorch/pytorch#91735), with the faster one assumed to reach 0.6 to 0.8."""
+
+LAUNCH_SECONDS = Interval(low=5e-6, high=50e-6)
+"""CPU time for each operator on the GPU: Python, dispatcher, autograd, launch.
+
+From 5 µs: "PyTorch op to kernel launch" and "Tensor core throughput at scale" (jiahuanglin.xyz, factryze.ai). To 50 µs:
+31 to 49 µs in small models on a virtual machine with 16 cores of a Xeon and Python 3.12 (HERE).
+"""
+
+KERNEL_SECONDS = 4e-6
+"""The least that a kernel occupies the GPU, at most: 2 to 4 µs in a model whose tensors are small (HERE, dit-b-4)."""
+
+_ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "cudnn_attention")
+
+KINDS = ("matrix products", "attention", "convolutions", "memory-bound operators", "encoders", "optimizer")
+"""Kinds of kernels in a step."""
+
+
+class Pace(NamedTuple):
+    """How fast a GPU runs an operator: what it reaches of the peak `rate` (FLOPs a second), and how fast it is `moving`
+    (bytes a second).
+
+    `moves`: how many times the moved bytes are added to the arithmetic at the high end; 0 where both overlap.
+    `kinds`: which part of a step it is where it computes, and where it only moves.
+    """
+
+    rate: float
+    efficiency: Interval
+    moving: Interval
+    moves: int
+    kinds: tuple[str, str]
+
+
+def kernel_seconds(load: Load, gpu: Gpu, precision: Precision) -> dict[str, Interval]:
+    """Seconds of the GPU's kernels by kind: they run one after the other.
+
+    At the high end each call has the least time of a kernel. Kernels that compute have it in addition, because their
+    first and last tiles leave multiprocessors idle.
+    """
+    paces = _paces(load.operations.named, gpu, precision)
+    calls, flops, nbytes = load.operations.numbers[paces.rows].T
+    least, low, high = calls * KERNEL_SECONDS, nbytes / paces.moving[1], nbytes / paces.moving[0]
+    arithmetic, computes = flops / paces.rate, flops > 0
+    fastest, slowest = arithmetic / paces.efficiency[1], arithmetic / paces.efficiency[0]
+    computed = np.where(paces.moves > 0, slowest + paces.moves * high, np.maximum(slowest, high)) + least
+    kinds = np.where(computes, paces.kinds[0], paces.kinds[1])
+    seconds = np.maximum(fastest, low), np.where(computes, computed, np.maximum(high, least))
+    lows, highs = (np.bincount(kinds, weights=each, minlength=len(KINDS)).tolist() for each in seconds)
+    return {KINDS[kind]: Interval(low=lows[kind], high=highs[kind]) for kind in sorted({*kinds.tolist()})}
+
+
+class _Paces(NamedTuple):
+    """The paces of the operations that a GPU computes, which are in these `rows` of their keys: [2, rows] of lows and
+    highs, else [rows]. `kinds` are in the order of KINDS."""
+
+    rows: Rows
+    rate: Numbers
+    efficiency: Numbers
+    moving: Numbers
+    moves: Numbers
+    kinds: Rows
+
+
+@functools.lru_cache(maxsize=512)
+def _paces(named: Keys[Operation], gpu: Gpu, precision: Precision) -> _Paces:
+    """Found once: a plan times its few operators at hundreds of sizes."""
+    rows = rows_at(named, "device")
+    found = [_pace(named.order[row], gpu, precision) for row in rows]
+
+    def bounds(intervals: Sequence[Interval]) -> Numbers:
+        return np.array([(each.low, each.high) for each in intervals]).reshape(len(rows), 2).T
+
+    return _Paces(
+        rows=rows,
+        rate=np.array([each.rate for each in found]),
+        efficiency=bounds([each.efficiency for each in found]),
+        moving=bounds([each.moving for each in found]),
+        moves=np.array([each.moves for each in found]),
+        kinds=np.array([[KINDS.index(kind) for kind in each.kinds] for each in found], np.intp).reshape(len(rows), 2).T,
+    )
+
+
+def _pace(operation: Operation, gpu: Gpu, precision: Precision) -> Pace:
+    rate, measured = _rate(operation, gpu, precision), gpu.compute_capability == MEASURED
+    efficiency, moving, moves = _efficiency(operation, gpu, rate), BANDWIDTH, 0
+    if measured:
+        moving = OPTIMIZER_MEASURED if "_fused_adam" in operation.operator else BANDWIDTH_MEASURED
+    if operation.operator.endswith("(grouped)"):
+        # One channel at a time fills no tensor core.
+        rate, efficiency = gpu.tflops.fp32 * 1e12, _fp32_products(gpu)
+        moving = GROUPED_MEASURED if measured else GROUPED
+    elif measured and _is_attention(operation):
+        # Where texts are short, it reads and writes as long as it computes.
+        moves = 1
+    elif "convolution" in operation.operator and not (measured and operation.dtype != "float32"):
+        # cuDNN's kernels for tensor cores need channels last, and convert what comes otherwise: read and written
+        # once more.
+        moves = 2
+    return Pace(rate, efficiency, moving * (gpu.bandwidth_gbs * 1e9), moves, _kinds(operation))
+
+
+def _rate(operation: Operation, gpu: Gpu, precision: Precision) -> float:
+    """Attention in fp32 is the memory-efficient one, which multiplies by three products of TF32, whatever is allowed.
+
+    Source: OpMultiplyAddFastF32 in aten/src/ATen/native/transformers/cuda/mem_eff_attention/gemm_kernel_utils.h.
+    """
+    if operation.dtype == "float32" and gpu.tflops.tf32 and _is_attention(operation):
+        return gpu.tflops.tf32 * 1e12 / 3
+    return gpu.tflops.of(operation.dtype, tf32=precision == "tf32")
+
+
+def _is_attention(operation: Operation) -> bool:
+    return any(name in operation.operator for name in _ATTENTION)
+
+
+def _efficiency(operation: Operation, gpu: Gpu, rate: float) -> Interval:
+    if _is_attention(operation):
+        if operation.dtype == "float32":
+            return ATTENTION_FP32
+        return _attention_measured(operation) if gpu.compute_capability == MEASURED else ATTENTION
+    if rate == gpu.tflops.fp32 * 1e12:
+        return _fp32_products(gpu)
+    if "convolution" in operation.operator and gpu.compute_capability == MEASURED and operation.dtype != "float32":
+        return CONVOLUTIONS_MEASURED
+    if operation.dtype.startswith("float8"):
+        return FP8_PRODUCTS.get(gpu.compute_capability, OTHER_FP8_PRODUCTS)
+    if operation.dtype == "float32":
+        return TF32_PRODUCTS.get(gpu.compute_capability, OTHER_PRODUCTS)
+    if gpu.name in BEST_PRODUCTS:
+        return Interval(low=OF_THE_BEST, high=1) * BEST_PRODUCTS[gpu.name]
+    return PRODUCTS.get(gpu.compute_capability, OTHER_PRODUCTS)
+
+
+def _attention_measured(operation: Operation) -> Interval:
+    """By the size of the heads, which stands behind the operator's name."""
+    match = re.search(r"\(heads of (\d+)\)$", operation.operator)
+    size = int(match[1]) if match else 128
+    if size <= 64:
+        return SMALL_HEADS_MEASURED * (size / 64)
+    return ATTENTION_MEASURED * (size / (-(-size // 128) * 128))
+
+
+def _fp32_products(gpu: Gpu) -> Interval:
+    return FP32_PRODUCTS.get(gpu.compute_capability, OTHER_FP32_PRODUCTS)
+
+
+def _kinds(operation: Operation) -> tuple[str, str]:
+    if operation.phase == "encode":
+        return "encoders", "encoders"
+    if operation.phase in ("step", "ema"):
+        return "optimizer", "optimizer"
+    if _is_attention(operation):
+        return "attention", "attention"
+    if "convolution" in operation.operator:
+        return "convolutions", "convolutions"
+    return "matrix products", "memory-bound operators"
+
 
 PARTS = (*KINDS, "launches", "CPU", "collectives", "copies to and from CPU memory")
 """Parts of a step's seconds. `launches`: the GPU waits for the next kernel. `CPU`: optimizer and EMA that run on its

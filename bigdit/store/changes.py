@@ -4,6 +4,10 @@ The store has a listing of each source: names, sizes and times of its files, and
 store. Where a listing agrees, nothing is read. Files that differ, if only in their times, are read, and compared with
 the digests in the parts. An image with the same content keeps its index, whatever its name is now. The others get new
 indices, behind all others. A listing can be deleted at any time; then all files are read.
+
+The schema with the changes waits in `growth-N.json` until all its parts are there. So a store is as it was before, or
+as it is after, whenever it is read. Parts are only added. The last file remains, and replaces a `schema.json` that was
+lost. Of two extractions that plan at once, one creates the next file.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import contextlib
 import gzip
 import itertools
 import json
+import os
 import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,14 +33,27 @@ from pydantic import TypeAdapter
 from bigdit import log
 from bigdit.config.data import MAX_PIXELS
 from bigdit.errors import UserError, shown
-from bigdit.files import replacing
+from bigdit.files import MOST_BYTES, create_text, replacing, write_text
 from bigdit.sources.open import INDEX, SourceList
 from bigdit.sources.protocol import Contents, Entry, Item, Source, Unusable
-from bigdit.store.growth import begin_growth, latest_schema
+from bigdit.store.header import check_part, read_header
 from bigdit.store.lease import missing, own_folder
-from bigdit.store.part import part_path
+from bigdit.store.part import part_path, part_range
 from bigdit.store.reader import Part
-from bigdit.store.schema import EXTRACT, Change, Range, Run, StoreSchema, as_read, check_same, part_identity
+from bigdit.store.schema import (
+    EXTRACT,
+    FILE,
+    GROWTH,
+    Change,
+    Range,
+    Run,
+    StoreSchema,
+    as_read,
+    check_same,
+    part_identity,
+    read_schema,
+    schema_text,
+)
 
 Ints = npt.NDArray[np.int64]
 Digests = tuple[int, int]
@@ -469,3 +487,68 @@ def _read_listing(root: Path, schema: StoreSchema, number: int) -> list[Listed] 
         if np.array_equal(np.sort(indices), live):
             return list(_with_indices(listed, indices))
     return None
+
+
+def latest_schema(root: Path) -> StoreSchema | None:
+    """The schema that extractions complete: of the last growth, else the store's. Raises UserError if it is damaged."""
+    last = _last_growth(root)
+    return read_schema(root, _growth(last)) if last else read_schema(root)
+
+
+def begin_growth(root: Path, found: StoreSchema, grown: StoreSchema) -> None:
+    """Let extractions complete `grown`, which follows the latest schema `found`. Raises UserError if another began."""
+    if grown == found:
+        return
+    text, last = schema_text(grown), _last_growth(root)
+    if len(text) > MOST_BYTES:
+        raise UserError(
+            f"data.features: the removed images of {root} are too many for its schema; choose another data.features"
+        )
+    if latest_schema(root) == found:
+        _remove_others(root, found, grown)
+        with own_folder(root) as workspace:
+            create_text(root / _growth(last + 1), text, workspace)
+    if latest_schema(root) != grown:
+        raise UserError(f"data.features: another extraction found other changes for {root} just now; run this again")
+
+
+def commit_growth(root: Path, grown: StoreSchema) -> None:
+    """Make `grown`, the latest schema, whose parts are all there, the schema of the store."""
+    if read_schema(root) != grown:
+        with own_folder(root) as workspace:
+            write_text(root / FILE, schema_text(grown), workspace)
+    for number in range(1, _last_growth(root)):
+        (root / _growth(number)).unlink(missing_ok=True)
+
+
+def _growth(number: int) -> str:
+    return f"growth-{number:06d}.json"
+
+
+def _growth_number(name: str) -> int:
+    found = GROWTH.fullmatch(name)
+    return int(found[1]) if found else 0
+
+
+def _last_growth(root: Path) -> int:
+    try:
+        return max(map(_growth_number, os.listdir(root)), default=0)
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+
+
+def _remove_others(root: Path, found: StoreSchema, grown: StoreSchema) -> None:
+    """Remove parts behind those of `found` that are not of `grown`: their growth was deleted by hand."""
+    wanted = set(grown.ranges())
+    for name in os.listdir(root):
+        of = part_range(name)
+        if of is not None and of[0] >= found.count and not (of in wanted and _is_of(root / name, grown, of[0])):
+            (root / name).unlink(missing_ok=True)
+
+
+def _is_of(path: Path, schema: StoreSchema, start: int) -> bool:
+    try:
+        check_part(read_header(path), part_identity(schema, start))
+    except UserError:
+        return False
+    return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -59,6 +60,8 @@ def _whole(label: str | int) -> int | None:
 
 
 FILE = "schema.json"
+GROWTH = re.compile(r"growth-(\d{6})\.json")
+"""The names of schemas that wait for parts of a store that grows (`changes.py`)."""
 EXTRACT = "`bigdit extract --config RUN.yaml`"  # for errors: the command that makes and completes stores
 
 VERSION: Final = 5

@@ -23,7 +23,6 @@ from bigdit.catalog.conditions import FILL, LOSS_MASK
 from bigdit.catalog.families import REFERENCE
 from bigdit.errors import UserError
 from bigdit.store.files import LocalParts, ReaderName, RemoteParts, open_remote, read_column
-from bigdit.store.growth import is_growth
 from bigdit.store.header import Header, check_part, damaged, read_header
 from bigdit.store.part import (
     FIRST_FRAME,
@@ -36,7 +35,7 @@ from bigdit.store.part import (
     shape_name,
 )
 from bigdit.store.reader import Part
-from bigdit.store.schema import EXTRACT, Classes, Run, StoreSchema, part_identity, read_schema, store_identity
+from bigdit.store.schema import EXTRACT, GROWTH, Classes, Run, StoreSchema, part_identity, read_schema, store_identity
 from bigdit.store.schema import FILE as SCHEMA
 from bigdit.store.tensors import bytes_of, chained_digest, commit_tensors
 from bigdit.store.text import TEXT, Text, column_name
@@ -258,7 +257,7 @@ class FeatureStore:
         missing += [name for name in unnumbered if name not in sizes]
         known = len(ranges) - int((parts[:, 2] < 0).sum())
         others = sum(part_range(name) is not None for name in sizes) - known
-        growing = any(map(is_growth, sizes))  # further parts are being added
+        growing = any(map(GROWTH.fullmatch, sizes))  # further parts are being added
         del sizes, ranges
         if missing:
             raise UserError(

@@ -16,8 +16,8 @@ from bigdit.catalog.families import FAMILIES
 from bigdit.checkpoint import Peers
 from bigdit.config import RunConfig
 from bigdit.config.data import DataConfig
+from bigdit.config.load import of_each
 from bigdit.config.plan_file import PlanFile
-from bigdit.config.stages import of_each
 from bigdit.dist import World
 from bigdit.encoders.fit import (
     latent_misfits,

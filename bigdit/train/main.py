@@ -12,10 +12,10 @@ from pathlib import Path
 from bigdit import libraries, log
 from bigdit.catalog.names import revision
 from bigdit.config import load_stages
-from bigdit.config.load import set_once
+from bigdit.config.load import set_once, with_ds_config, with_grace
 from bigdit.dist import World, world_from_env
 from bigdit.errors import EXIT_USER, guard, shown
-from bigdit.train.prepare import check_launcher, check_stores, log_lines, prepare_stages, with_ds_config, with_grace
+from bigdit.train.prepare import check_launcher, check_stores, log_lines, prepare_stages
 from bigdit.train.processes.end import LAUNCHER, end_with_launcher
 
 EXPANDABLE = "expandable_segments:True"

@@ -15,11 +15,10 @@ from bigdit.catalog.families import FAMILIES, block_count, objective_of, trainin
 from bigdit.catalog.models import latent_shape
 from bigdit.catalog.resolve import folder_vae, model_spec, of_arguments
 from bigdit.config import RunConfig, Stage, check
-from bigdit.config.accelerate import check_accelerate
+from bigdit.config.check import check_accelerate
 from bigdit.config.data import IdentityCodec, frames_of, written_bucket
-from bigdit.config.load import with_option
+from bigdit.config.load import not_shared, of_each
 from bigdit.config.plan_file import PlanFile, check_plan
-from bigdit.config.stages import not_shared, of_each
 from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.objective_spec import learned, partial
@@ -178,18 +177,6 @@ def _missing_trackers(run: RunConfig) -> list[str]:
         for name in run.trackers
         if importlib.util.find_spec(name) is None
     ]
-
-
-def with_ds_config(overrides: Sequence[str], ds_config: Path | None) -> list[str]:
-    """`--ds-config FILE` as overrides."""
-    if ds_config is None:
-        return list(overrides)
-    return with_option(overrides, "--ds-config", {"strategy.engine": "deepspeed", "strategy.ds_config": ds_config})
-
-
-def with_grace(overrides: Sequence[str], grace: float | None) -> list[str]:
-    """`--grace SECONDS` as an override."""
-    return list(overrides) if grace is None else with_option(overrides, "--grace", {"train.grace": grace})
 
 
 def log_lines(world: World, lines: Iterable[str], *, notes: bool = False) -> None:

@@ -16,8 +16,8 @@ from bigdit.catalog.conditions import fed_more
 from bigdit.catalog.families import objective_of
 from bigdit.catalog.resolve import of_arguments, read_model_config
 from bigdit.config import RunConfig, check
+from bigdit.config.load import of_each
 from bigdit.config.run import CHECKPOINTS
-from bigdit.config.stages import of_each
 from bigdit.dist import World
 from bigdit.engines import Ema, Engine
 from bigdit.errors import UserError

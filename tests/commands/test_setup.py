@@ -23,7 +23,7 @@ WITH_CUDA, WITH_CUDA_12, WITHOUT_CUDA = (
 TRITON = "triton~=9.1; platform_system == 'Linux'"
 
 MAIN = "from bigdit.cli import main; main()"
-PIP_INSTALLED = f"import bigdit.checkout as c, pathlib; c.ROOT = pathlib.Path('/absent'); {MAIN}"
+PIP_INSTALLED = f"import bigdit.processes as c, pathlib; c.ROOT = pathlib.Path('/absent'); {MAIN}"
 """bigdit away from this checkout and its .venv-cuda."""
 
 

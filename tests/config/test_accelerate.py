@@ -8,9 +8,8 @@ import yaml
 from accelerate.commands import launch
 from plan_files import SINGLE, plan_of, problems, run_yaml, write, zero2
 
-from bigdit.config.accelerate import check_accelerate
-from bigdit.config.load import parse_strategy
-from bigdit.config.stages import load_stages
+from bigdit.config.check import check_accelerate
+from bigdit.config.load import load_stages, parse_strategy
 from bigdit.dist import ACCELERATE, asked_of_accelerate
 from bigdit.train import main
 

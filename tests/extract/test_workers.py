@@ -22,8 +22,7 @@ from running import ended, until
 
 from bigdit.config.data import SourceConfig
 from bigdit.errors import UserError
-from bigdit.extract.extract import extract
-from bigdit.extract.job import encode_here
+from bigdit.extract.extract import encode_here, extract
 from bigdit.store import FeatureStore
 from bigdit.store.lease import WorkerName, all_leases
 from bigdit.store.report import read_units, shares_of

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bigdit.catalog import model
-from bigdit.checkout import entry
+from bigdit.processes import entry
 from bigdit.report.how_to_run import PORT, SAVED_BYTES_PER_S, Command, commands, obstacle, skeleton
 from bigdit.speed.seconds import Cluster
 from bigdit.strategy import Strategy

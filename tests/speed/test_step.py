@@ -7,9 +7,20 @@ from hypothesis import strategies as st
 from bigdit import catalog
 from bigdit.profile.attempt import launched
 from bigdit.search.plan import WholeRun
-from bigdit.speed.roofline import BANDWIDTH, FP8_PRODUCTS, KERNEL_SECONDS, LAUNCH_SECONDS, PRODUCTS
 from bigdit.speed.seconds import LAUNCHED_SECONDS, Cluster, Interval, Launches, StepRatio, StepTime, launches_of
-from bigdit.speed.step import HOST_LINK, HOST_MEMORY, LATENCY, NVLINK, PARTS, step_time
+from bigdit.speed.step import (
+    BANDWIDTH,
+    FP8_PRODUCTS,
+    HOST_LINK,
+    HOST_MEMORY,
+    KERNEL_SECONDS,
+    LATENCY,
+    LAUNCH_SECONDS,
+    NVLINK,
+    PARTS,
+    PRODUCTS,
+    step_time,
+)
 from bigdit.speed.work import NOTHING, Amount, Exchange, Load, Operation, Work
 from bigdit.strategy import Strategy
 

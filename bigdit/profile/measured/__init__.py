@@ -13,8 +13,8 @@ from pathlib import Path
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from bigdit.checkout import ROOT, own_module
 from bigdit.errors import UserError
+from bigdit.processes import ROOT, own_module
 from bigdit.profile.attempt import StepRequest
 from bigdit.profile.pool import environment, failure
 from bigdit.strategy import Strict

@@ -22,9 +22,8 @@ import numpy.typing as npt
 from PIL import Image
 
 from bigdit import libraries, log
-from bigdit.checkout import own_module
-from bigdit.die_with_parent import undisturbed
 from bigdit.errors import shown
+from bigdit.processes import own_module, undisturbed
 
 PATIENCE_S = 60.0
 """Seconds that the end of a run waits for the last rows, at most."""

@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from bigdit.die_with_parent import end_with
 from bigdit.dist import World
 from bigdit.errors import UserError
+from bigdit.processes import end_with
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -18,12 +18,11 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from bigdit import log
-from bigdit.checkout import own_module
 from bigdit.config import RunConfig
-from bigdit.die_with_parent import STOPPED, state_of
 from bigdit.documents import MOST_PROCESSES
 from bigdit.errors import EXIT_USER, UserError
 from bigdit.machine import memory_bytes
+from bigdit.processes import STOPPED, own_module, state_of
 from bigdit.train.processes.end import LAUNCHER, heeded
 from bigdit.units import gib
 

@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from bigdit.die_with_parent import ENDED, STOPPED, state_of
 from bigdit.dist import World
 from bigdit.errors import EXIT_USER, UserError, refused
+from bigdit.processes import ENDED, STOPPED, state_of
 from bigdit.train.processes.end import SIGNALS, heeded
 
 # One Ctrl-C may come twice, from the terminal and from a launcher.

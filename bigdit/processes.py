@@ -1,8 +1,8 @@
-"""Processes that end when another one ends, not only their parent, and that leave Ctrl-C to it."""
+"""bigdit's own processes: the commands that start them, from its repository or from an installed package; and how they
+end with another process, not only with their parent, and leave Ctrl-C to it."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import select
 import signal
@@ -10,6 +10,26 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+"""The repository, or the folder of packages if pip installed bigdit."""
+
+
+def in_checkout() -> bool:
+    """Whether bigdit runs from its repository, which has a Makefile."""
+    return (ROOT / "Makefile").exists()
+
+
+def own_module(name: str) -> tuple[str, ...]:
+    """Python's options that run this module. -P keeps it from importing modules of the working folder, such as another
+    checkout."""
+    return "-P", "-m", name
+
+
+def entry(module_option: str = "-m") -> tuple[str, ...]:
+    """What python or a launcher starts to train: the repository's script, or a module by `module_option`."""
+    return (os.path.relpath(ROOT / "launch/train.py"),) if in_checkout() else (module_option, "bigdit.launch")
+
 
 ENDED, STOPPED = ("Z", "X"), ("T", "t")
 """States of processes, as proc_pid_stat(5) has them."""
@@ -42,6 +62,8 @@ def state_of(pid: int) -> str:
 
 def end_with_parent() -> None:
     """Kill this process of multiprocessing when its parent has ended, for whatever reason."""
+    import multiprocessing  # here: a plan of the cache does without
+
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
         end_with(parent.pid, signal.SIGKILL)
