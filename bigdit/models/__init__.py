@@ -7,7 +7,7 @@ torch.
 from bigdit.models.build import build, check_folder, load, not_safetensors, outline, read_single_file, skeleton
 from bigdit.models.context import split_context
 from bigdit.models.controlnet import controlnet
-from bigdit.models.equip import adapt, arrange, equip
+from bigdit.models.equip import adapt, adapt_text, arrange, equip
 from bigdit.models.families import families, family
 from bigdit.models.family import Conditions, Extra, Family, images, take_through
 from bigdit.models.lora_files import (
@@ -17,6 +17,7 @@ from bigdit.models.lora_files import (
     save_adapters,
     save_for_comfyui,
     start_adapters,
+    start_text_adapters,
 )
 from bigdit.models.whole import Piece, single_file_layout
 
@@ -26,6 +27,7 @@ __all__ = [
     "Family",
     "Piece",
     "adapt",
+    "adapt_text",
     "arrange",
     "build",
     "check_folder",
@@ -47,5 +49,6 @@ __all__ = [
     "skeleton",
     "split_context",
     "start_adapters",
+    "start_text_adapters",
     "take_through",
 ]

@@ -65,7 +65,11 @@ def build(request: StepRequest, seed: int | None = None) -> Built:
         return Built(model, None)
     from bigdit.encoders.frozen import FrozenEncoders  # transformers takes seconds to import
 
-    return Built(model, FrozenEncoders(request.encoders))
+    frozen = FrozenEncoders(request.encoders)
+    if strategy.trains_text:
+        frozen.trained = True
+        models.adapt_text(model, frozen.clips(), strategy)
+    return Built(model, frozen)
 
 
 def prepare(request: StepRequest, built: Built) -> Workload:
