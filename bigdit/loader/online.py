@@ -190,10 +190,9 @@ class RunEncoders:
         return found
 
     def tensors(self) -> list[torch.Tensor]:
-        """All weights and buffers of encoders that are not trained."""
+        """All weights and buffers."""
         modules = [*self.image.modules(), *(self.text.modules() if self.text else ())]
-        frozen = [module for module in modules if all(module is not each for each in self.trained.values())]
-        return [tensor for module in frozen for tensor in (*module.parameters(), *module.buffers())]
+        return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
 
     def encode(self, pixels: torch.Tensor, captions: Captions, indices: Sequence[int]) -> EncodedBatch:
         """Encode pixels [B, 1 or 3, (F,) H, W] uint8, and captions if the model has text; rounded as in a store, unless

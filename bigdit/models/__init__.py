@@ -11,6 +11,7 @@ from bigdit.models.equip import adapt, adapt_text, arrange, equip
 from bigdit.models.families import families, family
 from bigdit.models.family import Conditions, Extra, Family, images, take_through
 from bigdit.models.lora_files import (
+    TEXT_ENCODERS,
     loaded_by,
     of_plain_weights,
     read_adapters,
@@ -22,6 +23,7 @@ from bigdit.models.lora_files import (
 from bigdit.models.whole import Piece, single_file_layout
 
 __all__ = [
+    "TEXT_ENCODERS",
     "Conditions",
     "Extra",
     "Family",

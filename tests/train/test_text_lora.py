@@ -9,7 +9,7 @@ import torch
 import yaml
 from commands import in_process, with_set
 from peft import LoraConfig, inject_adapter_in_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_pipelines import FLUX, SD3
 
 from bigdit import checkpoint, engines, models, objectives
@@ -20,6 +20,8 @@ from bigdit.dist import World
 from bigdit.encoders.components import load_text_pipeline
 from bigdit.loader.batch import Batch, CaptionedBatch
 from bigdit.loader.online import RunEncoders
+from bigdit.sampling.conditions import SamplingOptions
+from bigdit.sampling.sampler import Sampler
 from bigdit.sources.open import open_source
 from bigdit.train.step import encode, train_step
 
@@ -174,3 +176,113 @@ def test_a_run_resumes_to_the_bit(case, trained, tmp_path):
     assert any("ema" in name and "text_encoders." in name for name in whole)
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(resumed[name], each) for name, each in whole.items())
+
+
+def _loaded(name, path, output, folder="transformer"):
+    """The pipeline of diffusers, with the run's export in it."""
+    class_name, *_ = CASES[name]
+    pipeline = load_text_pipeline(path.parent / "pipeline", torch.bfloat16, torch.device("cpu"))
+    transformer = getattr(diffusers, class_name).from_pretrained(
+        path.parent / "transformer", torch_dtype=torch.bfloat16
+    )
+    pipeline.register_modules(transformer=transformer)
+    pipeline.load_lora_weights(output / "exports" / "step-00000003" / folder)
+    for part in (each for each in pipeline.components.values() if isinstance(each, torch.nn.Module)):
+        part.requires_grad_(False)
+    return pipeline
+
+
+def _encoded(name, pipeline, caption):
+    if name == "FluxPipeline":
+        return pipeline.encode_prompt(caption, caption)[:2]
+    return pipeline.encode_prompt(caption, caption, caption, do_classifier_free_guidance=False)[::2]
+
+
+@pytest.mark.parametrize("ema", [False, True])
+def test_diffusers_loads_an_export_and_generates_from_the_texts_that_bigdit_samples_with(case, trained, ema):
+    name, path = case
+    found, _ = checkpoint.latest(trained)
+    sampler = Sampler(found, torch.device("cpu"), ema=ema)
+    options = SamplingOptions(16, 16, steps=2, guidance=1.0)
+    (latents,) = sampler.generate(["a cat"], options)
+    with torch.no_grad():
+        states, pooled = _encoded(
+            name, _loaded(name, path, trained, "transformer_ema" if ema else "transformer"), "a cat"
+        )
+        frozen = load_text_pipeline(path.parent / "pipeline", torch.bfloat16, torch.device("cpu"))
+        assert not torch.equal(pooled, _encoded(name, frozen, "a cat")[1])
+        spec = model_spec(load_run(path).model)
+        family, model = models.family(spec.class_name), sampler.model()
+        noise = objectives.draw_noise(torch.empty(1, *latents.shape), [0])
+        given = Batch(noise, states, torch.ones(states.shape[:2]), (0,), {"pooled_text": pooled})
+        objective = objective_of(spec, load_run(path).objective)
+        expected = objectives.sample(
+            objective,
+            objectives.default_sampler(objective),
+            lambda noisy, t: family.predict(model, noisy.bfloat16(), t, given).float(),
+            noise,
+            2,
+            family.tokens(model, noise.shape),
+        )
+    torch.testing.assert_close(latents, expected[0], rtol=0, atol=1e-2)
+
+
+def test_comfyui_reads_the_names_of_an_export(case, trained):
+    """ComfyUI's comfy/lora.py, model_lora_keys_clip: clip_l is text_encoder, and clip_g text_encoder_2."""
+    name, _ = case
+    file = trained / "exports/step-00000003/transformer/pytorch_lora_weights.safetensors"
+    of_text = {each for each in load_file(file) if not each.startswith("transformer.")}
+    assert of_text == {
+        f"{part}.text_model.encoder.layers.{layer}.self_attn.{target}.lora_{kind}.weight"
+        for part in CASES[name][2]
+        for layer in range(3)
+        for target in TARGETS
+        for kind in "AB"
+    }
+
+
+@pytest.mark.parametrize("names", ["checkpoint", "export", "kohya"])
+def test_a_run_starts_from_adapters_of_text_encoders(case, trained, tmp_path, names):
+    """A checkpoint, an export, or a file in kohya's names, with its alpha."""
+    _, path = case
+    source = {"checkpoint": trained / "checkpoints/step-00000003", "export": trained / "exports/step-00000003"}.get(
+        names
+    )
+    if source is None:
+        source, tensors = tmp_path / "kohya.safetensors", {}
+        written = load_file(trained / "exports/step-00000003/transformer/pytorch_lora_weights.safetensors")
+        for name, tensor in written.items():
+            layer, kind = name.removesuffix(".weight").rsplit(".", 1)
+            if layer.startswith("text_encoder"):
+                number = 2 if layer.startswith("text_encoder_2") else 1
+                layer = f"lora_te{number}_" + layer.split(".", 1)[1].replace(".", "_")
+                tensors[f"{layer}.{'lora_down' if kind == 'lora_A' else 'lora_up'}.weight"] = tensor
+                tensors[f"{layer}.alpha"] = torch.tensor(2.0)
+            else:
+                tensors[name] = tensor
+        save_file(tensors, source)
+    spec, _, model = _model(run := load_run(path))
+    encoders = RunEncoders(run, torch.device("cpu"), 2, open_source(run.data))
+    models.adapt_text(model, encoders.trained, run.strategy, seed=5)
+    notices = checkpoint.load_adapters(model, spec, run.strategy.lora, source)
+    assert not any("left out" in each or "not in it" in each for each in notices)
+    saved = masters(trained)
+    for name, value in model.named_parameters():
+        if value.requires_grad:
+            torch.testing.assert_close(value, saved[f"master.{name}"].view(value.shape).bfloat16())
+
+
+def test_what_text_encoders_exclude_is_an_error_of_one_line(case):
+    _, path = case
+    refused = {
+        "strategy.features=cached": "features is cached: the encoders run in no step; set it to online",
+        "strategy.compile_blocks=true": "was not tried with compile_blocks; leave one of them out",
+        "strategy.lora.dora=true": "text_encoders is for LoRA, and DoRA is trained; set text_encoders to false",
+        "strategy.lora.text_encoders=false": "text_encoder_lr is set, and text_encoders is false; set it to true",
+        "encoders.text.dtype=fp32": "encoders.text.dtype is fp32, with strategy.precision bf16; set it to bf16",
+    }
+    for override, why in refused.items():
+        more = ["data.features=/none"] if "cached" in override else []
+        found = in_process("train", "--dry-run", "--config", path, *with_set([override, *more]))
+        assert found.returncode == 1
+        assert why in found.stderr
