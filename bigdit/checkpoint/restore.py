@@ -28,7 +28,7 @@ from bigdit.engines import Ema, Engine
 from bigdit.engines.state import EMA, SavedSlice, adopt, make_state, places
 from bigdit.errors import UserError
 from bigdit.models.lora_files import FILE as ADAPTERS
-from bigdit.models.lora_files import PEFT_FILE
+from bigdit.models.lora_files import PEFT_FILE, TEXT_ENCODERS
 from bigdit.objective_spec import ObjectiveSpec, learned
 from bigdit.strategy import LoraSpec, ModelSpec, OptimizerSpec, Strategy
 from bigdit.units import MIB, how_many
@@ -95,6 +95,11 @@ def load_adapters(model: nn.Module, spec: ModelSpec, lora: LoraSpec, source: Pat
         of_text = {name for name in tensors if _OF_TEXT.match(name)}
         mine = {name: tensor for name, tensor in tensors.items() if name not in of_text}
         notices = models.start_adapters(model, lora, models.read_adapters(spec, mine, config))
+        if of_text and lora.text_encoders:
+            if hasattr(model, TEXT_ENCODERS):  # not yet, where a run is checked
+                texts = {name: tensors[name] for name in sorted(of_text)}
+                notices += models.start_text_adapters(model, lora, texts, config)
+            return notices
         left = f"model.lora_from: {how_many(len(of_text), 'tensor')} of text encoders are left out"
         return [*notices, *([left] if of_text else [])]
     except UserError as error:

@@ -22,7 +22,7 @@ from bigdit.documents import differences, written
 from bigdit.errors import UserError
 from bigdit.objective_spec import DdpmSpec, meaningless
 from bigdit.processes import entry
-from bigdit.strategy import ModelSpec, Strategy
+from bigdit.strategy import ModelSpec, Strategy, untrained_text
 from bigdit.units import how_many_of
 
 
@@ -30,6 +30,7 @@ def check(run: RunConfig, model: ModelSpec) -> None:
     """Raise UserError with every contradiction between the sections of `run` and the model it names."""
     problems = [*_check_latents(run, model), *_check_text(run, model), *_check_objective(run, model)]
     problems += online_problems(run)
+    problems += _check_trained_text(run, model) if run.strategy.trains_text else []
     if run.strategy.frozen and run.model.init_from is None:
         kind = "lora adapts" if run.strategy.lora is not None else "controlnet is beside"
         problems.append(
@@ -73,6 +74,28 @@ def _check_images(run: RunConfig) -> list[str]:
         f"samples.images has {images} for {captions} of samples.captions, and {why}; name {one} for all, or {one} for "
         "each"
     ]
+
+
+def _check_trained_text(run: RunConfig, model: ModelSpec) -> list[str]:
+    """What keeps adapters of text encoders from being trained: other encoders than CLIP, or images on the way, whose
+    captions are encoded once."""
+    key, text = "strategy.lora.text_encoders is true", run.encoders.text
+    if (why := untrained_text(model.class_name)) is not None:
+        return [why]
+    problems, dtype = [], {"fp32": "fp32", "tf32": "fp32", "fp16": "fp16"}.get(run.strategy.precision, "bf16")
+    if text is None or text.pipeline is None:
+        problems.append(f"{key}, and encoders.text.pipeline is missing; set it to the folder of the model's pipeline")
+    elif text.dtype != dtype:
+        problems.append(
+            f"{key}, and encoders.text.dtype is {text.dtype}, with strategy.precision {run.strategy.precision}; set "
+            f"it to {dtype}"
+        )
+    if run.samples is not None:
+        problems.append(
+            f"{key}, and samples encodes its captions once, with encoders as they begin; leave samples out, and use "
+            "`bigdit sample`"
+        )
+    return problems
 
 
 def online_problems(run: RunConfig) -> list[str]:

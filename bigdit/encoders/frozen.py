@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from bigdit.catalog.encoders import POOLED_TEXT, OnlineEncoders, TextEncoderSpec
 from bigdit.catalog.families import mask_of
 from bigdit.encoders.latents import encode_latents, one_by_one
-from bigdit.encoders.protocol import EncodedBatch, to_unit_range
+from bigdit.encoders.protocol import EncodedBatch, is_clip, to_unit_range
 
 Texts = tuple[torch.Tensor | None, torch.Tensor | None, dict[str, torch.Tensor]]
 
@@ -31,6 +31,7 @@ class FrozenEncoders:
         if spec.vae.tiling:
             self._vae.enable_tiling()
         self._text = [_text_encoder(encoder) for encoder in spec.text]
+        self.trained = False
 
     def to(self, device: torch.device) -> None:
         """Move all of them to `device`."""
@@ -49,11 +50,15 @@ class FrozenEncoders:
         """The text encoders."""
         return list(self._text)
 
+    def clips(self) -> dict[str, nn.Module]:
+        """The CLIP encoders, by their names in a pipeline, which has them first."""
+        found = [each for each in self._text if is_clip(each)]
+        return {f"text_encoder_{i}" if i > 1 else "text_encoder": each for i, each in enumerate(found, 1)}
+
     def tensors(self) -> list[torch.Tensor]:
         """All weights and buffers."""
         return [tensor for module in self.modules() for tensor in (*module.parameters(), *module.buffers())]
 
-    @torch.no_grad()
     def encode(self, pixels: torch.Tensor, tokens: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> EncodedBatch:
         """Encode pixels [B, 3, (F,) H, W] uint8, and (ids, mask) [B, T] int64 of each text encoder, on their device."""
         return EncodedBatch(self.latents(pixels), *self.texts(tokens))
@@ -63,14 +68,14 @@ class FrozenEncoders:
         """The latents of pixels, as in `encode`."""
         return encode_latents(self._vae, to_unit_range(pixels).to(self._vae.dtype)).float()
 
-    @torch.no_grad()
     def texts(self, tokens: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Texts:
         """The text encoders' states, mask and extras, as in Encoded."""
         texts: list[tuple[torch.Tensor, torch.Tensor]] = []
         pooled: list[torch.Tensor] = []
         extras: dict[str, torch.Tensor] = {}
         for spec, model, (ids, mask) in zip(self.spec.text, self._text, tokens, strict=True):
-            states, shown, vector = _read(spec, model, ids, mask)
+            with torch.set_grad_enabled(self.trained and is_clip(model)):
+                states, shown, vector = _read(spec, model, ids, mask)
             if vector is not None:
                 pooled.append(vector)
             if states is not None and spec.stream is not None:

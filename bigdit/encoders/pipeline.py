@@ -16,7 +16,7 @@ from bigdit.catalog.families import mask_of
 from bigdit.config.data import TextEncoderConfig
 from bigdit.encoders.components import KEY, ProcessorTokenizer, TokenizerCalls, describe, load_text_pipeline
 from bigdit.encoders.folder import DTYPES
-from bigdit.encoders.protocol import MAX_TOKENS, BatchSize, Images, Keep, as_it_is, encode_by_length
+from bigdit.encoders.protocol import MAX_TOKENS, BatchSize, Images, Keep, as_it_is, encode_by_length, is_clip
 from bigdit.encoders.recipes import RECIPES, EncodingRecipe, Padding
 from bigdit.errors import UserError
 from bigdit.shortage import ran_out
@@ -35,6 +35,7 @@ class PipelineTextEncoder:
     def __init__(self, config: TextEncoderConfig, device: torch.device | str, batch_size: int) -> None:
         assert config.pipeline is not None
         self._config, self._folder = config, config.pipeline
+        self.trained = False
         self._device = torch.device(device)
         self._pipeline = load_text_pipeline(config.pipeline, DTYPES[config.dtype], self._device)
         self._class_name = type(self._pipeline).__name__
@@ -93,6 +94,11 @@ class PipelineTextEncoder:
     def modules(self) -> list[nn.Module]:
         """The text encoders."""
         return [part for part in self._pipeline.components.values() if isinstance(part, nn.Module)]
+
+    def clips(self) -> dict[str, nn.Module]:
+        """The CLIP encoders, by their names."""
+        parts = self._pipeline.components
+        return {name: parts[name] for name in sorted(parts) if is_clip(parts[name])}
 
     def encode(self, captions: Sequence[str], kept: Keep = as_it_is, images: Images = ()) -> list[Text]:
         """The texts of captions in the encoders' dtype, without padding that the transformer does not see."""
@@ -163,7 +169,6 @@ class PipelineTextEncoder:
         tokens, _ = self._calls.lengths([""]).get("tokenizer", (None, None))
         return max(tokens[0] - len(empty.states), 0) if tokens else 0
 
-    @torch.no_grad()
     def _returned(self, recipe: EncodingRecipe, captions: list[str], length: int, **arguments: bool) -> dict[str, Any]:
         """The values that `encode_prompt` returns, by name, as `by_name`."""
         asked = self._arguments | dict(recipe.asks) | arguments
@@ -175,7 +180,8 @@ class PipelineTextEncoder:
             setattr(*self._length_place(recipe.length), length)
         self._calls.clear()
         # A copy, since ZImagePipeline writes its template into the list.
-        returned = self._pipeline.encode_prompt(prompt=list(captions), **asked)
+        with torch.set_grad_enabled(self.trained and torch.is_grad_enabled()):
+            returned = self._pipeline.encode_prompt(prompt=list(captions), **asked)
         return by_name(recipe, returned)
 
     def _described_streams(self) -> dict[str, dict[str, int]]:

@@ -161,6 +161,11 @@ def to_bytes(pixels: torch.Tensor) -> torch.Tensor:
     return ((pixels.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
+def is_clip(module: nn.Module) -> bool:
+    """Whether it is a CLIP text encoder of transformers."""
+    return type(module).__name__.startswith("CLIPText")
+
+
 Keep = Callable[[Text], Text]
 """A function that is applied to each text as soon as its batch is encoded."""
 

@@ -13,6 +13,7 @@ from bigdit import optim
 from bigdit.engines.backward import Backward, Stepped
 from bigdit.engines.protocol import Engine, Shard, whole
 from bigdit.models import Family
+from bigdit.models.lora_files import TEXT_ENCODERS
 from bigdit.models.swap import moved, swap_of, with_data
 from bigdit.strategy import PACKAGES, Strategy
 from bigdit.units import MIB
@@ -43,7 +44,14 @@ class SingleEngine(Engine):
         self.masters = [p.detach().float() for p in self._params] if self._mixed else list(self._params)
         self.optimizer = optim.build(
             strategy.optimizer,
-            optim.groups(strategy.optimizer, self.model, self.masters, blocks=family.blocks(self.model)),
+            optim.groups(
+                strategy.optimizer,
+                self.model,
+                self.masters,
+                blocks=family.blocks(self.model),
+                slower=getattr(self.model, TEXT_ENCODERS, None),
+                lr_factor=strategy.text_lr_factor,
+            ),
             stochastic_rounding=strategy.precision == "bf16_sr",
         )
         self._backward = Backward(strategy, together=strategy.world_size > 1)

@@ -90,8 +90,8 @@ def _stacked(texts: Sequence[Text], most: int) -> tuple[torch.Tensor, torch.Tens
     """States, with zeros after each text's, and mask."""
     first = texts[0].states
     states = first.new_zeros(len(texts), most, first.shape[1])
-    for row, text in zip(states, texts, strict=True):
-        row[: len(text.states)] = text.states
+    for row, text in enumerate(texts):
+        states[row, : len(text.states)] = text.states
     return states, _mask([text.shown for text in texts], most, first.dtype).to(first.device)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from bigdit.catalog.conditions import CLASS_LABEL, LOSS_MASK, class_count, takes_classes
 from bigdit.config import RunConfig
@@ -171,24 +172,46 @@ class RunEncoders:
         self.text = None if config.text is None else load_text_encoder(config.text, device, captions)
         # In CPU memory, as a store's: it replaces a dropped caption, and is copied to the device then.
         self._null = None if self.text is None else self.text.null().to("cpu", torch.bfloat16)
+        self.trained: dict[str, nn.Module] = self._to_train(run) if run.strategy.trains_text else {}
+
+    def _to_train(self, run: RunConfig) -> dict[str, nn.Module]:
+        """The CLIP encoders, by their names; from now on texts have gradients."""
+        from bigdit.encoders.pipeline import PipelineTextEncoder  # diffusers takes seconds to import
+
+        found = self.text.clips() if isinstance(self.text, PipelineTextEncoder) else {}
+        if not isinstance(self.text, PipelineTextEncoder) or not found:
+            raise UserError(
+                "strategy.lora.text_encoders is true, and encoders.text.pipeline holds no CLIP text encoder; leave it "
+                "out, or name the whole pipeline's folder"
+            )
+        self.text.trained = True
+        for module in self.text.modules():
+            module.requires_grad_(False)
+        return found
 
     def tensors(self) -> list[torch.Tensor]:
         """All weights and buffers."""
         modules = [*self.image.modules(), *(self.text.modules() if self.text else ())]
         return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
 
-    @torch.no_grad()
     def encode(self, pixels: torch.Tensor, captions: Captions, indices: Sequence[int]) -> EncodedBatch:
-        """Encode pixels [B, 1 or 3, (F,) H, W] uint8, and captions if the model has text; rounded as in a store."""
-        latents = self.image.encode(to_unit_range(pixels), indices).to(self.image.stored_dtype).float()
+        """Encode pixels [B, 1 or 3, (F,) H, W] uint8, and captions if the model has text; rounded as in a store, unless
+        text encoders are trained."""
+        with torch.no_grad():
+            latents = self.image.encode(to_unit_range(pixels), indices).to(self.image.stored_dtype).float()
         if self.text is None or self._null is None:
             return EncodedBatch(latents, None, None, {})
-        encoded = iter(self._counted(captions, indices, self.text))
-        texts = [
-            (self._null if caption is None else next(encoded)).to(self._device, torch.bfloat16) for caption in captions
-        ]
         most = {name: tokens for name, (tokens, _) in shapes_of(self.text).items()}
-        return EncodedBatch(latents, *padded(texts, most))
+        if self.trained:  # a dropped caption is the empty one, as the encoders have it now
+            filled = ["" if caption is None else caption for caption in captions]
+            return EncodedBatch(latents, *padded(self._counted(filled, indices, self.text), most))
+        with torch.no_grad():
+            encoded = iter(self._counted(captions, indices, self.text))
+            texts = [
+                (self._null if caption is None else next(encoded)).to(self._device, torch.bfloat16)
+                for caption in captions
+            ]
+            return EncodedBatch(latents, *padded(texts, most))
 
     def _counted(self, captions: Captions, indices: Sequence[int], encoder: TextEncoder) -> list[Text]:
         """The texts of captions that are not dropped. `captions` and `cuts` count them and their cuts."""

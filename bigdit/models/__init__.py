@@ -6,25 +6,29 @@ torch.
 
 from bigdit.models.build import build, check_folder, load, not_safetensors, outline, read_single_file, skeleton
 from bigdit.models.context import split_context
-from bigdit.models.equip import adapt, arrange, controlnet, equip
+from bigdit.models.equip import adapt, adapt_text, arrange, controlnet, equip
 from bigdit.models.families import families, family
 from bigdit.models.family import Conditions, Extra, Family, images, take_through
 from bigdit.models.lora_files import (
+    TEXT_ENCODERS,
     loaded_by,
     of_plain_weights,
     read_adapters,
     save_adapters,
     save_for_comfyui,
     start_adapters,
+    start_text_adapters,
 )
 from bigdit.models.whole import Piece, single_file_layout
 
 __all__ = [
+    "TEXT_ENCODERS",
     "Conditions",
     "Extra",
     "Family",
     "Piece",
     "adapt",
+    "adapt_text",
     "arrange",
     "build",
     "check_folder",
@@ -46,5 +50,6 @@ __all__ = [
     "skeleton",
     "split_context",
     "start_adapters",
+    "start_text_adapters",
     "take_through",
 ]

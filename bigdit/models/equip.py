@@ -14,7 +14,7 @@ import os
 import re
 import types
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -60,6 +60,15 @@ def adapt(model: nn.Module, family: Family, strategy: Strategy, *, seed: int = 0
             from bigdit.models.lora import apply_lora  # peft and bitsandbytes take seconds to import
 
         apply_lora(model, family, strategy.lora, seed=seed)
+
+
+def adapt_text(model: nn.Module, encoders: Mapping[str, nn.Module], strategy: Strategy, *, seed: int = 0) -> None:
+    """Make text encoders a part of the model, with the strategy's adapters. Their values are drawn from `seed`."""
+    assert strategy.lora is not None
+    with libraries.uncompiled():
+        from bigdit.models.lora import adapt_text as add
+
+    add(model, encoders, strategy.lora, seed=seed)
 
 
 def arrange(model: nn.Module, family: Family, strategy: Strategy, *, backend: str = "inductor") -> nn.Module:

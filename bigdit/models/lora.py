@@ -7,7 +7,7 @@ quantisation).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from bigdit.errors import UserError, nearest
 from bigdit.models.family import Family
-from bigdit.models.lora_files import ADAPTER, patterns, principal
+from bigdit.models.lora_files import ADAPTER, TEXT_ENCODERS, TEXT_TARGETS, patterns, principal
 from bigdit.strategy import LoraSpec, fits
 
 
@@ -58,6 +58,27 @@ def apply_lora(model: nn.Module, family: Family, spec: LoraSpec, *, seed: int) -
             _add_magnitudes(layer, spec.base)
     for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
         parameter.data = parameter.data.to(dtype)  # peft leaves them in fp32 over quantised weights
+
+
+def adapt_text(model: nn.Module, encoders: Mapping[str, nn.Module], spec: LoraSpec, *, seed: int) -> None:
+    """Add adapters to the attention of CLIP encoders, by their names in a pipeline, and make them part of the model.
+
+    What trains the model trains them too. They stay in the encoders' dtype. diffusers' scripts adapt the same layers.
+    """
+    inner = nn.ModuleDict()
+    for name, encoder in encoders.items():
+        clip = getattr(encoder, "text_model", encoder)  # which some versions of transformers have within, others not
+        dtype = next(clip.parameters()).dtype
+        clip.requires_grad_(False)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            scale = {"lora_alpha": spec.alpha, "use_rslora": spec.rslora}
+            config = LoraConfig(r=spec.rank, target_modules=[*TEXT_TARGETS], **scale)  # type: ignore[arg-type]
+            inject_adapter_in_model(config, clip, ADAPTER)
+        for parameter in (each for each in clip.parameters() if each.requires_grad):
+            parameter.data = parameter.data.to(dtype)
+        inner[name] = clip
+    setattr(model, TEXT_ENCODERS, inner)
 
 
 def _config(spec: LoraSpec, targets: list[str], *, dora: bool) -> PeftConfig:

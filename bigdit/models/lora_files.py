@@ -31,6 +31,9 @@ FILE = "pytorch_lora_weights.safetensors"
 PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """peft's, of LoKr and LoHa; diffusers reads none."""
 PREFIX = "transformer."  # pipelines tell a transformer's adapters from a text encoder's by it
+TEXT_ENCODERS = "text_encoders"
+"""The module of a model that holds the text encoders whose adapters are trained, by their names in a pipeline."""
+TEXT_TARGETS = ("q_proj", "k_proj", "v_proj", "out_proj")
 ADAPTER = "default"  # peft's name of the only adapter, which files leave out
 _DOWN = f".lora_A.{ADAPTER}.weight"
 
@@ -57,11 +60,15 @@ def save_adapters(folder: Path, spec: LoraSpec, weights: Mapping[str, torch.Tens
         (folder / PEFT_CONFIG).write_text(json.dumps(described, indent=2) + "\n")
         return
     tensors = {_name_in_file(name): _scaled(name, tensor, spec).contiguous() for name, tensor in weights.items()}
-    layers = {name.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for name in tensors}
+    layers = {name.removeprefix(PREFIX).rsplit(".lora_", 1)[0] for name in tensors if name.startswith(PREFIX)}
     ranks = patterns(spec, layers)["rank_pattern"]
     config = {"r": spec.rank, "lora_alpha": spec.rank, "target_modules": sorted(layers), "use_dora": spec.dora}
     config |= {"rank_pattern": ranks, "alpha_pattern": ranks} if ranks else {}  # the scale is in B
-    metadata = json.dumps({PREFIX + key: value for key, value in config.items()})
+    described = {PREFIX + key: value for key, value in config.items()}
+    own = {"r": spec.rank, "lora_alpha": spec.rank, "target_modules": [*TEXT_TARGETS]}
+    for encoder in sorted({name.split(".")[0] for name in tensors if not name.startswith(PREFIX)}):
+        described |= {f"{encoder}.{key}": value for key, value in own.items()}
+    metadata = json.dumps(described)
     save_file(tensors, folder / FILE, metadata={"format": "pt", "lora_adapter_metadata": metadata})
 
 
@@ -153,6 +160,9 @@ def loaded_by(class_name: str, pipeline: str | None) -> str | None:
 
 
 def _name_in_file(name: str) -> str:
+    if name.startswith(f"{TEXT_ENCODERS}."):
+        _, encoder, layer = name.split(".", 2)
+        return f"{encoder}.text_model.{layer.replace(f'.{ADAPTER}.', '.')}"
     if ".lora_magnitude_vector." in name:  # a module in peft, a tensor in files
         name = name.removesuffix(f".{ADAPTER}.weight")
     return PREFIX + name.replace(f".{ADAPTER}.", ".")
@@ -203,7 +213,7 @@ def start_adapters(model: nn.Module, lora: LoraSpec, adapters: Mapping[str, Adap
 
     Raises UserError where the run does not adapt one of the layers, or only one of both has magnitudes.
     """
-    trained = dict(model.named_parameters())
+    trained = {name: each for name, each in model.named_parameters() if not name.startswith(f"{TEXT_ENCODERS}.")}
     if lora.kind != "lora":
         raise UserError(f"LoRA is read, and strategy.lora.kind is {lora.kind}; set it to lora")
     left_out = [name for name in adapters if f"{name}.lora_A.{ADAPTER}.weight" not in trained]
@@ -232,6 +242,38 @@ def start_adapters(model: nn.Module, lora: LoraSpec, adapters: Mapping[str, Adap
             if each.magnitudes is not None:
                 trained[f"{name}.lora_magnitude_vector.{ADAPTER}.weight"].copy_(each.magnitudes)
     return list(_notices(trained, adapters, lora, math.sqrt(lost[0] / max(lost[1], 1e-30))))
+
+
+_TEXT_LAYER = re.compile(r"(text_encoders\.)?((?P<own>text_encoder(_2)?)\.|lora_te(?P<number>[12])_)(text_model[._])?")
+
+
+def start_text_adapters(
+    model: nn.Module, lora: LoraSpec, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]
+) -> list[str]:
+    """Fill new adapters of the model's text encoders, as `start_adapters` does, from the names of a checkpoint,
+    diffusers or kohya's scripts.
+
+    Returns what to log. Raises UserError where a layer is none of theirs.
+    """
+    inner = model.get_submodule(TEXT_ENCODERS)
+    linears: dict[str, Any] = {name: each for name, each in inner.named_modules() if hasattr(each, "lora_A")}
+    places = {_plain(name): name for name in linears}
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        match = _TEXT_LAYER.match(name)
+        encoder = "text_encoder_2" if match and "2" in (match["own"] or match["number"]) else "text_encoder"
+        found.setdefault(encoder, {})[f"{encoder}.{name[match.end() :]}" if match else name] = tensor
+    adapters = {}
+    for encoder, own in found.items():
+        prefix = f"{encoder}."
+        settings = {key.removeprefix(prefix): value for key, value in config.items() if key.startswith(prefix)}
+        for layer, part in _parts(own, settings).items():
+            place = places.get(_plain(layer))
+            if place is None:
+                raise UserError(f"its layer {layer} is none of the text encoders' that the run adapts")
+            rows = linears[place].out_features
+            adapters[place] = _adapter(place, layer, part, (0, rows, rows, False), linears[place])
+    return start_adapters(inner, lora, adapters)
 
 
 def _notices(trained: Mapping[str, Any], adapters: Mapping[str, Adapter], lora: LoraSpec, lost: float) -> list[str]:

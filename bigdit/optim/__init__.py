@@ -17,7 +17,7 @@ from bigdit.errors import UserError
 from bigdit.optim import libraries
 from bigdit.optim.adafactor import Adafactor
 from bigdit.optim.came import Came
-from bigdit.optim.groups import Groups, groups
+from bigdit.optim.groups import LR_FACTOR, Groups, groups
 from bigdit.optim.muon import Muon
 from bigdit.strategy import OptimizerSpec
 
@@ -88,12 +88,13 @@ def build(spec: OptimizerSpec, params: Groups, *, stochastic_rounding: bool = Fa
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
-    """Use `lr` in the next step, for all parameters."""
+    """Use `lr` in the next step, for all parameters; groups with a factor multiply it."""
     for group in optimizer.param_groups:
+        own = lr * group.get(LR_FACTOR, 1.0)
         if isinstance(group["lr"], torch.Tensor):  # torchao's
-            group["lr"].fill_(lr)
+            group["lr"].fill_(own)
         else:
-            group["lr"] = lr
+            group["lr"] = own
 
 
 def effective_lr(optimizer: Optimizer, lr: float) -> float:

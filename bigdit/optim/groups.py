@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,9 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from bigdit.strategy import OptimizerSpec
+
+LR_FACTOR = "lr_factor"
+"""The key of a group whose learning rate is the others' times it."""
 
 Groups = list[torch.Tensor] | list[dict[str, Any]]
 """As torch's optimizers take them."""
@@ -21,29 +25,35 @@ def groups(
     masters: Sequence[torch.Tensor] | None = None,
     *,
     blocks: Iterable[nn.Module] = (),
+    slower: nn.Module | None = None,
+    lr_factor: float = 1.0,
 ) -> Groups:
     """The trained parameters of `model`, grouped by whether they decay; or `masters`, one for each of them in their
     order.
 
     By `spec.decayed` all decay, in one group, or matrices alone: weights of linear layers and convolutions. Norms,
     biases, tables and embeddings do not. Modules decide it, because engines shard and flatten parameters. With muon the
-    weights of linear layers in `blocks` are a group with `muon` set.
+    weights of linear layers in `blocks` are a group with `muon` set. Parameters of `slower` are groups with
+    `lr_factor`.
     """
     params = [param for param in model.parameters() if param.requires_grad]
     held = params if masters is None else list(masters)
-    if spec.decayed == "all" and spec.name != "muon":
+    others = set() if slower is None or lr_factor == 1 else set(slower.parameters())
+    if spec.decayed == "all" and spec.name != "muon" and not others:
         return held
     matrices = set(_matrices(model))
     inner = {param for block in blocks for param in _matrices(block) if param.dim() == 2}
-    apart: dict[tuple[bool, bool], list[torch.Tensor]] = {
-        (muon, decayed): [] for muon in (True, False) for decayed in (True, False)
+    apart: dict[tuple[bool, bool, bool], list[torch.Tensor]] = {
+        each: [] for each in itertools.product((False, True), (True, False), (True, False))
     }
     for param, master in zip(params, held, strict=True):
         muon = spec.name == "muon" and param in inner
-        apart[muon, spec.decayed == "all" or param in matrices].append(master)
+        apart[param in others, muon, spec.decayed == "all" or param in matrices].append(master)
     return [
-        {"params": some, "weight_decay": spec.weight_decay if decayed else 0.0} | ({"muon": True} if muon else {})
-        for (muon, decayed), some in apart.items()
+        {"params": some, "weight_decay": spec.weight_decay if decayed else 0.0}
+        | ({"muon": True} if muon else {})
+        | ({LR_FACTOR: lr_factor, "lr": spec.lr * lr_factor} if slow else {})
+        for (slow, muon, decayed), some in apart.items()
         if some
     ]
 

@@ -17,7 +17,7 @@ from bigdit.catalog.gpus import float8_problems, precision_problems
 from bigdit.errors import UserError
 from bigdit.memory import HostMemory, Ledger, Timeline
 from bigdit.objective_spec import ObjectiveSpec
-from bigdit.strategy import BatchShape, ModelSpec, Strategy, Strict
+from bigdit.strategy import BatchShape, ModelSpec, Strategy, Strict, untrained_text
 
 UNLIMITED = 1 << 50
 """Bytes of a GPU on which every step runs to its end."""
@@ -217,6 +217,8 @@ def check(request: StepRequest) -> None:
             f"strategy.features is online, and the request for {request.model.name} has no encoders; "
             "catalog.encoders.online_encoders has those of the catalogue's models"
         )
+    if request.strategy.trains_text and (why := untrained_text(request.model.class_name)) is not None:
+        raise UserError(why)
     if not online and request.encoders is not None:
         raise UserError("encoders were given, and strategy.features is cached, which needs none; set it to online")
 

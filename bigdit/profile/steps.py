@@ -65,7 +65,11 @@ def build(request: StepRequest, seed: int | None = None) -> Built:
         return Built(model, None)
     from bigdit.encoders.frozen import FrozenEncoders  # transformers takes seconds to import
 
-    return Built(model, FrozenEncoders(request.encoders))
+    frozen = FrozenEncoders(request.encoders)
+    if strategy.trains_text:
+        frozen.trained = True
+        models.adapt_text(model, frozen.clips(), strategy)
+    return Built(model, frozen)
 
 
 def prepare(request: StepRequest, built: Built) -> Workload:
@@ -74,7 +78,8 @@ def prepare(request: StepRequest, built: Built) -> Workload:
     family = models.family(request.model.class_name)
     models.arrange(model, family, strategy)
     extras = family.extras(model) | models.images(family, model, request.batch)
-    params = sum(param.numel() for param in model.parameters())
+    own = (param for name, param in model.named_parameters() if not name.startswith(models.TEXT_ENCODERS))
+    params = sum(param.numel() for param in own)
     if encoders is None:
         make = functools.partial(batch, request.batch, strategy, extras)
         return Workload(request, model, family, None, make, params)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -109,10 +110,13 @@ class Texts:
         options: SamplingOptions,
         device: torch.device,
         seen: Images = (),
+        adapted: Callable[[Any], None] | None = None,
     ) -> None:
         """`seen`: the images that each caption edits, where the encoder reads them. Then guidance leads away from a
-        text of each with the same images."""
+        text of each with the same images. `adapted` adds a run's adapters to the encoder."""
         encoder = load_text_encoder(config, device, references=len(seen[0]) if seen else 0)
+        if adapted is not None:
+            adapted(encoder)
         texts = list(encoder.encode(captions, images=seen))
         if options.guided and seen:
             texts += encoder.encode([options.negative or ""] * len(captions), images=seen)
@@ -184,14 +188,15 @@ def conditions_of(
     device: torch.device,
     words: ConditionOptions = ConditionOptions(),
     seen: Images = (),
+    adapted: Callable[[Any], None] | None = None,
 ) -> Texts | Labels:
     """Those of these captions, if the run has captions, or of classes that are `known` to it; encoded on `device`.
-    `seen`: as in Texts.
+    `seen` and `adapted`: as in Texts.
 
     Raises UserError where an encoder cannot be loaded, and for an unknown class.
     """
     if run.encoders.text is not None:
-        return Texts(run.encoders.text, captions, options, device, seen)
+        return Texts(run.encoders.text, captions, options, device, seen, adapted)
     assert known is not None  # of a run without captions
     return Labels(known, spec, captions, options, words)
 
@@ -288,6 +293,7 @@ def encoded(
     codec: ImageCodec,
     device: torch.device,
     words: ConditionOptions,
+    adapted: Callable[[Any], None] | None = None,
 ) -> EncodedConditions:
     """Encode captions and `images`, for all or for each, with the run's encoders, which use `device` in turn.
 
@@ -299,7 +305,7 @@ def encoded(
     shown = [_edited(each, options.bucket, editor) for each in images] if size else []
     edited = [shown[at : at + size] for at in range(0, len(shown), size or 1)]
     seen = [edited[0 if len(edited) == 1 else at] for at in range(len(captions))] if editor.seen and edited else ()
-    texts = conditions_of(run, spec, known, captions, options, device, words, seen)
+    texts = conditions_of(run, spec, known, captions, options, device, words, seen, adapted)
     give_back(device)
     begun = _begun(run, images, edited, options, codec, device)
     give_back(device)

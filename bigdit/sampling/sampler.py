@@ -122,6 +122,21 @@ class Sampler:
             load_weights(source, model, ema=self._ema)
         return moved(model, self._device).eval()
 
+    def _adapt_text(self, encoder: Any) -> None:
+        """Add the adapters of a run's text encoders, where it trains them."""
+        source, strategy = self._source, self._strategy
+        if not strategy.trains_text or not isinstance(source, Checkpoint):
+            return
+        if self._posthoc is None:
+            verify(source)
+        holder = nn.Module()
+        models.adapt_text(holder, encoder.clips(), strategy)
+        if self._posthoc is not None:
+            self._posthoc.load(holder)
+        else:
+            load_weights(source, holder, ema=self._ema)
+        holder.to(self._device)
+
     def check(self, options: SamplingOptions, captions: Mapping[str, Sequence[str]], images: int = 0) -> None:
         """Raise UserError for captions or classes, by their options, and so many `images` that this model cannot take,
         before weights are loaded."""
@@ -182,7 +197,7 @@ class Sampler:
         shape = self._latents(options)
         with memory_errors(f"{self._name}: encoding captions", self._device, _MORE):
             fed = self._run, self._spec, self._known, captions, images
-            given = encoded(*fed, options, self._codec, self._device, ConditionOptions())
+            given = encoded(*fed, options, self._codec, self._device, ConditionOptions(), self._adapt_text)
         model = self.model()
         start, most = 0, options.micro_batch_size
         while start < len(captions):

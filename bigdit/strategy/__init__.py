@@ -33,6 +33,7 @@ from bigdit.strategy.values import (
     Strict,
     Widths,
     fits,
+    untrained_text,
 )
 
 __all__ = [
@@ -66,4 +67,5 @@ __all__ = [
     "Widths",
     "fits",
     "swap_misfit",
+    "untrained_text",
 ]

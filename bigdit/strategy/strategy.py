@@ -165,6 +165,7 @@ class Strategy(Section):
         problems += _context_problems(self)
         problems += _compile_problems(self) if self.compile_blocks else []
         problems += _float8_problems(self) if self.float8 != "none" else []
+        problems += _text_problems(self) if self.trains_text else []
         if self.ds_config is not None and self.engine == "deepspeed":
             document, found = split(self.ds_config, _deepspeed_values(self))
             problems += found
@@ -223,6 +224,17 @@ class Strategy(Section):
         return self.lora is not None or self.controlnet is not None
 
     @property
+    def trains_text(self) -> bool:
+        """Whether adapters of text encoders are trained."""
+        return self.lora is not None and self.lora.text_encoders
+
+    @property
+    def text_lr_factor(self) -> float:
+        """The learning rate of text encoders as a factor of the optimizer's."""
+        own = None if self.lora is None else self.lora.text_encoder_lr
+        return 1.0 if own is None else own / self.optimizer.lr
+
+    @property
     def optimizer_in_cpu_memory(self) -> bool:
         """Whether CPU memory holds masters and optimizer state, and a CPU steps them."""
         offload = (self.ds_config or {}).get("zero_optimization", {}).get("offload_optimizer") or {}
@@ -242,6 +254,24 @@ class Strategy(Section):
     def sized(self, size: StepSize) -> Strategy:
         """The same strategy with steps of this size."""
         return self.model_copy(update=dict(size))
+
+
+def _text_problems(strategy: Strategy) -> list[str]:
+    """What adapters of text encoders exclude: encoders are no part of the step, or their gradients were not tried."""
+    key, problems = "lora.text_encoders is true", []
+    if strategy.features != "online":
+        problems.append(f"{key}, and features is {strategy.features}: the encoders run in no step; set it to online")
+    if strategy.engine != "single":
+        problems.append(f"{key}, and was tried with engine single alone, and engine is {strategy.engine}; leave it out")
+    others = ("blocks_to_swap", "compile_blocks", "offload_activations", "optimizer_in_backward")
+    problems += [
+        f"{key}, and was not tried with {each}; leave one of them out" for each in others if getattr(strategy, each)
+    ]
+    if strategy.float8 != "none":
+        problems.append(f"{key}, and was not tried with float8; leave one of them out")
+    if strategy.optimizer.name == "prodigy" and strategy.text_lr_factor != 1:
+        problems.append("lora.text_encoder_lr is set, and prodigy has one learning rate for all; leave it out")
+    return problems
 
 
 def swap_misfit(blocks_to_swap: int, blocks: int) -> str | None:

@@ -289,9 +289,19 @@ class LoraSpec(Section):
     pissa: Switch = False
     """Start from the principal singular vectors of each weight, and freeze the rest of it (Meng et al.,
     arXiv:2404.02948). Exports are of twice the rank, for the weights as they were."""
+    text_encoders: Switch = False
+    """Also train adapters of the CLIP text encoders of SD3 and Flux.1, in the linear layers of their attention, with
+    `rank` and `alpha`. It needs features online."""
+    text_encoder_lr: Positive | None = None
+    """The learning rate of the text encoders' adapters, which follows the same schedule. null: the optimizer's."""
 
     @model_validator(mode="after")
     def _coherent(self) -> LoraSpec:
+        if self.text_encoder_lr is not None and not self.text_encoders:
+            raise ValueError("text_encoder_lr is set, and text_encoders is false; set it to true")
+        if self.text_encoders and (self.pissa or self.dora or self.kind != "lora"):
+            other = "pissa is true" if self.pissa else f"{self.title} is trained"
+            raise ValueError(f"text_encoders is for LoRA, and {other}; set text_encoders to false")
         if self.pissa and (self.dora or self.kind != "lora"):
             other = "dora is true" if self.dora else f"kind is {self.kind}"
             raise ValueError(f"pissa is for LoRA, and {other}; set one of them to its default")
@@ -321,6 +331,16 @@ class LoraSpec(Section):
     def scale(self, rank: int) -> float:
         """What the product of an adapter of that rank is multiplied by."""
         return self.alpha / (math.sqrt(rank) if self.rslora else self.rank)
+
+
+def untrained_text(class_name: str) -> str | None:
+    """Why no adapters of the text encoders of a transformer's class are trained; None where they are."""
+    if class_name in ("SD3Transformer2DModel", "FluxTransformer2DModel"):
+        return None
+    return (
+        f"strategy.lora.text_encoders is for the CLIP encoders of SD3 and Flux.1, and the model is a {class_name}; set "
+        "it to false"
+    )
 
 
 class ControlNetSpec(Section):

@@ -78,6 +78,8 @@ def build_state(start: Start, data: TrainData, world: World, device: torch.devic
         if world.is_main:
             export_missed(run, start.ends, found)
     model = models.equip(_weights(start, strategy), family, strategy, seed=run.train.seed)
+    if data.encoders is not None and strategy.trains_text:
+        models.adapt_text(model, data.encoders.trained, strategy, seed=run.train.seed)
     sizes = () if plan is None else (plan.strategy.step_size, *plan.smaller)
     smaller = smaller_strategy(strategy, sizes, len(family.blocks(model)))
     log_lines(world, snapshot_notices(run, model), notes=True)
