@@ -1,5 +1,9 @@
 """LoRA of the CLIP text encoders, in the step: SD3 and Flux.1, beside a plain loop of PyTorch and peft."""
 
+import json
+import os
+import subprocess
+
 import diffusers
 import pytest
 import tiny_pipelines
@@ -7,28 +11,38 @@ import tiny_sources
 import tiny_vaes
 import torch
 import yaml
-from commands import in_process, with_set
+from commands import ROOT, in_process, with_set
+from gpus import A40
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file, save_file
 from tiny_pipelines import FLUX, SD3
 
 from bigdit import checkpoint, engines, models, objectives
+from bigdit.catalog.encoders import OnlineEncoders, TextEncoderSpec, VaeSpec
 from bigdit.catalog.families import objective_of
 from bigdit.catalog.resolve import model_spec
 from bigdit.config import load_run
 from bigdit.dist import World
+from bigdit.emulator import emulated_environment
+from bigdit.emulator.interpreter import cuda_python
 from bigdit.encoders.components import load_text_pipeline
 from bigdit.loader.batch import Batch, CaptionedBatch
 from bigdit.loader.online import RunEncoders
+from bigdit.profile.attempt import StepRequest
+from bigdit.profile.gpus import EmulatedGpus
 from bigdit.sampling.conditions import SamplingOptions
 from bigdit.sampling.sampler import Sampler
 from bigdit.sources.open import open_source
+from bigdit.strategy import BatchShape
 from bigdit.train.step import encode, train_step
 
 CASES = {
     "StableDiffusion3Pipeline": ("SD3Transformer2DModel", SD3, ["text_encoder", "text_encoder_2"]),
     "FluxPipeline": ("FluxTransformer2DModel", FLUX, ["text_encoder"]),
 }
+BIGDIT = ("-c", "from bigdit.cli import main; main()", "train")
+HELD = 1024
+"""Bytes: the loss and the norm of a step, which the loop reads in the next one."""
 TARGETS = ["q_proj", "k_proj", "v_proj", "out_proj"]
 
 
@@ -286,3 +300,54 @@ def test_what_text_encoders_exclude_is_an_error_of_one_line(case):
         found = in_process("train", "--dry-run", "--config", path, *with_set([override, *more]))
         assert found.returncode == 1
         assert why in found.stderr
+
+
+@pytest.mark.slow
+def test_a_run_takes_of_an_emulated_gpu_what_an_attempt_takes(case, tmp_path):
+    """The activations of CLIP last from encoding to the backward pass, and its adapters have masters and state."""
+    name, path = case
+    settings = [f"output={tmp_path / 'run'}", "train.export_every=null", "strategy.ema=null"]
+    command = [str(cuda_python()), "-W", "ignore", *BIGDIT, "--config", str(path), *with_set(settings)]
+    own = os.environ | emulated_environment(A40) | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    done = subprocess.run(command, env=own, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    measured = json.loads((tmp_path / "run/run.json").read_text())["measured"]["phases"]
+    found = {each["phase"]: each["allocated_bytes"] for each in measured}
+    run = load_run(path, settings)
+    of_clip = (
+        {"tokens": 77, "gives": "pooled"}
+        if name == "FluxPipeline"
+        else {"tokens": 77, "gives": "both", "layers": (-2,)}
+    )
+    of_t5 = {"tokens": 512 if name == "FluxPipeline" else 256}
+    parts = [(part, of_clip) for part in CASES[name][2]]
+    parts.append((f"text_encoder_{len(parts) + 1}", of_t5))
+    text = []
+    for part, given in parts:
+        kwargs = json.loads((path.parent / "pipeline" / part / "config.json").read_text())
+        (class_name,) = kwargs.pop("architectures")
+        kwargs = {key: value for key, value in kwargs.items() if key not in ("dtype", "transformers_version")}
+        config = "T5Config" if class_name.startswith("T5") else "CLIPTextConfig"
+        text.append(TextEncoderSpec(class_name=class_name, config_class=config, kwargs=kwargs, **given))
+    vae = json.loads((path.parent / "vae/config.json").read_text())
+    vae = {key: value for key, value in vae.items() if not key.startswith("_")}
+    encoders = RunEncoders(run, torch.device("cpu"), 1, open_source(run.data))
+    request = StepRequest(
+        model=model_spec(run.model),
+        batch=BatchShape(
+            latents=encoders.image.latent_shape((16, 16)), text=(encoders.text.max_tokens, 16), latents_dtype="bf16"
+        ),
+        strategy=run.strategy,
+        encoders=OnlineEncoders(
+            pixels=(3, 16, 16),
+            vae=VaeSpec(class_name="AutoencoderKL", kwargs=vae, dtype=run.encoders.image.dtype),
+            text=tuple(text),
+        ),
+    )
+    with EmulatedGpus(A40, 1) as gpus:
+        attempted = {phase: each.peak_bytes for phase, each in gpus.attempt(request).phases.items()}
+    assert list(found) == list(attempted) == ["init", "encode", "forward", "backward", "step"]
+    apart = {phase: found[phase] - attempted[phase] for phase in ("forward", "backward", "step")}
+    assert apart == dict.fromkeys(apart, HELD)
+    # An attempt has the ids of the whole micro-batch on the GPU.
+    assert 0 <= attempted["encode"] + HELD - found["encode"] < 2**20
