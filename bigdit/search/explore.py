@@ -24,7 +24,7 @@ from bigdit.search.option import (
     sample_bytes,
     state_bytes,
 )
-from bigdit.search.plan import Rejected, base_of, node_bytes
+from bigdit.search.plan import Rejected, node_bytes
 from bigdit.search.planner import Failure, Planner
 from bigdit.speed.work import work_of
 from bigdit.strategy import LEAST_SWAPPED, Strategy
@@ -53,7 +53,7 @@ def probe(planner: Planner, strategies: Sequence[Strategy], *, variant: bool = F
 
     def counted(request: StepRequest) -> Counted:
         strategy = request.strategy
-        packed = variant and base_of(strategy) not in (None, "bf16")
+        packed = variant and strategy.base not in (None, "bf16")
         few = strategy.blocks_to_swap == LEAST_SWAPPED < planner.request.model.block_count
         first = strategy.micro_batch_size == FIRST or strategy.checkpointed_blocks == 0
         if packed or few or not first:

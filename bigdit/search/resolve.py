@@ -294,8 +294,8 @@ def constraint_problems(cluster: Cluster, fixed: Constraints, gpu: Gpu | None) -
         problems.append(f"--optimizer: {missing}")
     if fixed.ema == "none" and fixed.ema_widths is not None:
         problems.append("--ema-widths are of EMAs, and --ema none keeps none; leave one of them out")
-    if fixed.lora_base is not None and fixed.lora_rank is None:
-        problems.append("--lora-base is of the weights under adapters, and --lora is missing; add --lora 16")
+    if fixed.lora_base is not None and not fixed.frozen:
+        problems.append("--lora-base is of frozen weights, and none are; add --lora 16, or --controlnet 4")
     refusals = [_refusals(cluster, fixed, gpu, base) for base in fixed.lora_bases]
     if all(refusals):
         why = "; or: ".join(dict.fromkeys(min(each, key=len) for each in refusals))
@@ -314,7 +314,7 @@ def _refusals(cluster: Cluster, fixed: Constraints, gpu: Gpu | None, base: str |
     smallest_first = reversed(get_args(Precision))
     computed = [each for each in smallest_first if gpu is None or not precision_problems(gpu, each)]
     precisions = [fixed.precision] if fixed.precision else computed
-    refusals = []
+    refusals, lora, beside = [], fixed.lora_rank, fixed.controlnet
     for engine, precision in itertools.product(engines, precisions):
         try:
             Strategy(
@@ -326,8 +326,8 @@ def _refusals(cluster: Cluster, fixed: Constraints, gpu: Gpu | None, base: str |
                 ema=None
                 if fixed.ema == "none"
                 else EmaSpec(device="cpu" if fixed.ema == "cpu" else "gpu", widths=fixed.ema_widths),
-                lora=None if base is None else LoraSpec.model_validate({"rank": fixed.lora_rank, "base": base}),
-                controlnet=fixed.controlnet,
+                lora=None if lora is None else LoraSpec.model_validate({"rank": lora, "base": base}),
+                controlnet=beside and beside.model_copy(update={"base": base}),
                 features=fixed.features,
                 cp=1 if fixed.cp is None or cluster.gpus % fixed.cp else fixed.cp,
                 compile_blocks=fixed.compile,

@@ -10,7 +10,7 @@ from bigdit.errors import UserError
 from bigdit.profile.pool import WorkerEnded
 from bigdit.search.explore import FailedOption, explore, hopeful, selective, swapped
 from bigdit.search.option import Option
-from bigdit.search.plan import Estimate, Rejected, Verdict, base_of
+from bigdit.search.plan import Estimate, Rejected, Verdict
 from bigdit.search.planner import SAME_SPEED, Planner, as_fast_as, rate
 from bigdit.search.space import proposals
 from bigdit.strategy import Strategy
@@ -70,15 +70,15 @@ MUCH_FASTER = 1.3
 
 
 def _over_quantised(planner: Planner, ahead: Ahead, best: Estimate) -> Estimate:
-    """Adapters over a quantised base, where they are MUCH_FASTER than the `best`, which is lossless; else that.
+    """What trains over a quantised base, where it is MUCH_FASTER than the `best`, which is lossless; else that.
 
     int8 errs a tenth as much as nf4: it is taken where it is as fast.
     """
-    if not best.lossless or best.strategy.lora is None:
+    if not best.lossless or not best.strategy.frozen:
         return best
     found = [each for each in _ranked(planner) if not each.lossless and rate(each) > MUCH_FASTER * rate(best)]
     fast = [each for each in found if as_fast_as(each, max(found, key=rate))]
-    exact = [each for each in fast if base_of(each.strategy) == "int8"] or fast
+    exact = [each for each in fast if each.strategy.base == "int8"] or fast
     ran = best_that_runs(planner, ahead, [planner.options[each.option] for each in exact])
     if ran is None or ran.verdict != "FITS":
         return best
