@@ -68,10 +68,9 @@ def resolve_request(model: str | None = None, gpu: str | None = None, **options:
         problems += [*misfits, *model_fits(found_model, fixed, first)]
     problems += cluster_problems(cluster, fixed, amounts.get("global_batch_size"), device, shared)
     problems += constraint_problems(cluster, fixed, device)
-    if asked.from_scratch and asked.lora is not None:
-        problems.append(
-            "--from-scratch and --lora were given, and adapters need weights that they adapt; leave one out"
-        )
+    if asked.from_scratch and fixed.frozen:
+        named = "--controlnet" if asked.lora is None else "--lora"
+        problems.append(f"--from-scratch and {named} were given, which trains beside trained weights; leave one out")
     if problems or found_model is None or device is None:
         raise UserError(*problems)
     if found_model.clip is not None:
@@ -196,6 +195,8 @@ def _whole(asked: int | str | None) -> int | str | None:
 
 def _controlnet(asked: Any) -> Any:
     """`4,10` as the numbers of its blocks."""
+    if isinstance(asked, str) and asked.count(",") > 1:
+        raise UserError(f"--controlnet is {asked[:40]}, and one or two numbers were expected, such as 4 or 4,10")
     layers = map(_whole, str(asked).split(","))
     return dict(zip(("layers", "single_layers"), layers, strict=False)) if isinstance(asked, int | str) else asked
 
@@ -300,9 +301,10 @@ def constraint_problems(cluster: Cluster, fixed: Constraints, gpu: Gpu | None) -
     if all(refusals):
         why = "; or: ".join(dict.fromkeys(min(each, key=len) for each in refusals))
         keys = {"engine", "optimizer", "precision", "lora_rank", "lora_base", "float8", "cp"}
-        keys |= {"ema"} if fixed.ema != "none" else set()
+        keys |= {name for name in ("ema", "compile", "controlnet") if getattr(fixed, name) not in ("none", False)}
         given = fixed.model_dump(include=keys, exclude_none=True)
-        named = ", ".join(f"{option(_ASKED.get(name, name))} {value}" for name, value in given.items())
+        shown = {name: "" if isinstance(value, bool | dict) else f" {value}" for name, value in given.items()}
+        named = ", ".join(f"{option(_ASKED.get(name, name))}{value}" for name, value in shown.items())
         problems.append(f"{named}: no strategy has this: {why}")
     return problems
 
