@@ -150,6 +150,8 @@ def online_encoders(model: CatalogModel, batch: BatchShape, *, vae_dtype: Dtype 
     Raises UserError where the catalogue does not have them.
     """
     vae = model.vae
+    if batch.references or batch.first_frame:
+        raise UserError("an image beside each sample needs a store, which features online has not; use features cached")
     if vae.kwargs is None:
         raise UserError(
             f"{model.name} cannot be planned with features online: the catalogue has no constructor arguments of "

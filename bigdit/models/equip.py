@@ -53,13 +53,18 @@ def equip(
 
 def adapt(model: nn.Module, family: Family, strategy: Strategy, *, seed: int = 0) -> None:
     """Add the strategy's adapters, or its ControlNet."""
+    frozen = family.blocks(model)
     if strategy.controlnet is not None:
         add_controlnet(model, family, strategy.controlnet)
-    if strategy.lora is not None:
-        with libraries.uncompiled():
-            from bigdit.models.lora import apply_lora  # peft and bitsandbytes take seconds to import
+    if strategy.lora is None and strategy.base in (None, "bf16"):
+        return
+    with libraries.uncompiled():
+        from bigdit.models.lora import apply_lora, quantise  # peft and bitsandbytes take seconds to import
 
+    if strategy.lora is not None:
         apply_lora(model, family, strategy.lora, seed=seed)
+    elif strategy.base is not None:
+        quantise(frozen, strategy.base)
 
 
 def adapt_text(model: nn.Module, encoders: Mapping[str, nn.Module], strategy: Strategy, *, seed: int = 0) -> None:

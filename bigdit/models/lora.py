@@ -1,4 +1,4 @@
-"""Low-rank adapters by peft, over a frozen base in bf16, int8, fp8 or nf4.
+"""Low-rank adapters by peft, over a frozen base in bf16, int8, fp8 or nf4; the base of a ControlNet.
 
 A base is quantised when it moves to its device. int8 and fp8 have a scale for each row (`ScaledLinear`). nf4 is
 bitsandbytes' 4-bit NormalFloat with an fp32 scale for 64 values (Dettmers et al., arXiv:2305.14314, without double
@@ -7,7 +7,7 @@ quantisation).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -40,10 +40,7 @@ def apply_lora(model: nn.Module, family: Family, spec: LoraSpec, *, seed: int) -
             raise UserError(f"strategy.lora.ranks: no adapted layer's name fits {rule!r}; {nearest(rule, targets)}")
     model.requires_grad_(False)
     if spec.base != "bf16":
-        for block in family.blocks(model):
-            for name, linear in list(block.named_modules()):
-                if isinstance(linear, nn.Linear):
-                    block.set_submodule(name, _quantised(linear, spec.base))
+        quantise(family.blocks(model), spec.base)
     # peft asks the model which of its own layers may wrap bitsandbytes'.
     model.is_loaded_in_4bit = spec.base == "nf4"  # type: ignore[assignment]
     with torch.random.fork_rng(devices=[]):
@@ -79,6 +76,14 @@ def adapt_text(model: nn.Module, encoders: Mapping[str, nn.Module], spec: LoraSp
             parameter.data = parameter.data.to(dtype)
         inner[name] = clip
     setattr(model, TEXT_ENCODERS, inner)
+
+
+def quantise(blocks: Sequence[nn.Module], base: str) -> None:
+    """Have the frozen linear layers of these blocks quantised when they move to a device."""
+    for block in blocks:
+        for name, linear in list(block.named_modules()):
+            if isinstance(linear, nn.Linear):
+                block.set_submodule(name, _quantised(linear, base))
 
 
 def _config(spec: LoraSpec, targets: list[str], *, dora: bool) -> PeftConfig:

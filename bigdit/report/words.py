@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bigdit.profile.gpus import LARGEST_MICRO_BATCH
-from bigdit.search.plan import Estimate, Plan, base_of, lossy_by
+from bigdit.search.plan import Estimate, Plan, lossy_by
 from bigdit.speed.seconds import Interval
 from bigdit.strategy import BITSANDBYTES, OPTIMIZERS, EmaSpec, Strategy
 from bigdit.units import GIB, count, gib, how_many, unit_of
@@ -198,7 +198,8 @@ def settings(choice: Estimate, plan: Plan) -> dict[str, str]:
             f"{strategy.lora.title} of rank {strategy.lora.rank} over a frozen {strategy.lora.base} base"
         )
     if (beside := strategy.controlnet) is not None:
-        found["trained"] = f"a ControlNet of {how_many(beside.blocks, 'block')}; the model is frozen"
+        base = "" if beside.base == "bf16" else f" in {beside.base}"
+        found["trained"] = f"a ControlNet of {how_many(beside.blocks, 'block')}; the model is frozen{base}"
     found |= _buckets(strategy)
     found["allocator"] = ALLOCATOR
     return found
@@ -296,7 +297,7 @@ def host(plan: Plan) -> list[str]:
 
 def numerics(plan: Plan) -> str:
     """A note for the headline of a plan that is lossy although nobody asked for that."""
-    fixed, base = plan.request.constraints, base_of(plan.chosen.strategy)
+    fixed, base = plan.request.constraints, plan.chosen.strategy.base
     if plan.chosen.lossless or (fixed.optimizer, fixed.precision, fixed.lora_base) != (None, None, None):
         return ""
     if base is not None:

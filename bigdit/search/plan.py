@@ -76,9 +76,9 @@ class Constraints(Strict):
 
     @property
     def lora_bases(self) -> tuple[LoraBase | None, ...]:
-        """The bases of adapters to look at; None without adapters. fp8 takes what int8 does, and errs more: it is for
-        those who ask for it."""
-        if self.lora_rank is None:
+        """The bases to look at of adapters or a ControlNet; None without. fp8 takes what int8 does, and errs more: it
+        is for those who ask for it."""
+        if not self.frozen:
             return (None,)
         return ("bf16", "int8", "nf4") if self.lora_base is None else (self.lora_base,)
 
@@ -139,15 +139,10 @@ class ResolvedRequest(Strict):
         return nbytes > self.host_memory_bytes and not self.host_assumed
 
 
-def base_of(strategy: Strategy) -> LoraBase | None:
-    """The base of its adapters; None without adapters."""
-    return None if strategy.lora is None else strategy.lora.base
-
-
 def lossy_by(strategy: Strategy) -> list[str]:
     """What of a strategy changes the numbers of AdamW with fp32 masters, in a few words each."""
     found, name = [], strategy.optimizer.name
-    if (base := base_of(strategy)) not in (None, "bf16"):
+    if (base := strategy.base) not in (None, "bf16"):
         found.append(f"quantised base ({base})")
     if "adamw" in name and "bit" in name:
         found.append(f"{'4' if '4bit' in name else '8'}-bit optimizer state")

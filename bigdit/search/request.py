@@ -94,7 +94,7 @@ class PlanRequest:
     )
     lora: int | None = _option("Train LoRA adapters of this rank.", "RANK", key="strategy.lora.rank")
     lora_base: str | None = _option(
-        "Fix the dtype of the weights under adapters: bf16, int8, fp8 or nf4.", "NAME", key="strategy.lora.base"
+        "Fix the dtype of frozen weights: bf16, int8, fp8 or nf4.", "NAME", key="strategy.lora.base"
     )
     controlnet: int | str | None = _option(
         "Train a ControlNet of so many blocks beside the frozen model; of Flux 4, or 4,10 with single-stream blocks.",

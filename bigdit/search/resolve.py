@@ -68,10 +68,9 @@ def resolve_request(model: str | None = None, gpu: str | None = None, **options:
         problems += [*misfits, *model_fits(found_model, fixed, first)]
     problems += cluster_problems(cluster, fixed, amounts.get("global_batch_size"), device, shared)
     problems += constraint_problems(cluster, fixed, device)
-    if asked.from_scratch and asked.lora is not None:
-        problems.append(
-            "--from-scratch and --lora were given, and adapters need weights that they adapt; leave one out"
-        )
+    if asked.from_scratch and fixed.frozen:
+        named = "--controlnet" if asked.lora is None else "--lora"
+        problems.append(f"--from-scratch and {named} were given, which trains beside trained weights; leave one out")
     if problems or found_model is None or device is None:
         raise UserError(*problems)
     if found_model.clip is not None:
@@ -196,6 +195,8 @@ def _whole(asked: int | str | None) -> int | str | None:
 
 def _controlnet(asked: Any) -> Any:
     """`4,10` as the numbers of its blocks."""
+    if isinstance(asked, str) and asked.count(",") > 1:
+        raise UserError(f"--controlnet is {asked[:40]}, and one or two numbers were expected, such as 4 or 4,10")
     layers = map(_whole, str(asked).split(","))
     return dict(zip(("layers", "single_layers"), layers, strict=False)) if isinstance(asked, int | str) else asked
 
@@ -294,15 +295,16 @@ def constraint_problems(cluster: Cluster, fixed: Constraints, gpu: Gpu | None) -
         problems.append(f"--optimizer: {missing}")
     if fixed.ema == "none" and fixed.ema_widths is not None:
         problems.append("--ema-widths are of EMAs, and --ema none keeps none; leave one of them out")
-    if fixed.lora_base is not None and fixed.lora_rank is None:
-        problems.append("--lora-base is of the weights under adapters, and --lora is missing; add --lora 16")
+    if fixed.lora_base is not None and not fixed.frozen:
+        problems.append("--lora-base is of frozen weights, and none are; add --lora 16, or --controlnet 4")
     refusals = [_refusals(cluster, fixed, gpu, base) for base in fixed.lora_bases]
     if all(refusals):
         why = "; or: ".join(dict.fromkeys(min(each, key=len) for each in refusals))
         keys = {"engine", "optimizer", "precision", "lora_rank", "lora_base", "float8", "cp"}
-        keys |= {"ema"} if fixed.ema != "none" else set()
+        keys |= {name for name in ("ema", "compile", "controlnet") if getattr(fixed, name) not in ("none", False)}
         given = fixed.model_dump(include=keys, exclude_none=True)
-        named = ", ".join(f"{option(_ASKED.get(name, name))} {value}" for name, value in given.items())
+        shown = {name: "" if isinstance(value, bool | dict) else f" {value}" for name, value in given.items()}
+        named = ", ".join(f"{option(_ASKED.get(name, name))}{value}" for name, value in shown.items())
         problems.append(f"{named}: no strategy has this: {why}")
     return problems
 
@@ -314,7 +316,7 @@ def _refusals(cluster: Cluster, fixed: Constraints, gpu: Gpu | None, base: str |
     smallest_first = reversed(get_args(Precision))
     computed = [each for each in smallest_first if gpu is None or not precision_problems(gpu, each)]
     precisions = [fixed.precision] if fixed.precision else computed
-    refusals = []
+    refusals, lora, beside = [], fixed.lora_rank, fixed.controlnet
     for engine, precision in itertools.product(engines, precisions):
         try:
             Strategy(
@@ -326,8 +328,8 @@ def _refusals(cluster: Cluster, fixed: Constraints, gpu: Gpu | None, base: str |
                 ema=None
                 if fixed.ema == "none"
                 else EmaSpec(device="cpu" if fixed.ema == "cpu" else "gpu", widths=fixed.ema_widths),
-                lora=None if base is None else LoraSpec.model_validate({"rank": fixed.lora_rank, "base": base}),
-                controlnet=fixed.controlnet,
+                lora=None if lora is None else LoraSpec.model_validate({"rank": lora, "base": base}),
+                controlnet=beside and beside.model_copy(update={"base": base}),
                 features=fixed.features,
                 cp=1 if fixed.cp is None or cluster.gpus % fixed.cp else fixed.cp,
                 compile_blocks=fixed.compile,

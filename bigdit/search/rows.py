@@ -8,7 +8,7 @@ from bigdit.catalog.gpus import gpus
 from bigdit.config.plan_file import LargestMicroBatch
 from bigdit.profile.attempt import Attempt
 from bigdit.search.option import Option
-from bigdit.search.plan import Estimate, base_of, lossy_by
+from bigdit.search.plan import Estimate, lossy_by
 from bigdit.search.planner import SAME_SPEED, Planner, rate
 from bigdit.speed.seconds import Interval
 from bigdit.strategy import StepSize
@@ -38,9 +38,9 @@ def front(planner: Planner, known: Estimate) -> tuple[Estimate, ...]:
     shown += _thinned(others, room - len(shown))
     if alike and (fastest := _fastest_first(alike)[0]) not in shown and rate(fastest) > rate(known):
         shown.append(fastest)
-    bases = {base_of(each.strategy) for each in (*shown, known)}
+    bases = {each.strategy.base for each in (*shown, known)}
     # nf4 takes less than int8 and is as fast, so that no front has an int8 base, whose error is a tenth.
-    fastest_of = {base_of(each.strategy): each for each in reversed(_fastest_first(every))}
+    fastest_of = {each.strategy.base: each for each in reversed(_fastest_first(every))}
     shown += [each for base, each in fastest_of.items() if base not in bases]
     ran = [each for each in planner.run(_fastest_first(shown)) if each is not None and each.verdict != "DOES NOT FIT"]
     beside = [] if planner.passed_over is None else [planner.passed_over]
@@ -113,7 +113,7 @@ def recommended(chosen: Estimate, rows: Sequence[Estimate]) -> str:
     fastest, of_numbers, of_all = (max([chosen, *among], key=rate) for among in (alike, numbers, fits))
     among = "" if of_all in (of_numbers, chosen) else " lossless one"
     among += " that fits" + ("" if of_numbers in (fastest, chosen) or swaps else " with all weights on the GPU")
-    if base_of(chosen.strategy) == "int8" and any(base_of(each.strategy) == "nf4" for each in numbers):
+    if chosen.strategy.base == "int8" and any(each.strategy.base == "nf4" for each in numbers):
         return "recommended: about as fast as over nf4, whose error is ten times as large"
     if fastest is chosen:
         return f"recommended: the fastest{among}"

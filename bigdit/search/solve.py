@@ -28,7 +28,7 @@ from bigdit.search.option import (
     sample_bytes,
     state_bytes,
 )
-from bigdit.search.plan import Estimate, Rejected, Verdict, base_of, node_bytes
+from bigdit.search.plan import Estimate, Rejected, Verdict, node_bytes
 from bigdit.search.planner import SAME_SPEED, Failure, Planner, as_fast_as, rate
 from bigdit.search.space import proposals
 from bigdit.speed.work import work_of
@@ -58,7 +58,7 @@ def probe(planner: Planner, strategies: Sequence[Strategy], *, variant: bool = F
 
     def counted(request: StepRequest) -> Counted:
         strategy = request.strategy
-        packed = variant and base_of(strategy) not in (None, "bf16")
+        packed = variant and strategy.base not in (None, "bf16")
         few = strategy.blocks_to_swap == LEAST_SWAPPED < planner.request.model.block_count
         first = strategy.micro_batch_size == FIRST or strategy.checkpointed_blocks == 0
         if packed or few or not first:
@@ -325,15 +325,15 @@ MUCH_FASTER = 1.3
 
 
 def _over_quantised(planner: Planner, ahead: Ahead, best: Estimate) -> Estimate:
-    """Adapters over a quantised base, where they are MUCH_FASTER than the `best`, which is lossless; else that.
+    """What trains over a quantised base, where it is MUCH_FASTER than the `best`, which is lossless; else that.
 
     int8 errs a tenth as much as nf4: it is taken where it is as fast.
     """
-    if not best.lossless or best.strategy.lora is None:
+    if not best.lossless or not best.strategy.frozen:
         return best
     found = [each for each in _ranked(planner) if not each.lossless and rate(each) > MUCH_FASTER * rate(best)]
     fast = [each for each in found if as_fast_as(each, max(found, key=rate))]
-    exact = [each for each in fast if base_of(each.strategy) == "int8"] or fast
+    exact = [each for each in fast if each.strategy.base == "int8"] or fast
     ran = best_that_runs(planner, ahead, [planner.options[each.option] for each in exact])
     if ran is None or ran.verdict != "FITS":
         return best

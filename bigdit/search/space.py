@@ -132,7 +132,7 @@ def _settings(request: ResolvedRequest, engine: str) -> list[dict[str, Any]]:
         elif engine in ("fsdp2", "hsdp"):  # of a shard of the state, the least that there is of it
             pairs.append(("came", "bf16_sr" if without_masters else precision))
     return [
-        {"optimizer.name": optimizer, "precision": kind, "lora.base": base, **ema}
+        {"optimizer.name": optimizer, "precision": kind, "base": base, **ema}
         for optimizer, kind in pairs
         for base in fixed.lora_bases
         for ema in _emas(fixed)
@@ -179,7 +179,7 @@ def _in_backward(request: ResolvedRequest) -> list[Option]:
         return []
     found = []
     for ema in _emas(fixed):
-        settings = {"optimizer.name": fixed.optimizer or "adafactor", "precision": "bf16_sr", "lora.base": None, **ema}
+        settings = {"optimizer.name": fixed.optimizer or "adafactor", "precision": "bf16_sr", "base": None, **ema}
         alone = {"optimizer_in_backward": "true", "gradient_clipping": "null"}
         strategy = _strategy(request, "single", settings | alone)
         if strategy is not None:
@@ -192,7 +192,10 @@ def _strategy(request: ResolvedRequest, engine: str, settings: dict[str, Any]) -
     """None where the engine refuses these settings, which Strategy's own rules say."""
     world_size = 1 if engine == "single" else request.cluster.gpus
     texts = ["fsdp2" if engine == "hsdp" else engine, f"world_size={world_size}"]
-    texts += [f"{key}={value}" for key, value in settings.items() if value is not None]
+    if request.constraints.controlnet is not None:
+        texts.append(f"controlnet={request.constraints.controlnet.model_dump_json()}")
+    of = {"base": "lora.base" if request.constraints.controlnet is None else "controlnet.base"}
+    texts += [f"{of.get(key, key)}={value}" for key, value in settings.items() if value is not None]
     texts += [f"features={request.constraints.features}"]
     if request.constraints.compile:
         texts.append("compile_blocks=true")
@@ -204,8 +207,6 @@ def _strategy(request: ResolvedRequest, engine: str, settings: dict[str, Any]) -
         texts.append(f"dp_replicate={request.cluster.nodes}")
     if request.constraints.lora_rank is not None:
         texts.append(f"lora.rank={request.constraints.lora_rank}")
-    if request.constraints.controlnet is not None:
-        texts.append(f"controlnet={request.constraints.controlnet.model_dump_json()}")
     if engine.startswith("zero") and request.model.params is not None:
         block = request.model.params // max(request.model.block_count, 1)
         # Whole millions, for people; DeepSpeed needs an even number.
@@ -230,8 +231,9 @@ def _setting_title(request: ResolvedRequest, settings: dict[str, Any]) -> str:
     parts = [OPTIMIZERS[settings["optimizer.name"]]]
     if settings["precision"] == "bf16_sr":
         parts.append("bf16 without masters")
-    if settings["lora.base"] is not None:
-        parts.append(f"LoRA {request.constraints.lora_rank} over {settings['lora.base']}")
+    if settings["base"] is not None:
+        lora = request.constraints.lora_rank
+        parts.append(f"{'ControlNet' if lora is None else f'LoRA {lora}'} over {settings['base']}")
     if settings["ema.device"] is not None:
         widths = settings["ema.widths"]
         many = "EMA" if widths is None else f"{len(widths)} EMAs"

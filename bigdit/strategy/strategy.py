@@ -16,6 +16,7 @@ from bigdit.strategy.values import (
     TORCHAO,
     ControlNetSpec,
     EmaSpec,
+    LoraBase,
     LoraSpec,
     OptimizerSpec,
     Section,
@@ -235,6 +236,17 @@ class Strategy(Section):
         return 1.0 if own is None else own / self.optimizer.lr
 
     @property
+    def base(self) -> LoraBase | None:
+        """The dtype of frozen weights; None where none are."""
+        beside = self.lora or self.controlnet
+        return None if beside is None else beside.base
+
+    @property
+    def base_key(self) -> str:
+        """The key of `base`."""
+        return "controlnet.base" if self.lora is None else "lora.base"
+
+    @property
     def optimizer_in_cpu_memory(self) -> bool:
         """Whether CPU memory holds masters and optimizer state, and a CPU steps them."""
         offload = (self.ds_config or {}).get("zero_optimization", {}).get("offload_optimizer") or {}
@@ -441,8 +453,9 @@ def _compile_problems(strategy: Strategy) -> list[str]:
         problems.append("compile_blocks compiles the layers of lora.dora in pieces, slower than it runs them; use LoRA")
     if strategy.lora is not None and strategy.lora.kind != "lora":
         problems.append(f"compile_blocks was not tried with lora.kind {strategy.lora.kind}; leave one of them out")
-    if strategy.lora is not None and strategy.lora.base == "fp8":
-        problems.append("compile_blocks reads lora.base fp8 by kernels that GPUs before Ada lack; use lora.base int8")
+    if strategy.base == "fp8":
+        key = strategy.base_key
+        problems.append(f"compile_blocks reads {key} fp8 by kernels that GPUs before Ada lack; use {key} int8")
     if strategy.blocks_to_swap:
         problems.append("compile_blocks was not tried with blocks_to_swap; leave one of them out")
     return problems
@@ -473,10 +486,11 @@ def _memory_problems(strategy: Strategy) -> list[str]:
         "fp8": ("single", "ddp", "fsdp2"),
         "nf4": ("single", "ddp"),
     }
-    if strategy.lora is not None and strategy.engine not in takes.get(strategy.lora.base, (strategy.engine,)):
+    base, key = strategy.base or "bf16", strategy.base_key
+    if strategy.engine not in takes.get(base, (strategy.engine,)):
         problems.append(
-            f"lora.base {strategy.lora.base} keeps packed weights, which {strategy.engine} cannot shard; use lora.base "
-            f"bf16, or engine {_either(takes[strategy.lora.base], strategy.world_size)}"
+            f"{key} {base} keeps packed weights, which {strategy.engine} cannot shard; use {key} bf16, or engine "
+            f"{_either(takes[base], strategy.world_size)}"
         )
     if strategy.lora is not None and strategy.lora.base == "bf16" and not strategy.precision.startswith("bf16"):
         problems.append(
@@ -501,7 +515,10 @@ def _controlnet_problems(strategy: Strategy) -> list[str]:
     if strategy.float8 != "none":
         problems.append("float8 was not tried with controlnet; leave one of them out")
     if strategy.compile_blocks:
-        problems.append("compile_blocks was not tried with controlnet; leave one of them out")
+        problems.append(
+            "compile_blocks makes gradients of zeros for weights of a controlnet that no loss reaches, which would "
+            "decay; leave one of them out"
+        )
     return problems
 
 
@@ -529,10 +546,10 @@ def _swap_problems(strategy: Strategy) -> list[str]:
             f"{str(strategy.optimizer_in_backward).lower()}; set precision to bf16_sr and optimizer_in_backward to "
             "true, or set lora"
         )
-    if strategy.lora is not None and strategy.lora.base != "bf16":
+    if strategy.base not in (None, "bf16"):
         problems.append(
-            f"blocks_to_swap keeps plain weights in CPU memory, and lora.base is {strategy.lora.base}, packed on the "
-            "device; use lora.base bf16, or set blocks_to_swap to 0"
+            f"blocks_to_swap keeps plain weights in CPU memory, and {strategy.base_key} is {strategy.base}, packed on "
+            f"the device; use {strategy.base_key} bf16, or set blocks_to_swap to 0"
         )
     if strategy.checkpointing != "full":
         problems.append(

@@ -351,6 +351,9 @@ class ControlNetSpec(Section):
     """Its blocks."""
     single_layers: Natural = 0
     """Its single-stream blocks, of Flux alone."""
+    base: LoraBase = "bf16"
+    """The dtype of the frozen weights of the model's linear layers in blocks; fp8 is e4m3. bf16 leaves them in the
+    dtype of the precision."""
 
     @property
     def blocks(self) -> int:

@@ -70,9 +70,13 @@ ways = {
     "zero3": {"checkpointed_blocks": 2},
 }
 found = {preset: compare(preset, **more) for preset, more in ways.items()}
+quantised = trained(World(), "single", controlnet=ControlNetSpec(layers=2, base="int8"))
+for preset in ("ddp", "fsdp2"):
+    losses, *_ = trained(world, preset, controlnet=ControlNetSpec(layers=2, base="int8"), checkpointed_blocks="all")
+    found[f"{preset} int8"] = {"losses": losses}
 found["swapped"] = compare("ddp", checkpointed_blocks="all", blocks_to_swap=3)
 if world.is_main:
-    json.dump({"alone": alone[0], **found}, open(sys.argv[1], "w"))
+    json.dump({"alone": alone[0], "quantised": quantised[0], **found}, open(sys.argv[1], "w"))
 dist.destroy_process_group()
 """
 
@@ -80,8 +84,10 @@ dist.destroy_process_group()
 @pytest.mark.slow
 def test_two_processes_train_one_as_one_process_does(tmp_path):
     answer = answer_of_two(_CURVES, tmp_path)
-    alone = answer.pop("alone")
-    assert alone[-1] != alone[0]
+    alone, quantised = answer.pop("alone"), answer.pop("quantised")
+    assert quantised[-1] != alone[-1] != alone[0]
+    for preset in ("ddp int8", "fsdp2 int8"):
+        assert answer.pop(preset)["losses"] == pytest.approx(quantised, rel=2e-5), preset
     for name, found in answer.items():
         assert found["losses"] == pytest.approx(alone, rel=2e-5), name
         assert found["names"] == [True, True], name

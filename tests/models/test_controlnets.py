@@ -170,6 +170,29 @@ def test_steps_are_those_of_diffusers_controlnet_written_by_hand(class_name, blo
     assert all(torch.equal(each, before[name]) for name, each in frozen.items())
 
 
+@pytest.mark.parametrize(("base", "off"), [("int8", 1e-3), ("fp8", 4e-3), ("nf4", 5e-2)])
+@pytest.mark.parametrize("class_name", CASES)
+def test_the_frozen_model_alone_is_quantised(class_name, base, off):
+    kwargs, asked, *_ = CASES[class_name]
+    spec, family = ModelSpec(name="tiny", class_name=class_name, kwargs=kwargs), models.family(class_name)
+
+    def losses(base):
+        trained = asked.model_copy(update={"base": base})
+        strategy = Strategy(precision="fp32", controlnet=trained, checkpointed_blocks="all")
+        model = models.equip(models.build(spec, device=CPU, dtype=torch.float32, seed=0), family, strategy)
+        engine = engines.create(strategy, model, family, device=CPU, world=World())
+        steps = [train_step(engine, family, FlowMatchingSpec(), [a_batch(kwargs)], lr=1e-2).loss for _ in range(4)]
+        return [float(each) for each in steps], model
+
+    (plain, _), (found, model) = losses("bf16"), losses(base)
+    assert found != plain == pytest.approx(found, rel=off)
+    assert found[-1] < found[0]
+    dtypes = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "nf4": torch.uint8}
+    kept = {name for name, each in model.named_parameters() if each.dtype == dtypes[base]}
+    assert any("transformer_blocks.0." in name for name in kept)
+    assert not any(name.startswith("controlnet.") for name in kept)
+
+
 def test_what_cannot_start_one_is_refused():
     flux = ModelSpec(name="tiny", class_name="FluxTransformer2DModel", kwargs=FLUX)
     family = models.family(flux.class_name)

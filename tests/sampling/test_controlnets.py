@@ -111,7 +111,10 @@ def test_a_run_resumes_and_what_does_not_fit_is_refused_in_a_line(encoded, tmp_p
         ): "single_layers is 1, and SD3Transformer2DModel has 0 such blocks",
         ("train", "data.min_references=0"): "data.min_references is 0, and a ControlNet takes an image of each sample",
         ("train", "strategy.lora={}"): "lora and controlnet are both set",
-        ("train", "strategy.compile_blocks=true"): "compile_blocks was not tried with controlnet",
+        (
+            "train",
+            "strategy.compile_blocks=true",
+        ): "compile_blocks makes gradients of zeros for weights of a controlnet",
         ("train", f"model={json.dumps(flux)}"): "takes an image itself, and a ControlNet is of a model of text alone",
         (
             "train",
@@ -133,6 +136,14 @@ def test_a_run_resumes_and_what_does_not_fit_is_refused_in_a_line(encoded, tmp_p
     done = bigdit("train", "--config", folder / "run.yaml", *with_set(("strategy.controlnet.layers=1",)))
     assert done.returncode == 1
     assert "was trained with strategy.controlnet.layers 2" in " ".join(done.stderr.split())
+    over_nf4 = ("strategy.controlnet.base=nf4", f"output={tmp_path / 'nf4'}")
+    for steps in (2, 3):
+        train_here(folder / "run.yaml", *over_nf4, f"train.steps={steps}")
+    assert latest(tmp_path / "nf4")[0].step == 3
+    image = folder / "images/0.reference.png"
+    drawn = in_process("sample", "--checkpoint", tmp_path / "nf4", "--caption", "a cat", "--image", image,
+                       "--steps", "2", "--out", tmp_path / "samples")  # fmt: skip
+    assert drawn.returncode == 0, drawn.stderr
     done = in_process("export", "--checkpoint", folder / "run", "--single-file", "bf16", "--out", tmp_path / "file")
     assert done.returncode == 1
     assert "holds a ControlNet, which is one folder" in " ".join(done.stderr.split())

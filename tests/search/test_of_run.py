@@ -104,7 +104,9 @@ def test_a_controlnet_is_planned_with_its_blocks_and_images(tmp_path):
         strategy={"controlnet": asked_for},
     )
     (found,) = asked(path)
-    assert found.constraints.controlnet.model_dump() == asked_for
+    assert found.constraints.controlnet.model_dump(exclude={"base"}) == asked_for
+    (over_int8,) = requests_of(path, ["strategy.controlnet.base=int8"], {"gpu": "rtx-4090"})
+    assert (found.constraints.lora_base, over_int8.constraints.lora_base) == (None, "int8")
     assert (found.model.block_count, found.model.references, found.constraints.full) == (57 + 6, 1, False)
     (same,) = requests_of(path, ["strategy.controlnet=null", "data.references=0"], {"gpu": "rtx-4090"})
     assert resolve_request("flux.1-dev", "rtx-4090", controlnet="4,2").model == found.model != same.model

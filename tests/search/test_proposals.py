@@ -140,10 +140,19 @@ def test_adapters_are_proposed_over_every_base_that_the_engine_takes() -> None:
 def test_a_controlnet_is_sharded_as_a_model_and_frozen_blocks_alone_are_swapped() -> None:
     beside = resolve_request("flux.1-dev", "h100", controlnet=4)
     found = proposals(beside)[0]
-    assert all(each.strategy.controlnet == ControlNetSpec(layers=4) for each in found)
+    assert {each.strategy.controlnet.blocks for each in found if each.strategy.controlnet} == {4}
     assert {each.strategy.blocks_to_swap for each in found} == {0, 57}
     several = proposals(resolve_request("flux.1-dev", "h100", controlnet=4, gpus=8))[0]
     assert {each.strategy.engine for each in several if not each.last_resort} == {"deepspeed", "fsdp2"}
+
+
+def test_a_controlnet_comes_over_a_quantised_model_too() -> None:
+    found = proposals(resolve_request("flux.1-dev", "rtx-4090", controlnet=4))[0]
+    assert {each.strategy.base for each in found} == {"bf16", "int8", "nf4"}
+    adamw = [each for each in found if (each.strategy.optimizer.name, each.strategy.precision) == ("adamw", "bf16")]
+    assert {each.strategy.base for each in adamw if not each.lossless} == {"int8", "nf4"}
+    fixed = resolve_request("flux.1-dev", "rtx-4090", controlnet=4, lora_base="fp8")
+    assert {each.strategy.controlnet for each in proposals(fixed)[0]} == {ControlNetSpec(layers=4, base="fp8")}
 
 
 @pytest.mark.parametrize(

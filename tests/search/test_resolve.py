@@ -55,6 +55,8 @@ def test_what_is_reserved_is_not_usable(gpu, reserve, kept):
 def test_adapters_have_weights_to_adapt():
     (problem,) = problems(from_scratch=True, lora=16)
     assert problem.startswith("--from-scratch and --lora were given, ")
+    (problem,) = problems(from_scratch=True, controlnet=2)
+    assert problem.startswith("--from-scratch and --controlnet were given, ")
     assert resolve_request("sana-1600m", "a40", from_scratch=True).from_scratch
 
 
@@ -307,6 +309,20 @@ def test_sizes_read_as_they_are_written(sizes):
             {"full": True, "controlnet": 2},
             "--full is full fine-tuning, and --controlnet trains a ControlNet; leave one of them out",
         ),
+        (
+            {"controlnet": 2, "compile": True},
+            "--controlnet, --compile: no strategy has this: compile_blocks makes gradients of zeros for weights of a "
+            "controlnet that no loss reaches, which would decay; leave one of them out",
+        ),
+        (
+            {"controlnet": 2, "features": "online"},
+            "--features online: an image beside each sample needs a store, which features online has not; use features "
+            "cached",
+        ),
+        (
+            {"controlnet": "4,1,2"},
+            "--controlnet is 4,1,2, and one or two numbers were expected, such as 4 or 4,10",
+        ),
         ({"controlnet": "4,x"}, "--controlnet is 'x', and a whole number was expected"),
         (
             {"model": "flux.1-dev", "controlnet": "4,39"},
@@ -320,8 +336,8 @@ def test_sizes_read_as_they_are_written(sizes):
         ),
         (
             {"controlnet": 2, "lora": 8},
-            "--lora 8: no strategy has this: lora and controlnet are both set, and one of them is trained; leave the "
-            "other out",
+            "--lora 8, --controlnet: no strategy has this: lora and controlnet are both set, and one of them is "
+            "trained; leave the other out",
         ),
         (
             {"gpu": "v100-32g-sxm2", "precision": "bf16"},
