@@ -111,7 +111,6 @@ def _with_gpus(number: int, asked: dict[str, Any]) -> ResolvedRequest:
 def _plan(request: ResolvedRequest, others: Sequence[ResolvedRequest], out: Path | None, as_json: bool) -> int:
     """Make the plan, and those for other numbers of GPUs on its page."""
     from bigdit import log
-    from bigdit.report.plan import show
     from bigdit.search.answer import make_plan
 
     if out is not None:
@@ -129,6 +128,8 @@ def _plan(request: ResolvedRequest, others: Sequence[ResolvedRequest], out: Path
     if as_json:
         log.emit_json(plan.model_dump(mode="json", exclude={"packed_timeline", "ran"}) | {"fits": plan.fits})
     else:
+        from bigdit.report.plan import show
+
         show(plan, out)
     return 0 if plan.fits else EXIT_DOES_NOT_FIT
 
