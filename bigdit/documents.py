@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BeforeValidator, Field
@@ -287,6 +287,7 @@ Side = Annotated[_Whole, Field(ge=1, le=LARGEST_SIDE)]
 
 Number = Annotated[float, BeforeValidator(no_truth_value), Field(allow_inf_nan=False)]
 """Also text such as `1e-4`, which YAML 1.1 reads as text."""
+Degree = Annotated[Literal[1, 2, 4, 8], BeforeValidator(no_truth_value)]
 Positive = Annotated[Number, Field(gt=0.0)]
 NotNegative = Annotated[Number, Field(ge=0)]
 Share = Annotated[Number, Field(ge=0, lt=1)]

@@ -156,12 +156,16 @@ def _print(report: ExtractReport, samples: str) -> None:
 
 
 def encoded(store: StoreReport) -> str:
-    """`4 of 11 videos encoded`; images or videos by the shape of the latents."""
+    """`4 of 11 videos encoded`."""
     from bigdit.units import how_many
 
+    return f"{store.encoded} of {how_many(store.images, kind_of_samples(store))} encoded"
+
+
+def kind_of_samples(store: StoreReport) -> str:
+    """Image or video, by the shape of the latents."""
     moving = {shape.count("x") == 3 for shape in store.buckets}  # [channels, frames, height, width]
-    kind = {(True,): "video", (False, True): "image and video"}.get(tuple(sorted(moving)), "image")
-    return f"{store.encoded} of {how_many(store.images, kind)} encoded"
+    return {(True,): "video", (False, True): "image and video"}.get(tuple(sorted(moving)), "image")
 
 
 def print_captions(store: StoreReport) -> None:

@@ -152,13 +152,14 @@ _NAMED = 12
 
 def _identity(report: StoreReport) -> dict[str, str]:
     """What a store was made from, and by which encoders."""
+    from bigdit.commands.extract import kind_of_samples
     from bigdit.units import gib, how_many
 
     found = {f"tokens {number}": each.line() for number, each in enumerate(report.lengths)}
     found |= {"bytes": ", ".join(f"{name} {gib(size)}" for name, size in report.bytes_by_column.items())}
     for number, source in enumerate(report.sources):
-        images = how_many(source["count"], "image")
-        found[f"source {number}"] = f"{source.get('kind')}: {images}, digest {source.get('digest')}"
+        samples = how_many(source["count"], kind_of_samples(report))
+        found[f"source {number}"] = f"{source.get('kind')}: {samples}, digest {source.get('digest')}"
     for what, identity in (("image", report.codec), ("text", report.text_encoder)):
         if identity:
             found[what] = ", ".join(_flat("", identity))
@@ -185,7 +186,7 @@ def _flat(prefix: str, identity: dict[str, Any]) -> Iterator[str]:
 
 def _print_info(report: StoreReport) -> None:
     from bigdit import log
-    from bigdit.commands.extract import encoded, print_skipped
+    from bigdit.commands.extract import encoded, kind_of_samples, print_skipped
     from bigdit.report.tables import lines, table
     from bigdit.store.text import cut_line
     from bigdit.units import gib, how_many
@@ -195,11 +196,12 @@ def _print_info(report: StoreReport) -> None:
     gone = f", {report.gone} removed or edited since" if report.gone else ""
     log.say(f"{report.features}: {done}; {encoded(report)}{gone}, {gib(report.bytes)}")
     log.out.print(lines("", _identity(report)), highlight=False)
-    buckets = table("", ["bucket", "images", "share"], numeric=["images", "share"])
+    kinds = f"{kind_of_samples(report)}s"
+    buckets = table("", ["bucket", kinds, "share"], numeric=[kinds, "share"])
     for shape, count in report.buckets.items():
         buckets.add_row(shape, str(count), f"{count / report.encoded:.1%}")
     log.out.print(buckets)
-    columns = ["worker", "on", "parts", "images", "images/s", *_SHARES.values()]
+    columns = ["worker", "on", "parts", kinds, f"{kinds}/s", *_SHARES.values()]
     speeds = table("", columns, numeric=columns[2:])
     speeds.caption = (
         "% of a worker's time. read, encode, wait: its task;\n"

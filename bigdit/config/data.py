@@ -191,9 +191,9 @@ class FirstFrameNoise(Section):
     """Gaussian noise on the latents of a first frame. Its standard deviation is drawn for each sample: exp(x), with x
     normal. The defaults are those of CogVideoX's authors, who add it to pixels (sat/diffusion_video.py)."""
 
-    mean: Number = -3.0
+    mean: Annotated[Number, Field(ge=-10, le=2)] = -3.0
     """The mean of x."""
-    std: NotNegative = 0.5
+    std: Annotated[NotNegative, Field(le=2)] = 0.5
     """The standard deviation of x."""
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from bigdit.documents import Count, Natural, Positive, Switch
+from bigdit.documents import Count, Degree, Natural, Positive, Switch
 from bigdit.strategy.deepspeed import PRECISIONS, Document, Values, complete, split
 from bigdit.strategy.values import (
     BITSANDBYTES,
@@ -116,9 +116,9 @@ class Strategy(Section):
     """Steps that the loader reads ahead into CPU memory."""
     ds_config: dict[str, Any] | None = None
     """DeepSpeed's JSON document: a mapping, or a file. Values that other keys set are "auto" there, or left out."""
-    cp: Literal[1, 2, 4, 8] = 1
+    cp: Degree = 1
     """Context parallelism: so many neighbouring processes share each sample, and each has a part of its tokens."""
-    cp_ring: Literal[1, 2, 4, 8] = 1
+    cp_ring: Degree = 1
     """Of the cp processes, so many groups pass keys and values round (ring attention). The processes of a group
     exchange tokens for heads (Ulysses), so cp / cp_ring divides the heads of attention."""
     dp_replicate: Count = 1

@@ -111,6 +111,8 @@ def test_all_problems_of_values_are_reported_at_once():
         ("data.images=[]", "data.images: the list is empty; name a source, such as a folder of images"),
         ("data.images={path: a, captions: {b: true}}", "data.images.captions: the weight of b is a number from 1.2e-38 "
          "to 3.4e+38, or a column; True was found"),
+        ("strategy.cp_ring=true", "strategy.cp_ring is true, and a number was expected"),
+        ("data.first_frame_noise={mean: 1000}", "data.first_frame_noise.mean is 1000, and 2 or less was expected"),
         ("data.buckets=[[8]]", "data.buckets.0 is [8], and a list of at least 2 was expected"),
         ("data.buckets=[[8, 8, 8, 8]]", "data.buckets.0 is [8, 8, 8, 8], and a list of 3 was expected"),
         ("data.buckets=[[9, 8, 8]]", "data: buckets has 9 × 8 × 8 of videos, and fps is missing; set it to the frames "
