@@ -338,7 +338,7 @@ def test_a_model_that_its_class_refuses_is_reported_before_it_is_planned(argumen
     """Without the name of a strategy, which it would be refused for with every one of them."""
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"_class_name": "SanaTransformer2DModel", **SMALL_SANA, **argument}))
-    done = bigdit("plan", "--model", file, "--gpu", "rtx-4090")
+    done = in_process("plan", "--model", file, "--gpu", "rtx-4090")
     assert (done.returncode, done.stdout) == (1, "")
     *stages, printed = done.stderr.splitlines()
     assert all(each.startswith("planning ") for each in stages)
