@@ -516,8 +516,7 @@ def _controlnet_problems(strategy: Strategy) -> list[str]:
         problems.append("float8 was not tried with controlnet; leave one of them out")
     if strategy.compile_blocks:
         problems.append(
-            "compile_blocks makes gradients of zeros for weights of a controlnet that no loss reaches, which would "
-            "decay; leave one of them out"
+            "compile_blocks with controlnet is not right for all families yet (docs/limits.md); leave one of them out"
         )
     return problems
 
