@@ -11,7 +11,7 @@ from pathlib import Path
 from bigdit import log
 from bigdit.errors import UserError, nearest
 from bigdit.processes import end_with_parent
-from bigdit.store.files import LocalParts
+from bigdit.store.files import LocalParts, url_of
 from bigdit.store.lease import missing
 from bigdit.store.part import Shape, part_name, part_path
 from bigdit.store.reader import Part
@@ -46,6 +46,10 @@ class VerifyReport(Strict):
 
 def open_schema(root: Path) -> StoreSchema:
     """The schema of a store. Raises UserError if there is none."""
+    if (url := url_of(root)) is not None:
+        raise UserError(
+            f"{url}: `bigdit features` reads folders of this machine; copy the store, or run it where it lies"
+        )
     if not root.exists():
         beside = [each.name for each in root.absolute().parent.glob("*/")]
         near = f"{nearest(root.name, beside)} " if beside else ""

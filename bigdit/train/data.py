@@ -41,7 +41,7 @@ from bigdit.store.report import caption_lines, written_report
 from bigdit.store.schema import Classes
 from bigdit.store.text import cut_line, summed
 from bigdit.strategy import BatchShape, ModelSpec, Strategy
-from bigdit.train.prepare import Prepared, has_store
+from bigdit.train.prepare import Prepared, has_store, paths
 from bigdit.train.resume import Start
 from bigdit.train.step import Encode, encode
 
@@ -63,10 +63,11 @@ def check_data(stages: Sequence[Prepared]) -> list[str]:
 
     def one(number: int) -> list[str]:
         each = stages[number]
-        data = each.stage.run.data
+        data, encoders = each.stage.run.data, each.stage.run.encoders.model_dump()
+        absent = [f"{key} {path}" for key, path in paths(encoders, "encoders") if not path.exists()]
         if data.features is None:
             open_source(data)
-            return []
+            return [f"missing, and each step needs it: {', '.join(absent)}"] if absent else []
         stored = has_store(each.stage.run)
         if stored:
             open_store(each.stage.run, each.spec, each.stage.plan)
@@ -74,9 +75,11 @@ def check_data(stages: Sequence[Prepared]) -> list[str]:
         missing = check_sources(data, listed=not stored and not elsewhere)
         if stored and not missing:
             return [*_outdated(data), *_lengths(data)]
-        if stored or elsewhere or not missing:
+        if stored or elsewhere:
             return []
-        return [f"{', '.join(missing)} is not there, and {data.features} holds no latents: neither was checked"]
+        lines = [f"{', '.join(missing)} is not there, and {data.features} holds no latents: neither was checked"]
+        needed = [f"missing, and `bigdit extract` needs it to fill {data.features}: {', '.join(absent)}"]
+        return [*(lines if missing else []), *(needed if absent else [])]
 
     return list(dict.fromkeys(line for lines in of_each(range(len(stages)), one) for line in lines))
 

@@ -107,7 +107,7 @@ def check_stores(stages: Sequence[Stage]) -> None:
 
 def check_paths(config: Path, runs: Iterable[RunConfig]) -> None:
     """Raise UserError where a path of `config` exists in its folder, and not in this one, to which it is relative."""
-    asked = [found for run in runs for found in _paths(run.model_dump(exclude={"output", "plan"}), "")]
+    asked = [found for run in runs for found in paths(run.model_dump(exclude={"output", "plan"}), "")]
     problems = [
         f"{key}: {path} does not exist in {Path.cwd()}, and paths are relative to the folder of the command; "
         f"{config.parent / path} exists: write that, or run the command in {config.parent}"
@@ -118,12 +118,13 @@ def check_paths(config: Path, runs: Iterable[RunConfig]) -> None:
         raise UserError(*dict.fromkeys(problems))
 
 
-def _paths(value: object, key: str) -> Iterator[tuple[str, Path]]:
+def paths(value: object, key: str) -> Iterator[tuple[str, Path]]:
+    """The paths in a document, with their keys."""
     if isinstance(value, Path):
         yield key, value
     elif isinstance(value, dict | list | tuple):
         for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _paths(inner, f"{key}.{name}".removeprefix("."))
+            yield from paths(inner, f"{key}.{name}".removeprefix("."))
 
 
 def check_store(run: RunConfig) -> None:

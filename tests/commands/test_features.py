@@ -135,6 +135,8 @@ def test_what_is_missing_is_counted_and_no_store_is_one_line(store, tmp_path):
         verify(store.with_name("stor"))
     with pytest.raises(UserError, match=r"holds no latents; `bigdit extract --config RUN\.yaml` makes them"):
         verify(tmp_path)
+    with pytest.raises(UserError, match=r"^s3://b/x: `bigdit features` reads folders of this machine; copy the store"):
+        verify(Path("s3://b/x"))
 
 
 def test_a_wrong_name_is_told_without_encoders():

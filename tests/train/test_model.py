@@ -44,6 +44,13 @@ def test_a_sound_run_is_printed(capsys, tmp_path):
     assert json.loads(dry_run(capsys, config=config)[1]) == found  # it is a run's YAML itself
 
 
+def test_encoders_that_are_missing_are_named(capsys):
+    """Where there is no store yet, which they are to fill."""
+    status, _, message = dry_run(capsys, "data.features=/none", "encoders.text={path: /t5}")
+    assert status == 0
+    assert "note: missing, and `bigdit extract` needs it to fill /none: encoders.text.path /t5\n" in message
+
+
 SWAPPING = (
     *("strategy.precision=bf16_sr", "strategy.optimizer_in_backward=true", "strategy.gradient_clipping=null"),
     *("strategy.global_batch_size=16", "strategy.checkpointed_blocks=all"),
@@ -155,7 +162,11 @@ def test_channels_of_a_pixel_are_held_against_those_of_a_patch(capsys, tmp_path)
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(document))
     status, _, message = dry_run(capsys, config=config)
-    assert (status, message.count("note: data.images: "), message.count("\n")) == (0, 1, 1)
+    assert (status, message.count("note: data.images: "), message.count("\n")) == (
+        0,
+        1,
+        2,
+    )  # and the encoders are missing
     vae = {"_class_name": "AutoencoderKLQwenImage"}  # 8 pixels a latent, by default
     (tmp_path / "config.json").write_text(json.dumps(vae))
     sizes = ["data.buckets=[[1024, 1000]]", f"encoders.image.path={tmp_path}"]

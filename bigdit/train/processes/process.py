@@ -59,8 +59,9 @@ def process_group(
         backend = "cpu:gloo,cuda:nccl" if on_host else "nccl"
     else:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed guesses one, and warns
-    # Processes share the machine's cores. torchrun gives each a single one, too few for an optimizer on the CPU.
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // (processes_here() or world.world_size)))
+    # Processes share the machine's cores. torchrun gives each of several one, too few for an optimizer on the CPU.
+    if world.world_size > 1 or "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // (processes_here() or world.world_size)))
     libraries.prepare()
     if not needed and world.world_size == 1:
         yield device
