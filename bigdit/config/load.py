@@ -97,31 +97,19 @@ def _without_machines(strategy: dict[str, Any], world_size: int) -> dict[str, An
     """The strategy on fewer machines than it asks for, with the same global batch; in HSDP with fewer copies of the
     model. Micro-batches are no larger than the passes need. Raises UserError where other processes are missing than
     those of whole machines."""
-    asked, here = strategy["world_size"], processes_here()
-    sizes = [least if strategy.get(key) is None else strategy[key] for key, least in _SIZES.items()]
-    numbers = isinstance(asked, int) and all(isinstance(each, int) and each > 0 for each in sizes[:4])
-    if here is None or not numbers or world_size > asked or world_size % here or asked % here:
-        raise UserError(other_processes(asked, world_size))
-    micro_batch_size, grad_accum_steps, cp, copies, repeated = sizes
-    if copies > 1 and world_size % (shards := asked // copies):
+    here = processes_here()
+    try:
+        asked = Strategy.model_validate(strategy)
+    except ValidationError:  # the run's own checks report it
+        return strategy
+    if here is None or world_size > asked.world_size or world_size % here or asked.world_size % here:
+        raise UserError(other_processes(asked.world_size, world_size))
+    if asked.dp_replicate > 1 and world_size % asked.dp_shard:
         raise UserError(
-            f"strategy.dp_replicate is {copies}, so {shards} GPUs hold a copy of the model, and {world_size} of "
-            f"{asked} are there; start a multiple of {shards}"
+            f"strategy.dp_replicate is {asked.dp_replicate}, so {asked.dp_shard} GPUs hold a copy of the model, and "
+            f"{world_size} of {asked.world_size} are there; start a multiple of {asked.dp_shard}"
         )
-    fewer = strategy | {"world_size": world_size}
-    if copies > 1:
-        fewer["dp_replicate"] = world_size // (asked // copies)
-    if strategy.get("global_batch_size") is None:
-        fewer["global_batch_size"] = micro_batch_size * grad_accum_steps * asked // cp - repeated
-        fewer.pop("grad_accum_steps", None)
-    whole, at_once = fewer["global_batch_size"], max(world_size // cp, 1)
-    if isinstance(whole, int) and whole > 0:
-        passes = -(-whole // (micro_batch_size * at_once))
-        fewer["micro_batch_size"] = -(-whole // (passes * at_once))
-    return fewer
-
-
-_SIZES = {"micro_batch_size": 1, "grad_accum_steps": 1, "cp": 1, "dp_replicate": 1, "repeated_samples": 0}
+    return {key: value for key, value in strategy.items() if key != "global_batch_size"} | asked.over(world_size)
 
 
 def other_processes(asked: object, world_size: int) -> str:

@@ -20,7 +20,7 @@ from bigdit.receipt import Receipt
 from bigdit.search.calibration import Calibration, check, own_receipts
 from bigdit.search.plan import DatasetNeed, Estimate, Plan, ResolvedRequest, WholeRun, uncounted
 from bigdit.strategy import BatchShape
-from bigdit.units import how_many
+from bigdit.units import gib, how_many
 
 if TYPE_CHECKING:
     from bigdit.search.planner import Limits, Planner
@@ -145,12 +145,29 @@ def _plan(planner: Planner, stages: _Stages) -> Plan:
         run=_run(request, chosen),
         waterfall=steps,
         calibration=planner.calibration.source(chosen.strategy),
-        notices=(*assumed, *uncounted(request.samples), *profile.notices, *notices),
+        notices=(*assumed, *uncounted(request.samples), *profile.notices, *notices, *_without_one(planner, chosen)),
         versions=profile.versions | {"torch": planner.gpus.build.split()[0]},
         emulated=planner.gpus.build,
         catalogue=revision(),
         seconds=1.0,
     )
+
+
+def _without_one(planner: Planner, chosen: Estimate) -> list[str]:
+    """A line for the same run without one of its machines, where there are several and it fits all."""
+    left = chosen.strategy.world_size - planner.request.cluster.gpus_per_node
+    strategy = chosen.strategy.model_copy(update=chosen.strategy.over(left))
+    if left < 1 or left % strategy.cp or left % max(strategy.dp_replicate, 1) or chosen.verdict == "DOES NOT FIT":
+        return []
+    found = planner.unlimited([strategy])[0]
+    if not isinstance(found, Attempt):
+        return []
+    needs = planner.reserving(found.peak_reserved_bytes, planner.non_torch(strategy))
+    return [
+        f"without one machine, the same command goes on with {left} GPUs and the same global batch of "
+        f"{strategy.global_batch_size:,}: micro-batch {strategy.micro_batch_size} in "
+        f"{how_many(strategy.grad_accum_steps, 'pass')}; {needs['verdict']}, up to {gib(needs['process'].high_bytes)}"
+    ]
 
 
 def _dataset(planner: Planner, batch: BatchShape) -> DatasetNeed | None:

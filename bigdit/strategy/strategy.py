@@ -263,6 +263,16 @@ class Strategy(Section):
         sizes = {"micro_batch_size": micro_batch_size, "grad_accum_steps": grad_accum_steps}
         return self.model_copy(update=sizes | {"checkpointed_blocks": checkpointed_blocks})
 
+    def over(self, world_size: int) -> dict[str, Any]:
+        """The keys that change over so many processes, for the same global batch: micro-batches are no larger than the
+        passes need, and HSDP has other copies of the model, if its shards divide the processes."""
+        whole, dp = self.global_batch_size, max(world_size // self.cp, 1)
+        passes = -(-whole // (self.micro_batch_size * dp))
+        size = -(-whole // (passes * dp))
+        found = {"world_size": world_size, "micro_batch_size": size, "grad_accum_steps": passes}
+        copies = world_size // self.dp_shard if self.dp_replicate > 1 else 1
+        return found | {"repeated_samples": size * passes * dp - whole, "dp_replicate": copies}
+
     def sized(self, size: StepSize) -> Strategy:
         """The same strategy with steps of this size."""
         return self.model_copy(update=dict(size))

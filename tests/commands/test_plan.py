@@ -150,6 +150,17 @@ def test_what_does_not_fit_is_an_answer_with_status_2(tmp_path):
     assert all(way["peak_reserved_bytes"] >= way["peak_allocated_bytes"] == max(way["phases"].values()) for way in ways)
 
 
+def test_several_machines_are_planned_with_one_less_too():
+    """Which the trainer goes on with, by the same command."""
+    cluster = ("--gpus", 3, "--gpus-per-node", 1, "--global-batch", 6)
+    done = in_process("plan", "--model", "dit-s-8", "--gpu", "a40", "--buckets", "none", *cluster)
+    assert done.returncode == 0
+    assert (
+        "note: without one machine, the same command goes on with 2 GPUs and the same global batch of 6: micro-batch 2 "
+        "in 2 passes; FITS, up to 1.48 GiB" in " ".join(done.stderr.split())
+    )
+
+
 def test_python_asks_as_the_command_does():
     """`bigdit.plan` is there before anything is imported for it, and has the command's options."""
     code = (
