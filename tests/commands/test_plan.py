@@ -157,7 +157,7 @@ def test_several_machines_are_planned_with_one_less_too():
     assert done.returncode == 0
     assert (
         "note: without one machine, the same command goes on with 2 GPUs and the same global batch of 6: micro-batch 2 "
-        "in 2 passes; FITS, up to 1.48 GiB" in " ".join(done.stderr.split())
+        "in 2 passes; FITS, up to 1.48 GiB" in " ".join(done.stdout.split())
     )
 
 
