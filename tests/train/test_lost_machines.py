@@ -17,15 +17,18 @@ from bigdit.train.processes.launch import free_port
 
 pytestmark = pytest.mark.slow
 
-MACHINES, STEPS = 4, 16
+MACHINES = 4
 ROUNDS = int(os.environ.get("BIGDIT_ROUNDS", "2"))
 """How often a machine is lost before three of them come to the end."""
+STEPS = 12 * ROUNDS
+COMPARED = 24
+"""Steps whose losses are compared: later ones drift apart, as sums in another order do."""
 BATCH = ("strategy.precision=fp32", "strategy.global_batch_size=8", f"train.steps={STEPS}", "train.checkpoint_every=2")
 ENGINES = {
     "fsdp2": ("strategy.engine=fsdp2", "strategy.ds_config=null"),
     "zero2": ("strategy.engine=deepspeed", "strategy.ds_config=ds_configs/zero2_bf16.json"),
 }
-# Sums of gradients in another order: see test_nodes.py; fourteen steps more.
+# Sums of gradients in another order: see test_nodes.py; twenty steps more.
 TOLERANCE = 1e-4
 
 
@@ -92,5 +95,6 @@ def test_what_is_left_goes_on(features, tmp_path, undisturbed, engine):
     assert saved(output) == STEPS
     counts = Counter(row["step"] for row in read_metrics(output / "metrics.jsonl"))
     assert counts == dict.fromkeys(range(1, STEPS + 1), 1)
-    assert resumed < STEPS or ROUNDS > 2
-    assert losses(output) == pytest.approx(undisturbed, rel=TOLERANCE)
+    assert resumed < STEPS
+    first = {step: loss for step, loss in losses(output).items() if step <= COMPARED}
+    assert first == pytest.approx({step: undisturbed[step] for step in first}, rel=TOLERANCE)
