@@ -21,14 +21,15 @@ MACHINES = 4
 ROUNDS = int(os.environ.get("BIGDIT_ROUNDS", "2"))
 """How often a machine is lost before three of them come to the end."""
 STEPS = 12 * ROUNDS
-COMPARED = 24
-"""Steps whose losses are compared: later ones drift apart, as sums in another order do."""
+COMPARED = 12
+"""Steps whose losses are compared. Sums in another order are 1e-7 off; from step 14 on AdamW makes 1e-3 of it, also of
+two processes that share the batch evenly."""
 BATCH = ("strategy.precision=fp32", "strategy.global_batch_size=8", f"train.steps={STEPS}", "train.checkpoint_every=2")
 ENGINES = {
     "fsdp2": ("strategy.engine=fsdp2", "strategy.ds_config=null"),
     "zero2": ("strategy.engine=deepspeed", "strategy.ds_config=ds_configs/zero2_bf16.json"),
 }
-# Sums of gradients in another order: see test_nodes.py; twenty steps more.
+# Sums of gradients in another order: see test_nodes.py; eight steps more.
 TOLERANCE = 1e-4
 
 
