@@ -55,12 +55,11 @@ class Row:
 
     def expected(self, reserved: Mapping[int, int], capacity_bytes: int) -> float:
         """About how many fit: by the two known sizes whose bytes are nearest to the capacity, or by one alone."""
-        near = sorted(reserved, key=lambda size: abs(reserved[size] - capacity_bytes))[:2]
-        if not near:
+        if not (near := sorted(reserved, key=lambda size: abs(reserved[size] - capacity_bytes))[:2]):
             return self.guess
         sample = self.sample_bytes or reserved[near[0]] / max(near[0], 1)
         if len(near) == 2 and (grown := (reserved[near[0]] - reserved[near[1]]) / (near[0] - near[1])) > 0:
-            sample = grown  # small sizes may take the same pieces of the allocator
+            sample = grown
         return near[0] + (capacity_bytes - reserved[near[0]]) / max(sample, 1.0)
 
 

@@ -301,10 +301,11 @@ def constraint_problems(cluster: Cluster, fixed: Constraints, gpu: Gpu | None) -
     if all(refusals):
         why = "; or: ".join(dict.fromkeys(min(each, key=len) for each in refusals))
         keys = {"engine", "optimizer", "precision", "lora_rank", "lora_base", "float8", "cp"}
-        keys |= {name for name in ("ema", "compile", "controlnet") if getattr(fixed, name) not in ("none", False)}
+        more = ("ema", "controlnet") if fixed.float8 else ("ema", "controlnet", "compile")
+        keys |= {name for name in more if getattr(fixed, name) not in ("none", False)}
         given = fixed.model_dump(include=keys, exclude_none=True)
-        shown = {name: "" if isinstance(value, bool | dict) else f" {value}" for name, value in given.items()}
-        named = ", ".join(f"{option(_ASKED.get(name, name))}{value}" for name, value in shown.items())
+        values = ("" if isinstance(each, bool | dict) else f" {each}" for each in given.values())
+        named = ", ".join(f"{option(_ASKED.get(name, name))}{value}" for name, value in zip(given, values, strict=True))
         problems.append(f"{named}: no strategy has this: {why}")
     return problems
 
