@@ -29,9 +29,9 @@ _SWAP = "swap"
 """The attribute of a model that holds its Swap."""
 
 
-def swap_blocks(model: nn.Module, family: Family, first: int, *, trained: bool) -> None:
+def swap_blocks(model: nn.Module, family: Family, first: int, *, trained: bool, quantised: bool = False) -> None:
     """Let weights of the first `first` blocks wait in CPU memory, once their Swap has moved the model: the frozen ones,
-    or all where they are `trained`.
+    or all where they are `trained`. `quantised`: moving a block to a device quantises its weights.
 
     Apply it before checkpointing, since a recomputed block fetches its weights again. All of these blocks must be
     checkpointed: what autograd saves would lie in room that another block takes. Raises UserError where the model has
@@ -40,8 +40,7 @@ def swap_blocks(model: nn.Module, family: Family, first: int, *, trained: bool) 
     blocks = family.blocks(model)
     if misfit := swap_misfit(first, len(blocks)):
         raise UserError(misfit)
-    shared = {parameter for module in family.shared(model) for parameter in module.parameters()}
-    swap = Swap([_Weights(block, shared, trained) for block in blocks[:first]])
+    swap = Swap([_Weights(block, family.shared(model), trained) for block in blocks[:first]], quantised=quantised)
     for number, block in enumerate(blocks[:first]):
         block.forward = functools.partial(swap.run, number, block.forward)
     setattr(model, _SWAP, swap)
@@ -60,18 +59,28 @@ def moved(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 class _Weights:
-    """The weights of a block: the frozen ones, or all where they are `trained`. `shared` ones, which the model calls
-    from elsewhere too, are left out."""
+    """The weights of a block: the frozen ones, or all where they are `trained`. Those of `shared` modules, which the
+    model calls from elsewhere too, are left out."""
 
-    def __init__(self, block: nn.Module, shared: set[nn.Parameter], trained: bool) -> None:
+    def __init__(self, block: nn.Module, shared: Sequence[nn.Module], trained: bool) -> None:
+        self._block, self._shared, self._trained = block, shared, trained
+        self._find()
+
+    def _find(self) -> None:
+        left_out = {parameter for module in self._shared for parameter in module.parameters()}
         found = [
             (module._parameters, name, parameter)
-            for module in block.modules()
+            for module in self._block.modules()
             for name, parameter in module._parameters.items()
-            if parameter is not None and (trained or not parameter.requires_grad) and parameter not in shared
+            if parameter is not None and (self._trained or not parameter.requires_grad) and parameter not in left_out
         ]
         self.parameters = [parameter for _, _, parameter in found]
         self._places = [(place, name) for place, name, _ in found]
+
+    def quantise(self, device: torch.device) -> None:
+        """Move the block to the device, which quantises it, and back."""
+        self._block.to(device).to("cpu")
+        self._find()
 
     def put(self, parameters: Sequence[nn.Parameter]) -> None:
         """Have the block compute with these parameters."""
@@ -86,8 +95,9 @@ class Swap:
     own weights. What is copied ahead is a guess: that the order continues.
     """
 
-    def __init__(self, blocks: Sequence[_Weights]) -> None:
+    def __init__(self, blocks: Sequence[_Weights], *, quantised: bool = False) -> None:
         self.blocks = blocks
+        self._quantised = quantised
         self._last = 0
 
     def moved(self, model: nn.Module, device: torch.device) -> nn.Module:
@@ -95,6 +105,8 @@ class Swap:
 
         On a CPU both are plain memory, and save nothing.
         """
+        for block in self.blocks if self._quantised else ():  # one at a time: the device has room for two
+            block.quantise(device)
         swapped = {parameter for block in self.blocks for parameter in block.parameters}
         model._apply(lambda tensor: tensor if tensor in swapped else tensor.to(device))
         self._start(device)

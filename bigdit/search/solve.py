@@ -208,11 +208,12 @@ def selective(planner: Planner, options: Sequence[Option]) -> None:
 def swapped(planner: Planner, group: Sequence[Option]) -> list[FailedOption]:
     """For each of the group that swaps blocks, add options that swap the fewest with which anything fits, and
     quarters of all beyond these; with their bases that were not explored. Returns what could not be run."""
-    failed = list[FailedOption]()
+    failed, whole = list[FailedOption](), any(not each.lossless for each in _ranked(planner))
     for option in group:
-        if option.base is None or not option.strategy.blocks_to_swap:
+        waits_in_vain = whole and option.strategy.frozen and not option.lossless  # a quantised base fits the GPU
+        if option.base is None or not option.strategy.blocks_to_swap or waits_in_vain:
             continue
-        alone = (option.base.base or option.base).strategy  # an EMA is as large, whatever is swapped
+        alone = option.base.strategy.model_copy(update={"ema": None})  # which is as large, whatever is swapped
         if option.base.title not in planner.options:
             failed += explore(planner, [Option(option.base.title, option.base.strategy, None, option.base.last_resort)])
         moved = _swapping(planner, alone, option.strategy.blocks_to_swap)

@@ -157,8 +157,7 @@ def _swapped(request: ResolvedRequest, found: Sequence[Option]) -> list[Option]:
     if isinstance(fixed.checkpointed_blocks, int):
         most = min(most, fixed.checkpointed_blocks)
     swapped = [] if fixed.frozen else _in_backward(request)
-    whole = [each for each in found if each.strategy.engine in ("single", "ddp")]
-    bases = whole if fixed.frozen else swapped[:]
+    bases = [each for each in found if each.strategy.engine in ("single", "ddp")] if fixed.frozen else swapped[:]
     for base in bases if most else []:
         with suppress(ValidationError):
             values = base.strategy.model_dump() | {"checkpointed_blocks": "all", "blocks_to_swap": most}

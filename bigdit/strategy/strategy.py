@@ -555,10 +555,10 @@ def _swap_problems(strategy: Strategy) -> list[str]:
             f"{str(strategy.optimizer_in_backward).lower()}; set precision to bf16_sr and optimizer_in_backward to "
             "true, or set lora"
         )
-    if strategy.base not in (None, "bf16"):
+    if strategy.base == "nf4":
         problems.append(
-            f"blocks_to_swap keeps plain weights in CPU memory, and {strategy.base_key} is {strategy.base}, packed on "
-            f"the device; use {strategy.base_key} bf16, or set blocks_to_swap to 0"
+            f"blocks_to_swap copies plain weights, and {strategy.base_key} is nf4, whose scales lie beside them; use "
+            f"{strategy.base_key} int8, fp8 or bf16, or set blocks_to_swap to 0"
         )
     if strategy.checkpointing != "full":
         problems.append(

@@ -48,6 +48,8 @@ POLICIES = {
     "dora": {"checkpointed_blocks": "all", "lora": LoraSpec(rank=4, dora=True)},
     "lokr": {"checkpointed_blocks": "all", "lora": LoraSpec(kind="lokr", rank=4)},
     "loha": {"checkpointed_blocks": "all", "lora": LoraSpec(kind="loha", rank=4)},
+    "int8": {"checkpointed_blocks": "all", "lora": LoraSpec(base="int8", rank=4)},
+    "fp8": {"checkpointed_blocks": "all", "lora": LoraSpec(base="fp8", rank=4, dora=True)},
 }
 
 
@@ -215,7 +217,7 @@ def test_what_cannot_be_is_refused():
         ValueError, match=r"blocks_to_swap .*precision is bf16 .*; set precision to bf16_sr .*or set lora"
     ):
         lora(3, lora=None)
-    with pytest.raises(ValueError, match=r"blocks_to_swap .*, and lora\.base is nf4, .*; use lora\.base bf16"):
+    with pytest.raises(ValueError, match=r"blocks_to_swap .*, and lora\.base is nf4, .*; use lora\.base int8, "):
         lora(3, lora=LoraSpec(base="nf4"))
     with pytest.raises(ValueError, match=r"blocks_to_swap is 4, and checkpointed_blocks is 3: .* set .* to 4 or more"):
         lora(4, checkpointed_blocks=3)
@@ -233,7 +235,7 @@ from bigdit.errors import guard
 from bigdit.models.swap import Swap, _Weights
 
 model = nn.ModuleList(nn.Linear(4096, 4096, bias=False).requires_grad_(False) for _ in range(3))  # of 64 MiB each
-swap = Swap([_Weights(block, set(), False) for block in model])
+swap = Swap([_Weights(block, [], False) for block in model])
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, -1))
 sys.exit(guard(lambda: swap.moved(model, torch.device("cpu")) and 0))
@@ -254,7 +256,7 @@ def test_a_host_that_has_no_room_for_the_weights_is_a_line():
 
 
 RUNS = {
-    "adapters": ("strategy.lora.rank=4",),
+    "adapters": ("strategy.lora.rank=4", "strategy.lora.base=int8"),
     "all weights": (
         *("strategy.precision=bf16_sr", "strategy.optimizer_in_backward=true", "strategy.gradient_clipping=null"),
         *("strategy.optimizer.name=adafactor", "strategy.global_batch_size=8"),
@@ -307,7 +309,8 @@ device, found = torch.device("cuda", 0), []
 spec = ModelSpec.model_validate_json(os.environ["SPEC"])
 batch = dataclasses.replace(one_batch(), extras={"pooled_text": torch.ones(2, 10)}).to(device, torch.bfloat16)
 for count in (0, 4):
-    strategy = Strategy(lora=LoraSpec(rank=4), checkpointed_blocks="all", blocks_to_swap=count)
+    lora = LoraSpec(rank=4, base=os.environ["BASE"])
+    strategy = Strategy(lora=lora, checkpointed_blocks="all", blocks_to_swap=count)
     family, model = equipped(strategy, spec)
     engine = engines.create(strategy, model, family, device=device, world=World())
     predictions = []
@@ -326,9 +329,10 @@ print(json.dumps(found))
 
 
 @pytest.mark.slow
-def test_a_gpu_computes_the_same_with_weights_that_wait_in_pinned_memory():
+@pytest.mark.parametrize("base", ["bf16", "int8"])
+def test_a_gpu_computes_the_same_with_weights_that_wait_in_pinned_memory(base):
     """An emulated one, which computes small tensors, as this model's are: before and after a backward pass."""
-    plain, swapped = answers("a40", ON_GPU, HELPERS=HELPERS, SPEC=DEEP_FLUX.model_dump_json())
+    plain, swapped = answers("a40", ON_GPU, HELPERS=HELPERS, SPEC=DEEP_FLUX.model_dump_json(), BASE=base)
     first, second = (torch.tensor(each) for each in plain["predictions"])
     assert (first - second).abs().max() > 0.1
     assert plain["predictions"] == swapped["predictions"]

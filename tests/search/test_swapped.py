@@ -100,6 +100,15 @@ def test_a_base_that_is_fixed_is_planned_alone() -> None:
 
 
 @pytest.mark.slow
+def test_blocks_over_int8_are_swapped_where_no_base_fits_whole_and_two_blocks_in_bf16_do_not() -> None:
+    plan = make_plan(resolved(SHORT, 2100, ADAPTERS, buckets=()))
+    strategy = plan.chosen.strategy
+    assert strategy.lora is not None
+    assert (plan.verdict, strategy.lora.base, strategy.blocks_to_swap) == ("FITS", "int8", SHORT.block_count)
+    assert record(plan).strategy == strategy
+
+
+@pytest.mark.slow
 def test_every_base_that_fits_has_a_row(free: Plan) -> None:
     assert {row.strategy.lora.base for row in free.front if row.strategy.lora is not None} == {"bf16", "int8", "nf4"}
 
