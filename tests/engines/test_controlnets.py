@@ -71,8 +71,9 @@ ways = {
 }
 found = {preset: compare(preset, **more) for preset, more in ways.items()}
 quantised = trained(World(), "single", controlnet=ControlNetSpec(layers=2, base="int8"))
-for preset in ("ddp", "fsdp2"):
-    losses, *_ = trained(world, preset, controlnet=ControlNetSpec(layers=2, base="int8"), checkpointed_blocks="all")
+for preset, more in (("ddp", {"blocks_to_swap": 3}), ("fsdp2", {})):
+    more |= {"controlnet": ControlNetSpec(layers=2, base="int8"), "checkpointed_blocks": "all"}
+    losses, *_ = trained(world, preset, **more)
     found[f"{preset} int8"] = {"losses": losses}
 found["swapped"] = compare("ddp", checkpointed_blocks="all", blocks_to_swap=3)
 if world.is_main:
