@@ -15,6 +15,7 @@ from bigdit.catalog.context import context_misfits
 from bigdit.catalog.families import FAMILIES
 from bigdit.checkpoint import Peers
 from bigdit.config import RunConfig
+from bigdit.config.check import has_store
 from bigdit.config.data import DataConfig
 from bigdit.config.load import of_each
 from bigdit.config.plan_file import PlanFile
@@ -41,7 +42,7 @@ from bigdit.store.report import caption_lines, written_report
 from bigdit.store.schema import Classes
 from bigdit.store.text import cut_line, summed
 from bigdit.strategy import BatchShape, ModelSpec, Strategy
-from bigdit.train.prepare import Prepared, has_store, paths
+from bigdit.train.prepare import Prepared, paths
 from bigdit.train.resume import Start
 from bigdit.train.step import Encode, encode
 
@@ -68,7 +69,7 @@ def check_data(stages: Sequence[Prepared]) -> list[str]:
         if data.features is None:
             open_source(data)
             return [f"missing, and each step needs it: {', '.join(absent)}"] if absent else []
-        stored = has_store(each.stage.run)
+        stored = has_store(data)
         if stored:
             open_store(each.stage.run, each.spec, each.stage.plan)
         elsewhere = url_of(data.features) is not None
