@@ -23,8 +23,9 @@ from bigdit.catalog.families import (
     fills,
     is_controlled,
 )
-from bigdit.catalog.models import CatalogModel, TextInput, Vae, model, models
+from bigdit.catalog.models import CatalogModel, TextInput, Vae, latent_shape, model, models
 from bigdit.catalog.names import load_json, refusal
+from bigdit.config.data import DataConfig, IdentityCodec, VaeCodec, frames_of, written_bucket
 from bigdit.config.run import ModelConfig
 from bigdit.documents import parse_json, read_file, read_json
 from bigdit.errors import UserError, nearest
@@ -428,6 +429,24 @@ def folder_vae(folder: Path) -> Vae | None:
         raise UserError(f"{file} has no {error.args[0]}, which {class_name} needs") from None
     except (TypeError, ValueError):
         raise UserError(f"{file} has no valid arguments of {class_name}") from None
+
+
+def unfit_buckets(spec: ModelSpec, codec: IdentityCodec | VaeCodec, data: DataConfig) -> list[str]:
+    """Which buckets the VAE and the model's patches do not divide, as far as their configs tell."""
+    if isinstance(codec, IdentityCodec) or spec.class_name not in FAMILIES:
+        return []  # of pixels `config.check` has compared them
+    vae = folder_vae(codec.described_in)
+    if vae is None:
+        return []
+    model, problems = of_arguments(spec, vae), list[str]()
+    for key, buckets in data.keyed_buckets.items():
+        for bucket in buckets:
+            (height, width), frames = bucket[-2:], frames_of(bucket) if model.video or len(bucket) == 3 else None
+            try:
+                latent_shape(model, height, width, frames)
+            except UserError as error:
+                problems += [f"{key}: {written_bucket(bucket)}: {problem}" for problem in error.problems]
+    return problems
 
 
 def text_widths(folder: Path) -> dict[str, int]:

@@ -190,17 +190,18 @@ def step(
     optimizer, and no engine.
     """
     from bigdit import libraries, log
-    from bigdit.train.prepare import check_store, prepare
+    from bigdit.train.prepare import prepare
 
     libraries.prepare()
     from bigdit.catalog.families import objective_of
     from bigdit.config import load_run
+    from bigdit.config.check import check_store
     from bigdit.receipt import keep, write
 
     one_process = ["strategy.engine=single", "strategy.world_size=1", "strategy.ds_config=null"]
     run_config = load_run(config, [*overrides, *one_process], stage)
     spec, strategy = prepare(run_config), run_config.strategy
-    check_store(run_config)
+    check_store(run_config.data)
     from bigdit.bench.step import bench_step
     from bigdit.report.bench import comparison_table, load_line, overhead, print_notes
     from bigdit.store import FeatureStore

@@ -40,7 +40,7 @@ def run(
     from bigdit.files import check_writable
     from bigdit.objective_spec import counting
     from bigdit.report import leaving_a_page
-    from bigdit.train.prepare import check_paths, check_stores, prepare_stages
+    from bigdit.train.prepare import check_paths, prepare_stages
     from bigdit.train.processes.launch import launch
 
     overrides = with_grace(with_ds_config(overrides, ds_config), grace)
@@ -50,11 +50,10 @@ def run(
             _check_one_machine(stage.plan)
     check_paths(config, [stage.run for stage in stages])
     first = stages[0].run
-    prepared = prepare_stages(stages)
+    prepared = prepare_stages(stages, starting=not dry_run)
     if not dry_run:
         host_bytes = max((stage.plan.expected.host_bytes for stage in stages if stage.plan is not None), default=0)
         _check_host(host_bytes)
-        check_stores(stages)
         with leaving_a_page(first.output):
             return launch(first, config, overrides, host_bytes)
     for stage in stages:
@@ -69,7 +68,7 @@ def run(
     models = check_models(prepared)
     missing = check_data(prepared)
     check_writable("output", first.output)
-    prepared, lines = with_steps(prepared, needed=False)
+    prepared, lines = with_steps(prepared)
     for line in [*(f"note: {each}" for each in missing), *lines, *start_notices(prepared)]:
         log.notice(line)
     for each, model in zip(prepared, models, strict=True):

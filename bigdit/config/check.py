@@ -7,13 +7,14 @@ accelerate's own Accelerator, which bigdit does not use. A run that ignored them
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from bigdit.config.data import IdentityCodec, VaeCodec, fitting_bucket, written_bucket
+from bigdit.config.data import DataConfig, IdentityCodec, VaeCodec, fitting_bucket, written_bucket
 from bigdit.config.load import read_ds_config
 from bigdit.config.run import RunConfig
 from bigdit.config.wrong import wrong
@@ -48,6 +49,33 @@ def check(run: RunConfig, model: ModelSpec) -> None:
     problems += _check_schedule(run)
     if problems:
         raise UserError(*problems)
+
+
+SCHEMA = "schema.json"
+"""A file that every store has, also named in store/schema.py, which imports torch."""
+
+
+def has_store(data: DataConfig) -> bool:
+    """Whether data.features is a folder of this machine with a store."""
+    return data.features is not None and (data.features / SCHEMA).exists()
+
+
+def lacks_store(data: DataConfig) -> bool:
+    """Whether data.features is a folder of this machine without a store."""
+    return data.features is not None and not re.match(r"\w+:/", str(data.features)) and not has_store(data)
+
+
+def check_store(data: DataConfig) -> None:
+    """Raise UserError where features are online, or `lacks_store`.
+
+    FeatureStore.open checks that too, but imports torch first, which takes seconds.
+    """
+    if data.features is None:
+        raise UserError("strategy.features is online, and a store is read; set it to cached")
+    if lacks_store(data):
+        raise UserError(
+            f"data.features: {data.features} holds no latents; `bigdit extract --config RUN.yaml` makes them"
+        )
 
 
 def _check_images(run: RunConfig) -> list[str]:

@@ -8,15 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from bigdit.catalog import FAMILIES
-from bigdit.catalog.conditions import IMAGE_ENCODER, class_misfits, fed_more
-from bigdit.catalog.families import stream_shapes, streams_of
-from bigdit.config.data import IdentityCodec, TextEncoderConfig, VaeCodec, written_bucket
+from bigdit.catalog.conditions import (
+    IMAGE_ENCODER,
+    class_misfits,
+    fed_more,
+    fill_misfits,
+    first_frame_misfits,
+    reference_misfits,
+)
+from bigdit.catalog.families import EDITED, MOST_ASPECT, editor_of, stream_shapes, streams_of
+from bigdit.config.data import DataConfig, IdentityCodec, TextEncoderConfig, VaeCodec, written_bucket
 from bigdit.config.plan_file import PlanFile
 from bigdit.config.run import RunConfig
 from bigdit.documents import read_json
 from bigdit.encoders.folder import weights_sample
 from bigdit.encoders.protocol import ImageCodec, TextEncoder, shapes_of
 from bigdit.encoders.recipes import RECIPES
+from bigdit.errors import UserError
+from bigdit.store import FeatureStore
 from bigdit.store.part import Shape, shape_name
 from bigdit.store.schema import StoreSchema
 from bigdit.store.tensors import config_digest
@@ -24,17 +33,101 @@ from bigdit.store.text import TEXT
 from bigdit.strategy import ModelSpec
 
 
-def unfit_model(
-    model: ModelSpec, codec: ImageCodec, text: TextEncoder | None, classes: list[str] | int | None
+def encoder_misfits(
+    run: RunConfig,
+    model: ModelSpec,
+    codec: ImageCodec,
+    text: TextEncoder | None,
+    classes: list[str] | int | None,
+    first_frame: dict[str, Any] | None = None,
+    fill: int = 0,
 ) -> list[str]:
-    """Why the model cannot take the latents, texts or classes."""
-    latents = [f"encoders.image gives {misfit}" for misfit in latent_misfits(model, codec.channels)]
-    if text is not None:
+    """Why the run's encoders cannot encode its buckets, or the model cannot take what they give.
+
+    `classes`, `first_frame` and `fill` are as in StoreSchema.
+    """
+    shapes, problems = _latent_shapes(run.data, codec)
+    problems += [f"encoders.image gives {each}" for each in latent_misfits(model, codec.channels)]
+    if text is None:
+        problems += [f"data.images has {each}" for each in class_misfits(model, classes or [])]
+    else:
+        problems += [f"encoders.text gives {each}" for each in text_misfits(model, shapes_of(text), text.pooled_dim)]
+    tokens = None if text is None else text.max_tokens
+    problems += [f"encoders gives {each}" for each in first_frame_misfits(model, codec.channels, first_frame, tokens)]
+    problems += [f"encoders.image gives {each}" for each in fill_misfits(model, fill)]
+    problems += _editor_misfits(run, codec, text)
+    return problems + [f"data.buckets gives {each}" for each in size_misfits(model, shapes)]
+
+
+def _latent_shapes(data: DataConfig, codec: ImageCodec) -> tuple[list[Shape], list[str]]:
+    """The latents' shapes of the buckets, and why the codec cannot encode others."""
+    shapes: list[Shape] = []
+    problems: list[str] = []
+    for key, buckets in data.keyed_buckets.items():
+        for bucket in buckets:
+            try:
+                shapes.append(codec.latent_shape(bucket))
+            except UserError as error:
+                problems += [each.replace("data.buckets", key, 1) for each in error.problems]
+    return shapes, problems
+
+
+def _editor_misfits(run: RunConfig, codec: ImageCodec, text: TextEncoder | None) -> list[str]:
+    """Why the pipeline that encodes captions cannot edit images of these buckets."""
+    named = None if text is None or not run.data.references else text.identity.get("class_name")
+    if editor_of(named).area is None:
+        return []
+    if run.strategy.controlnet is not None:
         return [
-            *latents,
-            *(f"encoders.text gives {each}" for each in text_misfits(model, shapes_of(text), text.pooled_dim)),
+            f"the text encoder of {named} reads the images to edit, and those of a ControlNet are none; take its base"
         ]
-    return [*latents, *(f"data.images has {misfit}" for misfit in class_misfits(model, classes or []))]
+    if 0 in run.data.reference_counts:
+        return [f"data.min_references is 0, and the text encoder of {named} reads the images to edit; set it to 1"]
+    if codec.downsample != EDITED:
+        return [f"encoders.image has {codec.downsample} pixels a side of a latent, and {named} takes {EDITED}"]
+    long = [each for each in run.data.all_buckets if max(each[-2:]) > MOST_ASPECT * min(each[-2:])]
+    return [
+        f"data.buckets has {written_bucket(each)}; with {named} a side is at most {MOST_ASPECT} times the other"
+        for each in long
+    ]
+
+
+def store_misfits(run: RunConfig, model: ModelSpec, plan: PlanFile | None, store: FeatureStore) -> list[str]:
+    """Why the features of a store do not fit the model, the run or its plan."""
+    tokens = 0 if store.text_shape is None else store.text_shape[0]
+    return [
+        *(f"its latents have {misfit}" for misfit in latent_misfits(model, next(iter(store.buckets))[0])),
+        *(f"it has {misfit}" for misfit in size_misfits(model, store.buckets)),
+        *_condition_misfits(run, model, store),
+        *_frame_misfits(run, model, store),
+        *run_misfits(run, store.schema),
+        *(plan_misfits(plan, store.buckets, tokens) if plan is not None else ()),
+    ]
+
+
+def _condition_misfits(run: RunConfig, model: ModelSpec, store: FeatureStore) -> list[str]:
+    """What of the store's text or classes does not fit the model or the run."""
+    schema, text = store.schema, run.encoders.text
+    if schema.classes is not None:
+        return [f"it has {misfit}" for misfit in class_misfits(model, schema.classes)]
+    if text is None:
+        return [f"it has captions, and {model.class_name} is conditioned on classes"]
+    null, asked = store.null_text, text.tokens_asked
+    pooled_dim = None if null.pooled is None else len(null.pooled)
+    problems = [f"its text has {misfit}" for misfit in text_misfits(model, store.text_shapes, pooled_dim)]
+    most = schema.text_encoder.get("max_sequence_length") or schema.text_encoder["max_tokens"]
+    if asked not in (None, most):
+        problems.append(f"its text has at most {most} tokens, and encoders.text.max_tokens is {asked}")
+    return problems
+
+
+def _frame_misfits(run: RunConfig, model: ModelSpec, store: FeatureStore) -> list[str]:
+    """What of the store's first frames, references or masked images does not fit the model."""
+    channels, text = next(iter(store.buckets))[0], store.text_shape
+    found = first_frame_misfits(model, channels, store.schema.first_frame, None if text is None else text[0])
+    found += [] if run.strategy.controlnet else reference_misfits(model, store.schema.references)
+    found += fill_misfits(model, store.schema.fill)
+    return [f"it has {misfit}" for misfit in found]
 
 
 def latent_misfits(model: ModelSpec, channels: int) -> list[str]:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,16 +24,12 @@ from bigdit.catalog.conditions import (
     class_count,
     condition_problems,
     fill_channels,
-    fill_misfits,
-    first_frame_misfits,
     takes_classes,
 )
-from bigdit.catalog.families import EDITED, MOST_ASPECT, editor_of
-from bigdit.config.data import DataConfig, EncodersConfig, written_bucket
+from bigdit.config.data import DataConfig, EncodersConfig
 from bigdit.config.run import RunConfig
-from bigdit.encoders.fit import size_misfits, unfit_model
+from bigdit.encoders.fit import encoder_misfits
 from bigdit.encoders.load import load_first_frames, load_image_codec, load_text_encoder
-from bigdit.encoders.protocol import ImageCodec, TextEncoder
 from bigdit.errors import UserError
 from bigdit.extract.worker import Done, Failed, Finished, Note, Progress, Ready, Unit, server, work
 from bigdit.files import write_text
@@ -50,7 +45,6 @@ from bigdit.store.changes import (
 )
 from bigdit.store.files import url_of
 from bigdit.store.lease import missing, own_folder, pull, remove_left
-from bigdit.store.part import Shape
 from bigdit.store.report import FILE as REPORT
 from bigdit.store.report import ExtractReport, StoreReport, UnitSpeed, extract_report, shares_of, store_report
 from bigdit.store.schema import EXTRACT, Range, StoreSchema, check_same, claim, store_identity
@@ -306,17 +300,8 @@ def _prepare(run: RunConfig, model: ModelSpec, source: SourceList, by_content: b
     frames = load_first_frames(run.encoders.first_frame, codec, torch.device("cpu"))
     first_frame = None if frames is None else frames.identity
     classes = (source.class_names or class_count(model)) if takes_classes(model) else None
-    shapes, unfit = _latent_shapes(run, codec)
     fill = fill_channels(codec.channels, codec.downsample) if run.data.fill else 0
-    problems = [
-        *unfit,
-        *unfit_model(model, codec, text_encoder, classes),
-        *_unfit_frames(model, codec, text_encoder, first_frame),
-        *(f"encoders.image gives {misfit}" for misfit in fill_misfits(model, fill)),
-        *_unfit_references(run, codec, text_encoder),
-        *(f"data.buckets gives {misfit}" for misfit in size_misfits(model, shapes)),
-    ]
-    if problems:
+    if problems := encoder_misfits(run, model, codec, text_encoder, classes, first_frame, fill):
         raise UserError(*problems)
     schema = StoreSchema(
         codec=codec.identity,
@@ -341,47 +326,6 @@ def _prepare(run: RunConfig, model: ModelSpec, source: SourceList, by_content: b
     for line in lines:
         log.notice(line)
     return grown
-
-
-def _latent_shapes(run: RunConfig, codec: ImageCodec) -> tuple[list[Shape], list[str]]:
-    """The latents' shapes of the buckets, and why the codec cannot encode others."""
-    shapes: list[Shape] = []
-    problems: list[str] = []
-    for key, buckets in run.data.keyed_buckets.items():
-        for bucket in buckets:
-            try:
-                shapes.append(codec.latent_shape(bucket))
-            except UserError as error:
-                problems += [each.replace("data.buckets", key, 1) for each in error.problems]
-    return shapes, problems
-
-
-def _unfit_frames(
-    model: ModelSpec, codec: ImageCodec, text: TextEncoder | None, found: dict[str, Any] | None
-) -> list[str]:
-    tokens = None if text is None else text.max_tokens
-    return [f"encoders gives {misfit}" for misfit in first_frame_misfits(model, codec.channels, found, tokens)]
-
-
-def _unfit_references(run: RunConfig, codec: ImageCodec, text: TextEncoder | None) -> list[str]:
-    """Why the pipeline that encodes captions cannot edit images of these buckets."""
-    named = None if text is None else text.identity.get("class_name")
-    editor = editor_of(named)
-    if not run.data.references or editor.area is None:
-        return []
-    if run.strategy.controlnet is not None:
-        return [
-            f"the text encoder of {named} reads the images to edit, and those of a ControlNet are none; take its base"
-        ]
-    if 0 in run.data.reference_counts:
-        return [f"data.min_references is 0, and the text encoder of {named} reads the images to edit; set it to 1"]
-    if codec.downsample != EDITED:
-        return [f"encoders.image has {codec.downsample} pixels a side of a latent, and {named} takes {EDITED}"]
-    long = [each for each in run.data.all_buckets if max(each[-2:]) > MOST_ASPECT * min(each[-2:])]
-    return [
-        f"data.buckets has {written_bucket(each)}; with {named} a side is at most {MOST_ASPECT} times the other"
-        for each in long
-    ]
 
 
 def _whole(root: Path, schema: StoreSchema, *, changed: bool) -> StoreReport:

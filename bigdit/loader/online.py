@@ -16,7 +16,7 @@ from torch import nn
 from bigdit.catalog.conditions import CLASS_LABEL, LOSS_MASK, class_count, takes_classes
 from bigdit.config import RunConfig
 from bigdit.config.plan_file import PlanFile
-from bigdit.encoders.fit import plan_misfits, size_misfits, unfit_model
+from bigdit.encoders.fit import encoder_misfits, plan_misfits
 from bigdit.encoders.latents import Color, bucket_pixels, mask_latents
 from bigdit.encoders.load import load_image_codec, load_text_encoder
 from bigdit.encoders.protocol import EncodedBatch, TextEncoder, shapes_of, to_unit_range
@@ -250,8 +250,7 @@ def open_online(
     image, text = encoders.image, encoders.text
     (bucket,) = run.data.all_buckets
     shape, tokens = image.latent_shape(bucket), 0 if text is None else text.max_tokens
-    problems = unfit_model(spec, image, text, classes)
-    problems += [f"data.buckets gives {each}" for each in size_misfits(spec, [shape])]
+    problems = encoder_misfits(run, spec, image, text, classes)
     if plan is not None:
         problems += [f"strategy.features is online: {each}" for each in plan_misfits(plan, [shape], tokens)]
     if problems:

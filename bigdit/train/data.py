@@ -10,23 +10,17 @@ from typing import Any
 
 import torch
 
-from bigdit.catalog.conditions import class_misfits, fill_misfits, first_frame_misfits, no_class, reference_misfits
+from bigdit.catalog.conditions import no_class
 from bigdit.catalog.context import context_misfits
 from bigdit.catalog.families import FAMILIES
 from bigdit.checkpoint import Peers
 from bigdit.config import RunConfig
+from bigdit.config.check import has_store
 from bigdit.config.data import DataConfig
 from bigdit.config.load import of_each
 from bigdit.config.plan_file import PlanFile
 from bigdit.dist import World
-from bigdit.encoders.fit import (
-    latent_misfits,
-    plan_misfits,
-    run_misfits,
-    size_misfits,
-    smaller_than_planned,
-    text_misfits,
-)
+from bigdit.encoders.fit import smaller_than_planned, store_misfits
 from bigdit.errors import UserError
 from bigdit.loader.online import RawStore, RunEncoders, more_than_planned, open_online
 from bigdit.loader.order import Order
@@ -41,7 +35,7 @@ from bigdit.store.report import caption_lines, written_report
 from bigdit.store.schema import Classes
 from bigdit.store.text import cut_line, summed
 from bigdit.strategy import BatchShape, ModelSpec, Strategy
-from bigdit.train.prepare import Prepared, has_store, paths
+from bigdit.train.prepare import Prepared, paths
 from bigdit.train.resume import Start
 from bigdit.train.step import Encode, encode
 
@@ -68,7 +62,7 @@ def check_data(stages: Sequence[Prepared]) -> list[str]:
         if data.features is None:
             open_source(data)
             return [f"missing, and each step needs it: {', '.join(absent)}"] if absent else []
-        stored = has_store(each.stage.run)
+        stored = has_store(data)
         if stored:
             open_store(each.stage.run, each.spec, each.stage.plan)
         elsewhere = url_of(data.features) is not None
@@ -107,15 +101,7 @@ def open_store(run: RunConfig, spec: ModelSpec, plan: PlanFile | None) -> Featur
     """
     store = FeatureStore.open(run.data.store, run.data.reader, run.data.remote_cache)
     tokens = 0 if store.text_shape is None else store.text_shape[0]
-    problems = [
-        *(f"its latents have {misfit}" for misfit in latent_misfits(spec, next(iter(store.buckets))[0])),
-        *(f"it has {misfit}" for misfit in size_misfits(spec, store.buckets)),
-        *_condition_misfits(run, spec, store),
-        *_frame_misfits(run, spec, store),
-        *run_misfits(run, store.schema),
-        *(plan_misfits(plan, store.buckets, tokens) if plan is not None else ()),
-    ]
-    if problems:
+    if problems := store_misfits(run, spec, plan, store):
         raise UserError(*(f"data.features: {store.root} does not fit: {problem}" for problem in problems))
     edited = map(store.schema.editor.latents, store.buckets) if store.schema.references else ()
     split = context_misfits(spec, run.strategy.cp, [*store.buckets, *edited], None if tokens == 0 else tokens)
@@ -147,31 +133,6 @@ def _unreadable_images(run: RunConfig) -> list[str]:
         except UserError as error:
             problems += error.problems
     return problems
-
-
-def _condition_misfits(run: RunConfig, spec: ModelSpec, store: FeatureStore) -> list[str]:
-    """What of the store's text or classes does not fit the model or the run."""
-    schema, text = store.schema, run.encoders.text
-    if schema.classes is not None:
-        return [f"it has {misfit}" for misfit in class_misfits(spec, schema.classes)]
-    if text is None:
-        return [f"it has captions, and {spec.class_name} is conditioned on classes"]
-    null, asked = store.null_text, text.tokens_asked
-    pooled_dim = None if null.pooled is None else len(null.pooled)
-    problems = [f"its text has {misfit}" for misfit in text_misfits(spec, store.text_shapes, pooled_dim)]
-    most = schema.text_encoder.get("max_sequence_length") or schema.text_encoder["max_tokens"]
-    if asked not in (None, most):
-        problems.append(f"its text has at most {most} tokens, and encoders.text.max_tokens is {asked}")
-    return problems
-
-
-def _frame_misfits(run: RunConfig, spec: ModelSpec, store: FeatureStore) -> list[str]:
-    """What of the store's first frames, references or masked images does not fit the model."""
-    channels, text = next(iter(store.buckets))[0], store.text_shape
-    found = first_frame_misfits(spec, channels, store.schema.first_frame, None if text is None else text[0])
-    found += [] if run.strategy.controlnet else reference_misfits(spec, store.schema.references)
-    found += fill_misfits(spec, store.schema.fill)
-    return [f"it has {misfit}" for misfit in found]
 
 
 def largest_batch_shape(store: FeatureStore | RawStore) -> BatchShape:

@@ -15,7 +15,7 @@ from bigdit.config import load_stages
 from bigdit.config.load import set_once, with_ds_config, with_grace
 from bigdit.dist import World, world_from_env
 from bigdit.errors import EXIT_USER, guard, shown
-from bigdit.train.prepare import check_launcher, check_stores, log_lines, prepare_stages
+from bigdit.train.prepare import log_lines, prepare_stages
 from bigdit.train.processes.end import LAUNCHER, end_with_launcher
 
 EXPANDABLE = "expandable_segments:True"
@@ -71,9 +71,7 @@ def _train(parsed: argparse.Namespace, around: Around) -> int:
     world = world_from_env()
     overrides = with_grace(with_ds_config(set_once(parsed.set), parsed.ds_config), parsed.grace)
     stages = load_stages(parsed.config, overrides, world.world_size)
-    prepared = prepare_stages(stages)
-    check_launcher(prepared)
-    check_stores(stages)
+    prepared = prepare_stages(stages, starting=True)
     for stage in stages:
         log_lines(world, stage.notices(revision()), notes=True)
     if any(stage.plan is not None and stage.plan.expandable_segments for stage in stages):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,21 +10,16 @@ from pathlib import Path
 from bigdit import log
 from bigdit.catalog.conditions import condition_problems
 from bigdit.catalog.context import context_problems
-from bigdit.catalog.families import FAMILIES, block_count, objective_of, training_obstacle
-from bigdit.catalog.models import latent_shape
-from bigdit.catalog.resolve import folder_vae, model_spec, of_arguments
+from bigdit.catalog.families import block_count, objective_of, training_obstacle
+from bigdit.catalog.resolve import model_spec, unfit_buckets
 from bigdit.config import RunConfig, Stage, check
-from bigdit.config.check import check_accelerate
-from bigdit.config.data import IdentityCodec, frames_of, written_bucket
+from bigdit.config.check import check_accelerate, check_store
 from bigdit.config.load import not_shared, of_each
 from bigdit.config.plan_file import PlanFile, check_plan
 from bigdit.dist import World
 from bigdit.errors import UserError
 from bigdit.objective_spec import learned, partial
 from bigdit.strategy import ModelSpec, Strategy, swap_misfit
-
-SCHEMA = "schema.json"
-"""A file that every store has, also named in store/schema.py, which imports torch."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +35,18 @@ class Prepared:
         return self.stage.run.strategy
 
 
-def prepare_stages(stages: Sequence[Stage]) -> list[Prepared]:
-    """Each stage with its model. Raises UserError with all problems."""
+def prepare_stages(stages: Sequence[Stage], *, starting: bool = False) -> list[Prepared]:
+    """Each stage with its model; where they are `starting`, their stores are there, and the launcher agrees with them.
+    Raises UserError with all problems."""
 
     def one(number: int) -> Prepared:
         stage = stages[number]
-        return Prepared(stage, prepare(stage.run, stage.plan))
+        spec = prepare(stage.run, stage.plan)
+        if starting:
+            check_accelerate(stage.run.strategy)
+            if stage.run.data.features is not None:
+                check_store(stage.run.data)
+        return Prepared(stage, spec)
 
     found = of_each(range(len(stages)), one)
     objectives = [learned(objective_of(each.spec, each.stage.run.objective)) for each in found]
@@ -82,8 +82,16 @@ def prepare(run: RunConfig, plan: PlanFile | None = None) -> ModelSpec:
     if plan is not None:
         check_plan(run, spec, plan)
     check(run, spec)
-    problems = [*condition_problems(run, spec), *_missing_trackers(run), *_too_few_blocks(run, spec)]
-    problems += _unfit_buckets(run, spec)
+    problems = condition_problems(run, spec) + [
+        f"trackers has {name}, and its package is missing; pip install "
+        + ("'bigdit[trackers]'" if name == "tensorboard" else name)
+        for name in run.trackers
+        if importlib.util.find_spec(name) is None
+    ]
+    swapped, blocks = run.strategy.blocks_to_swap, block_count(spec)
+    if swapped and blocks is not None and (misfit := swap_misfit(swapped, blocks)) is not None:
+        problems.append(misfit)
+    problems += unfit_buckets(spec, run.encoders.image, run.data)
     if run.samples is not None and (why := partial(objective_of(spec, run.objective))) is not None:
         problems.append(f"samples: {why}; leave samples out")
     problems += context_problems(spec, run.strategy.cp, run.strategy.cp_ring)
@@ -92,17 +100,6 @@ def prepare(run: RunConfig, plan: PlanFile | None = None) -> ModelSpec:
     if problems:
         raise UserError(*problems)
     return spec
-
-
-def check_launcher(prepared: Sequence[Prepared]) -> None:
-    """Raise UserError where the launcher of these processes was asked for other steps than the stages take."""
-    of_each(range(len(prepared)), lambda number: check_accelerate(prepared[number].strategy))
-
-
-def check_stores(stages: Sequence[Stage]) -> None:
-    """`check_store` of each stage. Raises UserError with all that is missing."""
-    stored = [stage.run for stage in stages if stage.run.data.features is not None]
-    of_each(range(len(stored)), lambda number: check_store(stored[number]))
 
 
 def check_paths(config: Path, runs: Iterable[RunConfig]) -> None:
@@ -125,59 +122,6 @@ def paths(value: object, key: str) -> Iterator[tuple[str, Path]]:
     elif isinstance(value, dict | list | tuple):
         for name, inner in value.items() if isinstance(value, dict) else enumerate(value):
             yield from paths(inner, f"{key}.{name}".removeprefix("."))
-
-
-def check_store(run: RunConfig) -> None:
-    """Raise UserError where features are online, or data.features is a folder of this machine without a store.
-
-    FeatureStore.open checks that too, but imports torch first, which takes seconds.
-    """
-    features = run.data.features
-    if features is None:
-        raise UserError("strategy.features is online, and a store is read; set it to cached")
-    if not re.match(r"\w+:/", str(features)) and not has_store(run):
-        raise UserError(f"data.features: {features} holds no latents; `bigdit extract --config RUN.yaml` makes them")
-
-
-def has_store(run: RunConfig) -> bool:
-    """Whether data.features is a folder of this machine with a store."""
-    return run.data.features is not None and (run.data.features / SCHEMA).exists()
-
-
-def _unfit_buckets(run: RunConfig, spec: ModelSpec) -> list[str]:
-    """Which buckets the VAE and the model's patches do not divide, as far as their configs tell."""
-    codec = run.encoders.image
-    if isinstance(codec, IdentityCodec) or spec.class_name not in FAMILIES:
-        return []  # of pixels `check` has compared them
-    vae = folder_vae(codec.described_in)
-    if vae is None:
-        return []
-    model, problems = of_arguments(spec, vae), list[str]()
-    for key, buckets in run.data.keyed_buckets.items():
-        for bucket in buckets:
-            (height, width), frames = bucket[-2:], frames_of(bucket) if model.video or len(bucket) == 3 else None
-            try:
-                latent_shape(model, height, width, frames)
-            except UserError as error:
-                problems += [f"{key}: {written_bucket(bucket)}: {problem}" for problem in error.problems]
-    return problems
-
-
-def _too_few_blocks(run: RunConfig, spec: ModelSpec) -> list[str]:
-    """What is wrong where strategy.blocks_to_swap exceeds the model's blocks, as far as its arguments tell."""
-    swapped, blocks = run.strategy.blocks_to_swap, block_count(spec)
-    misfit = swap_misfit(swapped, blocks) if swapped and blocks is not None else None
-    return [] if misfit is None else [misfit]
-
-
-def _missing_trackers(run: RunConfig) -> list[str]:
-    """What is wrong where packages of `trackers` are not installed."""
-    return [
-        f"trackers has {name}, and its package is missing; pip install "
-        + ("'bigdit[trackers]'" if name == "tensorboard" else name)
-        for name in run.trackers
-        if importlib.util.find_spec(name) is None
-    ]
 
 
 def log_lines(world: World, lines: Iterable[str], *, notes: bool = False) -> None:

@@ -13,9 +13,9 @@ from bigdit.catalog.families import objective_of
 from bigdit.catalog.models import repositories
 from bigdit.checkpoint import Checkpoint
 from bigdit.config import RunConfig, check
+from bigdit.config.check import has_store, lacks_store
 from bigdit.config.load import in_order, of_each
 from bigdit.config.plan_file import unplanned
-from bigdit.errors import UserError
 from bigdit.loader.online import RawStore
 from bigdit.loader.order import Order
 from bigdit.loader.stages import check_border, plan_order
@@ -23,47 +23,37 @@ from bigdit.sources.open import open_source
 from bigdit.store import FeatureStore
 from bigdit.store.files import url_of
 from bigdit.strategy import Strategy
-from bigdit.train.prepare import Prepared, check_stores, has_store, stage_at
+from bigdit.train.prepare import Prepared, stage_at
 from bigdit.units import gib, how_many
 
 
-def with_steps(stages: Sequence[Prepared], *, needed: bool = True) -> tuple[list[Prepared], list[str]]:
+def with_steps(stages: Sequence[Prepared]) -> tuple[list[Prepared], list[str]]:
     """Each stage with train.steps in place of train.epochs, and a line for each that was with_steps.
 
-    Where not `needed`, a stage without features stays as it is, with a line. Raises UserError where a store cannot be
-    read, or the steps do not fit the rest of the schedule.
+    A stage whose store is not there yet stays as it is, with a line. Raises UserError where a store cannot be read, or
+    the steps do not fit the rest of the schedule.
     """
-    lines: list[str] = []
-
-    def one(number: int) -> Prepared:
-        found, line = _with_steps(stages[number], needed)
-        lines.extend(line)
-        return found
-
-    found = of_each(range(len(stages)), one)
-    placed = in_order([each.stage for each in found])
-    return [replace(each, stage=stage) for each, stage in zip(found, placed, strict=True)], lines
+    found = of_each(range(len(stages)), lambda number: _with_steps(stages[number]))
+    placed = in_order([each.stage for each, _ in found])
+    counted = [replace(each, stage=stage) for (each, _), stage in zip(found, placed, strict=True)]
+    return counted, [line for _, line in found if line is not None]
 
 
-def _with_steps(prepared: Prepared, needed: bool) -> tuple[Prepared, list[str]]:
+def _with_steps(prepared: Prepared) -> tuple[Prepared, str | None]:
     stage, run = prepared.stage, prepared.stage.run
     epochs = run.train.epochs
     if epochs is None:
-        return prepared, []
+        return prepared, None
     asked = f"{stage.prefix}train.epochs {epochs:g}"
-    try:
-        check_stores([stage])
-    except UserError:
-        if needed:
-            raise
-        return prepared, [f"{asked}: the number of steps is known once {run.data.features} holds features"]
+    if lacks_store(run.data):
+        return prepared, f"{asked}: the number of steps is known once {run.data.features} holds features"
     samples, batch = epoch_of(run), prepared.strategy.global_batch_size
     steps = steps_of(epochs, samples, batch)
     train = run.train.model_copy(update={"steps": steps, "epochs": None})
     run = run.model_copy(update={"train": train})
     check(run, prepared.spec)
     line = f"{asked} of {how_many(round(samples), 'sample')} in steps of {batch:,}: {how_many(steps, 'step')}"
-    return replace(prepared, stage=replace(stage, run=run, length="train.epochs")), [line]
+    return replace(prepared, stage=replace(stage, run=run, length="train.epochs")), line
 
 
 def samples_of(run: RunConfig) -> int:
@@ -146,7 +136,7 @@ def start_notices(stages: Sequence[Prepared]) -> list[str]:
     if start.done is not None:
         return [*start.notices, start.done]
     run = start.reached.stage.run
-    if not has_store(run):
+    if not has_store(run.data):
         return list(start.notices)
     _, notices = start.order(FeatureStore.open(run.data.store, run.data.reader, run.data.remote_cache))
     return [*start.notices, *(f"note: {line}" for line in notices)]
@@ -195,7 +185,7 @@ def _taken(stages: Sequence[Prepared]) -> list[str]:
 def _known(prepared: Prepared) -> Iterator[str]:
     run, plan, batch = prepared.stage.run, prepared.stage.plan, prepared.strategy.global_batch_size
     data, train = run.data, run.train
-    if data.features is None or has_store(run):
+    if data.features is None or has_store(data):
         yield f"{samples_of(run):,} {data.samples}"
     else:
         yield f"features in {data.features}" if url_of(data.features) else "no features yet (`bigdit extract`)"

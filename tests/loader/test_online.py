@@ -42,7 +42,7 @@ from bigdit.loader.stream import FeatureStream
 from bigdit.store import FeatureStore
 from bigdit.train.loop import train
 from bigdit.train.monitor.metrics import read_metrics
-from bigdit.train.prepare import check_stores, prepare_stages
+from bigdit.train.prepare import prepare_stages
 from bigdit.train.processes.stop import Stop
 from bigdit.train.resume import with_steps
 from bigdit.train.step import encode
@@ -117,9 +117,7 @@ def written(folder, name, images):
 def trained(path, output, *overrides):
     """The weights of a run when it has ended, by its command's own steps."""
     stages = load_stages(path, [f"output={output}", *overrides])
-    prepared = prepare_stages(stages)
-    check_stores(stages)
-    prepared, _ = with_steps(prepared)
+    prepared, _ = with_steps(prepare_stages(stages, starting=True))
     train(prepared, World(), Stop(60.0, World()))
     found, _ = checkpoint.latest(output)
     return load_file(next((output / "exports" / found.folder.name).glob("*/*.safetensors")))
