@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bigdit import engines, models
+from bigdit.catalog.conditions import LOSS_MASK
 from bigdit.catalog.encoders import OnlineEncoders
 from bigdit.dist import World, world_from_env
 from bigdit.engines import Ema, Engine
@@ -78,6 +79,8 @@ def prepare(request: StepRequest, built: Built) -> Workload:
     family = models.family(request.model.class_name)
     models.arrange(model, family, strategy)
     extras = family.extras(model) | models.images(family, model, request.batch)
+    if strategy.repeated_samples:  # whose weight is in the batch's mask
+        extras |= {LOSS_MASK: models.Extra(request.batch.latents[-2:], fill=1)}
     own = (param for name, param in model.named_parameters() if not name.startswith(models.TEXT_ENCODERS))
     params = sum(param.numel() for param in own)
     if encoders is None:

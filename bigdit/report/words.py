@@ -258,7 +258,10 @@ def step_size(strategy: Strategy, note: str = "") -> str:
     if strategy.world_size > 1:
         shared = f" / cp {strategy.cp}" if strategy.cp > 1 else ""
         parts.append(f"{strategy.world_size} GPUs{shared}")
-    return " × ".join(parts) + (f" = {strategy.global_batch_size:,} a step" if len(parts) > 1 else ", one per step")
+    if not strategy.repeated_samples:
+        return " × ".join(parts) + (f" = {strategy.places:,} a step" if len(parts) > 1 else ", one per step")
+    repeated = f"{strategy.repeated_samples:,} repeated with weight 0"
+    return f"{' × '.join(parts)} = {strategy.global_batch_size:,} a step, and {repeated}"
 
 
 def verdict(plan: Plan) -> str:

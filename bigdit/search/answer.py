@@ -163,10 +163,12 @@ def _without_one(planner: Planner, chosen: Estimate) -> list[str]:
     if not isinstance(found, Attempt):
         return []
     needs = planner.reserving(found.peak_reserved_bytes, planner.non_torch(strategy))
+    repeated = f" with {how_many(strategy.repeated_samples, 'repeated sample')}" if strategy.repeated_samples else ""
     return [
         f"without one machine, the same command goes on with {left} GPUs and the same global batch of "
         f"{strategy.global_batch_size:,}: micro-batch {strategy.micro_batch_size} in "
-        f"{how_many(strategy.grad_accum_steps, 'pass')}; {needs['verdict']}, up to {gib(needs['process'].high_bytes)}"
+        f"{how_many(strategy.grad_accum_steps, 'pass')}{repeated}; {needs['verdict']}, up to "
+        f"{gib(needs['process'].high_bytes)}"
     ]
 
 

@@ -85,8 +85,7 @@ def naive(request: ResolvedRequest, target: Strategy) -> Strategy:
 
     Its micro-batch is the fixed one, or a GPU's whole share of the global batch, or one.
     """
-    share = (request.global_batch_size or 0) // target.dp
-    size = request.constraints.micro_batch_size or share or 1
+    size = request.constraints.micro_batch_size or request.share(target.dp) or 1
     precision: Precision = target.precision if target.frozen else "fp32"
     strategy = target.model_copy(
         update={

@@ -71,7 +71,7 @@ def _for_plan(document: dict[str, Any]) -> dict[str, Any]:
     strategy = document.get("strategy", {})
     if not isinstance(strategy, dict):
         return document
-    judged = {"global_batch_size"} if "engine" in strategy else {"global_batch_size", "world_size"}
+    judged = {"global_batch_size", "repeated_samples"} | ({"world_size"} if "engine" not in strategy else set())
     kept = {key: value for key, value in strategy.items() if key not in judged}
     if kept.get("engine") == "deepspeed":
         kept.setdefault("ds_config", {})
@@ -154,7 +154,8 @@ def _global_batch(strategy: Strategy, document: dict[str, Any], gpus: int) -> An
     )
     if whole is not None or None in (accum, size):
         return whole
-    return strategy.micro_batch_size * strategy.grad_accum_steps * gpus // strategy.cp
+    repeated = at(document, ["strategy", "repeated_samples"]) or 0
+    return strategy.micro_batch_size * strategy.grad_accum_steps * gpus // strategy.cp - repeated
 
 
 def _engine(strategy: Strategy) -> str:

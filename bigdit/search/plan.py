@@ -122,8 +122,8 @@ class ResolvedRequest(Strict):
 
     @property
     def degrees(self) -> list[int]:
-        """How many GPUs may share a sample of any size that is asked for, and the global batch goes evenly over groups
-        of so many: no more than a machine's, if none are fixed."""
+        """How many GPUs may share a sample of any size that is asked for: no more than a machine's, if none are fixed,
+        and as many as leave no group of them without a sample of the global batch, if there are."""
         shapes = [batch_shape(self.model, size, self.frames) for size in (self.resolution, *self.buckets)]
         text = None if shapes[0].text is None else shapes[0].text[0]
         found = degrees(self.model.spec, [grid for each in shapes for grid in each.grids], text)
@@ -132,7 +132,11 @@ class ResolvedRequest(Strict):
         if self.global_batch_size is None:
             return found
         one_pass = self.cluster.gpus * (self.constraints.micro_batch_size or 1)
-        return [cp for cp in found if self.global_batch_size * cp % one_pass == 0]
+        return [cp for cp in found if self.global_batch_size * cp >= one_pass] or found
+
+    def share(self, groups: int) -> int | None:
+        """Samples of a step for each of so many groups of GPUs, with those that are repeated to fill the last ones."""
+        return None if self.global_batch_size is None else -(-self.global_batch_size // groups)
 
     def short_of_host(self, nbytes: int) -> bool:
         """Whether a machine that is known has less memory than that."""

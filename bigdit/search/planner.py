@@ -83,9 +83,10 @@ class Planner:
         """Steps of `strategy`, with as many micro-batches as tell what all of them take."""
         if strategy.checkpointed_blocks == 0:  # selective, in segments or not: the same steps are asked for once
             strategy = strategy.model_copy(update={"checkpointing": "full", "checkpointed_segments": None})
-        if strategy.grad_accum_steps > RECORDED_ACCUMULATION:
-            fewer = strategy.step_size.model_copy(update={"grad_accum_steps": RECORDED_ACCUMULATION})
-            strategy = strategy.sized(fewer)
+        fewer = min(strategy.grad_accum_steps, RECORDED_ACCUMULATION)
+        strategy = strategy.model_copy(update={"grad_accum_steps": fewer})
+        repeated = min(strategy.repeated_samples, strategy.places - 1, 1)  # any of them give a batch its weights
+        strategy = strategy.model_copy(update={"repeated_samples": repeated})
         request = self.request
         size = resolution or request.resolution
         return request_for(request.model, request.gpu, strategy, resolution=size, frames=request.frames)
@@ -104,21 +105,20 @@ class Planner:
 
     def accumulation(self, micro_batch_size: int, strategy: Strategy) -> int:
         """The micro-batches of a step for the global batch that is asked for; one where none is."""
-        if self.request.global_batch_size is None:
-            return 1
-        return self.request.global_batch_size // (micro_batch_size * strategy.dp)
+        return -(-(self.request.share(strategy.dp) or 1) // micro_batch_size)
 
     def micro_batch_sizes(self, strategy: Strategy) -> Iterator[int]:
         """Sizes in order: the fixed one, the divisors of a GPU's share of the global batch, or all to 32 and then
-        ever larger steps. What steps in the backward pass accumulates nothing, and takes its share at once."""
+        ever larger steps. Where samples are repeated anyway: those that are no larger than their passes need. What
+        steps in the backward pass accumulates nothing, and takes its share at once."""
         request = self.request
         if request.constraints.micro_batch_size is not None:
             yield request.constraints.micro_batch_size
             return
-        share = None if request.global_batch_size is None else request.global_batch_size // strategy.dp
+        share, repeats = request.share(strategy.dp), (request.global_batch_size or 0) % strategy.dp
         size = share if share is not None and strategy.optimizer_in_backward else 1
         while size <= min(share or LARGEST_MICRO_BATCH, LARGEST_MICRO_BATCH):
-            if share is None or share % size == 0:
+            if share is None or share % size == 0 or (repeats and (size - 1) * -(-share // size) < share):
                 yield size
             size += 1 if share is not None or size < 32 else size // 16
 
@@ -140,7 +140,10 @@ class Planner:
         self, option: Option, micro_batch_size: int, accumulated: int, blocks: int, reserved_bytes: int
     ) -> Estimate:
         strategy = option.strategy.settled(
-            micro_batch_size=micro_batch_size, grad_accum_steps=accumulated, checkpointed_blocks=blocks
+            micro_batch_size=micro_batch_size,
+            grad_accum_steps=accumulated,
+            checkpointed_blocks=blocks,
+            global_batch_size=self.request.global_batch_size,
         )
         phases = {phase: round(nbytes) for phase, nbytes in option.peaks(micro_batch_size, blocks).items()}
         non_torch = self.non_torch(strategy)
@@ -324,8 +327,8 @@ class Planner:
 
 def stepped(strategy: Strategy, step: StepTime) -> dict[str, Any]:
     """What an estimate says of its speed."""
-    samples = strategy.micro_batch_size * strategy.grad_accum_steps / strategy.cp
-    return {"step": step, "samples_per_second_per_gpu": step.seconds.per(samples)}
+    samples = step.seconds.per(strategy.global_batch_size / strategy.world_size)
+    return {"step": step, "samples_per_second_per_gpu": samples}
 
 
 def as_fast_as(one: Estimate, other: Estimate) -> bool:

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from bigdit.catalog import CatalogModel, Gpu, batch_shape, find_model
 from bigdit.catalog.conditions import beside, controlnet_problems
-from bigdit.catalog.context import context_misfits, context_problems, degrees
+from bigdit.catalog.context import context_misfits, context_problems
 from bigdit.catalog.encoders import online_encoders
 from bigdit.catalog.gpus import float8_problems, precision_problems
 from bigdit.catalog.machine import resolve_gpu
@@ -57,16 +57,16 @@ def resolve_request(model: str | None = None, gpu: str | None = None, **options:
     cluster = Cluster(**_sound(Cluster, given, problems))
     fixed = Constraints(**_sound(Constraints, given, problems))
     amounts = _sound(ResolvedRequest, given, problems)
-    first, shared = None, [1]
+    first = None
     if found_model is not None:
         if fixed.controlnet is not None:
             problems += [f"--controlnet: {each}" for each in controlnet_problems(found_model.spec, fixed.controlnet)]
             found_model = beside(found_model, fixed.controlnet)
         aspects = asked.buckets == "aspect" or (asked.buckets is None and not found_model.video)
         frames, cp = amounts.get("frames"), fixed.cp or 1
-        sizes, first, shared, misfits = _shapes(found_model, sizes, more, aspects, frames, cp)
+        sizes, first, misfits = _shapes(found_model, sizes, more, aspects, frames, cp)
         problems += [*misfits, *model_fits(found_model, fixed, first)]
-    problems += cluster_problems(cluster, fixed, amounts.get("global_batch_size"), device, shared)
+    problems += cluster_problems(cluster, fixed, device)
     problems += constraint_problems(cluster, fixed, device)
     if asked.from_scratch and fixed.frozen:
         named = "--controlnet" if asked.lora is None else "--lora"
@@ -90,8 +90,8 @@ def resolve_request(model: str | None = None, gpu: str | None = None, **options:
     )
     if not request.degrees:
         raise UserError(
-            f"{'--global-batch' if fixed.cp is None else f'--cp {fixed.cp}'} needs GPUs that share samples, and the "
-            "tokens of --buckets cannot be split over as many within a machine; use --buckets none, or another size"
+            f"--cp {fixed.cp} needs GPUs that share samples, and the tokens of --buckets cannot be split over as many; "
+            "use --buckets none, or another size"
         )
     return request
 
@@ -137,27 +137,19 @@ def _given(asked: PlanRequest, problems: list[str]) -> dict[str, Any]:
 
 def _shapes(
     model: CatalogModel, asked: Sequence[Size], more: Sequence[Size], aspects: bool, frames: int | None, cp: int
-) -> tuple[tuple[Size, ...], BatchShape | None, list[int], list[str]]:
+) -> tuple[tuple[Size, ...], BatchShape | None, list[str]]:
     """The sizes to train at, first the one that the shape is of; the usual `aspects` of that one in the place of
-    `more`. How many GPUs may share samples of all. Problems; no shape for a first size that does not fit."""
+    `more`. Problems, also where `cp` GPUs may not share a first sample; no shape for a first size that does not fit."""
     named = {**dict.fromkeys(more, "--buckets"), **dict.fromkeys(asked, "--resolution")}
     first, misfits = fitting_shape(model, next(iter(asked), None), frames, named)
     if first is None:
-        return (), None, [1], misfits
+        return (), None, misfits
     height, width = (side * model.vae.downsample for side in first.latents[-2:])
     further = aspect_sizes(model, (height, width)) if aspects else more
     sizes = tuple(dict.fromkeys([(height, width), *asked, *further]))
-    shapes = [first] if misfits else [batch_shape(model, size, frames) for size in sizes]
-    shared, unshared = _sharing(model, shapes, cp)
-    return sizes, first, shared, [*misfits, *unshared]
-
-
-def _sharing(model: CatalogModel, shapes: Sequence[BatchShape], cp: int) -> tuple[list[int], list[str]]:
-    """How many GPUs may share samples of all these shapes, and why `cp` may not share those of the first."""
-    text = None if shapes[0].text is None else shapes[0].text[0]
-    problems = [*context_problems(model.spec, cp), *context_misfits(model.spec, cp, shapes[0].grids, text)]
-    found = degrees(model.spec, [grid for each in shapes for grid in each.grids], text)
-    return found, [problem.replace("strategy.cp", "--cp") for problem in problems]
+    text = None if first.text is None else first.text[0]
+    unshared = [*context_problems(model.spec, cp), *context_misfits(model.spec, cp, first.grids, text)]
+    return sizes, first, [*misfits, *(problem.replace("strategy.cp", "--cp") for problem in unshared)]
 
 
 def _attempt(problems: list[str], option: str, make: Callable[[], Found]) -> Found | None:
@@ -239,11 +231,8 @@ def _sound(kind: type[Strict], given: Mapping[str, Any], problems: list[str]) ->
     return sound
 
 
-def cluster_problems(
-    cluster: Cluster, fixed: Constraints, global_batch_size: int | None, gpu: Gpu | None, shared: Sequence[int] = (1,)
-) -> list[str]:
-    """Whether the GPUs make a layout, and the global batch can be shared out over it. `shared`: how many GPUs may have
-    a sample together.
+def cluster_problems(cluster: Cluster, fixed: Constraints, gpu: Gpu | None) -> list[str]:
+    """Whether the GPUs make a layout.
 
     Source: https://github.com/NVIDIA/nccl/issues/1716, NCCL without MIG.
     """
@@ -265,17 +254,6 @@ def cluster_problems(
         )
     if fixed.cp is not None and gpus % fixed.cp:
         problems.append(f"--cp is {fixed.cp}, which does not divide --gpus {gpus}")
-    together = [cp for cp in shared if gpus % cp == 0 and cp <= per_node] if fixed.cp is None else [fixed.cp]
-    one_pass = max(gpus * (fixed.micro_batch_size or 1) // max(together), 1)
-    if global_batch_size is not None and global_batch_size % one_pass:
-        below = global_batch_size // one_pass * one_pass
-        layout = f"{gpus} {'GPU' if gpus == 1 else 'GPUs'}"
-        layout += "" if fixed.micro_batch_size is None else f" × --micro-batch {fixed.micro_batch_size}"
-        layout += f" / --cp {max(together)}" if max(together) > 1 else ""
-        near = f"{below} or {below + one_pass}" if below else f"{one_pass}"
-        problems.append(
-            f"--global-batch is {global_batch_size}, but must be a multiple of {one_pass} ({layout}); nearest: {near}"
-        )
     return problems
 
 

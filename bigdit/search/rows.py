@@ -140,8 +140,7 @@ def runs(planner: Planner, chosen: Estimate, limit: LargestMicroBatch) -> list[E
     for blocks, most in largest.items():
         sizes = [size for size in option.ran(blocks) if size <= (most or 0)]
         for size in sorted({*sizes, 1} if len(sizes) == 1 else sizes):
-            accumulated = max(planner.accumulation(size, chosen.strategy), 1)
-            predicted.append(planner.estimate(option, size, blocks, accumulated))
+            predicted.append(planner.estimate(option, size, blocks))
     # All with as many micro-batches as the chosen one: those of its limits, which are cached.
     asked = [chosen.strategy.model_copy(update=each.sizes) for each in predicted]
     pairs = zip(predicted, asked, planner.unlimited(asked), strict=True)

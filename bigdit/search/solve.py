@@ -372,7 +372,7 @@ def explore_group(planner: Planner, group: Sequence[Option], engines: Sequence[O
 def _shared(planner: Planner, group: Sequence[Option], engines: Sequence[Option]) -> list[Option]:
     """The `engines` with a sample on more GPUs. None where one fits a GPU without recomputing every block, or with as
     many as are fixed: each sample would wait for exchanges, and spare memory that is not short. Samples that are shared
-    anyway wait as long on more GPUs, and fewer blocks may be recomputed there."""
+    anyway wait as long on more GPUs, and fewer blocks may be recomputed there; fewer may be repeated, if any are."""
 
     def alone(option: Option) -> Strategy:
         return option.strategy.model_copy(update={"cp": 1})
@@ -382,7 +382,7 @@ def _shared(planner: Planner, group: Sequence[Option], engines: Sequence[Option]
     more = [each for each in more if any(alone(each) == alone(engine) for engine in engines)]
     ranked = _ranked(planner, [planner.options[title] for title in known if title in planner.options])
     every = bool(ranked) and ranked[0].micro_batch_size == 1 and ranked[0].blocks == planner.request.model.block_count
-    must = bool(ranked) and ranked[0].strategy.cp > 1
+    must = bool(ranked) and (ranked[0].strategy.cp > 1 or ranked[0].strategy.repeated_samples > 0)
     if not more or not ranked or must or (every and planner.request.constraints.checkpointed_blocks is None):
         return more
     reason = "one sample fits each GPU without recomputing every block; choose it with --cp 2"

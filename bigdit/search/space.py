@@ -112,8 +112,7 @@ def _weights(request: ResolvedRequest) -> int:
 
 def _accumulates(request: ResolvedRequest) -> bool:
     """Whether a GPU's share of the global batch may come in several micro-batches."""
-    share = (request.global_batch_size or 0) // request.cluster.gpus
-    return share > (request.constraints.micro_batch_size or 1)
+    return (request.share(request.cluster.gpus) or 0) > (request.constraints.micro_batch_size or 1)
 
 
 def _settings(request: ResolvedRequest, engine: str) -> list[dict[str, Any]]:
@@ -196,6 +195,8 @@ def _strategy(request: ResolvedRequest, engine: str, settings: dict[str, Any]) -
     of = {"base": "lora.base" if request.constraints.controlnet is None else "controlnet.base"}
     texts += [f"{of.get(key, key)}={value}" for key, value in settings.items() if value is not None]
     texts += [f"features={request.constraints.features}"]
+    if (request.global_batch_size or 0) % (world_size // settings.get("cp", 1)):
+        texts.append("repeated_samples=1")  # any of them give a batch its weights
     if request.constraints.compile:
         texts.append("compile_blocks=true")
     if request.constraints.float8 is not None:

@@ -257,11 +257,22 @@ class Strategy(Section):
         return self.model_copy(update={"micro_batch_size": micro_batch_size})
 
     def settled(
-        self, *, micro_batch_size: int, grad_accum_steps: int, checkpointed_blocks: int | Literal["all"]
+        self,
+        *,
+        micro_batch_size: int,
+        grad_accum_steps: int,
+        checkpointed_blocks: int | Literal["all"],
+        global_batch_size: int | None = None,
     ) -> Strategy:
-        """The same strategy at these sizes."""
-        sizes = {"micro_batch_size": micro_batch_size, "grad_accum_steps": grad_accum_steps}
-        return self.model_copy(update=sizes | {"checkpointed_blocks": checkpointed_blocks})
+        """The same strategy at these sizes, with samples repeated beyond a global batch."""
+        places = micro_batch_size * grad_accum_steps * self.dp
+        sizes = {
+            "micro_batch_size": micro_batch_size,
+            "grad_accum_steps": grad_accum_steps,
+            "checkpointed_blocks": checkpointed_blocks,
+            "repeated_samples": places - (global_batch_size or places),
+        }
+        return self.model_copy(update=sizes)
 
     def over(self, world_size: int) -> dict[str, Any]:
         """The keys that change over so many processes, for the same global batch: micro-batches are no larger than the

@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from tiny_models import SANA
 
 from bigdit import catalog
+from bigdit.config.load import load_run
 from bigdit.search.plan import LIBRARIES_BYTES
 from bigdit.strategy import StepSize
 
@@ -49,10 +50,10 @@ def plan_json(*arguments):
             ],
         ),
         (
-            ["--model", "sana-1600m", "--gpu", "a40", "--gpus", "8", "--engine", "single", "--global-batch", "9"],
+            ["--model", "sana-1600m", "--gpu", "a40", "--gpus", "8", "--engine", "single", "--epochs", "0"],
             [
+                "error: --epochs is 0.0, and a number above 0 was expected",
                 "error: --engine single runs on one GPU, and --gpus is 8;",
-                "error: --global-batch is 9, but must be a multiple of 8 (8 GPUs); nearest: 8 or 16",
             ],
         ),
     ],
@@ -157,8 +158,28 @@ def test_several_machines_are_planned_with_one_less_too():
     assert done.returncode == 0
     assert (
         "note: without one machine, the same command goes on with 2 GPUs and the same global batch of 6: micro-batch 2 "
-        "in 2 passes; FITS, up to 1.48 GiB" in " ".join(done.stdout.split())
+        "in 2 passes with 2 repeated samples; FITS, up to 1.48 GiB" in " ".join(done.stdout.split())
     )
+
+
+def test_a_global_batch_that_gpus_do_not_divide_is_filled_up(tmp_path):
+    """As the trainer fills it up; the plan's run is planned again with the same."""
+    asked = ("plan", "--gpu", "a40", "--gpus", 3, "--json")
+    done = in_process(*asked, "--model", "dit-s-8", "--buckets", "none", "--global-batch", 7, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    strategy = plan["chosen"]["strategy"]
+    sizes = [strategy[key] for key in ("micro_batch_size", "grad_accum_steps", "repeated_samples")]
+    assert sizes == [3, 1, 2]
+    rate, seconds = plan["chosen"]["samples_per_second_per_gpu"], plan["chosen"]["step"]["seconds"]
+    assert rate["high"] * seconds["low"] * 3 == pytest.approx(7)  # the repeated ones are none
+    assert "micro-batch 3 × 3 GPUs = 7 a step, and 2 repeated with weight 0" in (tmp_path / "report.html").read_text()
+    again = in_process(*asked, "--config", tmp_path / "run.yaml")
+    assert again.returncode == 0, again.stderr
+    (same,) = json.loads(again.stdout)["plans"]
+    assert (same["request"]["global_batch_size"], same["chosen"]["strategy"]) == (7, strategy)
+    run = load_run(tmp_path / "run.yaml", ["model.init_from=null"])
+    assert (run.strategy.global_batch_size, run.strategy.places) == (7, 9)
 
 
 def test_python_asks_as_the_command_does():

@@ -195,6 +195,21 @@ def test_micro_batches_divide_a_gpu_s_share_of_the_global_batch(gpus: int, share
     assert all(size * planner_for(asked).accumulation(size, strategy) * gpus == gpus * share for size in sizes)
 
 
+@given(st.integers(2, 64), st.integers(1, 4096))
+def test_a_batch_that_gpus_do_not_divide_has_the_passes_of_the_trainer(gpus: int, batch: int) -> None:
+    planner = planner_for(resolved(cluster=Cluster(gpus=gpus), global_batch_size=batch))
+    strategy = Strategy(engine="fsdp2", world_size=gpus)
+    for size in planner.micro_batch_sizes(strategy):
+        trained = Strategy(engine="fsdp2", world_size=gpus, micro_batch_size=size, global_batch_size=batch)  # type: ignore[call-arg]
+        passes = planner.accumulation(size, strategy)
+        assert passes == trained.grad_accum_steps
+        settled = strategy.settled(
+            micro_batch_size=size, grad_accum_steps=passes, checkpointed_blocks=0, global_batch_size=batch
+        )
+        assert settled == trained
+        assert size == trained.over(gpus)["micro_batch_size"]  # no larger than the passes need
+
+
 def test_what_steps_in_the_backward_pass_takes_its_share_at_once() -> None:
     strategy = Strategy(optimizer_in_backward=True, gradient_clipping=None)
     assert list(planner_for(resolved(global_batch_size=12)).micro_batch_sizes(strategy)) == [12]
