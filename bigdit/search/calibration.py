@@ -214,12 +214,12 @@ def _checked(each: Receipt, gpu: Gpu, gpus: EmulatedGpus) -> Checked:
 
     request = StepRequest(model=each.model, batch=each.batch, strategy=each.strategy, objective=each.objective)
     attempt = gpus.attempt(request, counted="step")
-    reserved = attempt.peak_reserved_bytes
-    if not each.expandable_segments:
-        with EmulatedGpus(gpu, 1, expandable_segments=False) as others:
-            reserved = others.attempt(request).peak_reserved_bytes
     cluster = Cluster(gpus=each.strategy.world_size, gpus_per_node=each.gpus_per_node)
-    return Checked(each, step_time(work_of(attempt.work, each.strategy), each.strategy, gpu, cluster), reserved)
+    step = step_time(work_of(attempt.work, each.strategy), each.strategy, gpu, cluster)
+    if each.expandable_segments:
+        return Checked(each, step, attempt.peak_reserved_bytes)
+    with EmulatedGpus(gpu, 1, expandable_segments=False) as others:
+        return Checked(each, step, others.attempt(request).peak_reserved_bytes)
 
 
 def _kind(strategy: Strategy) -> str:
