@@ -254,7 +254,8 @@ class Strategy(Section):
 
     def with_micro_batch_size(self, micro_batch_size: int) -> Strategy:
         """The same strategy at another micro-batch size."""
-        return self.model_copy(update={"micro_batch_size": micro_batch_size})
+        found = self.model_copy(update={"micro_batch_size": micro_batch_size})
+        return found.model_copy(update={"repeated_samples": min(self.repeated_samples, found.places - 1)})
 
     def settled(
         self,

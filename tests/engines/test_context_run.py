@@ -3,16 +3,11 @@ onto another number of them."""
 
 import numpy as np
 import pytest
-from commands import DIGITS, SINGLE, in_process, run_ranks, with_set
+from commands import DIGITS, PIXART, SINGLE, in_process, run_ranks, with_set
 from PIL import Image
 
 from bigdit.train.monitor.metrics import read_metrics
 
-PIXART = (
-    "model={class_name: PixArtTransformer2DModel, kwargs: {in_channels: 4, out_channels: 4, num_layers: 2, "
-    "num_attention_heads: 4, attention_head_dim: 8, cross_attention_dim: 32, caption_channels: 64, sample_size: 4, "
-    "patch_size: 2, use_additional_conditions: false}}"
-)
 RUN = (
     *(PIXART, "strategy.micro_batch_size=4", "strategy.global_batch_size=8", "strategy.ema={decay: 0.9}"),
     *("train={steps: 6, checkpoint_every: 3, seed: 6}", "validation={samples: 6, every: 3}"),

@@ -34,6 +34,13 @@ TINY = (
     "train.steps=8",
 )
 
+# One whose samples processes can share.
+PIXART = (
+    "model={class_name: PixArtTransformer2DModel, kwargs: {in_channels: 4, out_channels: 4, num_layers: 2, "
+    "num_attention_heads: 4, attention_head_dim: 8, cross_attention_dim: 32, caption_channels: 64, sample_size: 4, "
+    "patch_size: 2, use_additional_conditions: false}}"
+)
+
 ONLINE = ("strategy.features=online", "data.features=null")
 SINGLE = ("strategy.engine=single", "strategy.world_size=1", "strategy.ds_config=null")
 
