@@ -111,13 +111,23 @@ def run(arguments: Sequence[str]) -> int:
         if message.startswith("Usage: "):  # a group without a command shows its help
             error.show()
             return EXIT_USER
-        path = error.ctx.command_path
-        raise UserError(f"{message[0].lower()}{message[1:].rstrip('.')} (`{path} --help` lists all)") from None
+        helped = f"`{_called(arguments)} --help` lists all"
+        raise UserError(f"{message[0].lower()}{message[1:].rstrip('.')} ({helped})") from None
     except typer.Exit as ended:
         return ended.exit_code
     except (typer.Abort, EOFError):
         raise KeyboardInterrupt from None
     return result if isinstance(result, int) else 0
+
+
+def _called(arguments: Sequence[str]) -> str:
+    """The command as it was called, such as `bigdit bench step`. An error of a missing value does not name it."""
+    command, path = _command(), "bigdit"
+    for each in arguments:
+        if each not in getattr(command, "commands", {}):
+            break
+        command, path = command.commands[each], f"{path} {each}"
+    return path
 
 
 def _with_value(arguments: Sequence[str]) -> list[str]:
@@ -154,7 +164,7 @@ def _add_hint(error: Any) -> None:
 
     option = getattr(error, "option_name", None)
     meant = key_meant(option) if option else None
-    if meant is None:
+    if meant is None or error.ctx is None:  # None: the option is known, and lacks its value
         return
     here = {each: param for param in error.ctx.command.params for each in param.opts}
     own = next((each for each in meant.options if each in here), None)

@@ -92,7 +92,8 @@ def read_mapping(path: Path, parse: Callable[[bytes], Any], name: str, expected:
     except ValueError as error:
         raise UserError(f"{name} is {error}") from None
     if not isinstance(document, dict):
-        raise UserError(f"{name} should hold {expected}")
+        found = {type(None): "is empty", list: "is a list"}.get(type(document), "is a single value")
+        raise UserError(f"{name} {found}, and {expected} was expected")
     return document
 
 

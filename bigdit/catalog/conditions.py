@@ -154,13 +154,15 @@ def controlnet_problems(model: ModelSpec, asked: ControlNetSpec) -> list[str]:
         return [f"bigdit trains no ControlNet of {model.class_name}; {have} have one"]
     known = next((each for each in models() if each.name == model.name), None)
     if fed_more(model) or (known is not None and known.references):
-        return [f"{model.name} takes an image itself, and a ControlNet is of a model of text alone; take its base"]
+        return [
+            f"{model.name} takes an image itself, and ControlNets are for models that take only text; name its base"
+        ]
     named: list[Any] = [model.kwargs.get(key) for key in inputs.depths.values()]
     depths = named if known is None else [length for _, length in known.block_lists]
     sizes = {"layers": asked.layers, "single_layers": asked.single_layers}
     most = dict(zip(sizes, (*depths, 0), strict=False))
     return [
-        f"{key} is {size}, and {model.name} has {most[key]} such blocks to start with; set it to that or less"
+        f"{key} is {size}, and {model.name} has {most[key]} such blocks; set it to {most[key]} or less"
         for key, size in sizes.items()
         if isinstance(most[key], int) and size > most[key]
     ]

@@ -151,7 +151,7 @@ def online_encoders(model: CatalogModel, batch: BatchShape, *, vae_dtype: Dtype 
     """
     vae = model.vae
     if batch.references or batch.first_frame:
-        raise UserError("an image beside each sample needs a store, which features online has not; use features cached")
+        raise UserError("samples with a reference or a first frame need features cached; use that")
     if vae.kwargs is None:
         raise UserError(
             f"{model.name} cannot be planned with features online: the catalogue has no constructor arguments of "

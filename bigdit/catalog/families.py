@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from bigdit.catalog.names import refusal
 from bigdit.errors import nearest
 from bigdit.objective_spec import DdpmSpec, ExponentialShift, FlowMatchingSpec, ObjectiveSpec
 from bigdit.strategy import ModelSpec, Strict
@@ -451,9 +452,10 @@ def training_obstacle(spec: ModelSpec) -> str | None:
 
 
 def no_adapter(class_name: str) -> str:
-    """That a class has no adapter, with similar names."""
+    """That a class has no adapter, with the reason or similar names."""
     near = nearest(class_name, FAMILIES)
-    return f"no family adapter yet: {class_name}" + (f", {near}" if near.startswith("did you mean") else "")
+    why = refusal("model", class_name) or (f"; {near}" if near.startswith("did you mean") else "")
+    return f"the class {class_name} is not known{why}"
 
 
 def is_controlled(spec: ModelSpec) -> bool:

@@ -57,13 +57,14 @@ def verify(
     """Check every byte against its checksum. The exit status is 1 if damage was found and not repaired."""
     import os
 
-    from bigdit import log
+    from bigdit import libraries, log
     from bigdit.errors import EXIT_USER, UserError
     from bigdit.extract.verify import verify as verify_store
     from bigdit.units import gib, how_many
 
     if repair and config is None:
         raise UserError("--repair encodes the damaged parts again with the run's encoders; add --config")
+    libraries.prepare()
     count = workers or os.cpu_count() or 1
     report = verify_store(folder, count)
     mended = False
@@ -110,9 +111,6 @@ def clean(
 
 def _repair(folder: Path, config: Path, overrides: list[str], workers: int | None, damaged: list[Damaged]) -> None:
     """Remove the damaged files, and encode their samples again."""
-    from bigdit import libraries
-
-    libraries.prepare()
     from bigdit.catalog.resolve import model_spec
     from bigdit.config import check, load_stages
     from bigdit.errors import UserError

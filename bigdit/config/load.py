@@ -27,7 +27,9 @@ from bigdit.units import how_many
 
 def read_run(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The document in `path` with its overrides, not yet validated. Raises UserError where it is no mapping."""
-    document = read_mapping(path, parse_yaml, f"the config {path}", "sections such as model, data and train")
+    document = read_mapping(
+        path, parse_yaml, f"the config {path}", "a mapping of sections such as model, data and train"
+    )
     for override in overrides:
         _apply(document, override)
     return document
@@ -242,7 +244,7 @@ def _add(document: dict[str, Any], part: str) -> None:
     elif part.endswith((".yaml", ".yml", ".json")):
         path = Path(part)
         document.update(
-            read_mapping(path, parse_yaml, f"--strategy {path}: the file", "keys of a strategy, such as engine")
+            read_mapping(path, parse_yaml, f"--strategy {path}: the file", "a mapping of keys such as engine")
         )
     else:
         raise UserError(f"--strategy {part}: neither key=value, a YAML file nor a preset; {nearest(part, PRESETS)}")

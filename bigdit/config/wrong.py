@@ -290,11 +290,12 @@ _MOST_SHOWN = 60
 
 
 def wrong(error: ValidationError, document: Any, kind: type[BaseModel]) -> list[str]:
-    """A line for each key of `document` that is wrong, unknown or missing in a `kind`."""
+    """A line for each key of `document` that is wrong or unknown in a `kind`, then for each that is missing."""
     found: dict[Key, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         found.setdefault(_key(detail, document), []).append(detail)
     inmost = [key for key in found if not any(other[: len(key)] == key and other != key for other in found)]
+    inmost.sort(key=lambda key: found[key][0]["type"] == "missing")
     return [line for key in inmost for line in _lines(".".join(map(str, key)), found[key], kind)]
 
 

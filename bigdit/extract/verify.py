@@ -48,12 +48,13 @@ def open_schema(root: Path) -> StoreSchema:
     """The schema of a store. Raises UserError if there is none."""
     if (url := url_of(root)) is not None:
         raise UserError(
-            f"{url}: `bigdit features` reads folders of this machine; copy the store, or run it where it lies"
+            f"{url}: `bigdit features` reads folders of this machine; copy the cache, or run it where it lies"
         )
     if not root.exists():
         beside = [each.name for each in root.absolute().parent.glob("*/")]
-        near = f"{nearest(root.name, beside)} " if beside else ""
-        raise UserError(f"{root}: there is no such folder; {near}{EXTRACT} makes it")
+        near = nearest(root.name, beside)
+        hint = f"{near} " if near.startswith("did you mean") else ""
+        raise UserError(f"{root}: there is no such folder; {hint}{EXTRACT} makes it")
     schema = read_schema(root)
     if schema is None:
         raise UserError(f"data.features: {root} holds no latents; {EXTRACT} makes them")

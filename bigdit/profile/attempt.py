@@ -227,4 +227,4 @@ def model_problems(model: CatalogModel) -> list[str]:
     """Why `model` has no training step yet; none where it has."""
     if model.obstacle is None:
         return []
-    return [f"{model.name} cannot be planned: {model.obstacle}; `bigdit models` lists those that can"]
+    return [f"{model.name} cannot be planned: {model.obstacle} (`bigdit models` lists those that can)"]

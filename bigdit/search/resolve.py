@@ -284,7 +284,7 @@ def constraint_problems(cluster: Cluster, fixed: Constraints, gpu: Gpu | None) -
         given = fixed.model_dump(include=keys, exclude_none=True)
         values = ("" if isinstance(each, bool | dict) else f" {each}" for each in given.values())
         named = ", ".join(f"{option(_ASKED.get(name, name))}{value}" for name, value in zip(given, values, strict=True))
-        problems.append(f"{named}: no strategy has this: {why}")
+        problems.append(f"{named}: {why}")
     return problems
 
 

@@ -262,7 +262,7 @@ class ImageFolder:
 
 def _unread(key: str, root: Path, names: Sequence[str]) -> str:
     first = ", ".join(names[:_NAMED]) + (", …" if len(names) > _NAMED else "")
-    return f"{key}: {how_many(len(names), 'caption')} in {root} with the name of no image: {shown(first)}"
+    return f"{key}: {how_many(len(names), 'caption')} in {root} without an image of the same name: {shown(first)}"
 
 
 def _lists_within(root: Path) -> str:

@@ -148,7 +148,9 @@ class Strategy(Section):
         if whole is None:
             return found if accum is None else found | {"grad_accum_steps": accum}
         if accum is not None:
-            raise Contradictory([f"{_GLOBAL} and grad_accum_steps are both set; one follows from the other"])
+            raise Contradictory(
+                [f"{_GLOBAL} is {whole} and grad_accum_steps {accum}, and one follows from the other; leave one out"]
+            )
         size, processes, cp = (found.get(key, 1) for key in ("micro_batch_size", "world_size", "cp"))
         if not all(isinstance(each, int) and each > 0 for each in (size, processes, cp)) or processes > MOST_GPUS:
             return found  # the fields' own checks report it
@@ -531,7 +533,7 @@ def _memory_problems(strategy: Strategy) -> list[str]:
 def _controlnet_problems(strategy: Strategy) -> list[str]:
     problems = []
     if strategy.lora is not None:
-        problems.append("lora and controlnet are both set, and one of them is trained; leave the other out")
+        problems.append("lora and controlnet are both set, and a run trains only one; leave the other out")
     if strategy.cp > 1:
         problems.append(f"cp is {strategy.cp}, and a ControlNet does not split a sample; set it to 1")
     if strategy.float8 != "none":

@@ -78,7 +78,7 @@ def prepare(run: RunConfig, plan: PlanFile | None = None) -> ModelSpec:
     spec = model_spec(run.model)
     obstacle = training_obstacle(spec)
     if obstacle is not None:
-        raise UserError(f"model {spec.name} cannot be trained: {obstacle}; `bigdit models` lists those that can")
+        raise UserError(f"model {spec.name} cannot be trained: {obstacle} (`bigdit models` lists those that can)")
     if plan is not None:
         check_plan(run, spec, plan)
     check(run, spec)

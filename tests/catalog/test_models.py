@@ -93,12 +93,14 @@ def test_what_cannot_be_trained_says_why():
     assert {m.name for m in models() if takes_classes(m.spec)} >= {"dit-xl-2", "dit-xl-2-paper"}
     assert all(m.trainable for m in models() if takes_classes(m.spec))
     assert model("sana-sprint-1600m").trainable
-    unknown = model("sana-1600m").model_copy(update={"spec": ModelSpec(name="x", class_name="UNet", kwargs={})})
-    assert unknown.obstacle == unknown.training_obstacle == "no family adapter yet: UNet"
+    unknown = model("sana-1600m").model_copy(update={"spec": ModelSpec(name="x", class_name="Mlp", kwargs={})})
+    assert unknown.obstacle == unknown.training_obstacle == "the class Mlp is not known"
     assert not unknown.plannable
+    unet = ModelSpec(name="x", class_name="UNet2DConditionModel", kwargs={})
+    assert training_obstacle(unet).startswith("the class UNet2DConditionModel is not known: it is a U-Net, and ")
     misspelt = ModelSpec(name="x", class_name="SanaTransformerModel", kwargs={})
     assert training_obstacle(misspelt).startswith(
-        "no family adapter yet: SanaTransformerModel, did you mean SanaTransformer2DModel"
+        "the class SanaTransformerModel is not known; did you mean SanaTransformer2DModel"
     )
 
 

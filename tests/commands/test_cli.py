@@ -136,6 +136,12 @@ def test_training_finds_out_about_a_missing_store_at_once(tmp_path):
     [
         (["plan", "--moel", "x"], "error: no such option: --moel"),
         (["plan", "--model", "sana-1600m"], "error: missing option '--gpu' (`bigdit plan --help` lists all)\n"),
+        (
+            ["plan", "--model", "x", "--gpu"],
+            "error: option '--gpu' requires an argument (`bigdit plan --help` lists all)",
+        ),
+        (["bench", "step", "--set"], "error: option '--set' requires an argument (`bigdit bench step --help` lists"),
+        (["plan", "--resolution"], "error: option '--resolution' requires an argument"),
         (["plann"], "error: no such command 'plann'"),
         (["train", "--config", "none.yaml"], "error: the config none.yaml does not exist"),
         (["plan", "--micro-batch", "true"], "error: --micro-batch is 'true', and a whole number was expected"),

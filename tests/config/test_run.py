@@ -180,7 +180,7 @@ def test_a_schedule_that_cannot_be_names_its_key(overrides, lines):
 
 def test_an_impossible_batch_is_a_line():
     assert problems(["strategy.grad_accum_steps=2"]) == [
-        "strategy: global_batch_size and grad_accum_steps are both set; one follows from the other"
+        "strategy: global_batch_size is 32 and grad_accum_steps 2, and one follows from the other; leave one out"
     ]
     assert problems(["strategy.global_batch_size=some"]) == [
         "strategy: global_batch_size is 'some', and a whole number of 1 or more was expected"
@@ -317,7 +317,8 @@ def test_ds_config_and_run_config_must_agree(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[1, 2]", "should hold sections such as model, data and train"),
+        ("[1, 2]", "run.yaml is a list, and a mapping of sections such as model, data and train was expected"),
+        ("", "run.yaml is empty, and a mapping of sections"),
         ("a: [", "is not YAML"),
         (None, "does not exist"),
     ],
@@ -328,6 +329,16 @@ def test_a_file_that_is_no_config(tmp_path, text, message):
         path.write_text(text)
     with pytest.raises(UserError, match=message):
         load_run(path)
+
+
+def test_keys_of_another_trainer_come_before_missing_sections(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("train_batch_size: 1\n")
+    with pytest.raises(UserError) as refused:
+        load_run(path)
+    lines = [line.removeprefix(f"{path}: ") for line in refused.value.problems]
+    assert lines[0].startswith("train_batch_size: unknown key; did you mean strategy.micro_batch_size?")
+    assert [line.partition(": missing")[0] for line in lines[1:]] == ["model", "data", "encoders", "train", "output"]
 
 
 def test_set_needs_a_key_and_a_value():

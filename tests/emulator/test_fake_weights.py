@@ -226,7 +226,7 @@ def test_names_that_cannot_be_laid_out(tmp_path):
         ('{"tokenizer": [null, 3]}', r"tokenizer in its model_index\.json is no \[library, class\]"),
         ('{"tokenizer": ["x", "LlamaTokenizer"]}', r"lacks tokenizer/, and a LlamaTokenizer cannot be generated"),
         ('{"tokenizer": [', r"its model_index\.json is not JSON"),
-        ("[]", r"its model_index\.json should hold"),
+        ("[]", r"its model_index\.json is a list, and an object of components was expected"),
     ],
 )
 def test_a_damaged_model_index_is_one_line(tmp_path, index, problem):
@@ -247,7 +247,7 @@ def test_a_damaged_model_index_is_one_line(tmp_path, index, problem):
         (TINY_T5 | {"num_layers": 10**9}, "num_layers is 1000000000, and 0 to 1000 was expected"),
         (TINY_T5 | {"dtype": "evil"}, "evil"),
         (TINY_T5 | {"torch_dtype": "evil"}, "evil"),
-        ([1], "should hold a JSON object"),
+        ([1], "is a list, and a JSON object was expected"),
     ],
 )
 def test_a_config_of_no_model_is_a_line(config, why, tmp_path):

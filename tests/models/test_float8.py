@@ -133,7 +133,7 @@ def test_plans_pin_fp8_alone_and_never_by_themselves():
 def test_the_option_alone_is_tensorwise(given):
     done = in_process("plan", "--model", "pixart-sigma-xl-2-512", "--gpu", "h100-sxm", "--engine", "zero2", *given)
     assert done.returncode == 1
-    assert "--engine zero2, --fp8 tensorwise: no strategy has this: " in done.stderr
+    assert "--engine zero2, --fp8 tensorwise: " in done.stderr
 
 
 @pytest.mark.slow

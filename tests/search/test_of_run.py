@@ -111,7 +111,7 @@ def test_a_controlnet_is_planned_with_its_blocks_and_images(tmp_path):
     (same,) = requests_of(path, ["strategy.controlnet=null", "data.references=0"], {"gpu": "rtx-4090"})
     assert resolve_request("flux.1-dev", "rtx-4090", controlnet="4,2").model == found.model != same.model
     assert problems(path, "strategy.controlnet.layers=20") == [
-        "strategy.controlnet: layers is 20, and flux.1-dev has 19 such blocks to start with; set it to that or less"
+        "strategy.controlnet: layers is 20, and flux.1-dev has 19 such blocks; set it to 19 or less"
     ]
 
 

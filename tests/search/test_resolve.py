@@ -299,13 +299,12 @@ def test_sizes_read_as_they_are_written(sizes):
         ),
         (
             {"controlnet": 2, "compile": True},
-            "--controlnet, --compile: no strategy has this: compile_blocks with controlnet is not right for all "
+            "--controlnet, --compile: compile_blocks with controlnet is not right for all "
             "families yet (docs/limits.md); leave one of them out",
         ),
         (
             {"controlnet": 2, "features": "online"},
-            "--features online: an image beside each sample needs a store, which features online has not; use features "
-            "cached",
+            "--features online: samples with a reference or a first frame need features cached; use that",
         ),
         (
             {"controlnet": "4,1,2"},
@@ -314,18 +313,16 @@ def test_sizes_read_as_they_are_written(sizes):
         ({"controlnet": "4,x"}, "--controlnet is 'x', and a whole number was expected"),
         (
             {"model": "flux.1-dev", "controlnet": "4,39"},
-            "--controlnet: single_layers is 39, and flux.1-dev has 38 such blocks to start with; set it to that or "
-            "less",
+            "--controlnet: single_layers is 39, and flux.1-dev has 38 such blocks; set it to 38 or less",
         ),
         (
             {"model": "flux.1-kontext-dev", "controlnet": 4},
-            "--controlnet: flux.1-kontext-dev takes an image itself, and a ControlNet is of a model of text alone; "
-            "take its base",
+            "--controlnet: flux.1-kontext-dev takes an image itself, and ControlNets are for models that take only "
+            "text; name its base",
         ),
         (
             {"controlnet": 2, "lora": 8},
-            "--lora 8, --controlnet: no strategy has this: lora and controlnet are both set, and one of them is "
-            "trained; leave the other out",
+            "--lora 8, --controlnet: lora and controlnet are both set, and a run trains only one; leave the other out",
         ),
         (
             {"gpu": "v100-32g-sxm2", "precision": "bf16"},
@@ -334,17 +331,17 @@ def test_sizes_read_as_they_are_written(sizes):
         ),
         (
             {"gpus": 4, "engine": "fsdp2", "optimizer": "adamw_8bit"},
-            "--engine fsdp2, --optimizer adamw_8bit: no strategy has this: optimizer.name adamw_8bit (bitsandbytes) "
+            "--engine fsdp2, --optimizer adamw_8bit: optimizer.name adamw_8bit (bitsandbytes) "
             "cannot step FSDP2's sharded DTensors; use optimizer.name adamw_8bit_ao, or engine deepspeed",
         ),
         (
             {"engine": "zero2", "precision": "bf16_sr"},
-            "--engine zero2, --precision bf16_sr: no strategy has this: precision bf16_sr has no master weights, which "
+            "--engine zero2, --precision bf16_sr: precision bf16_sr has no master weights, which "
             "DeepSpeed's ZeRO keeps; use precision bf16",
         ),
         (
             {"gpu": "v100-32g-sxm2", "gpus": 8, "lora": 8, "engine": "zero2"},
-            "--engine zero2, --lora 8: no strategy has this: lora.base bf16 computes in bf16, and precision is "
+            "--engine zero2, --lora 8: lora.base bf16 computes in bf16, and precision is "
             "fp16; use precision bf16, or lora.base int8, fp8 or nf4; or: lora.base int8 keeps packed weights, "
             "which deepspeed cannot shard; use lora.base bf16, or engine ddp or fsdp2; or: lora.base nf4 keeps "
             "packed weights, which deepspeed cannot shard; use lora.base bf16, or engine ddp",

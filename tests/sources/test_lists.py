@@ -64,7 +64,9 @@ def test_captions_that_have_the_name_of_no_image_are_named(tmp_path, capsys):
         (tmp_path / name).write_text("x")
     opened(str(tmp_path))
     named = "below/a.txt, metadata.json"
-    assert capsys.readouterr().err == f"data.images: 2 captions in {tmp_path} with the name of no image: {named}\n"
+    assert (
+        capsys.readouterr().err == f"data.images: 2 captions in {tmp_path} without an image of the same name: {named}\n"
+    )
 
 
 def test_lists_of_paths_without_suffixes_and_of_urls(folder):
