@@ -144,7 +144,9 @@ _CAST_VAES = ("flux2-vae", "cogvideox-vae", "hunyuanvideo-vae", "ltx-vae", "qwen
 _CAST_FAMILIES = ("FluxTransformer2DModel", "ChromaTransformer2DModel")
 
 
-def online_encoders(model: CatalogModel, batch: BatchShape, *, vae_dtype: Dtype | None = None) -> OnlineEncoders:
+def online_encoders(
+    model: CatalogModel, batch: BatchShape, text_dtype: Dtype | None = None, *, vae_dtype: Dtype | None = None
+) -> OnlineEncoders:
     """The encoders that make samples of `batch` for `model`, in the usual dtypes of trainers.
 
     Raises UserError where the catalogue does not have them.
@@ -161,7 +163,9 @@ def online_encoders(model: CatalogModel, batch: BatchShape, *, vae_dtype: Dtype 
     return OnlineEncoders(
         pixels=_pixels(model, batch),
         vae=VaeSpec(class_name=vae.class_name, kwargs=vae.kwargs, dtype=vae_dtype or ("bf16" if cast else "fp32")),
-        text=_text_encoders(model, batch),
+        text=tuple(
+            each.model_copy(update={"dtype": text_dtype or each.dtype}) for each in _text_encoders(model, batch)
+        ),
     )
 
 

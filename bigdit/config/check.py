@@ -110,7 +110,7 @@ def _check_trained_text(run: RunConfig, model: ModelSpec) -> list[str]:
     key, text = "strategy.lora.text_encoders is true", run.encoders.text
     if (why := untrained_text(model.class_name)) is not None:
         return [why]
-    problems, dtype = [], {"fp32": "fp32", "tf32": "fp32", "fp16": "fp16"}.get(run.strategy.precision, "bf16")
+    problems, dtype = [], run.strategy.text_dtype
     if text is None or text.pipeline is None:
         problems.append(f"{key}, and encoders.text.pipeline is missing; set it to the folder of the model's pipeline")
     elif text.dtype != dtype:

@@ -157,8 +157,6 @@ def _within(node: Any, key: str, override: str) -> Any:
 
 MOST_MICRO_BATCH = 1024
 """The largest micro-batch that may be asked for; the search ends at 512."""
-MOST_RANK = 8192
-"""The largest rank of adapters: no layer here is wider, and a larger rank adds nothing."""
 
 _HOST = {"device": "cpu", "pin_memory": True}
 # Buckets of 5e7 elements: DeepSpeed's own 5e8 cost up to 1.9 GiB, and models here are a few blocks of 1e7.
@@ -262,19 +260,10 @@ def _copied(value: Any) -> Any:
 
 
 def _within_bounds(strategy: Strategy) -> Strategy:
-    """Raise UserError for sizes that plans reject too."""
-    rank = 0 if strategy.lora is None else strategy.lora.rank
-    bounds = {
-        "micro_batch_size": (strategy.micro_batch_size, MOST_MICRO_BATCH),
-        "lora.rank": (rank, MOST_RANK),
-    }
-    problems = [
-        f"--strategy: {key} is {value}, and {most} or less was expected"
-        for key, (value, most) in bounds.items()
-        if value > most
-    ]
-    if problems:
-        raise UserError(*problems)
+    """Raise UserError for a micro-batch that plans reject too."""
+    size, most = strategy.micro_batch_size, MOST_MICRO_BATCH
+    if size > most:
+        raise UserError(f"--strategy: micro_batch_size is {size}, and {most} or less was expected")
     return strategy
 
 

@@ -202,7 +202,7 @@ def request_for(
     problems += context_misfits(model.spec, strategy.cp, batch.grids, text)
     if problems:
         raise UserError(*problems)
-    encoders = online_encoders(model, batch) if strategy.features == "online" else None
+    encoders = online_encoders(model, batch, strategy.text_dtype) if strategy.features == "online" else None
     return StepRequest(model=model.spec, batch=batch, strategy=strategy, encoders=encoders)
 
 

@@ -179,7 +179,7 @@ def _objective(model: CatalogModel) -> dict[str, Any]:
 
 def _dtypes(plan: Plan) -> tuple[dict[str, str], dict[str, str]]:
     """The dtypes of the VAE and the text encoders that are on the GPU, where they are not the default."""
-    encoders = online_encoders(plan.request.model, plan.batch)
+    encoders = online_encoders(plan.request.model, plan.batch, plan.chosen.strategy.text_dtype)
     dtypes = encoders.vae.dtype, next((each.dtype for each in encoders.text), "fp32")
     vae, text = ({} if each == "fp32" else {"dtype": each} for each in dtypes)
     return vae, text

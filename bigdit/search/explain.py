@@ -15,7 +15,7 @@ from bigdit.search.plan import Constraints, Estimate, ResolvedRequest, Waterfall
 from bigdit.search.planner import Planner, stepped
 from bigdit.search.solve import explore_group, hopeful
 from bigdit.search.space import proposals
-from bigdit.strategy import BITSANDBYTES, OPTIMIZERS, EmaSpec, OptimizerSpec, Precision, Strategy
+from bigdit.strategy import BITSANDBYTES, OPTIMIZERS, EmaSpec, LoraSpec, OptimizerSpec, Precision, Strategy
 from bigdit.units import gib
 
 WORTH_SAYING = 0.005
@@ -86,10 +86,9 @@ def naive(request: ResolvedRequest, target: Strategy) -> Strategy:
     Its micro-batch is the fixed one, or a GPU's whole share of the global batch, or one.
     """
     size = request.constraints.micro_batch_size or request.share(target.dp) or 1
-    precision: Precision = target.precision if target.frozen else "fp32"
     strategy = target.model_copy(
         update={
-            "precision": precision,
+            "precision": target.precision if target.frozen else "fp32",
             "optimizer": OptimizerSpec(implementation="foreach"),
             "checkpointing": "full",
             "ema": (target.ema or EmaSpec()).model_copy(update={"device": "gpu"}),
@@ -220,10 +219,10 @@ def fixes(planner: Planner, nearest: Estimate) -> tuple[Estimate, ...]:
 
 def _unconstrained(request: ResolvedRequest) -> Iterator[tuple[str, ResolvedRequest]]:
     fixed = request.constraints
-    if fixed.features == "online":
+    if fixed.features == "online" and not (fixed.lora and fixed.lora.text_encoders):
         cached = fixed.model_copy(update={"features": "cached"})
         yield "encode once, and train from cached features", request.model_copy(update={"constraints": cached})
-    stays = ("features", "ema", "ema_widths", "lora_rank", "lora_base", "controlnet", "full")
+    stays = ("features", "ema", "ema_widths", "lora", "lora_base", "controlnet", "full")
     free = Constraints(**{key: getattr(fixed, key) for key in stays})
     if fixed != free:
         yield "without what was fixed", request.model_copy(update={"constraints": free})
@@ -244,7 +243,7 @@ def _more_gpus(request: ResolvedRequest) -> Iterator[tuple[str, ResolvedRequest]
 
 def _adapters(request: ResolvedRequest) -> Iterator[tuple[str, ResolvedRequest]]:
     if not (request.constraints.frozen or request.constraints.full):
-        fixed = Constraints(features=request.constraints.features, lora_rank=ADAPTER_RANK)
+        fixed = Constraints(features=request.constraints.features, lora=LoraSpec(rank=ADAPTER_RANK))
         yield "LoRA over frozen weights: another training", request.model_copy(update={"constraints": fixed})
 
 

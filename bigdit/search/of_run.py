@@ -17,15 +17,15 @@ from bigdit.errors import UserError
 from bigdit.search.plan import ResolvedRequest
 from bigdit.search.request import OPTIONS, option
 from bigdit.search.resolve import resolve_request
-from bigdit.strategy import LoraSpec, Strategy
+from bigdit.strategy import Strategy
 
 # Keys of a strategy that a plan takes from the run, and constants that no plan depends on.
 _TAKEN = (
     *("engine", "world_size", "cp", "micro_batch_size", "grad_accum_steps", "precision", "checkpointed_blocks"),
-    *("features", "ema", "lora.rank", "lora.alpha", "lora.base", "cpu_offload", "ds_config", "gradient_clipping"),
+    *("features", "ema", "lora", "controlnet", "float8", "cpu_offload", "ds_config", "gradient_clipping"),
     *("optimizer.name", "optimizer.lr", "optimizer.betas", "optimizer.beta3", "optimizer.eps"),
     *("optimizer.weight_decay", "optimizer.decayed", "encode_chunk", "read_ahead_steps", "compile_blocks"),
-    *("checkpointed_segments", "float8", "controlnet"),
+    "checkpointed_segments",
 )
 
 
@@ -58,8 +58,7 @@ def overruled(path: Path, overrides: Sequence[str]) -> list[str]:
     lines = set()
     for document in documents:
         strategy = parse_run(_for_plan(document)).strategy
-        usual = Strategy(lora=strategy.lora and LoraSpec(rank=strategy.lora.rank))
-        for key, found, _ in differences(strategy.model_dump(mode="json"), usual.model_dump(mode="json")):
+        for key, found, _ in differences(strategy.model_dump(mode="json"), Strategy().model_dump(mode="json")):
             if found is not None and not any(f"{key}.".startswith(f"{taken}.") for taken in _TAKEN):
                 lines.add(f"strategy.{key} is {written(found)}, which plans do not fix: this one chooses by itself")
     return [f"{path}: {line}" for line in sorted(lines)]
@@ -92,9 +91,7 @@ def _request(document: dict[str, Any], asked: Mapping[str, Any]) -> ResolvedRequ
     gpus = gpus or asked.get("gpus")
     largest, *_ = buckets = sorted(run.data.all_buckets, key=math.prod, reverse=True)
     batch, segments = _global_batch(strategy, document, gpus or 1), strategy.checkpointed_segments
-    blocks = strategy.checkpointed_blocks
-    if segments is None:
-        blocks = given("strategy.checkpointed_blocks", blocks)
+    blocks = given(f"strategy.checkpointed_{'segments' if segments else 'blocks'}", strategy.checkpointed_blocks)
     request = resolve_request(
         _model(run),
         resolution=list(dict.fromkeys((bucket[-2], bucket[-1]) for bucket in buckets)),
@@ -108,7 +105,7 @@ def _request(document: dict[str, Any], asked: Mapping[str, Any]) -> ResolvedRequ
         micro_batch=given("strategy.micro_batch_size", strategy.micro_batch_size),
         ema=None if strategy.ema is None else strategy.ema.device,
         ema_widths=None if strategy.ema is None else strategy.ema.widths,
-        lora=None if strategy.lora is None else strategy.lora.rank,
+        lora=strategy.lora and strategy.lora.model_dump(exclude={"base"}),
         lora_base=given(f"strategy.{strategy.base_key}", strategy.base),
         controlnet=None if strategy.controlnet is None else strategy.controlnet.model_dump(exclude={"base"}),
         features="online" if strategy.features == "online" else None,
@@ -118,11 +115,9 @@ def _request(document: dict[str, Any], asked: Mapping[str, Any]) -> ResolvedRequ
         full=not strategy.frozen,
         **{**asked, "gpus": gpus},
     )
-    if segments is not None:
-        fixed = request.constraints.model_copy(update={"checkpointed_segments": segments})
-        request = request.model_copy(update={"constraints": fixed})
     validated = 0 if run.validation is None else run.validation.samples
     update: dict[str, Any] = {
+        "constraints": request.constraints.model_copy(update={"checkpointed_segments": segments}),
         "model": request.model.model_copy(
             update={"references": run.data.references, "first_frame": run.encoders.first_frame is not None}
         ),
@@ -193,7 +188,8 @@ def carried(document: Any, planned: Strategy) -> Strategy:
     if planned.ema is not None and own.ema is not None and own.ema.count == planned.ema.count:
         update["ema"] = own.ema.model_copy(update={"device": planned.ema.device})
     if planned.lora is not None and own.lora is not None:
-        update["lora"] = planned.lora.model_copy(update={"alpha": own.lora.alpha})
+        learned = {"text_encoder_lr": own.lora.text_encoder_lr} if planned.lora.text_encoders else {}
+        update["lora"] = planned.lora.model_copy(update={"alpha": own.lora.alpha} | learned)
     return planned.model_copy(update=update)
 
 

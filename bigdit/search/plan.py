@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from bigdit.catalog import CatalogModel, Gpu, batch_shape
 from bigdit.catalog.context import degrees
-from bigdit.config.load import MOST_MICRO_BATCH, MOST_RANK
+from bigdit.config.load import MOST_MICRO_BATCH
 from bigdit.config.plan_file import Asked, Expected, LargestMicroBatch, PlanFile, RecordedLedger, text_digest
 from bigdit.documents import Count, Natural, Positive, Side, Switch
 from bigdit.encoders.host_bytes import HostWeights
@@ -23,6 +23,7 @@ from bigdit.strategy import (
     BatchShape,
     ControlNetSpec,
     LoraBase,
+    LoraSpec,
     OptimizerName,
     Precision,
     SegmentSpec,
@@ -60,7 +61,7 @@ class Constraints(Strict):
     micro_batch_size: Annotated[Count, Field(le=MOST_MICRO_BATCH)] | None = None
     ema: Literal["none", "auto", "gpu", "cpu"] = "none"
     ema_widths: Widths | None = None
-    lora_rank: Annotated[Count, Field(le=MOST_RANK)] | None = None
+    lora: LoraSpec | None = None
     lora_base: LoraBase | None = None
     controlnet: ControlNetSpec | None = None
     features: Literal["cached", "online"] = "cached"
@@ -72,7 +73,7 @@ class Constraints(Strict):
     @property
     def frozen(self) -> bool:
         """Whether the model's own weights are."""
-        return self.lora_rank is not None or self.controlnet is not None
+        return self.lora is not None or self.controlnet is not None
 
     @property
     def lora_bases(self) -> tuple[LoraBase | None, ...]:

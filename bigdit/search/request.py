@@ -96,6 +96,9 @@ class PlanRequest:
     lora_base: str | None = _option(
         "Fix the dtype of frozen weights: bf16, int8, fp8 or nf4.", "NAME", key="strategy.lora.base"
     )
+    lora_text_encoders: bool | None = _option(
+        "Also train LoRA of CLIP, for SD3 and Flux.1 with features online.", key="strategy.lora.text_encoders"
+    )
     controlnet: int | str | None = _option(
         "Train a ControlNet of so many blocks beside the frozen model; of Flux 4, or 4,10 with single-stream blocks.",
         "LAYERS",

@@ -28,6 +28,7 @@ from bigdit.search.plan import Constraints, EngineChoice, ResolvedRequest
 from bigdit.search.request import PlanRequest, Size, option
 from bigdit.speed.seconds import Cluster
 from bigdit.strategy import MOST_GPUS, BatchShape, EmaSpec, LoraSpec, OptimizerSpec, Precision, Strategy, Strict
+from bigdit.strategy.values import untrained_text
 from bigdit.units import A_SIZE, gib, parse_bytes, parse_count, parse_memory, parse_sizes, size_text
 
 _ASKED = {
@@ -35,7 +36,6 @@ _ASKED = {
     "global_batch_size": "global_batch",
     "host_memory_bytes": "host_memory",
     "micro_batch_size": "micro_batch",
-    "lora_rank": "lora",
     "float8": "fp8",
 }
 """Fields of a request that a request calls otherwise."""
@@ -68,6 +68,8 @@ def resolve_request(model: str | None = None, gpu: str | None = None, **options:
         problems += [*misfits, *model_fits(found_model, fixed, first)]
     problems += cluster_problems(cluster, fixed, device)
     problems += constraint_problems(cluster, fixed, device)
+    if asked.lora_text_encoders and asked.lora is None:
+        problems.append("--lora-text-encoders is of LoRA, and --lora is missing; add --lora 16")
     if asked.from_scratch and fixed.frozen:
         named = "--controlnet" if asked.lora is None else "--lora"
         problems.append(f"--from-scratch and {named} were given, which trains beside trained weights; leave one out")
@@ -123,12 +125,14 @@ def _pixels(asked: PlanRequest, problems: list[str]) -> tuple[tuple[Size, ...], 
 def _given(asked: PlanRequest, problems: list[str]) -> dict[str, Any]:
     """All other values by their names, texts with units as numbers; a line in `problems` for what is none."""
     found, images = partial(_attempt, problems), asked.images
+    lora: Any = {"rank": asked.lora, "text_encoders": asked.lora_text_encoders or False}
     return vars(asked) | {
         "images": found("--images", lambda: parse_count(images, "--images") if isinstance(images, str) else images),
         "host_memory": found("--host-memory", lambda: _bytes("--host-memory", asked.host_memory, parse_memory)),
         "receipts": found("--receipts", lambda: _folder(asked.receipts)),
         "checkpointed_blocks": _whole(asked.checkpointed_blocks),
         "ema": "auto" if asked.ema is None and asked.ema_widths is not None else asked.ema,
+        "lora": asked.lora if isinstance(asked.lora, dict | None) else lora,
         "controlnet": _controlnet(asked.controlnet),
         "ema_widths": found("--ema-widths", lambda: _widths(asked.ema_widths)),
         **dict.fromkeys(("model", "gpu", "resolution", "buckets")),
@@ -265,8 +269,7 @@ def constraint_problems(cluster: Cluster, fixed: Constraints, gpu: Gpu | None) -
     if gpu is not None and fixed.float8 is not None:
         problems += [f"--fp8: {problem}" for problem in float8_problems(gpu, fixed.float8)]
     if fixed.full and fixed.frozen:
-        lora = fixed.lora_rank is not None
-        trains = f"--lora {fixed.lora_rank} trains adapters" if lora else "--controlnet trains a ControlNet"
+        trains = f"--lora {fixed.lora.rank} trains adapters" if fixed.lora else "--controlnet trains a ControlNet"
         problems.append(f"--full is full fine-tuning, and {trains}; leave one of them out")
     missing = None if fixed.optimizer is None else OptimizerSpec(name=fixed.optimizer).missing_package
     if missing is not None:
@@ -278,10 +281,11 @@ def constraint_problems(cluster: Cluster, fixed: Constraints, gpu: Gpu | None) -
     refusals = [_refusals(cluster, fixed, gpu, base) for base in fixed.lora_bases]
     if all(refusals):
         why = "; or: ".join(dict.fromkeys(min(each, key=len) for each in refusals))
-        keys = {"engine", "optimizer", "precision", "lora_rank", "lora_base", "float8", "cp"}
-        more = ("ema", "controlnet") if fixed.float8 else ("ema", "controlnet", "compile")
+        keys = {"engine", "optimizer", "precision", "lora_base", "float8", "cp"}
+        more = ("ema", "lora", "controlnet", *(() if fixed.float8 else ("compile",)))
         keys |= {name for name in more if getattr(fixed, name) not in ("none", False)}
         given = fixed.model_dump(include=keys, exclude_none=True)
+        given |= {} if fixed.lora is None else {"lora": fixed.lora.rank}
         values = ("" if isinstance(each, bool | dict) else f" {each}" for each in given.values())
         named = ", ".join(f"{option(_ASKED.get(name, name))}{value}" for name, value in zip(given, values, strict=True))
         problems.append(f"{named}: {why}")
@@ -295,7 +299,7 @@ def _refusals(cluster: Cluster, fixed: Constraints, gpu: Gpu | None, base: str |
     smallest_first = reversed(get_args(Precision))
     computed = [each for each in smallest_first if gpu is None or not precision_problems(gpu, each)]
     precisions = [fixed.precision] if fixed.precision else computed
-    refusals, lora, beside = [], fixed.lora_rank, fixed.controlnet
+    refusals, lora, beside = [], fixed.lora, fixed.controlnet
     for engine, precision in itertools.product(engines, precisions):
         try:
             Strategy(
@@ -307,7 +311,7 @@ def _refusals(cluster: Cluster, fixed: Constraints, gpu: Gpu | None, base: str |
                 ema=None
                 if fixed.ema == "none"
                 else EmaSpec(device="cpu" if fixed.ema == "cpu" else "gpu", widths=fixed.ema_widths),
-                lora=None if lora is None else LoraSpec.model_validate({"rank": lora, "base": base}),
+                lora=lora and LoraSpec.model_validate(lora.model_dump() | {"base": base}),
                 controlnet=beside and beside.model_copy(update={"base": base}),
                 features=fixed.features,
                 cp=1 if fixed.cp is None or cluster.gpus % fixed.cp else fixed.cp,
@@ -346,4 +350,6 @@ def model_fits(model: CatalogModel, fixed: Constraints, shape: BatchShape | None
         )
     if fixed.features == "online" and shape is not None:
         _attempt(problems, "--features online", lambda: online_encoders(model, shape))
+    if fixed.lora is not None and fixed.lora.text_encoders and (why := untrained_text(model.spec.class_name)):
+        problems.append(why.replace("strategy.lora.text_encoders", "--lora-text-encoders"))
     return problems

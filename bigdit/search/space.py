@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -74,8 +75,10 @@ def proposals(request: ResolvedRequest) -> tuple[list[Option], list[Rejected]]:
 
 
 def precision_of(request: ResolvedRequest) -> Precision:
-    """What is fixed, or bf16 with fp32 masters; fp16 where the GPU computes no bf16."""
-    return request.constraints.precision or ("fp16" if precision_problems(request.gpu, "bf16") else "bf16")
+    """What is fixed, or bf16 with fp32 masters; fp16 where the GPU computes no bf16, fp32 with text encoders."""
+    fixed = request.constraints
+    other: Precision = "fp32" if fixed.lora is not None and fixed.lora.text_encoders else "fp16"
+    return fixed.precision or (other if precision_problems(request.gpu, "bf16") else "bf16")
 
 
 def _engines(request: ResolvedRequest) -> list[tuple[str, int]]:
@@ -94,11 +97,11 @@ def _presets(request: ResolvedRequest) -> tuple[str, ...]:
     """Presets, and `hsdp` for FSDP2 with a copy of the model in each machine."""
     if request.constraints.engine is not None:
         return (request.constraints.engine,)
-    offloaded = ("fsdp2-offload",) if request.constraints.lora_rank is not None else ("zero2-offload", "fsdp2-offload")
+    offloaded = ("fsdp2-offload",) if request.constraints.lora is not None else ("zero2-offload", "fsdp2-offload")
     if request.cluster.gpus == 1:
         return "single", *offloaded
     hsdp = ("hsdp",) if request.cluster.nodes > 1 else ()
-    if request.constraints.lora_rank is not None:  # whose gradients and optimizer state are too small to be sharded
+    if request.constraints.lora is not None:  # whose gradients and optimizer state are too small to be sharded
         return "ddp", "fsdp2", *hsdp, *offloaded
     return "zero1" if _accumulates(request) else "zero2", "fsdp2", *hsdp, *offloaded
 
@@ -120,7 +123,7 @@ def _settings(request: ResolvedRequest, engine: str) -> list[dict[str, Any]]:
     fixed, precision = request.constraints, precision_of(request)
     if fixed.optimizer is not None:
         pairs: list[tuple[str, str]] = [(fixed.optimizer, precision)]
-    elif "offload" in engine or fixed.lora_rank is not None:
+    elif "offload" in engine or fixed.lora is not None:
         pairs = [("adamw", precision)]
     else:
         without_masters = precision == "bf16" and fixed.precision is None
@@ -188,33 +191,25 @@ def _in_backward(request: ResolvedRequest) -> list[Option]:
 
 def _strategy(request: ResolvedRequest, engine: str, settings: dict[str, Any]) -> Strategy | None:
     """None where the engine refuses these settings, which Strategy's own rules say."""
-    world_size = 1 if engine == "single" else request.cluster.gpus
-    texts = ["fsdp2" if engine == "hsdp" else engine, f"world_size={world_size}"]
-    if request.constraints.controlnet is not None:
-        texts.append(f"controlnet={request.constraints.controlnet.model_dump_json()}")
-    of = {"base": "lora.base" if request.constraints.controlnet is None else "controlnet.base"}
+    fixed, world_size = request.constraints, 1 if engine == "single" else request.cluster.gpus
+    texts = ["fsdp2" if engine == "hsdp" else engine, f"world_size={world_size}", f"compile_blocks={fixed.compile}"]
+    same = fixed.model_dump(mode="json", include={"lora", "controlnet", "features", "float8"}, exclude_none=True)
+    texts += [f"{key}={json.dumps(value)}" for key, value in same.items()]
+    of = {"base": "lora.base" if fixed.controlnet is None else "controlnet.base"}
     texts += [f"{of.get(key, key)}={value}" for key, value in settings.items() if value is not None]
-    texts += [f"features={request.constraints.features}"]
     if (request.global_batch_size or 0) % (world_size // settings.get("cp", 1)):
         texts.append("repeated_samples=1")  # any of them give a batch its weights
-    if request.constraints.compile:
-        texts.append("compile_blocks=true")
-    if request.constraints.float8 is not None:
-        texts.append(f"float8={request.constraints.float8}")
-    if request.constraints.features == "online":
+    if fixed.features == "online":
         texts.append(f"encode_chunk={ONLINE_ENCODE_CHUNK}")
     if engine == "hsdp":
         texts.append(f"dp_replicate={request.cluster.nodes}")
-    if request.constraints.lora_rank is not None:
-        texts.append(f"lora.rank={request.constraints.lora_rank}")
     if engine.startswith("zero") and request.model.params is not None:
         block = request.model.params // max(request.model.block_count, 1)
         # Whole millions, for people; DeepSpeed needs an even number.
         size = min(max(round(block, -6), BUCKETS[0]), BUCKETS[1])
         texts += [f"ds_config.zero_optimization.{kind}_bucket_size={size}" for kind in ("reduce", "allgather")]
     try:
-        segments = request.constraints.checkpointed_segments
-        return parse_strategy(texts).model_copy(update={"checkpointed_segments": segments})
+        return parse_strategy(texts).model_copy(update={"checkpointed_segments": fixed.checkpointed_segments})
     except UserError:
         return None
 
@@ -232,8 +227,8 @@ def _setting_title(request: ResolvedRequest, settings: dict[str, Any]) -> str:
     if settings["precision"] == "bf16_sr":
         parts.append("bf16 without masters")
     if settings["base"] is not None:
-        lora = request.constraints.lora_rank
-        parts.append(f"{'ControlNet' if lora is None else f'LoRA {lora}'} over {settings['base']}")
+        lora = request.constraints.lora
+        parts.append(f"{'ControlNet' if lora is None else f'{lora.title} {lora.rank}'} over {settings['base']}")
     if settings["ema.device"] is not None:
         widths = settings["ema.widths"]
         many = "EMA" if widths is None else f"{len(widths)} EMAs"
@@ -249,12 +244,12 @@ def _left_out(request: ResolvedRequest) -> list[Rejected]:
         reasons["ZeRO-1, ZeRO-2, ZeRO-3 and FSDP2 on one GPU, without CPU offload"] = (
             "they shard over GPUs; on one GPU they only add buffers and flat copies"
         )
-    if fixed.engine is None and fixed.lora_rank is not None:
+    if fixed.engine is None and fixed.lora is not None:
         reason = "the optimizer state of adapters is too small to gain anything"
         reasons["ZeRO-2, optimizer in CPU memory" if one_gpu else "ZeRO-0 to ZeRO-2"] = reason
     if fixed.engine is None and not one_gpu:
         reasons["ZeRO-3"] = "FSDP2 shards the same and gathers one block at a time; choose it with --engine zero3"
-    if fixed.engine is None and not one_gpu and fixed.lora_rank is None:
+    if fixed.engine is None and not one_gpu and fixed.lora is None:
         if _accumulates(request):
             reasons["ZeRO-2"] = (
                 "it reduces gradients in every micro-batch, ZeRO-1 once per step; "
@@ -267,7 +262,7 @@ def _left_out(request: ResolvedRequest) -> list[Rejected]:
         reasons["ZeRO-0, plain data parallelism"] = (
             "it communicates as much as ZeRO-1 and ZeRO-2, and keeps the whole optimizer state on every GPU"
         )
-    if fixed.optimizer is None and not one_gpu and fixed.lora_rank is None:
+    if fixed.optimizer is None and not one_gpu and fixed.lora is None:
         named = " and ".join(OPTIMIZERS[name] for name in FACTORED[1:2])
         reasons[f"{named} under ZeRO"] = (
             "ZeRO gives the optimizer flat partitions, which cannot be factored: its state is then as large as AdamW's"

@@ -232,6 +232,13 @@ class Strategy(Section):
         return self.lora is not None and self.lora.text_encoders
 
     @property
+    def text_dtype(self) -> Literal["fp32", "bf16"] | None:
+        """The dtype of text encoders whose adapters are trained; None where none are."""
+        if not self.trains_text:
+            return None
+        return "fp32" if self.precision in ("fp32", "tf32") else "bf16"
+
+    @property
     def text_lr_factor(self) -> float:
         """The learning rate of text encoders as a factor of the optimizer's."""
         own = None if self.lora is None else self.lora.text_encoder_lr
@@ -303,6 +310,8 @@ def _text_problems(strategy: Strategy) -> list[str]:
     problems += [
         f"{key}, and was not tried with {each}; leave one of them out" for each in others if getattr(strategy, each)
     ]
+    if strategy.precision == "fp16":
+        problems.append(f"{key}, and precision is fp16, which the encoders do not take; set it to bf16 or fp32")
     if strategy.float8 != "none":
         problems.append(f"{key}, and was not tried with float8; leave one of them out")
     if strategy.optimizer.name == "prodigy" and strategy.text_lr_factor != 1:

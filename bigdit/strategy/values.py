@@ -257,6 +257,10 @@ class SegmentSpec(Section):
         return self
 
 
+MOST_RANK = 8192
+"""The largest rank of adapters: no layer here is wider, and a larger rank adds nothing."""
+Rank = Annotated[Count, Field(le=MOST_RANK)]
+
 LoraBase = Literal["bf16", "int8", "fp8", "nf4"]
 AdapterKind = Literal["lora", "lokr", "loha"]
 
@@ -270,9 +274,9 @@ class LoraSpec(Section):
     kind: AdapterKind = "lora"
     """LoRA (Hu et al., arXiv:2106.09685), or the Kronecker or Hadamard products of LyCORIS: lokr, loha (Yeh et al.,
     arXiv:2309.14859)."""
-    rank: Count = 16
+    rank: Rank = 16
     """The rank of each adapter."""
-    ranks: dict[str, Count] = {}
+    ranks: dict[str, Rank] = {}
     """Other ranks for some layers, by the rules of `targets`; the first that fits counts. Their alpha grows alike, so
     that all have the same alpha / rank; with rslora it is the same for all."""
     alpha: Positive = 16.0
@@ -338,8 +342,8 @@ def untrained_text(class_name: str) -> str | None:
     if class_name in ("SD3Transformer2DModel", "FluxTransformer2DModel"):
         return None
     return (
-        f"strategy.lora.text_encoders is for the CLIP encoders of SD3 and Flux.1, and the model is a {class_name}; set "
-        "it to false"
+        f"strategy.lora.text_encoders is for the CLIP encoders of SD3 and Flux.1, and the model is a {class_name}; "
+        "leave it out"
     )
 
 

@@ -5,9 +5,10 @@ import yaml
 from commands import ROOT
 
 from bigdit.errors import UserError
-from bigdit.search.of_run import overruled, requests_of
+from bigdit.search.of_run import carried, overruled, requests_of
 from bigdit.search.resolve import resolve_request
-from bigdit.strategy import SegmentSpec
+from bigdit.search.space import proposals
+from bigdit.strategy import LoraSpec, SegmentSpec
 
 PIXART = {
     "model": {"name": "pixart-sigma-xl-2-1024"},
@@ -86,7 +87,7 @@ def test_what_validation_holds_out_is_encoded_and_not_trained_on(tmp_path):
 def test_a_run_without_stages_is_one_request(tmp_path):
     strategy = {"lora": {"rank": 4}, "ema": {"device": "cpu"}, "optimizer": {"name": "came"}}
     (only,) = asked(written(tmp_path, train={"steps": 9}, strategy=strategy))
-    assert (only.constraints.lora_rank, only.constraints.ema, only.constraints.full, only.constraints.optimizer) == (
+    assert (only.constraints.lora.rank, only.constraints.ema, only.constraints.full, only.constraints.optimizer) == (
         4,
         "cpu",
         False,
@@ -113,6 +114,39 @@ def test_a_controlnet_is_planned_with_its_blocks_and_images(tmp_path):
     assert problems(path, "strategy.controlnet.layers=20") == [
         "strategy.controlnet: layers is 20, and flux.1-dev has 19 such blocks; set it to 19 or less"
     ]
+
+
+def test_adapters_are_planned_as_the_run_has_them(tmp_path):
+    """Their kind, layers and ranks, and not plain LoRA of the same rank."""
+    adapters = {"rank": 4, "alpha": 8.0, "dora": True, "targets": ["to_q"], "ranks": {"*.0.*": 2}}
+    path = written(tmp_path, train={"steps": 9}, strategy={"lora": adapters})
+    (found,) = asked(path)
+    assert found.constraints.lora == LoraSpec.model_validate(adapters)
+    options = proposals(found)[0]
+    assert all(each.strategy.lora.model_copy(update={"base": "bf16"}) == found.constraints.lora for each in options)
+    assert overruled(path, ()) == []
+    assert {each.strategy.base for each in proposals(asked(path, "strategy.lora={kind: loha}")[0])[0]} == {
+        "bf16",
+        "int8",
+    }
+
+
+def test_text_encoders_are_planned_with_their_learning_rate(tmp_path):
+    lora = {"rank": 4, "text_encoders": True, "text_encoder_lr": 5e-6}
+    path = written(
+        tmp_path,
+        model={"name": "flux.1-dev", "init_from": "here"},
+        encoders=PIXART["encoders"] | {"text": {"pipeline": "here", "dtype": "bf16"}},
+        data=PIXART["data"] | {"features": None},
+        train={"steps": 9},
+        strategy={"features": "online", "lora": lora},
+    )
+    (found,) = asked(path)
+    assert found.constraints.lora == LoraSpec.model_validate(lora)
+    options = proposals(found)[0]
+    assert {each.strategy.blocks_to_swap for each in options} == {0}
+    kept = carried(yaml.safe_load(path.read_text()), options[0].strategy)
+    assert kept.lora == found.constraints.lora
 
 
 def test_features_online_are_pinned_and_what_is_not_is_reported(tmp_path):

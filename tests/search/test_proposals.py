@@ -22,7 +22,7 @@ from bigdit.search.resolve import resolve_request
 from bigdit.search.rows import faster_or_slower
 from bigdit.search.space import proposals
 from bigdit.speed.seconds import Cluster, Interval
-from bigdit.strategy import ControlNetSpec, LoraBase, Strategy
+from bigdit.strategy import ControlNetSpec, LoraBase, LoraSpec, Strategy
 from bigdit.units import MIB
 
 A40 = catalog.gpu("a40")
@@ -125,16 +125,26 @@ def test_as_many_emas_are_proposed_as_were_asked_for() -> None:
 
 
 def test_adapters_are_proposed_over_every_base_that_the_engine_takes() -> None:
-    one, several = (resolved(constraints=Constraints(lora_rank=16), cluster=Cluster(gpus=gpus)) for gpus in (1, 8))
+    one, several = (
+        resolved(constraints=Constraints(lora=LoraSpec(rank=16)), cluster=Cluster(gpus=gpus)) for gpus in (1, 8)
+    )
     assert [title for title in titles(one) if title.startswith("single GPU") and "CPU memory" not in title] == [
         f"single GPU, AdamW, LoRA 16 over {base}" for base in ("bf16", "int8", "nf4")
     ]
     for base in get_args(LoraBase):
-        pinned = titles(resolved(constraints=Constraints(lora_rank=16, lora_base=base)))
+        pinned = titles(resolved(constraints=Constraints(lora=LoraSpec(rank=16), lora_base=base)))
         assert {title.rpartition(" over ")[2].partition(",")[0] for title in pinned} == {base}
     assert "FSDP2 on 8, AdamW, LoRA 16 over int8" in titles(several)
     found = {option.strategy.engine for option in proposals(several)[0] if "nf4" in option.title}
     assert found == {"ddp"}
+
+
+def test_text_encoders_train_on_one_gpu_in_a_precision_that_they_take() -> None:
+    asked = {"lora": 16, "lora_text_encoders": True, "features": "online"}
+    for gpu, precision in (("rtx-4090", "bf16"), ("v100-32g-sxm2", "fp32")):
+        found = [each.strategy for each in proposals(resolve_request("sd3.5-medium", gpu, **asked))[0]]
+        assert {(each.engine, each.precision, each.blocks_to_swap) for each in found} == {("single", precision, 0)}
+        assert all(each.trains_text for each in found)
 
 
 def test_a_controlnet_is_sharded_as_a_model_and_frozen_blocks_alone_are_swapped() -> None:

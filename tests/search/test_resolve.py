@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 import bigdit
 from bigdit import catalog
 from bigdit.catalog.models import ASPECTS, aspect_sizes, models
-from bigdit.config.load import MOST_RANK
 from bigdit.errors import UserError
 from bigdit.machine import memory_bytes
 from bigdit.search.plan import Constraints, ResolvedRequest
 from bigdit.search.resolve import resolve_request
 from bigdit.speed.seconds import Cluster
 from bigdit.strategy import MOST_GPUS
+from bigdit.strategy.values import MOST_RANK
 from bigdit.units import GIB, MIB, parse_sizes, size_text
 
 SANA = "sana-1600m-1024"
@@ -228,6 +228,20 @@ def test_sizes_read_as_they_are_written(sizes):
             "--host-memory: a memory size with a unit was expected, such as 46068MiB or 24GB, and '64' was found",
         ),
         ({"lora": 0}, "--lora is 0, and 1 or more was expected"),
+        (
+            {"model": "flux.1-dev", "lora_text_encoders": True},
+            "--lora-text-encoders is of LoRA, and --lora is missing; add --lora 16",
+        ),
+        (
+            {"lora": 4, "lora_text_encoders": True, "features": "online"},
+            "--lora-text-encoders is for the CLIP encoders of SD3 and Flux.1, and the model is a "
+            "SanaTransformer2DModel; leave it out",
+        ),
+        (
+            {"model": "flux.1-dev", "lora": 4, "lora_text_encoders": True},
+            "--lora 4: no strategy has this: lora.text_encoders is true, and features is cached: the encoders run in "
+            "no step; set it to online",
+        ),
         ({"engine": "zero"}, "--engine is 'zero', which is unknown; did you mean zero3, zero2, zero1?"),
         (
             {"optimizer": "adamw8bit"},
@@ -388,7 +402,7 @@ def test_contradictions_are_reported_next_to_what_is_unknown():
 
 
 def test_adapters_over_a_quantised_base_need_no_bf16():
-    assert resolve_request("sana-600m", "v100-32g-sxm2", lora=8).constraints.lora_rank == 8
+    assert resolve_request("sana-600m", "v100-32g-sxm2", lora=8).constraints.lora.rank == 8
 
 
 @pytest.mark.parametrize(

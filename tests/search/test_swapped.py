@@ -17,12 +17,13 @@ from bigdit.search.planner import Planner, rate
 from bigdit.search.solve import search
 from bigdit.search.space import proposals
 from bigdit.speed.seconds import Cluster
+from bigdit.strategy import LoraSpec
 
 FLUX = catalog.model("flux.1-dev")
 SHORT = of_blocks(FLUX, 4, "short-flux")
 """Of two kinds, of which those that come first are the larger."""
 SANA = of_blocks(catalog.model("sana-1600m"), 5, "five-sana")
-ADAPTERS = Constraints(engine="single", lora_rank=16)
+ADAPTERS = Constraints(engine="single", lora=LoraSpec(rank=16))
 WHOLE = Constraints(engine="single", full=True)
 
 
@@ -58,7 +59,7 @@ def test_a_quantised_base_is_recommended_where_a_lossless_one_is_much_slower(fre
 @pytest.mark.slow
 def test_on_several_gpus_replicas_over_a_quantised_base_are_recommended_where_shards_are_much_slower() -> None:
     """Two GPUs gather each block over PCIe, if they share the weights."""
-    found = make_plan(resolved(SHORT, 3400, Constraints(lora_rank=16), cluster=Cluster(gpus=2), buckets=()))
+    found = make_plan(resolved(SHORT, 3400, Constraints(lora=LoraSpec(rank=16)), cluster=Cluster(gpus=2), buckets=()))
     strategy = found.chosen.strategy
     assert (found.verdict, strategy.engine, strategy.world_size) == ("FITS", "ddp", 2)
     assert strategy.lora is not None
@@ -163,7 +164,7 @@ def titles(asked: ResolvedRequest) -> list[str]:
 
 
 def test_swapped_blocks_are_proposed_where_they_can_be_trained() -> None:
-    alone = Constraints(lora_rank=16)
+    alone = Constraints(lora=LoraSpec(rank=16))
     assert titles(resolved(FLUX, 12_000, alone)) == [
         "single GPU, AdamW, LoRA 16 over bf16, weights of blocks in CPU memory"
     ]
@@ -174,9 +175,9 @@ def test_swapped_blocks_are_proposed_where_they_can_be_trained() -> None:
     assert titles(resolved(FLUX, 12_000, Constraints())) == titles(resolved(FLUX, 12_000, WHOLE)) == [whole]
     for pins, changes in (
         (WHOLE.model_copy(update={"engine": None}), {"cluster": Cluster(gpus=2)}),
-        (Constraints(lora_rank=16, engine="fsdp2"), {}),
-        (Constraints(lora_rank=16, checkpointed_blocks=2), {}),
-        (Constraints(lora_rank=16, precision="fp16"), {}),
+        (Constraints(lora=LoraSpec(rank=16), engine="fsdp2"), {}),
+        (Constraints(lora=LoraSpec(rank=16), checkpointed_blocks=2), {}),
+        (Constraints(lora=LoraSpec(rank=16), precision="fp16"), {}),
         (Constraints(precision="bf16"), {}),
         (Constraints(micro_batch_size=2), {"global_batch_size": 4}),
         (Constraints(optimizer="paged_adamw_8bit", precision="fp32"), {}),
@@ -187,7 +188,7 @@ def test_swapped_blocks_are_proposed_where_they_can_be_trained() -> None:
 def test_no_more_are_swapped_than_are_recomputed() -> None:
     (found,) = [
         each.strategy.blocks_to_swap
-        for each in proposals(resolved(FLUX, 12_000, Constraints(lora_rank=16, checkpointed_blocks=20)))[0]
+        for each in proposals(resolved(FLUX, 12_000, Constraints(lora=LoraSpec(rank=16), checkpointed_blocks=20)))[0]
         if each.strategy.blocks_to_swap
     ]
     assert found == 20
