@@ -16,14 +16,14 @@ from pydantic import ValidationError
 
 from bigdit.config.data import DataConfig, IdentityCodec, VaeCodec, fitting_bucket, written_bucket
 from bigdit.config.load import read_ds_config
-from bigdit.config.run import RunConfig
+from bigdit.config.run import RunConfig, TrainConfig
 from bigdit.config.wrong import wrong
 from bigdit.dist import ACCELERATE, asked_of_accelerate
 from bigdit.documents import differences, written
 from bigdit.errors import UserError
 from bigdit.objective_spec import DdpmSpec, meaningless
 from bigdit.processes import entry
-from bigdit.strategy import ModelSpec, Strategy, untrained_text
+from bigdit.strategy import ModelSpec, OptimizerSpec, Strategy, untrained_text
 from bigdit.units import how_many_of
 
 
@@ -46,7 +46,7 @@ def check(run: RunConfig, model: ModelSpec) -> None:
             f"train.snapshot_every is {run.train.snapshot_every}, and strategy.ema.widths is missing: an EMA of "
             "another width is made from two; set it to [0.05, 0.1], or leave snapshot_every out"
         )
-    problems += _check_schedule(run)
+    problems += schedule_problems(run.train, run.strategy.optimizer)
     if problems:
         raise UserError(*problems)
 
@@ -224,9 +224,9 @@ def _check_text(run: RunConfig, model: ModelSpec) -> list[str]:
     return []
 
 
-def _check_schedule(run: RunConfig) -> list[str]:
-    train, problems = run.train, []
-    kind, decay = train.lr_schedule, train.decay_steps
+def schedule_problems(train: TrainConfig, optimizer: OptimizerSpec) -> list[str]:
+    """What of the learning rate's course contradicts the rest; its length, where the number of steps is known."""
+    kind, decay, problems = train.lr_schedule, train.decay_steps, []
     if train.steps is None:
         pass  # checked again after the epochs were counted
     elif train.warmup_steps > train.steps:
@@ -239,7 +239,6 @@ def _check_schedule(run: RunConfig) -> list[str]:
     if (decay is None) == (kind == "wsd"):
         found = "missing" if decay is None else f"{decay}"
         problems.append(f"train.decay_steps is {found}, and train.lr_schedule is {kind}; only wsd has it, and needs it")
-    optimizer = run.strategy.optimizer
     if optimizer.name == "adamw_schedulefree" and kind != "constant":
         problems.append(
             f"train.lr_schedule is {kind}, and strategy.optimizer.name adamw_schedulefree averages weights instead of "

@@ -12,10 +12,11 @@ from bigdit import checkpoint
 from bigdit.catalog.families import objective_of
 from bigdit.catalog.models import repositories
 from bigdit.checkpoint import Checkpoint
-from bigdit.config import RunConfig, check
-from bigdit.config.check import has_store, lacks_store
+from bigdit.config import RunConfig
+from bigdit.config.check import has_store, lacks_store, schedule_problems
 from bigdit.config.load import in_order, of_each
 from bigdit.config.plan_file import unplanned
+from bigdit.errors import UserError
 from bigdit.loader.online import RawStore
 from bigdit.loader.order import Order
 from bigdit.loader.stages import check_border, plan_order
@@ -33,7 +34,11 @@ def with_steps(stages: Sequence[Prepared]) -> tuple[list[Prepared], list[str]]:
     A stage whose store is not there yet stays as it is, with a line. Raises UserError where a store cannot be read, or
     the steps do not fit the rest of the schedule.
     """
-    found = of_each(range(len(stages)), lambda number: _with_steps(stages[number]))
+
+    def one(number: int) -> tuple[Prepared, str | None]:
+        return _with_steps(stages[number])
+
+    found = of_each(range(len(stages)), one)
     placed = in_order([each.stage for each, _ in found])
     counted = [replace(each, stage=stage) for (each, _), stage in zip(found, placed, strict=True)]
     return counted, [line for _, line in found if line is not None]
@@ -50,8 +55,9 @@ def _with_steps(prepared: Prepared) -> tuple[Prepared, str | None]:
     samples, batch = epoch_of(run), prepared.strategy.global_batch_size
     steps = steps_of(epochs, samples, batch)
     train = run.train.model_copy(update={"steps": steps, "epochs": None})
+    if problems := schedule_problems(train, prepared.strategy.optimizer):
+        raise UserError(*problems)
     run = run.model_copy(update={"train": train})
-    check(run, prepared.spec)
     line = f"{asked} of {how_many(round(samples), 'sample')} in steps of {batch:,}: {how_many(steps, 'step')}"
     return replace(prepared, stage=replace(stage, run=run, length="train.epochs")), line
 

@@ -2,7 +2,7 @@
 
 import pytest
 import yaml
-from commands import DIGITS
+from commands import DIGITS, in_process, with_set
 from plan_files import SINGLE, plan_of, write
 
 from bigdit.config import load_run, load_stages
@@ -29,6 +29,15 @@ def problems(path, *overrides):
     with pytest.raises(UserError) as caught:
         prepare_stages(load_stages(path, [*ALONE, *overrides]))
     return [problem.removeprefix(f"{path}: ") for problem in caught.value.problems]
+
+
+def test_a_missing_store_is_reported_with_what_another_stage_contradicts(tmp_path):
+    path = written(tmp_path, LOW | {"data": {"features": str(tmp_path)}}, HIGH)
+    done = in_process("train", "--config", path, *with_set([*ALONE, "stages.1.train.warmup_steps=8"]))
+    missing, late = done.stderr.splitlines()
+    assert missing.startswith(f"error: stages.0: data.features: {tmp_path} holds no latents; `bigdit extract")
+    assert late == "error: stages.1: train.warmup_steps is 8, beyond train.steps 7"
+    assert done.returncode == 1
 
 
 def test_each_is_the_run_with_what_it_has_otherwise(tmp_path):
