@@ -29,6 +29,17 @@ Bucket = Annotated[tuple[Side, ...], Field(min_length=2, max_length=3)]
 """[height, width] in pixels for images, [frames, height, width] for videos."""
 
 
+def _sizes(value: Any) -> Any:
+    """A list of buckets; of numbers, which are one bucket, the error shows how a list of it is written."""
+    sides = value if isinstance(value, list) else [value]
+    if sides and all(isinstance(side, int) for side in sides):
+        raise ValueError(f"it is a list of sizes, such as [{sides * 2 if len(sides) == 1 else sides}]")
+    return value
+
+
+Buckets = Annotated[tuple[Bucket, ...], BeforeValidator(_sizes), Field(min_length=1)]
+
+
 def frames_of(bucket: tuple[int, ...]) -> int:
     """The frames of a bucket; 1 for images."""
     return bucket[0] if len(bucket) == 3 else 1
@@ -129,7 +140,7 @@ class SourceConfig(Section):
     mask: Literal["file", "alpha"] | None = None
     """For folders of images: what weights the loss of each place, from 0 (black) to 1 (white). file: x.mask.png beside
     x.png; alpha: the opacity. An image without a mask counts in full. With fill: what is painted (white)."""
-    buckets: Annotated[tuple[Bucket, ...], Field(min_length=1)] | None = None
+    buckets: Buckets | None = None
     """Sizes of this source, in place of data.buckets."""
     flip: Switch = False
     """Encode each image or video mirrored too, as a sample of its own."""
@@ -208,7 +219,7 @@ class DataConfig(Section):
     classes: tuple[str, ...] | None = Field(default=None, min_length=1)
     """Names of the classes from class 0 on, for sources with a label. null: the sorted names of folders, or labels are
     numbers."""
-    buckets: tuple[Bucket, ...] = Field(min_length=1)
+    buckets: Buckets
     """Sizes in pixels: [height, width], for videos [frames, height, width]. Each sample goes to the nearest aspect
     ratio, and a video to the most frames that it can fill. A source may have its own."""
     fps: Positive | None = None

@@ -24,9 +24,13 @@ from bigdit.errors import UserError, nearest
 from bigdit.strategy import Strategy
 from bigdit.units import how_many
 
+_BEGIN = "`bigdit init` writes a run.yaml for a model, a GPU and a folder of images"
+
 
 def read_run(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The document in `path` with its overrides, not yet validated. Raises UserError where it is no mapping."""
+    if path.suffix.lower() == ".toml":
+        raise UserError(f"the config {path} is TOML, as other trainers have it; {_BEGIN}")
     document = read_mapping(
         path, parse_yaml, f"the config {path}", "a mapping of sections such as model, data and train"
     )
@@ -38,11 +42,16 @@ def read_run(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 def parse_run(document: dict[str, Any], source: str = "", world_size: int | None = None) -> RunConfig:
     """Validate a document; `source` names it in errors. `world_size`: the number of processes that a launcher started.
     Raises UserError with all problems."""
+    known = document.keys() & RunConfig.model_fields.keys()
     try:
         document = _with_strategy(document, world_size)
         return RunConfig.model_validate(document)
     except ValidationError as error:
         problems = wrong(error, document, RunConfig)
+        if not known:  # of another trainer
+            sections = ", ".join(name for name, field in RunConfig.model_fields.items() if field.is_required())
+            meant = (line for line in problems if ": unknown key; did you mean " in line)
+            problems = [f"it has none of {sections}; {_BEGIN}", *meant]
     except UserError as error:
         problems = list(error.problems)
     raise UserError(*(f"{source}: {line}" if source else line for line in problems))

@@ -29,7 +29,7 @@ class Meant(NamedTuple):
 _NAMES: dict[Meant, str] = {
     Meant("model.name", "of `bigdit models`; model.init_from is the folder of its weights", ("--model",)): (
         "pretrained_model_name_or_path model_name_or_path name_or_path base_model_name base_model model_name model_id "
-        "pretrained_model model_path checkpoint_path"
+        "pretrained_model model_path checkpoint_path model_type model_family model_flavour"
     ),
     Meant("data.images", "a folder, a file or a list of them"): (
         "data.image instance_data_dir instance_data_root train_data_dir data_dir data_root data_path dataset_path "
@@ -152,7 +152,7 @@ _NAMES: dict[Meant, str] = {
     Meant("strategy.lora", "{rank: 16, alpha: 16}", ("--lora",)): (
         "network network_module adapter lora_config peft_config training_method"
     ),
-    Meant("strategy.lora.rank", options=("--lora",)): "network_dim lora_rank rank network_rank lora_r linear",
+    Meant("strategy.lora.rank", options=("--lora",)): "network_dim lora_rank rank network_rank lora_r r linear",
     Meant("strategy.lora.alpha"): "network_alpha lora_alpha linear_alpha alpha",
     Meant("strategy.lora.targets", "names of linear layers"): "lora_target_modules target_modules lora_layers",
     Meant("strategy.lora.dora", "true"): "use_dora lora_decompose",
@@ -221,7 +221,7 @@ _VALUES: dict[Meant, str] = {
     Meant("lion_8bit"): "lion paged_lion_8bit bnb_lion_8bit",
     Meant("bf16"): "bfloat16",
     Meant("fp16"): "float16 half",
-    Meant("fp32"): "no float32 float",
+    Meant("fp32"): "no false float32 float",  # YAML reads no as false
     Meant("squaredcos_cap_v2"): "cosine",
     Meant("v"): "v_prediction velocity",
     Meant("x0"): "sample",
@@ -230,14 +230,29 @@ _VALUES: dict[Meant, str] = {
     Meant("flow_matching"): "flowmatch flow rectified_flow",
 }
 
+_NONE = {
+    "attention is torch's own": (
+        "xformers sdpa mem_eff_attn use_flash_attn flash_attn sage_attn attn_mode split_attn attention_backend "
+        "attention_mechanism enable_xformers_memory_efficient_attention"
+    ),
+    "metrics and logs lie in the folder output": "logging_dir log_dir logging_steps log_every",
+    "nothing is uploaded": "push_to_hub hub_model_id hub_token hub_private_repo",
+}
+"""Keys of other trainers for which a run has none, by what it does."""
+
+NONE = {name: what for what, names in _NONE.items() for name in names.split()}
+
 KEYS = {name: meant for meant, names in _NAMES.items() for name in names.split()}
 """Keys by their names in other trainers; with the section where the name alone is ambiguous."""
 
 
 def key_meant(*names: str) -> Meant | None:
     """What the first of these names means that other trainers have, in any spelling."""
-    plain = (name.lstrip("-").casefold().replace("-", "_") for name in names)
-    return next((KEYS[name] for name in plain if name in KEYS), None)
+    return next((KEYS[name] for name in map(_plain, names) if name in KEYS), None)
+
+
+def _plain(name: str) -> str:
+    return name.lstrip("-").casefold().replace("-", "_")
 
 
 def value_meant(value: str, known: Collection[str]) -> Meant | None:
@@ -397,9 +412,13 @@ def _hint(path: Sequence[str], kind: type[BaseModel]) -> str:
         others := [name for name in _others(section, kind) if key in _fields_at([*section[:-1], name], kind)]
     ):
         return f"{section[-1]} has no such key; {' and '.join(others)} has it"
-    meant = key_meant(".".join(path), path[-1])
+    if (what := NONE.get(_plain(key))) is not None:
+        return f"a run has none: {what}"
+    meant = key_meant(".".join(path), key)
     if meant is not None:
         parts = meant.key.split(".")
+        if [part for part in section if not part.isdecimal()][: len(parts)] == parts and "path" in here:
+            return suggested(meant, "path")
         if all(part in _fields_at(parts[:at], kind) for at, part in enumerate(parts)):
             return suggested(meant)
         if parts[-1] in here:

@@ -190,9 +190,10 @@ def read_captions(files: Beside, read: Callable[[str], bytes | None]) -> tuple[C
     data = read(in_json)
     if data is not None and (captions := json_captions(data, in_json)) is not None:
         return captions
-    if (data := read(in_text)) is None:
-        raise Missing(f"caption {in_text} is missing")
-    return text_captions(data, in_text)
+    if (text := read(in_text)) is None:
+        without = "" if data is None else f", and {in_json} has neither caption nor captions"
+        raise Missing(f"caption {in_text} is missing{without}")
+    return text_captions(text, in_text)
 
 
 class Missing(Unusable):
@@ -220,10 +221,15 @@ def check_link(root: Path, path: Path, follow_links: bool) -> None:
 
 def log_ignored(key: str, root: Path, ignored: Counter[str]) -> None:
     """Log the kinds of files in a folder that are neither images nor captions."""
-    if kinds := ", ".join(how_many(count, kind) for kind, count in ignored.most_common(5) if count):
+    if kinds := counted(ignored):
         lists = any(suffix in kind for kind in ignored for suffix in LISTS)
         fix = "; to read a list or a table, name its path" if lists else ""
         log.notice(f"{key}: other files in {root} are ignored: {kinds}{fix}")
+
+
+def counted(ignored: Counter[str]) -> str:
+    """`2 .heic files, 1 linked folder`."""
+    return ", ".join(how_many(count, kind) for kind, count in ignored.most_common(5) if count)
 
 
 LISTS = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
@@ -244,6 +250,15 @@ class Rules:
         """The rules of a source; None without any."""
         found = cls(config.caption, config.caption_prefix, config.caption_suffix, config.tags)
         return None if found == cls(None, "", "", None) else found
+
+    @property
+    def joined(self) -> str | None:
+        """Which text is joined to captions without a space, where letters without one make no word."""
+        ends = ("prefix", self.before, self.before[-1:], "{} "), ("suffix", self.after, self.after[:1], " {}")
+        for name, text, sign, spaced in ends:
+            if sign.isascii() and sign.isalnum():
+                return f'caption_{name} {text!r} is joined to captions without a space; write "{spaced.format(text)}"'
+        return None
 
     def apply(self, captions: tuple[Caption, ...]) -> tuple[Caption, ...]:
         """The captions to encode, each once."""

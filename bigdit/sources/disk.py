@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import io
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -126,6 +128,28 @@ def opened_file(path: Path) -> Iterator[BinaryIO]:
         if error.errno in IMPOSSIBLE:
             raise Unusable(f"path {path.name[:50]}: {error.strerror}") from None
         raise unreadable(path, error) from None
+
+
+WINDOWS, OF_WINDOWS = re.compile(r"(^|/)[A-Za-z]:[\\/]"), "a path of Windows, whose C: is /mnt/c in WSL"
+
+
+def not_there(path: Path) -> str:
+    """What to say of a path that does not exist, with the nearest that does."""
+    text, folder = str(path), path.parent
+    if WINDOWS.search(text):
+        return f"does not exist: it is {OF_WINDOWS}"
+    if text.startswith("~"):
+        return f"does not exist: ~ stands for no folder here; write {path.expanduser()}"
+    if path.is_absolute():
+        return "does not exist"
+    if (plain := Path(text.strip().replace("\\", "/"))) != path and plain.exists():
+        return f"does not exist; {plain} does"
+    if len(path.parts) == 2 and not folder.exists():
+        fetched = f"`hf download --repo-type dataset {path} --local-dir {path}`"
+        return f"does not exist; if it is a data set of Hugging Face, run {fetched}"
+    names = os.listdir(folder) if folder.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f"does not exist in {Path.cwd()}" + (f"; did you mean {folder / near[0]}?" if near else "")
 
 
 def holds_files(folder: Path) -> bool:

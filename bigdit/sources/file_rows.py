@@ -208,7 +208,7 @@ class ImageCell:
             raise Unusable(f"column {self.column} has a path that is not UTF-8") from None
         if isinstance(cell, dict):
             if cell["bytes"] is None and cell.get("path"):
-                return ImageFile(self.path.parent / cell["path"]).read()
+                return ImageFile(self.path.parent / cell["path"], beside=not Path(cell["path"]).is_absolute()).read()
             cell = cell["bytes"]
         if not cell:
             raise Unusable(f"column {self.column} holds no image")

@@ -30,6 +30,7 @@ from bigdit.sources.captions import (
     beside,
     captions_of,
     check_link,
+    counted,
     folder_label,
     log_ignored,
     odd_names,
@@ -40,7 +41,7 @@ from bigdit.sources.captions import (
 from bigdit.sources.captions import (
     SUFFIXES as CAPTIONS,
 )
-from bigdit.sources.disk import IMAGE_BYTES, IMPOSSIBLE, holds_files, read_file, sampled_digest, unreadable
+from bigdit.sources.disk import IMAGE_BYTES, IMPOSSIBLE, holds_files, not_there, read_file, sampled_digest, unreadable
 from bigdit.sources.image import (
     MASK,
     REFERENCE,
@@ -215,13 +216,14 @@ class ImageFolder:
         except NotADirectoryError:
             raise UserError(f"{key}: {root} is not a folder") from None
         except FileNotFoundError as error:
-            missing = "does not exist" if error.filename == str(root) else f"changes: {error.filename} is gone"
+            missing = not_there(root) if error.filename == str(root) else f"changes: {error.filename} is gone"
             raise UserError(f"{key}: the folder {root} {missing}") from None
         except OSError as error:
             raise UserError(f"{key}: {error.filename} cannot be listed: {error.strerror}") from None
         if not len(self._names):
             wanted = f"images{' or videos' if clip else ''} ({', '.join(suffixes)})"
-            raise UserError(f"{key}: {root} holds no {wanted}{_lists_within(root)}")
+            held = f", but {kinds}" if (kinds := counted(found.ignored)) else ""
+            raise UserError(f"{key}: {root} holds no {wanted}{held}{_lists_within(root)}")
         if references and not found.references:
             raise UserError(
                 f"{key}: data.references is {references[-1]}, and {root} holds no references; put x.reference.png "
@@ -262,7 +264,9 @@ class ImageFolder:
 
 def _unread(key: str, root: Path, names: Sequence[str]) -> str:
     first = ", ".join(names[:_NAMED]) + (", …" if len(names) > _NAMED else "")
-    return f"{key}: {how_many(len(names), 'caption')} in {root} without an image of the same name: {shown(first)}"
+    lists = "; to read a list, name its path" if any(name.lower().endswith(".json") for name in names) else ""
+    captions = how_many(len(names), "caption")
+    return f"{key}: {captions} in {root} without an image of the same name: {shown(first)}{lists}"
 
 
 def _lists_within(root: Path) -> str:
@@ -398,11 +402,13 @@ def _of_no_image(folder: str, names: Sequence[str], entries: Collection[str]) ->
 
 
 def _entries(descriptor: int, ignored: Counter[str]) -> set[str]:
-    """Names in a folder. Those of folders end in a slash."""
+    """Names in a folder, but for hidden ones, which macOS and notebooks leave. Those of folders end in a slash."""
     entries = set()
     with os.scandir(descriptor) as scanned:
         for entry in scanned:
-            if entry.is_symlink() and _is_folder(entry):
+            if entry.name.startswith("."):
+                ignored["hidden file"] += 1
+            elif entry.is_symlink() and _is_folder(entry):
                 ignored["linked folder"] += 1
             else:
                 entries.add(f"{entry.name}/" if entry.is_dir(follow_symlinks=False) else entry.name)
@@ -503,13 +509,13 @@ class FrameFolders:
 
 
 def frames_within(names: list[str]) -> list[str]:
-    """The images among file names, sorted by their last numbers: `2.png` before `10.png`."""
+    """The images among file names but for hidden ones, sorted by their last numbers: `2.png` before `10.png`."""
 
     def number(name: str) -> tuple[int, str]:
         found = re.findall(r"\d+", os.path.splitext(name)[0])
         return (int(found[-1]) if found else -1), name
 
-    return sorted((name for name in names if os.path.splitext(name)[1].lower() in SUFFIXES), key=number)
+    return sorted((name for name in names if _is_image(name) and not name.startswith(".")), key=number)
 
 
 def _digested_frames(root: Path, digest: xxhash.xxh3_128, ignored: Counter[str]) -> Iterator[Entry]:

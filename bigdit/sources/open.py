@@ -14,10 +14,12 @@ from typing import Any, NamedTuple, assert_never
 
 import xxhash
 
+from bigdit import log
 from bigdit.config.data import MAX_PIXELS, DataConfig, SourceConfig, SourceKind, frames_of
 from bigdit.documents import read_json
 from bigdit.errors import UserError, nearest
 from bigdit.sources.captions import FOLDER, Ruled, Rules
+from bigdit.sources.disk import not_there
 from bigdit.sources.file_rows import FileRows
 from bigdit.sources.folder import FrameFolders, ImageFolder
 from bigdit.sources.image import SUFFIXES, Varied
@@ -162,6 +164,8 @@ def _clips(config: SourceConfig, data: DataConfig, key: str) -> Source:
     source = _open(config, data, key, clip)
     source = source if clip is None or config.clips == 1 else Clips(source, config.clips, clip)
     rules = Rules.of(config)
+    if rules is not None and (joined := rules.joined):
+        log.notice(f"{key}.{joined}")
     source = source if rules is None else Ruled(source, rules)
     return Varied(source, config.crops, config.flip) if config.crops > 1 or config.flip else source
 
@@ -323,7 +327,8 @@ def files_of(config: SourceConfig, suffix: str, key: str) -> list[Path]:
     for expanded in _expanded(str(path), key):
         matches = sorted(map(Path, glob.glob(expanded, recursive=True))) if glob.has_magic(expanded) else []
         if not matches and not os.path.exists(expanded):
-            raise UserError(f"{key}: {expanded} does not exist{'' if expanded == str(path) else f', of {path}'}")
+            of = "" if expanded == str(path) else f", of {path}"
+            raise UserError(f"{key}: {expanded} {not_there(Path(expanded))}{of}")
         files += matches or [Path(expanded)]
     return files
 

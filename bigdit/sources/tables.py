@@ -19,7 +19,16 @@ from bigdit.config.data import MAX_PIXELS, SourceConfig, SourceKind
 from bigdit.documents import parse_json
 from bigdit.errors import UserError, nearest
 from bigdit.sources.captions import label_of, reads_captions, weighted
-from bigdit.sources.disk import IMAGE_BYTES, check_size, holds_files, read_file, sampled_digest, unreadable
+from bigdit.sources.disk import (
+    IMAGE_BYTES,
+    OF_WINDOWS,
+    WINDOWS,
+    check_size,
+    holds_files,
+    read_file,
+    sampled_digest,
+    unreadable,
+)
 from bigdit.sources.image import SUFFIXES, with_references
 from bigdit.sources.protocol import Caption, Contents, Entry, Item, Unusable
 from bigdit.sources.videos import Clip, contents_of, is_video, video_frames
@@ -82,10 +91,12 @@ class ImageFile:
             yield from video_frames(self._on_disk(), clip, max_pixels)
 
     def _on_disk(self) -> Path:
-        """The path, or the same letters composed or decomposed in another way (NFC, NFD), if only that exists; or one
-        without a suffix with that of an image, as kohya's lists have them."""
+        """The path, or if only that exists: without a space at its end, with slashes for Windows' backslashes, or with
+        letters composed or decomposed in another way (NFC, NFD); or one without a suffix with that of an image, as
+        kohya's lists have them."""
         text = str(self.path)
-        others = [] if text.isascii() else [unicodedata.normalize(form, text) for form in ("NFC", "NFD")]
+        plain = text.rstrip().replace("\\", "/")
+        others = [plain, *([] if text.isascii() else [unicodedata.normalize(form, plain) for form in ("NFC", "NFD")])]
         found = next((Path(each) for each in (text, *others) if os.path.lexists(each)), None)
         suffixes = () if found or self.path.suffix else SUFFIXES
         return found or next((each for suffix in suffixes if os.path.exists(each := Path(text + suffix))), self.path)
@@ -97,9 +108,12 @@ class ImageFile:
         except FileNotFoundError as error:
             if _URL.search(str(self.path)):
                 raise Unusable("image is a URL, which is not read; download it, and name the file") from None
+            if WINDOWS.search(str(self.path)):
+                raise Unusable(f"image is {OF_WINDOWS}") from None
             gone = self.beside and not self.path.parent.is_dir()
             if gone or holds_files(self.path.parent):
-                raise Unusable(f"image {self.path.name} is missing") from None
+                relative = "; its path is relative to the table" if self.beside else ""
+                raise Unusable(f"image {self.path.name} is missing{relative}") from None
             raise unreadable(self.path, error) from None
         except ValueError:
             raise Unusable("path with a zero byte") from None
@@ -318,15 +332,19 @@ def _usual(
     where: str,
     key: str,
 ) -> str | None:
-    """The only column with a usual name. Without one, the only column of embedded images, if `kinds` allows images."""
+    """The only column with a usual name, in any case. Without one, the only column of embedded images, if `kinds`
+    allows images."""
+    named = {name.casefold(): name for name in sorted(found)}
+    names = [named.get(name, name) for name in names]
     usual = [name for name in names if found.get(name) in kinds]
     usual = usual or [name for name, cells in found.items() if cells == "image" and "image" in kinds]
     if len(usual) == 1:
         return usual[0]
     held = [f"{found[name]} in {name}" for name in names if name in found]
     none = f"holds {', '.join(held)}, not {kinds[0]}" if held else f"has none of {', '.join(names)}"
-    several = f"has {', '.join(usual)}: say which is meant" if usual else none
-    problems.append(f"{key}: {where} {several}; its columns: {', '.join(list(found)[:20]) or 'none'}")
+    what = f"has {', '.join(usual)}" if usual else none
+    choose = "" if held and not usual else ": say which is meant"
+    problems.append(f"{key}: {where} {what}{choose}; its columns: {', '.join(list(found)[:20]) or 'none'}")
     return None
 
 

@@ -25,9 +25,10 @@ from bigdit.config.data import SourceConfig, SourceKind
 from bigdit.errors import UserError
 from bigdit.files import leads_out, lfs_pointer, open_file
 from bigdit.sources.captions import UTF_16
-from bigdit.sources.disk import read_range
+from bigdit.sources.disk import not_there, read_range
+from bigdit.sources.image import SUFFIXES
 from bigdit.sources.protocol import Entry, Unusable
-from bigdit.sources.tables import Cells, Row, captions_of, choose
+from bigdit.sources.tables import CAPTION_COLUMNS, IMAGE_COLUMNS, Cells, Row, captions_of, choose
 from bigdit.units import how_many
 
 BLOCK = 1024  # rows that are read at a time
@@ -61,7 +62,7 @@ class TextRows(ABC):
                     self._offsets.extend((size + 1 + ends[BLOCK - 1 - records % BLOCK :: BLOCK]).tolist())
                     records, size, last = records + len(ends), size + len(chunk), chunk[-1:]
         except FileNotFoundError:
-            raise UserError(f"{key}: the file {path} does not exist") from None
+            raise UserError(f"{key}: the file {path} {not_there(path)}") from None
         except OSError as error:
             raise UserError(f"{key}: {path} cannot be read: {error.strerror}") from None
         if state:
@@ -151,11 +152,16 @@ class CsvRows(TextRows):
         super().__init__(path, key)
         if not self._records:
             raise UserError(f"{key}: {path} is empty; its first line should name its columns")
-        header = self._text(0).partition("\n")[0]
+        header = self._text(0).partition("\n")[0].removesuffix("\r")
+        if why := next((why for sign, why in _UNREADABLE.items() if sign in header), None):
+            raise UserError(f"{key}: {path} {why}")
         # Excel writes tabs in UTF-16, and semicolons where a comma is the decimal point.
         tab = path.suffix.lower() == ".tsv"
         self._delimiter = "\t" if tab else next((each for each in ",;\t" if each in header), ",")
+        self._spaced = f"{self._delimiter} " in header
         self._names = [name.strip() for name in self._block(0)[0]]
+        if any(name.lower().endswith(SUFFIXES) for name in self._names):
+            raise UserError(f"{key}: {path} has no header; its first line should name its columns, as image,caption")
         if len(set(self._names)) < len(self._names):
             raise UserError(f"{key}: {path} has columns of the same name: {', '.join(self._names)}")
         self.columns: Mapping[str, Cells] = dict.fromkeys(self._names, "text")
@@ -165,12 +171,15 @@ class CsvRows(TextRows):
         for cells in records:
             if len(cells) == len(self._names):
                 yield {column: cells[at] for column, at in wanted}
+            elif not cells:
+                yield Unusable("row is empty")
             else:
                 yield Unusable(f"row of {how_many(len(cells), 'cell')} under {how_many(len(self._names), 'column')}")
 
     def _block(self, number: int) -> list[list[str]]:
         csv.field_size_limit(BLOCK_BYTES)
-        records = list(csv.reader(io.StringIO(self._text(number), newline=""), delimiter=self._delimiter))
+        text = io.StringIO(self._text(number), newline="")
+        records = list(csv.reader(text, delimiter=self._delimiter, skipinitialspace=self._spaced))
         expected = self._expected(number)
         if len(records) != expected:
             rows = f"rows {max(number * BLOCK, 1)} to {number * BLOCK + expected - 1}"
@@ -182,6 +191,13 @@ class CsvRows(TextRows):
 
     def _ends(self, chunk: bytes, state: int) -> tuple[np.ndarray, int]:
         return _record_ends(chunk, state)
+
+
+_UNREADABLE = {
+    "\0": "is not UTF-8: it has zero bytes, as other encodings do; save it as UTF-8",
+    "\r": "ends its lines in a carriage return alone; save it with line feeds",
+}
+"""What a header of a CSV does not have, and what a file is that has it."""
 
 
 def _record_ends(chunk: bytes, quotes: int) -> tuple[np.ndarray, int]:
@@ -214,7 +230,8 @@ class JsonRows(TextRows):
         rows = [row for row in map(_parsed, self._block(0)) if not isinstance(row, Unusable)]
         self.columns: dict[str, Cells] = {}
         for name, cell in (pair for row in rows for pair in row.items() if pair[1] is not None):
-            self.columns.setdefault(name, _cells(cell))
+            if self.columns.get(name) not in ("text", "texts"):  # of one bad row, the others are no worse
+                self.columns[name] = _cells(cell)
         if not rows:
             lines = how_many(self._expected(0), "line")
             if self._text(0).lstrip().startswith("["):
@@ -241,6 +258,8 @@ class JsonRows(TextRows):
     def _listed(self, value: Any, key: str) -> list[Any]:
         if isinstance(value, list):
             return value
+        if isinstance(value, dict) and all(value.keys() & {*names} for names in (IMAGE_COLUMNS, CAPTION_COLUMNS)):
+            return [value]
         told = value.values() if isinstance(value, dict) else [None]
         if all(isinstance(each, dict) or _cells(each) in ("text", "texts") for each in told):
             captioned = ((name, each if isinstance(each, dict) else {"caption": each}) for name, each in value.items())
@@ -340,8 +359,10 @@ class Metadata:
             log.notice(f"{self._key}: {self._where} has {how_many(more, 'more such row')}")
         if self._rows:
             unused = ", ".join(list(self._rows)[:_NAMED])
-            log.notice(f"{self._key}: {how_many(len(self._rows), 'row')} of {self._where} name no image: {unused}")
+            names = "names" if len(self._rows) == 1 else "name"
+            log.notice(f"{self._key}: {how_many(len(self._rows), 'row')} of {self._where} {names} no image: {unused}")
 
 
 def _plain(name: str) -> str:
-    return unicodedata.normalize("NFC", name.removeprefix("./"))
+    """The name in NFC, without a space at its end, and with slashes for Windows' backslashes."""
+    return unicodedata.normalize("NFC", name.rstrip().replace("\\", "/").removeprefix("./"))

@@ -1,5 +1,7 @@
 """Keys, options and values of other trainers are answered by what they mean, before what they are spelt like."""
 
+import re
+
 import pytest
 from commands import DIGITS
 
@@ -45,6 +47,11 @@ def test_each_option_is_one_of_a_command():
         ("data.image=x", "data.image: unknown key; did you mean data.images? (a folder"),
         ("data.images=[{path: a, num_repeats: 10}]", "data.images.0.num_repeats: unknown key; did you mean "
          "data.images.repeats? (of each source"),
+        ("data.images=[{path: a, image_dir: a}]", "data.images.0.image_dir: unknown key; did you mean path? (a folder"),
+        ("train.xformers=true", "train.xformers: unknown key; a run has none: attention is torch's own"),
+        ("strategy.precision=no", "strategy.precision is false, which is unknown; did you mean fp32?"),
+        ("data.buckets=512", "data.buckets: it is a list of sizes, such as [[512, 512]]; 512 was found"),
+        ("data.buckets=[512, 768]", "data.buckets: it is a list of sizes, such as [[512, 768]]"),
         ("network={linear: 16}", "network: unknown key; did you mean strategy.lora? ({rank: 16, alpha: 16})"),
         ("strategy.engine=DDP", "strategy.engine is 'DDP', which is unknown; did you mean ddp?"),
         ("train.lr_schedule=cosine_with_restarts", "train.lr_schedule is 'cosine_with_restarts', which is unknown; "
@@ -57,6 +64,27 @@ def test_each_option_is_one_of_a_command():
 def test_what_others_call_it_is_answered_by_its_meaning(override, line):
     (found,) = problems(override)
     assert found.startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "lines"),
+    [
+        ("dataset.toml", "[general]\nresolution = 512\n", [r"the config .* is TOML, as other trainers have it; {}"]),
+        ("job.yaml", "job: extension\nconfig: {process: []}\n", [r".*: it has none of model, data, .*, output; {}"]),
+        (
+            "config.json",
+            '{"--learning_rate": 1e-4, "--seed_everything": 1}',
+            [r".*: it has none of model, .*; {}", r".*: --learning_rate: .* did you mean strategy\.optimizer\.lr\?"],
+        ),
+    ],
+)
+def test_a_whole_config_of_another_trainer_is_named_as_such(tmp_path, name, text, lines):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError) as error:
+        load_run(tmp_path / name)
+    begin = "`bigdit init` writes a run.yaml for a model, a GPU and a folder of images"
+    for problem, line in zip(error.value.problems, lines, strict=True):
+        assert re.fullmatch(line.format(begin), problem)
 
 
 def test_a_strategy_is_answered_by_its_own_keys():

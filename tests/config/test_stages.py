@@ -114,7 +114,7 @@ def test_a_stage_has_what_the_run_lacks(tmp_path):
 @pytest.mark.parametrize(
     ("stage", "line"),
     [
-        ({"data": {"buckets": 3}}, "stages.1.data.buckets is 3, and a list was expected"),
+        ({"data": {"buckets": 3}}, "stages.1.data.buckets: it is a list of sizes, such as [[3, 3]]; 3 was found"),
         ({"date": {}}, "stages.1.date: unknown key; did you mean data, strategy?"),
         ({"train": {"stepz": 3}}, "stages.1.train.stepz: unknown key; did you mean steps, decay_steps?"),
         ({"stages": []}, "stages.1.stages: unknown key"),

@@ -81,8 +81,8 @@ def test_shares_of_a_store_have_the_buckets_of_their_sources(folders, tmp_path):
     [
         ("[[8, 9]]", "data.images[0].buckets: 8 × 9 does not divide by 2 (factor × patch_size); nearest: 8 × 8"),
         ("[]", "data.images.0.buckets is [], and a list of at least 1 was expected"),
-        ("[8]", "data.images.0.buckets.0 is 8, and a list was expected"),
-        ("1024", "data.images.0.buckets is 1024, and a list was expected"),
+        ("[8]", "data.images.0.buckets: it is a list of sizes, such as [[8, 8]]"),
+        ("1024", "data.images.0.buckets: it is a list of sizes, such as [[1024, 1024]]; 1024 was found"),
         (
             "[[9, 8, 8]]",
             "buckets has 9 × 8 × 8 of videos, and fps is missing; set it to the frames per second that the",

@@ -28,11 +28,11 @@ def test_a_csv_names_images_relative_to_itself(folder):
     assert texts(items[0]) == [('a "quoted", and\nlong caption', 1)]
     assert (value(items[0].load()), value(items[1].load()), value(items[7].load())) == (1, 2, 5)
     assert [reason(item) for item in items[2:7]] == [
-        "image 11.png is missing (list.csv row 3)",
+        "image 11.png is missing; its path is relative to the table (list.csv row 3)",
         "caption column caption is empty (list.csv row 4)",
         "column path names no image",
         "row of 4 cells under 3 columns",
-        "row of 0 cells under 3 columns",
+        "row is empty",
     ]
     assert items[4].name == "list.csv row 5"
 
@@ -40,7 +40,8 @@ def test_a_csv_names_images_relative_to_itself(folder):
 def test_a_image_whose_folder_is_gone_stops_the_run_unless_a_row_is_wrong(folder):
     """The folder of another disk, that is: one beside the table would be there as the table is."""
     (folder / "list.csv").write_text("path,caption\nelsewhere/1.png,one\n")
-    assert reason(opened(str(folder / "list.csv")).items(0, 1)[0]) == "image 1.png is missing (list.csv row 1)"
+    missing = "image 1.png is missing; its path is relative to the table (list.csv row 1)"
+    assert reason(opened(str(folder / "list.csv")).items(0, 1)[0]) == missing
     (folder / "list.csv").write_text(f"path,caption\n{folder}/elsewhere/1.png,one\n")
     with pytest.raises(UserError, match=r"data\.images: .*elsewhere/1\.png cannot be read: No such file"):
         opened(str(folder / "list.csv")).items(0, 1)[0].load()
@@ -124,3 +125,13 @@ def test_csv_in_other_encodings_loses_just_the_rows_that_are(folder):
     first, second = opened(str(folder / "list.csv")).items(0, 2)
     assert reason(first) == "caption column caption is not UTF-8 (list.csv row 1)"
     assert texts(second) == [("two", 1)]
+
+
+def test_paths_of_windows_spaces_and_capitals_are_read(folder):
+    """As pandas, Excel and people write them."""
+    rows = "images\\1.png, one", 'images/2.png , "two, too"', "C:\\images\\3.png,three"
+    (folder / "list.csv").write_text("\r\n".join(["Image, Caption", *rows]))
+    one, two, three = opened(str(folder / "list.csv")).items(0, 9)
+    assert (value(one.load()), texts(one)) == (1, [("one", 1)])
+    assert (value(two.load()), texts(two)) == (2, [("two, too", 1)])
+    assert reason(three) == "image is a path of Windows, whose C: is /mnt/c in WSL (list.csv row 3)"

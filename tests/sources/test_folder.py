@@ -1,6 +1,7 @@
 """A folder of images and captions: what is listed, which links are followed, and what cannot be used."""
 
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -29,8 +30,12 @@ def test_what_a_folder_holds_besides_is_reported(tmp_path, capsys):
     (tmp_path / "b.heic").touch()
     (tmp_path / "c.heic").touch()
     (tmp_path / "link").symlink_to(tmp_path)
+    save(tmp_path / ".ipynb_checkpoints/a-checkpoint.png")
+    for name in (".DS_Store", "._a.png"):
+        (tmp_path / name).touch()
     assert len(opened(str(tmp_path))) == 1
-    reported = f"data.images: other files in {tmp_path} are ignored: 2 .heic files, 1 linked folder\n"
+    kinds = "3 hidden files, 2 .heic files, 1 linked folder"
+    reported = f"data.images: other files in {tmp_path} are ignored: {kinds}\n"
     assert capsys.readouterr().err == reported
 
 
@@ -120,6 +125,29 @@ def test_a_missing_and_an_empty_folder_are_errors(tmp_path):
         opened(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("pics ", "the folder pics  does not exist; pics does"),
+        (".\\pics", "the folder .\\pics does not exist; pics does"),
+        ("picks", "the folder picks does not exist in {here}; did you mean pics?"),
+        ("pics/a.csv", "the file pics/a.csv does not exist in {here}"),
+        ("C:\\me\\pics", "the folder C:\\me\\pics does not exist: it is a path of Windows, whose C: is /mnt/c in WSL"),
+        ("~/pics", "the folder ~/pics does not exist: ~ stands for no folder here; write {home}/pics"),
+        (
+            "lambda/cats",
+            "the folder lambda/cats does not exist; if it is a data set of Hugging Face, run `hf download ",
+        ),
+    ],
+)
+def test_a_wrong_path_is_answered_with_the_nearest_that_is_there(tmp_path, path, problem, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pics").mkdir()
+    with pytest.raises(UserError) as error:
+        opened(path)
+    assert str(error.value).startswith(f"data.images: {problem.format(here=tmp_path, home=Path.home())}")
+
+
 def load_with(tmp_path, **captions):
     """The captions of an image with such files beside it."""
     save(tmp_path / "a.png", None)
@@ -172,7 +200,7 @@ def test_the_forms_of_json_captions(tmp_path, content, expected):
         ),
         ({"json": '{"captions": ["a"], "weights": ["x"]}'}, "caption a.json has the weight x"),
         ({"json": '{"captions": ["a"], "weights": [0]}'}, "caption a.json is empty"),
-        ({"json": '{"url": "x"}'}, "caption a.txt is missing"),
+        ({"json": '{"url": "x"}'}, "caption a.txt is missing, and a.json has neither caption nor captions$"),
     ],
 )
 def test_captions_that_cannot_be_used(tmp_path, files, reason):

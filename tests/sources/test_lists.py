@@ -1,6 +1,7 @@
 """Captions as other trainers keep them: names beside images, metadata of folders, and lists in JSON and UTF-16."""
 
 import json
+import math
 import unicodedata
 
 import pytest
@@ -63,7 +64,7 @@ def test_captions_that_have_the_name_of_no_image_are_named(tmp_path, capsys):
     for name in ("metadata.json", "below/a.txt"):
         (tmp_path / name).write_text("x")
     opened(str(tmp_path))
-    named = "below/a.txt, metadata.json"
+    named = "below/a.txt, metadata.json; to read a list, name its path"
     assert (
         capsys.readouterr().err == f"data.images: 2 captions in {tmp_path} without an image of the same name: {named}\n"
     )
@@ -88,7 +89,7 @@ METADATA = {
         "{no JSON",
         {"file_name": "gone.png", "text": "x"},
     ),
-    "metadata.csv": 'file_name,text\na.png,of a\nbelow/b.png,"one, two"\nc.png,x\nd.png,\n,no name\ngone.png,x\n',
+    "metadata.csv": 'file_name,text\na.png ,of a\nbelow\\b.png,"one, two"\nc.png,x\nd.png,\n,no name\ngone.png,x\n',
 }
 
 
@@ -108,7 +109,7 @@ def test_metadata_of_a_folder_is_found(tmp_path, name, capsys):
     row = "line is not JSON" if name.endswith("jsonl") else "column file_name names no image"
     assert [line.removeprefix("data.images: ") for line in capsys.readouterr().err.splitlines()] == [
         f"{name} row 5: {row}",
-        f"1 row of {tmp_path / name} name no image: gone.png",
+        f"1 row of {tmp_path / name} names no image: gone.png",
     ]
     (tmp_path / name).write_text(METADATA[name].replace("of a", "of b"))
     assert opened(str(tmp_path)).identity["digest"] != source.identity["digest"]
@@ -147,6 +148,16 @@ def test_lists_in_json(folder, name, encoding):
     assert (value(two.load()), texts(two)) == (2, [("a", 1), ("b", 1)])
 
 
+def test_a_list_of_one_object_and_a_first_row_of_no_text_are_read(folder):
+    rows = [{"image": ONE, "caption": each} for each in (math.nan, 5, {"a": 1}, "one")]
+    (folder / "one.json").write_text(json.dumps(rows[3]))
+    (folder / "list.jsonl").write_text(lines(*rows))
+    (one,) = opened(str(folder / "one.json")).items(0, 9)
+    *bad, last = opened(str(folder / "list.jsonl")).items(0, 9)
+    assert (value(one.load()), texts(one), texts(last)) == (1, [("one", 1)], [("one", 1)])
+    assert [reason(item)[:29] for item in bad] == ["caption column caption holds "] * 3
+
+
 def test_a_bad_line_of_jsonl_is_one_row(folder):
     good = [{"image": f"images/{number % 10}.png", "caption": f"number {number}"} for number in range(3000)]
     bad = ["{", "", "[1]", {"image": 3, "caption": "x"}, {"image": "images/1.png", "caption": []}, {"caption": "x"}]
@@ -162,7 +173,7 @@ def test_a_bad_line_of_jsonl_is_one_row(folder):
         ("images/1.png", "caption column caption is empty (list.jsonl row 2005)"),
         ("list.jsonl row 2006", "column image names no image"),
         ("images/1.png", "caption column caption holds int, not text (list.jsonl row 2007)"),
-        ("images/77.png", "image 77.png is missing (list.jsonl row 2008)"),
+        ("images/77.png", "image 77.png is missing; its path is relative to the table (list.jsonl row 2008)"),
     ]
     assert [texts(item) for item in source.items(2008, 3008)] == [[(each["caption"], 1)] for each in good[2000:]]
 
@@ -204,23 +215,37 @@ def test_a_table_may_name_an_image_in_another_normal_form(folder):
         (
             "list.jsonl",
             '{"image": "a", "width": 3}\n',
-            "has none of caption, captions, text; its columns: image, width",
+            "has none of caption, captions, text: say which is meant; its columns: image, width",
         ),
         (
             "list.jsonl",
             '{"image": 5, "text": {"a": 1}}\n',
             "holds numbers in image, not image; its columns: image, text",
         ),
+        ("list.json", '{"image": ["a"], "caption": ["b"]}', "list.json holds texts in image, not image; its columns: "),
+        (
+            "list.csv",
+            "1.png,a cat\n2.png,a dog\n",
+            "list.csv has no header; its first line should name its columns, as",
+        ),
+        (
+            "list.csv",
+            "path,caption\ra.png,a\r",
+            "list.csv ends its lines in a carriage return alone; save it with line",
+        ),
+        ("list.csv", "path,caption\na.png,a\n".encode("utf-16-le"), "list.csv is not UTF-8: it has zero bytes, as"),
         ("list.csv", "\ufeffpath,caption\n".encode("utf-16")[:-1], "begins as UTF-16, and is damaged"),
         ("list.xlsx", "PK", "list.xlsx is an Excel table; save it as CSV"),
         ("", "", "holds no images (.png, "),
+        ("pictures/a.heic", "x", ".bmp, .tif, .tiff, .gif), but 1 .heic file"),
     ],
 )
 def test_lists_that_cannot_be_used_are_one_line(tmp_path, name, text, problem):
     if name:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(UserError) as error:
-        opened(str(tmp_path / name))
+        opened(str(tmp_path / name.removesuffix("a.heic")))
     assert problem in str(error.value)
     assert all("\n" not in line for line in error.value.problems)
 

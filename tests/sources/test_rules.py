@@ -49,6 +49,17 @@ def test_text_before_and_after_each_caption_of_one_source(tmp_path):
     assert items([str(tmp_path / "one"), str(tmp_path / "two")])[0] != digest
 
 
+def test_letters_that_are_joined_to_captions_are_a_line(tmp_path, capsys):
+    save(tmp_path / "a.png", "a cat")
+    for rules, line in (
+        ({"caption_prefix": "sks"}, "caption_prefix 'sks' is joined to captions without a space; write \"sks \""),
+        ({"caption_suffix": "oil"}, "caption_suffix 'oil' is joined to captions without a space; write \" oil\""),
+        ({"caption_prefix": "sks ", "caption_suffix": ", oil"}, ""),
+    ):
+        opened({"path": str(tmp_path), **rules})
+        assert capsys.readouterr().err == (line and f"data.images.{line}\n")
+
+
 def variants(tmp_path, text="one, two, three, four, five", prefix="", **tags):
     save(tmp_path / "a.png", text)
     _, (item,) = items({"path": str(tmp_path), "tags": tags, "caption_prefix": prefix})
