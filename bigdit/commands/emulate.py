@@ -31,6 +31,9 @@ def run(
     nodes: Annotated[
         int, typer.Option(min=1, metavar="N", help="Number of machines; the command starts once for each.")
     ] = 1,
+    own_networks: Annotated[
+        bool, typer.Option("--own-networks", help="A network for each machine, node1 and so on, without the internet.")
+    ] = False,
     steps: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Stop each process after this many optimizer steps.")
     ] = None,
@@ -69,7 +72,7 @@ def run(
         from bigdit.report.emulation import clear_folder
 
         clear_folder(out)
-    found = _emulate(command, device, processes, nodes, steps, fake_weights, out, as_json)
+    found = _emulate(command, device, processes, nodes, steps, fake_weights, out, as_json, own_networks)
     if out is not None:
         from bigdit.report.emulation import write_emulation
 
@@ -91,6 +94,7 @@ def _emulate(
     fake_weights: list[str],
     out: Path | None,
     as_json: bool,
+    own_networks: bool,
 ) -> Emulation:
     """Run the command; where it scales its loss, run it again with the first step skipped."""
     from bigdit import log
@@ -117,6 +121,7 @@ def _emulate(
                     skip_first=skip_first,
                     snapshots=snapshots,
                     stdout_to_stderr=as_json,
+                    own_networks=own_networks,
                 )
 
         runs = [once(skip_first=False)]

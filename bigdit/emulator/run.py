@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -31,6 +32,26 @@ _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\
 _INSIDE = str(Path(__file__).with_name("inside"))
 _WRITTEN_WITHIN_S = 1.0
 
+_NETWORKS = """set -e
+ip link add bridge type bridge
+ip link set bridge up
+for node in $(seq "$1"); do
+    { unshare -n -u -m sh -ec '
+        ip link set lo up
+        ip link add eth0 type veth peer name "node$1" netns "$2"
+        nsenter -t "$2" -n ip link set "node$1" master bridge up
+        ip address add "10.0.0.$1/24" dev eth0
+        ip link set eth0 up
+        hostname "node$1"
+        mount --bind "$3" /etc/hosts
+        echo "$1 $$"
+        exec sleep infinity' sh "$node" "$$" "$2" || kill 0; } &
+done
+wait
+"""
+"""Gives each of $1 machines a network and a name, joined by a bridge in the network of this shell; prints the number of
+each, and a process in it. $2: their /etc/hosts."""
+
 
 def run_emulated(
     command: Sequence[str],
@@ -41,11 +62,13 @@ def run_emulated(
     skip_first: bool = False,
     snapshots: Path | None = None,
     stdout_to_stderr: bool = False,
+    own_networks: bool = False,
 ) -> EmulatedRun:
     """Run `command` once for each of `environments`, a machine each, to its end or for `steps` optimizer steps.
 
     An environment is added to this process's. `folder`: from `workplace()`. `skip_first`: the loss scaler's first step
     overflows. `snapshots`: a folder for files of PyTorch's memory_viz. The command's output is not captured.
+    `own_networks`: each machine has a network of its own.
 
     Raises UserError if it cannot be started or emulated.
     """
@@ -66,9 +89,12 @@ def run_emulated(
     if by_slurm:
         asked["BIGDIT_EMULATED_NODES"] = "\n".join(each["BIGDIT_EMULATED_GPU"] for each in environments)
         environments = environments[:1]  # SLURM starts the tasks of all machines
-    nodes = _of_nodes(len(environments))
+    if own_networks and (by_slurm or len(environments) == 1):
+        raise UserError("--own-networks is for several machines that bigdit starts: --nodes 2 -- torchrun …")
+    nodes = _of_nodes(len(environments), own_networks)
     merged = [{**os.environ, **each, **node, **asked} for each, node in zip(environments, nodes, strict=True)]
-    status = _wait([program, *command[1:]], merged, folder, stdout_to_stderr)
+    entering = _networks(len(nodes), folder) if own_networks else [[]] * len(nodes)
+    status = _wait([[*enter, program, *command[1:]] for enter in entering], merged, folder, stdout_to_stderr)
     _refuse(accounts, status)
     return _gather(accounts, status, time.monotonic() - began, skip_first, snapshots)
 
@@ -106,28 +132,62 @@ def _programs(folder: Path) -> Path:
     return programs
 
 
-def _of_nodes(count: int) -> list[dict[str, str]]:
+def _networks(count: int, folder: Path) -> list[list[str]]:
+    """The words that start a command in each machine's network. The networks end with the processes of `folder`. Raises
+    UserError where the system gives none."""
+    hosts = folder / "hosts"
+    hosts.write_text("127.0.0.1 localhost\n" + "".join(f"10.0.0.{at} node{at}\n" for at in range(1, count + 1)))
+    path = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))  # where Debian has ip
+    programs = {name: shutil.which(name, path=path) for name in ("unshare", "nsenter", "ip", "hostname")}
+    if missing := [name for name, found in programs.items() if found is None]:
+        raise UserError(f"--own-networks needs {' and '.join(missing)}; install util-linux, iproute2 and hostname")
+    new, enter = (["-r"], ["-U", "--preserve-credentials"]) if os.geteuid() else ([], [])
+    made = subprocess.Popen(
+        [str(programs["unshare"]), *new, "-n", "sh", "-c", _NETWORKS, "sh", str(count), str(hosts)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PATH": path, "BIGDIT_EMULATED_OUT": f"{folder}/networks"},
+        start_new_session=True,
+        text=True,
+    )
+    assert made.stdout is not None
+    pids = dict(line.split() for line in itertools.islice(made.stdout, count))
+    if len(pids) < count:
+        why = " ".join(made.communicate()[1].split("\n")[:1])
+        raise UserError(f"--own-networks needs network namespaces, which this machine refuses: {why}; leave it out")
+    started = [str(programs["nsenter"]), *enter, "-n", "-u", "-m", "-t"]
+    here = ["sh", "-c", 'cd "$0" && exec "$@"', os.getcwd()]  # entering leaves the folder
+    return [[*started, pids[str(at)], *here] for at in range(1, count + 1)]
+
+
+def _of_nodes(count: int, own_networks: bool) -> list[dict[str, str]]:
     """For each of several machines, what launchers ask for: torchrun as PET_…, and a script's own command line."""
     if count == 1:
         return [{}]
     with socket.create_server(("127.0.0.1", 0)) as server:
         alike = {"NNODES": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
     each = [{**alike, "NODE_RANK": str(rank)} for rank in range(count)]
+    if own_networks:
+        own = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+        own |= {f"{library}_SOCKET_IFNAME": "eth0" for library in ("GLOO", "NCCL", "TP")}
+        each = [{**one, **own, "LOCAL_ADDR": f"10.0.0.{rank + 1}"} for rank, one in enumerate(each)]
     return [{**one, **{f"PET_{name}": value for name, value in one.items()}} for one in each]
 
 
 def _wait(
-    command: Sequence[str], environments: Sequence[Mapping[str, str]], folder: Path, stdout_to_stderr: bool
+    commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]], folder: Path, stdout_to_stderr: bool
 ) -> int:
-    """Run the command on each machine; returns the first exit status but 0, as in a shell. Where one fails, the others
+    """Run each machine's command; returns the first exit status but 0, as in a shell. Where one fails, the others
     end after a while. When this process ends, the command's processes end too."""
     stdout = sys.stderr if stdout_to_stderr else None
     try:
         processes = [
-            subprocess.Popen(command, env=each, stdout=stdout, start_new_session=True) for each in environments
+            subprocess.Popen(command, env=each, stdout=stdout, start_new_session=True)
+            for command, each in zip(commands, environments, strict=True)
         ]
     except OSError as error:
-        raise UserError(f"{command[0]} cannot be run: {error.strerror}") from error
+        raise UserError(f"{commands[0][0]} cannot be run: {error.strerror}") from error
     with _passed_on(processes, folder):
         status = _first_failure(processes)
         if status:

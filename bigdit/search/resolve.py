@@ -81,7 +81,7 @@ def resolve_request(model: str | None = None, gpu: str | None = None, **options:
         own = (gpu or "").strip().casefold() == "auto"
         usual = memory_bytes() if own else device.host_bytes * cluster.processes_per_node
         amounts |= {"host_memory_bytes": usual, "host_assumed": not own}
-    request = ResolvedRequest(
+    return ResolvedRequest(
         model=found_model,
         gpu=device,
         cluster=cluster,
@@ -90,12 +90,6 @@ def resolve_request(model: str | None = None, gpu: str | None = None, **options:
         constraints=fixed,
         **amounts,
     )
-    if not request.degrees:
-        raise UserError(
-            f"--cp {fixed.cp} needs GPUs that share samples, and the tokens of --buckets cannot be split over as many; "
-            "use --buckets none, or another size"
-        )
-    return request
 
 
 def _gpu(asked: PlanRequest, problems: list[str]) -> Gpu | None:
@@ -153,6 +147,10 @@ def _shapes(
     sizes = tuple(dict.fromkeys([(height, width), *asked, *further]))
     text = None if first.text is None else first.text[0]
     unshared = [*context_problems(model.spec, cp), *context_misfits(model.spec, cp, first.grids, text)]
+    if not unshared and not misfits:
+        grids = [grid for size in sizes for grid in batch_shape(model, size, frames).grids]
+        found = context_misfits(model.spec, cp, grids, text)[:1]
+        unshared = [f"{each}, or leave this one out (--buckets none)" for each in found]
     return sizes, first, [*misfits, *(problem.replace("strategy.cp", "--cp") for problem in unshared)]
 
 

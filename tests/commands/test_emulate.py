@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
+import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import BIN, ROOT
 from gpus import Done, emulate, script
 
 GIB = 2**30
@@ -308,6 +312,56 @@ def test_two_machines_with_a_gpu_each(tmp_path: Path) -> None:
     assert PARAMETERS <= state_of(accounts[0]) < 2 * PARAMETERS  # half of it
     assert (done.report["nodes"], done.report["fits"]) == (2, True)
     assert not any("shared its memory" in notice for notice in done.report["notices"])
+
+
+NETWORKED = """
+import os, socket
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+rank, name = dist.get_rank(), socket.gethostname()
+served = socket.create_server(("", 8080))
+found = [None, None]
+dist.all_gather_object(found, (name, socket.gethostbyname(name), os.getcwd()))
+if rank == 0:
+    print("found", found, os.environ["MASTER_PORT"], flush=True)
+    socket.create_connection(("node2", 8080)).close()
+dist.barrier()
+torch.ones(1, device="cuda")
+"""
+
+
+def test_machines_with_networks_of_their_own(tmp_path: Path) -> None:
+    """Each has a name, an address and all ports. They meet at an address that is not this machine's."""
+    file = script(tmp_path, NETWORKED)
+    meets = ("--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-id", 7, "--rdzv-endpoint", "node1:29500")
+    command = ("torchrun", *meets, "--nproc-per-node", 1, file)
+    before = socket.if_nameindex()
+    done = emulate("--gpu", "a40", "--nodes", 2, "--own-networks", "--", *command)
+    if "--own-networks needs" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stderr
+    here = str(ROOT)
+    assert f"found {[(f'node{at}', f'10.0.0.{at}', here) for at in (1, 2)]} " in done.stdout
+    assert socket.if_nameindex() == before
+
+
+def test_networks_that_cannot_be_had_are_refused() -> None:
+    done = emulate("--gpu", "a40", "--own-networks", "--", "true")
+    assert done.returncode == 1
+    assert done.stderr == "error: --own-networks is for several machines that bigdit starts: --nodes 2 -- torchrun …\n"
+    without = ("setpriv", "--bounding-set", "-net_admin", "--inh-caps", "-net_admin") if os.geteuid() == 0 else ()
+    if not without:
+        pytest.skip("only root can do without a capability")
+    asked = (BIN / "bigdit", "emulate", "--gpu", "a40", "--nodes", 2, "--own-networks", "--", "true")
+    refused = subprocess.run(
+        [str(each) for each in (*without, *asked)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert refused.returncode == 1
+    assert refused.stderr.startswith(
+        "error: --own-networks needs network namespaces, which this machine refuses: RTNETLINK answers: "
+    )
+    assert len(refused.stderr.splitlines()) == 1
 
 
 def test_a_machine_that_fails_ends_the_others(tmp_path: Path) -> None:

@@ -488,6 +488,18 @@ def test_gpus_that_share_samples_need_fewer_of_them():
         ({**video, "gpus": 6, "cp": 4}, "--cp is 4, which does not divide --gpus 6"),
         ({**video, "cp": 3}, "--cp is 3, and 1, 2, 4 or 8 was expected"),
         ({"model": "qwen-image", "gpu": "h100-sxm", "gpus": 8, "cp": 2}, "--cp is 2, and latents of 16 × 166 × 166"),
+        (
+            {
+                "model": "flux.1-dev",
+                "gpu": "h100-sxm",
+                "gpus": 8,
+                "cp": 8,
+                "resolution": "1024",
+                "buckets": "1008x1040",
+            },
+            "--cp is 8, and latents of 16 × 126 × 130 are 4,095 tokens; set it to 1, or choose another size, or leave "
+            "this one out (--buckets none)",
+        ),
         ({"model": "mochi", "gpu": "h100-sxm", "gpus": 8, "cp": 2}, "how to split the tokens of Mochi"),
     ):
         with pytest.raises(UserError) as found:

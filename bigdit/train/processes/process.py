@@ -8,8 +8,10 @@ import os
 import shlex
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +25,9 @@ from bigdit.documents import parse_json
 from bigdit.errors import UserError, refused
 from bigdit.files import WITHOUT_LOCKS
 from bigdit.train.processes.end import STARTS
+
+_ANSWERED_WITHIN_S = 5.0
+"""Beyond the time in which torch's own waiting ends."""
 
 
 def _gpu(world: World) -> torch.device:
@@ -94,25 +99,57 @@ def _groups_wait(timeout: timedelta) -> Iterator[None]:
         c10d.default_pg_timeout, c10d.default_pg_nccl_timeout = before
 
 
+def _reach(address: tuple[str, int], seconds: float) -> None:
+    """Wait until the first process listens. Raises OSError where it does not: torch would print its own stack."""
+    ends = time.monotonic() + seconds
+    while True:
+        try:
+            return socket.create_connection(address, max(ends - time.monotonic(), 1.0)).close()
+        except OSError:
+            if time.monotonic() > ends:
+                raise
+        time.sleep(0.2)
+
+
+def _rendezvous(seconds: float) -> tuple[dist.Store, int, int]:
+    """The store of all processes, this one's rank, and their number. Raises TimeoutError where a program that is none
+    of them listens at the address: torch waits for its answer without end."""
+    found: Future[tuple[dist.Store, int, int]] = Future()
+
+    def ask() -> None:
+        try:
+            found.set_result(next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds))))
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=ask, daemon=True).start()
+    return found.result(seconds + _ANSWERED_WITHIN_S)
+
+
 def _meet(backend: str, timeout: float, meeting: float) -> None:
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    where = f"{address}:{port} (MASTER_ADDR, MASTER_PORT)"
+    another = f"another program uses the port of {where}; set another"
+    absent = f"the run's processes did not all come to {where} within train.timeout, {meeting:g} s, or one ended before"
     try:
-        store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=meeting)))
+        if os.environ.get("RANK", "0") != "0" and address and port.isdigit():
+            _reach((address, int(port)), meeting)
+    except OSError as error:
+        raise UserError(f"{absent}: {error}") from error
+    try:
+        store, rank, size = _rendezvous(meeting)
         store.set_timeout(timedelta(seconds=timeout))
         store = dist.PrefixStore(f"start {os.environ.get(STARTS, '0')}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    except TimeoutError as error:
+        raise UserError(another) from error
     except RuntimeError as error:  # torch's errors of the network and of its store
         if refused(error):
             raise
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         why = (str(error).splitlines() or [""])[0][:200]
         if "EADDRINUSE" in str(error):
-            raise UserError(
-                f"another program uses the port of {where} (MASTER_ADDR, MASTER_PORT); set another"
-            ) from error
-        raise UserError(
-            f"the run's processes did not all come to {where} (MASTER_ADDR, MASTER_PORT) within train.timeout, "
-            f"{meeting:g} s, or one ended before: {why}"
-        ) from error
+            raise UserError(another) from error
+        raise UserError(f"{absent}: {why}") from error
 
 
 FILE = "lock"

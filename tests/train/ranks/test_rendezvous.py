@@ -21,13 +21,16 @@ def alone(rank, address, port, features, output):
     assert done.returncode == 1
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, done.stderr
+    assert "frame #" not in done.stderr  # of torch's stack
     return errors[0]
 
 
-def test_a_port_in_use_is_a_line(features, tmp_path):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_port_in_use_is_a_line(features, tmp_path, rank):
+    """To the first process, and to others, which another program does not answer."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        line = alone(0, "127.0.0.1", port, features, tmp_path)
+        line = alone(rank, "127.0.0.1", port, features, tmp_path)
     assert line.startswith(f"error: another program uses the port of 127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT)")
 
 
