@@ -107,11 +107,9 @@ class Seed:
 FORK_SERVER = "from multiprocessing.forkserver import main"
 Executed, _executed_spawn = subprocess.Popen, multiprocessing.util.spawnv_passfds  # their places are taken
 _seeds: dict[Path, Seed] = {}
-"""By the folder of their interpreter. A clone has one of its own kind alone, and starts others by exec: it starts few,
-and a seed imports more than they do."""
+"""By the folder of their interpreter."""
 _OWN = (Path(sys.prefix) / "bin").resolve()
-_grew = __name__ == "__main__"
-"""Whether this is a seed or a clone."""
+_is_a_seed = __name__ == "__main__"
 
 
 def _seed_for(folder: Path, environment: Mapping[str, str]) -> Seed | None:
@@ -119,7 +117,7 @@ def _seed_for(folder: Path, environment: Mapping[str, str]) -> Seed | None:
     on_gpu = "BIGDIT_EMULATED_GPU" in environment
     home = _OWN.parents[1] / ".venv-cuda/bin" if on_gpu else _OWN
     observed = "BIGDIT_EMULATED_OUT" in environment
-    if folder == home and folder not in _seeds and not observed and not _grew:
+    if folder == home and folder not in _seeds and not observed and not _is_a_seed:
         own = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
         own.pop("PYTHONSAFEPATH", None)  # it imports what lies beside it; its clones are told each
         if on_gpu:
@@ -307,6 +305,8 @@ def _grow(asked_by: socket.socket) -> dict[str, Any]:
             signal.signal(each, signal.SIG_IGN)
         return _grow(theirs)
     theirs.close()
+    global _is_a_seed
+    _is_a_seed = False
     _seeds[Path(sys.executable).parent.resolve()] = Seed(ours, os.environ)
     try:
         os.write(ready, b"placed")
