@@ -116,12 +116,18 @@ def trained(once, features):
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
     """One worker runs the tests that share what their module makes, else both would make it. The longest come first, so
-    that no worker is left with one of them when the others have ended: tests of the whole, and these groups."""
+    that no worker is left with one of them when the others have ended: tests of the whole, these groups, slow ones."""
     for item in items:
         made = [each for found in item._fixtureinfo.name2fixturedefs.values() for each in found]
         if any(each.scope == "module" for each in made) and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.relative_to(ROOT)))
-    items.sort(key=lambda item: (item.path.parent != ROOT / "tests", item.get_closest_marker("xdist_group") is None))
+    items.sort(
+        key=lambda item: (
+            item.path.parent != ROOT / "tests",
+            item.get_closest_marker("xdist_group") is None,
+            item.get_closest_marker("slow") is None,
+        )
+    )
 
 
 def pytest_collectstart():

@@ -6,7 +6,7 @@ import random
 import curves
 import gallery
 import pytest
-from commands import ROOT, bigdit
+from commands import ROOT, in_process
 from PIL import Image, ImageColor
 
 from bigdit import catalog
@@ -109,7 +109,7 @@ def test_a_cell_is_what_bench_memory_finds_where_one_more_runs_by_retries_alone(
     (cell,) = (each for each in CELLS if each.asked == RETRIED)
     sizes = f"{cell.largest},{cell.largest + 1}"
     asked = ("--model", cell.model, "--gpu", cell.gpu, "--strategy", cell.strategy, "--micro-batch", sizes)
-    done = bigdit("bench", "memory", *asked, "--json")
+    done = in_process("bench", "memory", *asked, "--json")
     assert done.returncode == 0, done.stderr
     (curve,) = (Curve.model_validate(each) for each in json.loads(done.stdout)["curves"])
     assert [(point.emulated.ran_out, point.emulated.retries > 0) for point in curve.points] == [

@@ -6,7 +6,7 @@ import re
 import subprocess
 
 import pytest
-from commands import BIN, ROOT, bigdit, in_process
+from commands import BIN, ROOT, in_process
 from gpus import TIME_LIMIT_S
 
 from bigdit import catalog
@@ -26,7 +26,7 @@ SMALL = ("--gpu", "rtx-3060-12g")
 def emulated(tmp_path_factory):
     """The report of a DiT-S/2 on 3 GiB of an emulated GPU, and the folder with its files."""
     folder = tmp_path_factory.mktemp("bench") / "memory"
-    done = bigdit(*ASKED, *SMALL, *STRATEGIES, "--out", folder)
+    done = in_process(*ASKED, *SMALL, *STRATEGIES, "--out", folder)
     assert done.returncode == 0, done.stderr
     assert f"wrote {folder}: memory.json, memory.md, memory.png, memory.html" in " ".join(done.stderr.split())
     return json.loads((folder / "memory.json").read_text()), folder, done.stdout

@@ -5,7 +5,7 @@ import pickle
 import pickletools
 
 import pytest
-from commands import bigdit, in_process
+from commands import in_process
 from torch.cuda import _memory_viz
 
 from bigdit import catalog
@@ -38,13 +38,13 @@ def config(tmp_path_factory):
 def test_a_user_s_model_under_zero(config, tmp_path):
     plot, snapshot = tmp_path / "peak.png", tmp_path / "new" / "out.pickle"
     options = ("--model", config, "--strategy", "zero2,world_size=64", "--resolution", "512x256", "--gpu", "rtx-3090")
-    done = bigdit("profile", *options, "--plot", plot, "--snapshot", snapshot)
+    done = in_process("profile", *options, "--plot", plot, "--snapshot", snapshot)
     assert done.returncode == 0, done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert " on an emulated NVIDIA GeForce RTX 3090:" in done.stdout
     assert plot.read_bytes().startswith(b"\x89PNG")
 
-    found = json.loads(bigdit("profile", *options, "--json").stdout)  # from the cache
+    found = json.loads(in_process("profile", *options, "--json").stdout)  # from the cache
     assert found["batch"] == BatchShape(latents=(32, 16, 8), text=(300, 2304)).model_dump(mode="json")
     assert (found["emulated"], found["fits"]) == (cuda_build(cuda_python()), True)
     for phase in found["ledger"]["phases"]:
@@ -79,7 +79,7 @@ def check_snapshot(file, found):
 @pytest.mark.slow
 def test_what_does_not_fit_ends_with_2_and_its_figures_are_whole(config):
     options = ("--model", config, "--gpu", "rtx-4060", "--strategy", "single,micro_batch_size=64")
-    done = bigdit("profile", *options)
+    done = in_process("profile", *options)
     assert done.returncode == 2, done.stderr
     assert done.stdout.endswith("does not fit\n")
     left = next(line for line in done.stdout.splitlines() if line.startswith("left"))

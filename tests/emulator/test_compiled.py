@@ -24,7 +24,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList([Block()])
     def forward(self, x):
         for block in self.blocks:
             x = block(x)
@@ -95,17 +95,13 @@ def test_compiled_blocks_and_models_take_less_memory(tmp_path):
 
 
 def test_modes_that_tune_take_the_first_candidate_and_say_so(tmp_path):
+    """And CUDA graphs, which this mode makes, count what they launch."""
     for _ in range(2):  # and with the cache of the first run
         done = trained(tmp_path, "max-autotune")
         assert done.returncode == 0, done.stderr
         assert "an autotuner took its first candidate" in str(done.account["notices"])
-
-
-def test_cuda_graphs_count_what_they_launch(tmp_path):
-    done = trained(tmp_path, "reduce-overhead")
-    assert done.returncode == 0, done.stderr
-    by_step = done.account["work_by_step"]
-    assert by_step[-1]["library_calls"] == 12  # of each Linear: one forward, two backward
+        by_step = done.account["work_by_step"]
+        assert by_step[-1]["library_calls"] == 6, done.account  # of each Linear: one forward, two backward
 
 
 def test_fp8_compiles_to_fewer_kernels_and_less_memory(tmp_path):
@@ -128,6 +124,12 @@ def test_own_kernels_and_flex_attention_run(tmp_path):
     assert "{'B': 16384}" in done.stderr
     assert done.account["steps"] == 2
 
+
+ONE_KERNEL = """
+import torch
+x = torch.ones(8, device="cuda")
+torch.compile(torch.nn.functional.gelu)(x)
+"""
 
 PTXAS = """#!/bin/sh
 case "$*" in *--version*) echo "Cuda compilation tools, release 13.0, V13.0.88"; exit 0;; esac
@@ -162,7 +164,8 @@ def test_a_compilation_that_fails_outside_the_script_names_the_fix(tmp_path, wha
         "no triton": ({"PYTHONPATH": str(tmp_path / "shadow")}, "found no Triton"),
     }[what]
     own = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "i"), "TRITON_CACHE_DIR": str(tmp_path / "t")}
-    done = trained(tmp_path, "blocks", **(own | broken))
+    own |= {"TORCHINDUCTOR_COMPILE_THREADS": "1"} | broken
+    done = emulate("--gpu", "a40", "--json", "--", "python", script(tmp_path, ONE_KERNEL), **own)
     assert done.returncode == 1
     assert said in str(done.account["notices"])
 

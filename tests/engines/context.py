@@ -4,7 +4,7 @@ The largest differences of the loss, of each gradient, and of the losses and the
 where two or four share samples, by Ulysses, by rings (`ring`) and by rings of two (`rings`), plain and compiled, or of
 one family by each engine and setting where two and two do. Of families that are named, three steps where all four share
 samples, by Ulysses and those of RINGS by a ring of two, and of settings those that are not compiled. Of two processes
-those that are: each process compiles for itself.
+those that are, three steps too: each process compiles for itself.
 
 torchrun --nproc-per-node 4 tests/engines/context.py [FAMILY …]
 torchrun --nproc-per-node 2 tests/engines/context.py
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 from collections.abc import Iterable
 
@@ -30,12 +31,12 @@ from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.strategy import LoraSpec, ModelSpec, OptimizerSpec, Strategy
 from bigdit.train.step import train_step
 
-STEPS = 3 if sys.argv[1:] else 10
+STEPS = 3 if sys.argv[1:] or os.environ["WORLD_SIZE"] == "2" else 10
 RINGS = ("qwen-image", "hunyuan-1.5")
 """Both have masks: of texts that are split, and of texts that are whole."""
 SAMPLES, TEXT = 4, (8, 8)
 UNEVEN = 7
-"""Tokens of a text that is not split: no degree divides it."""
+"""Tokens of a text that is not split: no degree divides it. Of other texts and images beside it there are as many."""
 HEADS = {"num_attention_heads": 4, "attention_head_dim": 12}
 PACKED = HEADS | {"in_channels": 16, "num_layers": 2, "joint_attention_dim": 8}
 WAN = HEADS | {"in_channels": 4, "out_channels": 4, "text_dim": 8, "freq_dim": 16, "ffn_dim": 32, "num_layers": 2}
@@ -142,12 +143,13 @@ def batches(name: str, step: int, chosen: Strategy, world: World, extras: dict[s
     lengths = torch.tensor([text[0], 3, 5, 6])
     latents, embeds = draw(SAMPLES, *TINY[name][2]), draw(SAMPLES, *text)
     mask = (torch.arange(text[0]) < lengths[:, None]).float()
-    more = {
-        key: (torch.arange(each.shape[0]) < lengths[:, None]).float()
-        if each.fill and len(each.shape) == 1
-        else draw(SAMPLES, *each.sample_shape(TINY[name][2]))
-        for key, each in extras.items()
-    }
+    more = {}
+    for key, each in extras.items():
+        shape = each.sample_shape(TINY[name][2])
+        if each.fill and len(shape) == 1:
+            more[key] = (torch.arange(min(*shape, UNEVEN)) < lengths[:, None]).float()
+        else:
+            more[key] = draw(SAMPLES, *((min(shape[0], UNEVEN), shape[1]) if len(shape) == 2 else shape))
     more |= {"class_label": torch.arange(SAMPLES)} if name == "dit" else {}
     world = world.of_samples(chosen.cp)
     size, found = chosen.micro_batch_size, []

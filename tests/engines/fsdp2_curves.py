@@ -24,6 +24,8 @@ from bigdit.train.step import train_step
 STEPS, SAMPLES = 4, 4
 ZERO2 = {"zero_optimization": {"stage": 2}}
 FP8 = {"precision": "bf16", "float8": "tensorwise"}
+ONE_BLOCK = SANA.model_copy(update={"kwargs": SANA.kwargs | {"num_layers": 1}})
+"""To be compiled: a second block's graph would take each process as long again."""
 FLUX = DEEP_FLUX.model_copy(update={"kwargs": DEEP_FLUX.kwargs | {"num_layers": 0, "num_single_layers": 2}})
 
 
@@ -102,10 +104,13 @@ def main() -> None:
         "single": alone(SANA, strategy(1)),
         "fsdp2": curve(SANA, strategy(2), world),
         "in_backward": curve(SANA, strategy(2, optimizer_in_backward=True), world),
-        "compiled": curve(SANA, strategy(2, compile_blocks=True, checkpointed_blocks=1), world),
+        "one block": curve(ONE_BLOCK, strategy(2), world),
+        "compiled": curve(ONE_BLOCK, strategy(2, compile_blocks=True, checkpointed_blocks=1), world),
         "segments": curve(SANA, strategy(2, checkpointed_segments=SegmentSpec(blocks=2)), world),
         "offload": curve(SANA, strategy(2, cpu_offload=True), world),
-        "zero2 compiled": curve(SANA, strategy(2, engine="deepspeed", ds_config=ZERO2, compile_blocks=True), world),
+        "zero2 compiled": curve(
+            ONE_BLOCK, strategy(2, engine="deepspeed", ds_config=ZERO2, compile_blocks=True), world
+        ),
         "single fp8": alone(SANA, strategy(1, **FP8)),
         "fsdp2 fp8": curve(SANA, strategy(2, **FP8), world),
         "fsdp2 fp8 offload": curve(SANA, strategy(2, cpu_offload=True, offload_activations=True, **FP8), world),

@@ -25,7 +25,7 @@ from bigdit.objective_spec import FlowMatchingSpec
 from bigdit.strategy import LoraSpec, OptimizerName, OptimizerSpec
 from bigdit.train.step import train_step
 
-RATES: dict[OptimizerName, float] = {"adamw": 1e-3, "prodigy": 1.0, "adamw_schedulefree": 1e-3, "muon": 1e-3}
+RATES: dict[OptimizerName, float] = {"prodigy": 1.0, "adamw_schedulefree": 1e-3, "muon": 1e-3}
 STEPS = 3
 ADAPTERS = {"lora": LoraSpec(rank=3), "precision": "bf16"}
 """Of four processes the last has no rows of an adapter of rank 3."""

@@ -116,8 +116,8 @@ def curves():
         ("in_backward", "fsdp2", 0.0),
         ("segments", "fsdp2", 0.0),
         ("offload", "fsdp2", 0.0),
-        ("compiled", "fsdp2", TOLERANCE["fp32"]),
-        ("zero2 compiled", "fsdp2", TOLERANCE["fp32"]),
+        ("compiled", "one block", TOLERANCE["fp32"]),
+        ("zero2 compiled", "one block", TOLERANCE["fp32"]),
         # As bf16, with three bits more.
         ("fsdp2 fp16", "single fp16", TOLERANCE["bf16"] / 8),
         # A scale is of a process's own activations, and weights are cast from fp32 in place of bf16.

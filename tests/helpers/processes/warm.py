@@ -49,7 +49,7 @@ READ_AT_IMPORT = ("HF_", "LD_", "OMP_", "MKL_", "BIGDIT_EMULATED_")
 """How variables begin that are read when libraries are imported, and not again."""
 LIBRARIES_OF_GPUS = "BIGDIT_EMULATED_CACHE"
 """Of those, the folder of what is loaded, however it is called."""
-READ_LATER = ("BIGDIT_EMULATED_GPU", "BIGDIT_EMULATED_PEERS", "HF_HUB_OFFLINE")
+READ_LATER = ("BIGDIT_EMULATED_GPU", "BIGDIT_EMULATED_PEERS", "BIGDIT_EMULATED_VALUES", "HF_HUB_OFFLINE")
 """Of those, what the emulated GPU's libraries read when they are first called, and what a clone reads again."""
 SET_BY_BIGDIT = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 """Of those, what bigdit/libraries.py sets where nobody has: a seed is told there, and its process may be told later."""
@@ -106,28 +106,24 @@ class Seed:
 
 FORK_SERVER = "from multiprocessing.forkserver import main"
 Executed, _executed_spawn = subprocess.Popen, multiprocessing.util.spawnv_passfds  # their places are taken
-_seeds: dict[tuple[Path, str], Seed] = {}
-"""By the folder of their interpreter, and whether a GPU computes values. A clone has one of its own kind alone, and
-starts others by exec."""
+_seeds: dict[Path, Seed] = {}
+"""By the folder of their interpreter."""
 _OWN = (Path(sys.prefix) / "bin").resolve()
 _is_a_seed = __name__ == "__main__"
-
-
-def _kind(folder: Path, environment: Mapping[str, str]) -> tuple[Path, str]:
-    return folder, environment.get("BIGDIT_EMULATED_VALUES", "1")
 
 
 def _seed_for(folder: Path, environment: Mapping[str, str]) -> Seed | None:
     """The seed whose clone such a process would be. It starts when it is first asked, and ends with this process."""
     on_gpu = "BIGDIT_EMULATED_GPU" in environment
     home = _OWN.parents[1] / ".venv-cuda/bin" if on_gpu else _OWN
-    kind, observed = _kind(folder, environment), "BIGDIT_EMULATED_OUT" in environment
-    if folder == home and kind not in _seeds and not observed and not _is_a_seed:
+    observed = "BIGDIT_EMULATED_OUT" in environment
+    if folder == home and folder not in _seeds and not observed and not _is_a_seed:
         own = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
         own.pop("PYTHONSAFEPATH", None)  # it imports what lies beside it; its clones are told each
         if on_gpu:
             gpus = ("BIGDIT_EMULATED_", "DS_ACCELERATOR", "PYTHONPATH")
             own |= {name: value for name, value in environment.items() if name.startswith(gpus)}
+            own["BIGDIT_EMULATED_VALUES"] = "1"  # a clone may leave them
         ours, theirs = socket.socketpair()
         process = Executed(
             [folder / "python", "-W", "ignore", __file__, str(theirs.fileno())],
@@ -138,8 +134,8 @@ def _seed_for(folder: Path, environment: Mapping[str, str]) -> Seed | None:
             stderr=subprocess.DEVNULL,  # libraries' remarks on being imported
         )
         theirs.close()
-        _seeds[kind] = Seed(ours, own, process)
-    seed = _seeds.get(kind)
+        _seeds[folder] = Seed(ours, own, process)
+    seed = _seeds.get(folder)
     return seed if seed is not None and seed.suits(environment) else None
 
 
@@ -180,7 +176,7 @@ class Popen(Executed):
         try:
             self.pid = seed.clone(asked, [*standard, *pass_fds])
         except BaseException:  # a test's own time was over: the answer would be taken for the next one's
-            del _seeds[_kind(program.folder, environment)]
+            del _seeds[program.folder]
             raise
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
@@ -311,7 +307,7 @@ def _grow(asked_by: socket.socket) -> dict[str, Any]:
     theirs.close()
     global _is_a_seed
     _is_a_seed = False
-    _seeds[_kind(Path(sys.executable).parent.resolve(), os.environ)] = Seed(ours, os.environ)
+    _seeds[Path(sys.executable).parent.resolve()] = Seed(ours, os.environ)
     try:
         os.write(ready, b"placed")
     except BrokenPipeError:  # who asked has been ended meanwhile
@@ -337,6 +333,8 @@ def _take_place(asked: dict[str, Any], files: Sequence[int]) -> None:
     os.environ.update(set_by_imports | asked["environment"])
     constants.HF_HUB_OFFLINE = os.environ.get("HF_HUB_OFFLINE", "").upper() in constants.ENV_VARS_TRUE_VALUES
     tempfile.tempdir = None  # asked for TMPDIR once, when an import wants it
+    if os.environ.get("BIGDIT_EMULATED_VALUES") == "0":
+        importlib.import_module("bigdit_emulated.values").leave()
     os.chdir(asked["folder"])
     linux.show(asked["words"], asked["environment"])
 
