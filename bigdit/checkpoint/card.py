@@ -34,7 +34,7 @@ def card(checkpoint: Checkpoint) -> str:
     run, base = state["run"], at(state["run"], ("model", "init_from"))
     published = _published(spec.name, Path(base)) if base else ()
     licence = _licence(Path(base)) if base else {}
-    front: dict[str, Any] = {"library_name": "diffusers", "tags": _tags(spec, strategy)}
+    front: dict[str, Any] = {"library_name": "diffusers", "tags": _tags(spec, strategy, run)}
     if len(published) == 1:
         front["base_model"] = published[0]
     front |= licence
@@ -55,9 +55,12 @@ def card(checkpoint: Checkpoint) -> str:
     )
 
 
-def _tags(spec: ModelSpec, strategy: Strategy) -> list[str]:
+def _tags(spec: ModelSpec, strategy: Strategy, run: Mapping[str, Any]) -> list[str]:
     family = FAMILIES[spec.class_name]
-    kind = "text-to-video" if family.video else "unconditional-image-generation" if family.classes else "text-to-image"
+    edits = strategy.controlnet is None and (at(run, ("data", "references")) or at(run, ("data", "fill")))
+    given = "image" if edits or at(run, ("encoders", "first_frame")) else "text"
+    kind = f"{given}-to-{'video' if family.video else 'image'}"
+    kind = "unconditional-image-generation" if family.classes else kind
     return ["bigdit", *(["lora"] if strategy.lora else ["controlnet"] if strategy.controlnet else []), kind]
 
 

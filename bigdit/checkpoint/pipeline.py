@@ -72,6 +72,8 @@ def pipeline_of(checkpoint: Checkpoint) -> Pipeline | str:
         return f"load them over {base}, by {loader}"
     if partial(objective_of(spec, run.objective)) is not None:
         return f"{base} has two experts; put transformer/ in the place of the one that it goes on from"
+    if run.encoders.text is not None and run.encoders.text.files:
+        return f"encoders.text.files are not in {base}; put the transformer in the place of its own"
     wanted = [name for name, entry in index.items() if _is_part(entry) and name not in (_TRANSFORMER, _SCHEDULER)]
     parts = {name: base / name for name in wanted}
     if isinstance(run.encoders.image, VaeCodec) and _VAE in parts:

@@ -217,6 +217,11 @@ def _check_text(run: RunConfig, model: ModelSpec) -> list[str]:
             "encoders.text needs one of pipeline (a diffusers pipeline's folder), path (a T5's folder) and config "
             "(random weights)"
         ]
+    if text.files and text.pipeline is None:
+        return [
+            "encoders.text.files is set, and encoders.text.pipeline is missing; set it to a folder with tokenizers and "
+            "configurations"
+        ]
     dim, wanted = (text.config or {}).get("d_model"), model.kwargs.get("caption_channels")
     wanted = wanted[0] if isinstance(wanted, list) and wanted else wanted  # of HiDream T5's, and Llama's
     if dim is not None and wanted is not None and dim != wanted:

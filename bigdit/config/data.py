@@ -389,6 +389,9 @@ class TextEncoderConfig(Section):
 
     pipeline: Path | None = None
     """The folder of a diffusers pipeline. Its text encoders and tokenizers encode as in the pipeline."""
+    files: dict[str, Path] = {}
+    """Text encoders of `pipeline` whose weights are one file each, as ComfyUI has them, by the names of their folders:
+    `{text_encoder: clip_l.safetensors}`. The folders hold their `config.json`."""
     class_name: Literal["T5EncoderModel"] = "T5EncoderModel"
     """The class of what `path` or `config` describe."""
     path: Path | None = None
@@ -403,6 +406,10 @@ class TextEncoderConfig(Section):
     """The dtype of the encoders."""
     stored: Literal["bf16", "fp8"] = "bf16"
     """The dtype of stored hidden states. fp8 (e4m3, a scale per token) halves the bytes, with an error of 2.6 %."""
+
+    def weights_of(self, name: str) -> Path:
+        """The weights of a text encoder of `pipeline`: its folder, or one file."""
+        return self.files.get(name) or (self.pipeline or Path()) / name
 
     @property
     def tokens_asked(self) -> int | None:

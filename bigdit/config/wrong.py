@@ -156,6 +156,7 @@ _NAMES: dict[Meant, str] = {
     Meant("strategy.lora.alpha"): "network_alpha lora_alpha linear_alpha alpha",
     Meant("strategy.lora.targets", "names of linear layers"): "lora_target_modules target_modules lora_layers",
     Meant("strategy.lora.dora", "true"): "use_dora lora_decompose",
+    Meant("encoders.text.files", "{text_encoder: FILE} beside encoders.text.pipeline"): "clip_l clip_g t5xxl",
     Meant("strategy.lora.text_encoders", "true"): "train_text_encoder train_te",
     Meant("strategy.lora.text_encoder_lr"): "text_encoder_lr te_lr te_learning_rate",
     Meant("strategy.lora.kind", "lora, lokr or loha"): "lora_type lycoris_algo algo adapter_type",

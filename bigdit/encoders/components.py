@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -20,6 +20,7 @@ import transformers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
+from bigdit.config.data import TextEncoderConfig
 from bigdit.documents import read_json
 from bigdit.encoders.folder import check_files, load_from, read_config, weights_sample
 from bigdit.encoders.recipes import RECIPES
@@ -27,6 +28,7 @@ from bigdit.errors import UserError, nearest
 from bigdit.store.tensors import config_digest, lines_digest, weights_digest
 
 KEY = "encoders.text.pipeline"
+_FILES = "encoders.text.files"
 _INDEX = "model_index.json"
 _TEXT = re.compile(r"(text_encoder|tokenizer)(_\d)?")
 CLASSES = (
@@ -64,8 +66,11 @@ class _Absent:
         return False
 
 
-def load_text_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """The pipeline in `folder`, with only its text encoders and tokenizers, in eval mode on `device`.
+def load_text_pipeline(
+    folder: Path, dtype: torch.dtype, device: torch.device, files: Mapping[str, Path] = MappingProxyType({})
+) -> Any:
+    """The pipeline in `folder`, with only its text encoders and tokenizers, in eval mode on `device`. `files`: weights
+    of text encoders that are not in the folder, by name.
 
     Weights are read from safetensors only, and classes from transformers only. Raises UserError if one is missing or
     incomplete, or the pipeline is not in RECIPES.
@@ -76,7 +81,12 @@ def load_text_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -
         raise UserError(f"{KEY}: {folder} holds a {class_name}, which is not supported; {nearest(class_name, RECIPES)}")
     pipeline = getattr(diffusers, class_name)
     there = {name: entry for name, entry in index.items() if _is_text(name) and isinstance(entry, list) and any(entry)}
-    loaded = {name: load_part(KEY, folder, name, entry, dtype, device) for name, entry in there.items()}
+    encoders = [name for name in there if not name.startswith("tokenizer")]
+    if unknown := [name for name in files if name not in encoders]:
+        raise UserError(f"{_FILES} has {unknown[0]}, which {folder} has not; {nearest(unknown[0], encoders)}")
+    loaded = {
+        name: load_part(KEY, folder, name, entry, dtype, device, files.get(name)) for name, entry in there.items()
+    }
     parameters = inspect.signature(pipeline.__init__).parameters
     _check_all(folder, class_name, [name for name in parameters if _is_text(name)], loaded)
     absent: dict[str, Any] = {
@@ -91,7 +101,7 @@ def load_text_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -
         raise UserError(f"{KEY}: no {class_name} can be built from {folder}: {' '.join(str(error).split())}") from None
 
 
-def describe(folder: Path, pipeline: Any, dtype: str) -> dict[str, Any]:
+def describe(config: TextEncoderConfig, folder: Path, pipeline: Any) -> dict[str, Any]:
     """Class and digests of each text encoder and tokenizer. All weights are read."""
     described: dict[str, Any] = {}
     for name, part in sorted(pipeline.components.items()):
@@ -102,7 +112,7 @@ def describe(folder: Path, pipeline: Any, dtype: str) -> dict[str, Any]:
             digests = {
                 "config": config_digest(saved),
                 "weights": weights_digest(part.state_dict()),
-                "weights_sample": weights_sample(folder / name, dtype),
+                "weights_sample": weights_sample(config.weights_of(name), config.dtype),
             }
         else:
             part = part.tokenizer if isinstance(part, ProcessorTokenizer) else part
@@ -121,7 +131,7 @@ def read_index(setting: str, folder: Path) -> dict[str, Any]:
         if folder.is_file():
             raise UserError(
                 f"{setting}: {folder} is one file, without tokenizer and configuration; give the folder of a diffusers "
-                "pipeline, with the file as model.safetensors in that of its text encoder"
+                f"pipeline, and the file as {_FILES}, such as {{text_encoder: {folder.name}}}"
             ) from None
         raise UserError(
             f"{setting}: {folder / _INDEX} cannot be read ({error.strerror}); expected the folder of a diffusers "
@@ -147,8 +157,17 @@ def _check_all(folder: Path, class_name: str, wanted: Sequence[str], loaded: Map
         )
 
 
-def load_part(setting: str, folder: Path, name: str, entry: list[str], dtype: torch.dtype, device: torch.device) -> Any:
-    """Load one part, of the class in the index, if it is allowed. Raises UserError, which names `setting`."""
+def load_part(
+    setting: str,
+    folder: Path,
+    name: str,
+    entry: list[str],
+    dtype: torch.dtype,
+    device: torch.device,
+    file: Path | None = None,
+) -> Any:
+    """Load one part, of the class in the index, if it is allowed; its weights from `file`, if that is given. Raises
+    UserError, which names `setting`."""
     library, class_name = entry if list(map(type, entry)) == [str, str] else ("", str(entry)[:60])
     key, place = f"{setting}: {name}", folder / name
     found = _class_of(library, class_name, place)
@@ -162,7 +181,11 @@ def load_part(setting: str, folder: Path, name: str, entry: list[str], dtype: to
         return load_from(found, key, place)  # a tokenizer or an image processor
     read_config(key, place)
     config = {"config": _inner_config(setting, place)} if found is T5GemmaEncoder else {}
-    model = load_from(found, key, place, dtype=dtype, **config)
+    if file is None:
+        model = load_from(found, key, place, dtype=dtype, **config)
+    else:
+        config.setdefault("config", load_from(found.config_class, key, place))
+        model = load_from(found, f"{_FILES}.{name}", file, dtype=dtype, **config)
     config = model.config.get_text_config()
     if hasattr(config, "use_cache"):
         config.use_cache = False  # keys and values are not used again

@@ -48,7 +48,7 @@ class EditTextEncoder:
             )
         self._config, self._folder, self._references = config, config.pipeline, references
         self._device, self._size = torch.device(device), BatchSize(1)
-        self._pipeline = load_text_pipeline(config.pipeline, DTYPES[config.dtype], self._device)
+        self._pipeline = load_text_pipeline(config.pipeline, DTYPES[config.dtype], self._device, config.files)
         place = config.pipeline / "processor"
         check_files(f"{KEY}: processor", place)
         seeing: Qwen2VLImageProcessorPil = load_from(Qwen2VLImageProcessorPil, f"{KEY}: processor", place)
@@ -71,7 +71,7 @@ class EditTextEncoder:
         """Everything that changes the texts, with digests of the weights."""
         return {
             "class_name": type(self._pipeline).__name__,
-            "components": describe(self._folder, self._pipeline, self._config.dtype),
+            "components": describe(self._config, self._folder, self._pipeline),
             "processor": config_digest(self._processor.described()),
             "dtype": self._config.dtype,
             "stored": self._config.stored,

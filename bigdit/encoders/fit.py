@@ -249,8 +249,9 @@ def run_misfits(run: RunConfig, schema: StoreSchema) -> list[str]:
         seen = {"dtype": first.dtype} | _saved(first.pipeline / IMAGE_ENCODER, first.dtype)
         sections.append(("encoders.first_frame", seen, schema.first_frame or {}))
     if text is not None and text.pipeline is not None:
+        folder, of = text.pipeline, text.weights_of
         sections += [
-            (f"encoders.text.pipeline, in {name},", _saved(text.pipeline / name, text.dtype), found)
+            (f"encoders.text.pipeline, in {name},", _saved(of(name), text.dtype, folder / name), found)
             for name, found in schema.text_encoder.get("components", {}).items()
         ]
     problems = [

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 
 from bigdit.catalog.families import too_large
 from bigdit.documents import indexed_files, read_json, weight_files
 from bigdit.encoders.host_bytes import WEIGHTS
 from bigdit.errors import UserError
 from bigdit.files import check_regular, leads_out, lfs_pointer
-from bigdit.models import not_safetensors, read_single_file
+from bigdit.models.build import SCALES, dequantised, not_safetensors, read_single_file
 from bigdit.store.tensors import weights_digest
 from bigdit.units import how_many
 
@@ -68,7 +69,8 @@ def check_files(key: str, folder: Path) -> None:
 
 
 def load_from(kind: Any, key: str, folder: Path, **arguments: Any) -> Any:
-    """A model or tokenizer of the class `kind`, by from_pretrained, from safetensors only: a pickle can run code.
+    """A model or tokenizer of the class `kind`, by from_pretrained, from safetensors only: a pickle can run code. The
+    folder may be a file with the weights of a model, whose `config` is then given.
 
     Raises UserError if it cannot be loaded, or weights are missing or have another shape: libraries would initialise
     them at random.
@@ -77,17 +79,29 @@ def load_from(kind: Any, key: str, folder: Path, **arguments: Any) -> Any:
         if not issubclass(kind, torch.nn.Module):
             tokenizer = kind  # or an image processor; neither has weights
             return tokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if folder.is_dir():
+            arguments["variant"] = weight_files(folder, *WEIGHTS)[1]
+        elif problem := not_safetensors(folder):
+            raise UserError(problem)
+        else:
+            arguments["state_dict"] = dequantised(load_file(folder), arguments["dtype"])
         model, info = kind.from_pretrained(
-            folder,
+            folder if folder.is_dir() else None,
             local_files_only=True,
             use_safetensors=True,
-            variant=weight_files(folder, *WEIGHTS)[1],
             trust_remote_code=False,
             output_loading_info=True,
             **arguments,
         )
+    except UserError as error:
+        raise UserError(*(f"{key}: {folder}: {problem}" for problem in error.problems)) from None
     except Exception as error:  # for unexpected files, the libraries raise any class
         raise UserError(f"{key}: {folder} cannot be loaded: {' '.join(str(error).split())}") from None
+    if scales := sorted(name for name in info["unexpected_keys"] if name.endswith(SCALES)):
+        raise UserError(
+            f"{key}: {folder} has fp8 weights with scales, which its library leaves out, the first {scales[0]}; take "
+            "weights in 16 bits, or name the file as encoders.text.files"
+        )
     for problem in ("missing_keys", "mismatched_keys"):
         names = sorted(str(name) for name in info[problem])
         if names:

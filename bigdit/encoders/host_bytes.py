@@ -18,7 +18,7 @@ _SIZES = {"fp32": 4, "bf16": 2}
 
 
 def weights_bytes(folder: Path, dtype: str) -> int | None:
-    """Bytes of the weights in a folder after loading in a dtype; None if they cannot be read."""
+    """Bytes of the weights in a folder, or file, after loading in a dtype; None if they cannot be read."""
     sizes = []
     try:
         for file in weight_files(folder, *WEIGHTS)[0]:
@@ -87,5 +87,5 @@ def text_bytes(text: TextEncoderConfig) -> int | None:
         return None
     # Krea 2's `text_encoder_select_layers` are numbers. Encoders that are left out have null.
     names = [name for name, library in parts.items() if isinstance(library, str)]
-    sizes = [weights_bytes(text.pipeline / name, text.dtype) for name in names]
+    sizes = [weights_bytes(text.weights_of(name), text.dtype) for name in names]
     return None if None in sizes else sum(size or 0 for size in sizes) or None

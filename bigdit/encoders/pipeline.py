@@ -37,7 +37,7 @@ class PipelineTextEncoder:
         self._config, self._folder = config, config.pipeline
         self.trained = False
         self._device = torch.device(device)
-        self._pipeline = load_text_pipeline(config.pipeline, DTYPES[config.dtype], self._device)
+        self._pipeline = load_text_pipeline(config.pipeline, DTYPES[config.dtype], self._device, config.files)
         self._class_name = type(self._pipeline).__name__
         self._recipe = RECIPES[self._class_name]
         self._size = BatchSize(1 if self._recipe.alone else batch_size)
@@ -66,7 +66,7 @@ class PipelineTextEncoder:
         instruction = self._arguments.get("complex_human_instruction")
         return {
             "class_name": self._class_name,
-            "components": describe(self._folder, self._pipeline, self._config.dtype),
+            "components": describe(self._config, self._folder, self._pipeline),
             "dtype": self._config.dtype,
             "stored": self._config.stored,
             "max_tokens": self.max_tokens,

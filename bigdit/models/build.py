@@ -236,8 +236,8 @@ def fill(model: nn.Module, folder: Path, *, dtype: torch.dtype) -> tuple[int, in
 
 _PREFIXES = ("model.diffusion_model.", "diffusion_model.", "first_stage_model.", "vae.")
 """Of a transformer in a file, and of a VAE: others hold the text encoders that some files have too."""
-_SCALES = ("scale_weight", "weight_scale")
-_UNUSED = (*_SCALES, "scale_input", "input_scale", "scaled_fp8", "comfy_quant")
+SCALES = ("scale_weight", "weight_scale")
+_UNUSED = (*SCALES, "scale_input", "input_scale", "scaled_fp8", "comfy_quant")
 """What ComfyUI stores beside weights in fp8."""
 
 
@@ -275,7 +275,7 @@ def dequantised(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict
         if last in _UNUSED:
             continue
         scales = [
-            tensors[key] for key in (f"{parent}.{each}" for each in _SCALES) if last == "weight" and key in tensors
+            tensors[key] for key in (f"{parent}.{each}" for each in SCALES) if last == "weight" and key in tensors
         ]
         if scales and not tensor.is_floating_point():
             raise UserError(

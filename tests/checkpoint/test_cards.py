@@ -77,6 +77,12 @@ def test_the_licence_is_that_of_the_base(altered, tmp_path, text, known):
     assert "private" not in (tmp_path / "out/README.md").read_text()
 
 
+@pytest.mark.parametrize("given", [("data", "references"), ("data", "fill")])
+def test_a_model_of_edits_is_found_among_those_that_take_images(altered, given):
+    front, _, _ = altered({given: 1})
+    assert front["tags"] == ["bigdit", "image-to-image"]
+
+
 def test_a_base_of_the_hub_and_a_trigger_word_are_named(altered, trained):
     model = checkpoint.latest(trained)[0].state["model"] | {"name": "sana-1600m-1024"}
     source = {"path": "/home/someone/my dog|s", "caption_prefix": "sks dog, "}

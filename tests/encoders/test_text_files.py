@@ -1,0 +1,134 @@
+"""Text encoders whose weights are one file each, in the names and dtypes of ComfyUI's files."""
+
+import shutil
+
+import pytest
+import tiny_pipelines
+import tiny_sources
+import tiny_vaes
+import torch
+import yaml
+from commands import in_process
+from safetensors.torch import load_file, save_file
+
+from bigdit.config.data import TextEncoderConfig
+from bigdit.encoders.host_bytes import text_bytes
+from bigdit.encoders.load import load_text_encoder
+from bigdit.errors import UserError
+
+NAMES = {"text_encoder": "clip_l", "text_encoder_2": "clip_g", "text_encoder_3": "t5xxl_fp8_e4m3fn_scaled"}
+CAPTIONS = ["a cat", "", "two dogs and a red house"]
+
+
+def scaled(tensors):
+    """Matrices in fp8 with a scale beside each, as ComfyUI stores them."""
+    found = {"scaled_fp8": torch.zeros(2).to(torch.float8_e4m3fn), "spiece_model": torch.zeros(9, dtype=torch.uint8)}
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2 and "SelfAttention" in name and name.endswith(".weight"):
+            scale = tensor.abs().max() / 448
+            found[name] = (tensor / scale).to(torch.float8_e4m3fn)
+            found[name.removesuffix("weight") + "scale_weight"] = scale
+        else:
+            found[name] = tensor.half()
+    return found
+
+
+@pytest.fixture
+def pipeline(tmp_path):
+    """A folder with all weights, rounded as the files round them; one without; and the files."""
+    whole, bare = tmp_path / "whole", tmp_path / "bare"
+    whole.mkdir()
+    tiny_pipelines.save(whole, "StableDiffusion3Pipeline")
+    files = {}
+    for part, name in NAMES.items():
+        weights = whole / part / "model.safetensors"
+        tensors = load_file(weights)
+        stored = scaled(tensors) if "scaled" in name else {key: each.half() for key, each in tensors.items()}
+        files[part] = tmp_path / f"{name}.safetensors"
+        save_file(stored, files[part])
+        rounded = {}
+        for key in tensors:
+            scale = stored.get(key.removesuffix("weight") + "scale_weight", torch.ones(()))
+            rounded[key] = stored[key].float() * scale
+        save_file(rounded, weights, {"format": "pt"})
+    shutil.copytree(whole, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    return whole, bare, files
+
+
+def test_captions_are_encoded_by_the_weights_of_the_files(pipeline):
+    whole, bare, files = pipeline
+    config = TextEncoderConfig(pipeline=bare, files=files)
+    expected, found = (load_text_encoder(each) for each in (TextEncoderConfig(pipeline=whole), config))
+    for one, other in zip(expected.encode(CAPTIONS), found.encode(CAPTIONS), strict=True):
+        assert torch.equal(one.states, other.states)
+        assert torch.equal(one.pooled, other.pooled)
+    digests = [
+        {name: (each.get("weights"), each.get("vocabulary")) for name, each in encoder.identity["components"].items()}
+        for encoder in (expected, found)
+    ]
+    assert digests[0] == digests[1]
+    assert text_bytes(config) >= text_bytes(TextEncoderConfig(pipeline=whole))
+
+
+def test_a_store_holds_which_files_encoded_it(pipeline, tmp_path):
+    _, bare, files = pipeline
+    tiny_vaes.kl(shift_factor=0.0609).save_pretrained(tmp_path / "vae")
+    for number in range(2):
+        tiny_sources.save(tmp_path / "images" / f"{number}.png", f"a cat {number}", tiny_sources.gradient(16, 16))
+    text = {"pipeline": str(bare), "files": {part: str(file) for part, file in files.items()}}
+    config = {
+        "model": {"class_name": "SD3Transformer2DModel", "kwargs": tiny_pipelines.SD3},
+        "data": {"images": str(tmp_path / "images"), "features": str(tmp_path / "features"), "buckets": [[16, 16]]},
+        "encoders": {
+            "image": {"name": "vae", "class_name": "AutoencoderKL", "path": str(tmp_path / "vae")},
+            "text": text,
+        },
+        "train": {"steps": 1},
+        "output": str(tmp_path / "run"),
+    }
+    run = tmp_path / "run.yaml"
+    run.write_text(yaml.safe_dump(config))
+    assert in_process("extract", "--config", run).returncode == 0
+    assert in_process("train", "--config", run, "--dry-run").returncode == 0
+    save_file({key: each + 1 for key, each in load_file(files["text_encoder"]).items()}, files["text_encoder"])
+    found = in_process("train", "--config", run, "--dry-run")
+    assert found.returncode == 1
+    assert "encoders.text.pipeline, in text_encoder, has weights_sample" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("files", "why"),
+    [
+        ({"text_encoder_4": "clip_l"}, "encoders.text.files has text_encoder_4, which .* has not; did you mean"),
+        ({"tokenizer": "clip_l"}, "encoders.text.files has tokenizer, which .* has not"),
+        ({"text_encoder": "none"}, "files.text_encoder: .*none.safetensors: it is missing"),
+        (
+            {"text_encoder": "t5xxl_fp8_e4m3fn_scaled"},
+            "files.text_encoder: .*scaled.safetensors has 53 missing weights",
+        ),
+        ({"text_encoder": "open_clip"}, "files.text_encoder: .*open_clip.safetensors has 53 missing weights"),
+        ({"text_encoder": "wide"}, "files.text_encoder: .*wide.safetensors .*mismatch"),
+        ({"text_encoder": "pickle"}, "pickle.pt is a pickle, which may run any code; take the .safetensors of it"),
+        ({}, "text_encoder: .*bare/text_encoder cannot be loaded"),
+    ],
+)
+def test_a_file_that_is_no_such_encoder_is_named(pipeline, files, why):
+    _, bare, known = pipeline
+    here = bare.parent
+    save_file({"transformer.resblocks.0.ln_1.bias": torch.zeros(4)}, here / "open_clip.safetensors")
+    wide = load_file(known["text_encoder"])
+    save_file(wide | {"text_projection.weight": torch.zeros(5, 7)}, here / "wide.safetensors")
+    (here / "pickle.pt").write_bytes(b"\x80\x04")
+    named = {part: here / f"{name}{'.pt' if name == 'pickle' else '.safetensors'}" for part, name in files.items()}
+    with pytest.raises(UserError, match=why) as caught:
+        load_text_encoder(TextEncoderConfig(pipeline=bare, files=(known | named if files else {})))
+    assert "\n" not in str(caught.value)
+
+
+def test_scales_in_a_folder_are_not_left_out_in_silence(pipeline):
+    whole, _, files = pipeline
+    shutil.copy(files["text_encoder_3"], whole / "text_encoder_3/model.safetensors")
+    with pytest.raises(
+        UserError, match=r"text_encoder_3 has fp8 weights with scales, .* name the file as encoders.text"
+    ):
+        load_text_encoder(TextEncoderConfig(pipeline=whole))
