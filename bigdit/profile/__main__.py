@@ -43,12 +43,10 @@ def _alike(line: str) -> str:
     if request.part == "encoders":
         return request.part
     strategy = request.strategy
-    encoders = None if request.encoders is None else request.encoders.model_dump_json()
-    beside = strategy.lora or strategy.controlnet
-    added = None if beside is None else beside.model_dump_json()
+    encoders, added = request.encoders, strategy.lora or strategy.controlnet
     dtype = strategy.precision.removesuffix("_sr")  # rounds stochastically what has the same dtype
     compiled = "compiled" if strategy.compile_blocks else ""  # a branch imports nothing later, such as the compiler
-    return f"{request.model.model_dump_json()} {encoders} {added} {dtype} {compiled}"
+    return f"{request.model!r} {encoders!r} {added!r} {dtype} {compiled}"
 
 
 def _build(line: str) -> None:

@@ -38,6 +38,10 @@ def without_machine_code() -> None:
     codecache.CacheBase.get_system()  # and this all of Triton
     torch._inductor.config.profile_bandwidth = True  # it writes a kernel's bytes beside its source
     AsyncCompile.triton = lambda self, name, source, **device: _Kernel(source)  # type: ignore[method-assign]
+    importlib.import_module("torch._inductor.codegen.common").init_backend_registration()
+    # For lines of a debug log Dynamo parses all files that it traces, and it times guards: a tenth of an attempt.
+    vars(importlib.import_module("torch._dynamo.symbolic_convert"))["get_funcname"] = lambda file, line: None
+    vars(importlib.import_module("torch._dynamo.guards"))["profile_guard_manager"] = lambda root, values, times: 0.0
     # What Dynamo looks up at its first call, each fork would: a twelfth of an attempt. Backward here would end forks.
     torch.compile(torch.nn.Linear(1, 1), backend="eager")(torch.ones(1, 1))
     torch._dynamo.reset()

@@ -267,12 +267,8 @@ class EmulatedGpus:
 def _kind(request: StepRequest) -> str:
     """The same text for attempts that differ in sizes, or in settings without an effect on values (fp16 has one)."""
     settled = request.strategy.settled(micro_batch_size=1, grad_accum_steps=1, checkpointed_blocks=0)
-    alike = {
-        "optimizer": OptimizerSpec(),
-        "checkpointing": "full",
-        "blocks_to_swap": 0,
-        "precision": settled.precision.removesuffix("_sr"),
-    }
+    alike = {"optimizer": OptimizerSpec(), "checkpointing": "full", "blocks_to_swap": 0}
+    alike["precision"] = settled.precision.removesuffix("_sr")
     batch = request.batch.model_copy(update={"latents": (1, 1, 1)})
     return request.model_copy(update={"strategy": settled.model_copy(update=alike), "batch": batch}).model_dump_json()
 

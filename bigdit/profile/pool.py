@@ -79,7 +79,8 @@ class Pool:
         fork or the process dies. The next job finds a new one.
         """
         stderr = self._stderr_by[slot]
-        before, before_all = _size(stderr), _size(self._stderr)  # before it starts: it may be dead when it has
+        # Before it starts: it may be dead when it has.
+        before, before_all = (os.fstat(each.fileno()).st_size for each in (stderr, self._stderr))
         process, slots = self._running()
         own = slots[slot]
         try:
@@ -221,13 +222,9 @@ class _Slot:
         return line
 
 
-def _size(file: IO[bytes]) -> int:
-    return os.fstat(file.fileno()).st_size
-
-
 def _lines(file: IO[bytes], since: int) -> list[str]:
     """What was written from that byte on; where the process writes next stays as it is."""
-    return os.pread(file.fileno(), _size(file) - since, since).decode(errors="replace").splitlines()
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size - since, since).decode(errors="replace").splitlines()
 
 
 def environment(*, expandable_segments: bool) -> dict[str, str]:

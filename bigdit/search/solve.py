@@ -30,13 +30,13 @@ from bigdit.search.option import (
 )
 from bigdit.search.plan import Estimate, Rejected, Verdict, node_bytes
 from bigdit.search.planner import SAME_SPEED, Failure, Planner, as_fast_as, rate
-from bigdit.search.space import proposals
+from bigdit.search.space import COPIES, proposals
 from bigdit.speed.work import work_of
 from bigdit.strategy import LEAST_SWAPPED, Strategy
 from bigdit.units import GIB, LARGEST, gib
 
-OFFLOADED_BYTES = 12
-"""Bytes a parameter that AdamW takes at least: an fp32 master and two moments."""
+LEAST_BYTES = {"adamw": (12, 4), "adamw_8bit": (6, 0), "came": (8, 4)}
+"""Bytes a parameter that optimizers take at least, with fp32 masters and without: these and moments."""
 
 
 @dataclass(frozen=True)
@@ -127,14 +127,16 @@ def _seconds(planner: Planner, firsts: Sequence[Strategy], found: Sequence[Attem
     return seconds
 
 
-def hopeful(planner: Planner, group: Sequence[Option]) -> tuple[list[Option], list[Option]]:
+def hopeful(planner: Planner, group: Sequence[Option], later: Sequence[Option] = ()) -> tuple[list[Option], ...]:
     """Engines of the group whose state, with any of their optimizers, leaves anything of the GPU and of a machine's
-    memory; and those of which the GPU holds the state, and the machine does not. The others are rejected."""
+    memory; and those of which the GPU holds the state, and the machine does not. The others are rejected. An emulated
+    GPU that has nothing to do meanwhile begins with what comes `later`."""
     request, engines, short = planner.request, list[Option](), list[Option]()
     bases = [each for each in group if each.base is None]
     # Side by side, and cached from here on. A single GPU has one engine as a rule, of which all is explored.
     soon = [each for each in group if not each.strategy.blocks_to_swap] if request.cluster.gpus == 1 else bases
-    soon = [each for each in soon if _has_a_chance(planner, each)]
+    soon, then = ([each for each in some if _has_a_chance(planner, each)] for some in (soon, later))
+    soon += then[: planner.gpus.count - len(soon)] if 0 < len(soon) < planner.gpus.count else []
     with ThreadPoolExecutor(max(len(soon), 1)) as aside:
         [*aside.map(partial(_first, planner), soon)]
     for base in bases:
@@ -142,7 +144,7 @@ def hopeful(planner: Planner, group: Sequence[Option]) -> tuple[list[Option], li
         on_host: dict[str, int] = {}  # of those that the GPU holds
         for each in (each for each in group if base in (each, each.base)):
             if not _has_a_chance(planner, each):
-                on_host |= {each.title: _masters(planner, each)} if each.strategy.optimizer_in_cpu_memory else {}
+                on_host |= {each.title: _least(planner, each)} if each.strategy.optimizer_in_cpu_memory else {}
                 continue
             found = _first(planner, each)  # where it failed, exploring says why
             state = host_peak(found) if isinstance(found, Attempt) else 0
@@ -160,18 +162,20 @@ def hopeful(planner: Planner, group: Sequence[Option]) -> tuple[list[Option], li
     return engines, short
 
 
-def _masters(planner: Planner, option: Option) -> int:
-    """What AdamW takes at least of where it is, a machine's memory or a GPU, without an attempt; 0 of others."""
+def _least(planner: Planner, option: Option) -> int:
+    """What the optimizer takes at least of where it is, a machine's memory or a GPU, without an attempt; with the
+    weights and gradients of one process, which are there too. 0 where that is not known."""
     strategy, request = option.strategy, planner.request
-    if strategy.precision == "bf16_sr" or strategy.optimizer.name != "adamw" or strategy.frozen:
-        return 0
-    nbytes = round(OFFLOADED_BYTES * (request.model.params or 0) / strategy.world_size)
+    least = LEAST_BYTES.get(strategy.optimizer.name, (0, 0))[strategy.precision == "bf16_sr"]
+    if strategy.engine == "single" and not strategy.optimizer_in_backward:
+        least += 2 * COPIES["single"]
+    nbytes = 0 if strategy.frozen else round(least * (request.model.params or 0) / strategy.world_size)
     return node_bytes(nbytes, request.cluster, request.samples) if strategy.optimizer_in_cpu_memory else nbytes
 
 
 def _has_a_chance(planner: Planner, option: Option) -> bool:
     on_host, request = option.strategy.optimizer_in_cpu_memory, planner.request
-    return _masters(planner, option) <= (request.host_memory_bytes if on_host else request.gpu.usable_bytes)
+    return _least(planner, option) <= (request.host_memory_bytes if on_host else request.gpu.usable_bytes)
 
 
 def _reject(planner: Planner, title: str, on_host: Collection[int]) -> None:
@@ -289,7 +293,8 @@ def search(planner: Planner, ahead: Ahead) -> Estimate:
     for resort in sorted({each.last_resort for each in proposed}):
         group = [each for each in proposed if each.last_resort == resort]
         fewest = min(each.strategy.cp for each in group)
-        engines, short = hopeful(planner, [each for each in group if each.strategy.cp == fewest])
+        later = [each for each in proposed if each.last_resort > resort > 0 and each.base is None]
+        engines, short = hopeful(planner, [each for each in group if each.strategy.cp == fewest], later)
         short_of_host += short
         failed = explore_group(planner, group, engines)
         if planner.request.model.params is None and failed and not planner.options:  # a user's model takes no step

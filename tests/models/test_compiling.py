@@ -1,16 +1,19 @@
 """Compiled blocks learn as others do, share their graphs, and are planned so."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch._dynamo
 from commands import HELPERS, ROOT, run_ranks
 from gpus import A40
 from stepping import one_batch
-from tiny_models import DIT, SANA, SHAPE
+from tiny_models import DIT, SANA, SHAPE, WAN
 from torch._dynamo.utils import counters
 
 from bigdit import engines, models
 from bigdit.dist import World
+from bigdit.emulator.launch import compile_caches
 from bigdit.errors import UserError
 from bigdit.models.equip import CompiledGraphs, compile_blocks, compile_errors
 from bigdit.objective_spec import FlowMatchingSpec
@@ -92,6 +95,18 @@ def test_a_plan_runs_compiled_blocks(spec, shape, more):
     assert {each.phase: each.peak_bytes for each in ledger.phases} == {
         name: each.peak_bytes for name, each in other.phases.items()
     }
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_cache")
+def test_what_is_traced_of_attention_over_processes_is_kept():
+    """The kernels alone would be traced again by each attempt."""
+    strategy = Strategy(engine="fsdp2", world_size=2, cp=2, micro_batch_size=2, compile_blocks=True)
+    shape, kept = BatchShape(latents=(4, 2, 8, 8), text=(6, 12)), Path(compile_caches()["TORCHINDUCTOR_CACHE_DIR"])
+    before = {*kept.glob("aotautograd/*")}
+    with EmulatedGpus(A40, 1) as gpus:
+        gpus.attempt(StepRequest(model=WAN, batch=shape, strategy=strategy))
+    assert {*kept.glob("aotautograd/*")} > before
 
 
 def kernels(attempt):

@@ -20,6 +20,7 @@ from bigdit.search.calibration import Calibration
 from bigdit.search.option import Option
 from bigdit.search.plan import Constraints, ResolvedRequest, node_bytes
 from bigdit.search.planner import Planner
+from bigdit.search.resolve import resolve_request
 from bigdit.search.solve import explore, hopeful
 from bigdit.search.space import proposals
 from bigdit.units import GIB, MIB, gib
@@ -173,6 +174,29 @@ def test_a_machine_that_is_only_assumed_is_a_line_and_no_verdict(engine: Literal
     assert {each.verdict for each in plan.ran} >= {"FITS"}
     (line,) = words.host(plan)
     assert line.startswith(f"CPU memory: {gib(plan.host.node_bytes)} needed per machine, more than the 1.00 GiB ")
+
+
+def test_a_state_that_is_more_than_the_gpu_for_sure_needs_no_attempt() -> None:
+    asked, ran = resolve_request("flux.1-dev", "h100", full=True), list[int]()
+    group = [each for each in proposals(asked)[0] if not each.last_resort]
+    assert {each.strategy.optimizer.name for each in group} == {"adamw", "adamw_8bit", "came"}
+    with EmulatedGpus(A40) as emulated:
+        emulated.done = ran.append
+        planner = Planner(asked, emulated, Calibration())
+        assert hopeful(planner, group) == ([], [])
+    assert (ran, [each.reason for each in planner.rejected]) == ([], ["its state alone takes more than the GPU has"])
+
+
+@pytest.mark.slow
+def test_a_gpu_that_has_nothing_to_do_begins_with_what_may_come_later() -> None:
+    one, other = (pinned(ONLY, engine=engine) for engine in ("fsdp2-offload", "single"))
+    first, later = (proposals(resolved(gpu=A40, constraints=each))[0] for each in (one, other))
+    ran = list[int]()
+    with EmulatedGpus(A40, 2) as emulated:
+        emulated.done = ran.append
+        planner = Planner(resolved(gpu=A40), emulated, Calibration())
+        assert hopeful(planner, first) == hopeful(planner, first, later) == (first, [])
+    assert len(ran) == 2 + 3  # the first one, and that again from the cache; the other beside them
 
 
 @pytest.mark.slow
