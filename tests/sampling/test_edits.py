@@ -209,7 +209,7 @@ def test_a_table_names_references_and_gives_the_same_latents(encoded, tmp_path):
     report = json.loads((tmp_path / "features/report.json").read_text())
     assert [each["reason"] for each in report["skipped"]] == [
         "column reference names no image (list.csv row 3)",
-        "reference: image none.png is missing; its path is relative to the table (list.csv row 4)",
+        "reference: image none.png is missing (list.csv row 4)",
     ]
     stores = [FeatureStore.open(each) for each in (folder / "features", tmp_path / "features")]
     places = torch.tensor([[0, 0], [0, 1]]).numpy()
