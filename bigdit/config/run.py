@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -182,6 +183,10 @@ class RunConfig(Section):
             raise ValueError("data.features is missing; name the folder that `bigdit extract` fills")
         if features == "online" and folder is not None:
             raise ValueError(f"data.features is {folder}, and strategy.features is online; leave data.features out")
+        sources = {os.path.normpath(each.path) for each in self.data.images}
+        for key, written in (("data.features", folder), ("output", self.output)):
+            if written is not None and os.path.normpath(written) in sources:
+                raise ValueError(f"{key} is {written}, which data.images names too; name a folder of its own")
         return self
 
 

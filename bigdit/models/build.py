@@ -182,6 +182,8 @@ def lacking(folder: Path) -> str | None:
         found, _ = weight_files(folder, _FILE)
     except (OSError, ValueError):
         return None  # loading it reports that
+    if gone := [each.name for each in found if not each.exists()]:
+        return f"its index names {how_many(len(found), 'file')}, and {', '.join(gone[:3])} is missing; fetch it again"
     others = (not_safetensors(each) for each in sorted(folder.iterdir()) if each.suffix.lower() in _NOT_WEIGHTS)
     return lfs_pointer(folder) if found else "; ".join([f"it has no {_FILE}", *filter(None, others)])
 

@@ -290,6 +290,9 @@ def test_a_key_that_is_missing_is_reported_by_what_it_is():
 
 def test_features_are_cached_somewhere_or_nowhere():
     assert problems(["data.features=null"]) == ["data.features is missing; name the folder that `bigdit extract` fills"]
+    for key in ("data.features", "output"):
+        line = f"{key} is pics, which data.images names too; name a folder of its own"
+        assert problems(["data.images=./pics/", f"{key}=pics"]) == [line]
     assert problems(["strategy.features=online"]) == [
         "data.features is demo/features, and strategy.features is online; leave data.features out"
     ]

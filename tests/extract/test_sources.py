@@ -53,7 +53,10 @@ def test_a_store_of_every_kind_of_source(sources, tmp_path):
         (7, f"{tmp_path}/tars/{{0..1}}.tar: 0.tar/c"),
     ]
     reasons = [item["reason"] for item in report["skipped"]]
-    assert reasons[:2] == ["caption 1.txt is missing", "image 9.png is missing (list.csv row 2)"]
+    assert reasons[:2] == [
+        "caption 1.txt is missing",
+        "image 9.png is missing; its path is relative to the table (list.csv row 2)",
+    ]
     assert reasons[2].startswith("damaged image: ")
     assert reasons[3] == "sample of 0 images among txt, not of one"
 

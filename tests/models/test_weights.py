@@ -128,3 +128,11 @@ def test_a_folder_that_cannot_be_read_is_one_line(tmp_path, spoiled):
     ) as printed:
         models.load(SPEC, tmp_path, dtype=torch.float32)
     assert "\n" not in str(printed.value)
+
+
+def test_a_shard_that_is_missing_is_named_before_anything_is_loaded(tmp_path):
+    models.build(SPEC, device="cpu", dtype=torch.float32, seed=0).save_pretrained(tmp_path, max_shard_size=8000)
+    *_, gone = sorted(tmp_path.glob("*.safetensors"))
+    gone.unlink()
+    with pytest.raises(UserError, match=rf": its index names \d+ files, and {gone.name} is missing; fetch it again$"):
+        models.check_folder(SPEC, tmp_path)

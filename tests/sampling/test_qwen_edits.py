@@ -191,7 +191,7 @@ def test_samples_of_two_references_are_what_the_pipeline_makes_of_both(encoded, 
     report = json.loads((tmp_path / "features/report.json").read_text())
     assert [each["reason"] for each in report["skipped"]] == [
         "column reference names 1 image, and data.references is 2 (list.jsonl row 2)",
-        "reference: image gone.png is missing (list.jsonl row 3)",
+        "reference: image gone.png is missing; its path is relative to the table (list.jsonl row 3)",
     ]
     store = FeatureStore.open(tmp_path / "features")
     batch = BatchReader(store, 1, 0.0, pinned=False).read(SHAPE, *torch.tensor([[0], [0]]).numpy(), [1])

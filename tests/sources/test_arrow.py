@@ -229,3 +229,11 @@ def test_paths_that_name_no_file_are_skipped(folder):
         "path loop.png: Too many levels of symbolic links (list.parquet row 4)",
         "column path names no image",
     ]
+
+
+def test_a_path_into_a_folder_that_is_not_there_is_one_bad_row(tmp_path):
+    cells = [{"bytes": None, "path": "gone/1.png"}, {"bytes": png(7), "path": None}]
+    pq.write_table(pa.table({"image": cells, "text": ["one", "two"]}), tmp_path / "a.parquet")
+    one, two = opened(str(tmp_path / "a.parquet")).items(0, 2)
+    assert reason(one) == "image 1.png is missing; its path is relative to the table"
+    assert value(two.load()) == 7
