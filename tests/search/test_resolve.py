@@ -239,7 +239,7 @@ def test_sizes_read_as_they_are_written(sizes):
         ),
         (
             {"model": "flux.1-dev", "lora": 4, "lora_text_encoders": True},
-            "--lora 4: no strategy has this: lora.text_encoders is true, and features is cached: the encoders run in "
+            "--lora 4: lora.text_encoders is true, and features is cached: the encoders run in "
             "no step; set it to online",
         ),
         ({"engine": "zero"}, "--engine is 'zero', which is unknown; did you mean zero3, zero2, zero1?"),
