@@ -124,8 +124,6 @@ def compile_blocks(
     # has convolutions, as Sana's, torch 2.13 lays all out as they like it: a mask too, which attention then refuses.
     options = {"shape_padding": False, "layout_optimization": False} if backend == "inductor" else None
     dynamo.config.recompile_limit = dynamo.config.accumulated_recompile_limit  # else 8: four buckets, and then none
-    if whole:  # else torch keeps the kernels alone of attention over processes, and traces twice as long again
-        torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     *_, last = blocks = family.blocks(model)
     for block in blocks:
         forward = types.MethodType(_apart(type(block).forward), block) if apart else block.forward

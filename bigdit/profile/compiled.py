@@ -37,6 +37,8 @@ def without_machine_code() -> None:
     codecache.torch_key()  # it reads all of Inductor: once, and not in each fork
     codecache.CacheBase.get_system()  # and this all of Triton
     torch._inductor.config.profile_bandwidth = True  # it writes a kernel's bytes beside its source
+    # Else each attempt traces attention over processes anew. Training does: by default torch does not trust that cache.
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     AsyncCompile.triton = lambda self, name, source, **device: _Kernel(source)  # type: ignore[method-assign]
     importlib.import_module("torch._inductor.codegen.common").init_backend_registration()
     # For lines of a debug log Dynamo parses all files that it traces, and it times guards: a tenth of an attempt.
