@@ -26,6 +26,8 @@ from bigdit.errors import UserError, refused
 from bigdit.files import WITHOUT_LOCKS
 from bigdit.train.processes.end import STARTS
 
+_SAID_AFTER_S = 10.0
+"""A process that waits longer for the others says so."""
 _ANSWERED_WITHIN_S = 5.0
 """Beyond the time in which torch's own waiting ends."""
 
@@ -76,7 +78,8 @@ def process_group(
             os.environ.setdefault("LOCAL_RANK", "0")
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         else:
-            _meet(backend, timeout, meeting)
+            with _saying(f"within {meeting:g} s (train.timeout)"):
+                _meet(backend, timeout, meeting)
         try:
             yield device
         finally:
@@ -97,6 +100,21 @@ def _groups_wait(timeout: timedelta) -> Iterator[None]:
         yield
     finally:
         c10d.default_pg_timeout, c10d.default_pg_nccl_timeout = before
+
+
+@contextmanager
+def _saying(limit: str) -> Iterator[None]:
+    """The first process of a machine logs that it waits, where meeting the others takes long."""
+    address, port, size = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"))
+    line = f"waiting until all {size} processes of the run come to {address}:{port}, {limit}"
+    said = threading.Timer(_SAID_AFTER_S, log.notice, [line])
+    said.daemon = True
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        said.start()
+    try:
+        yield
+    finally:
+        said.cancel()
 
 
 def _reach(address: tuple[str, int], seconds: float) -> None:

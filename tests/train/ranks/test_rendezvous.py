@@ -9,12 +9,13 @@ from commands import DIGITS, TINY, run_ranks, with_set
 
 from bigdit.train.processes.launch import free_port
 
-FSDP2 = ("strategy.engine=fsdp2", "strategy.ds_config=null", "strategy.world_size=2", "train.timeout=2")
+FSDP2 = ("strategy.engine=fsdp2", "strategy.ds_config=null", "strategy.world_size=2")
 
 
-def alone(rank, address, port, features, output):
+def alone(rank, address, port, features, output, timeout=2):
     """The only process that starts of two machines with one each."""
-    settings = with_set([*TINY, *FSDP2, f"data.features={features}", f"output={output}"])
+    more = (f"train.timeout={timeout}", f"data.features={features}", f"output={output}")
+    settings = with_set([*TINY, *FSDP2, *more])
     own = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
     done = run_ranks(
         1, "-m", "bigdit.train", "--config", DIGITS, *settings, MASTER_ADDR=address, MASTER_PORT=str(port), **own
@@ -23,6 +24,8 @@ def alone(rank, address, port, features, output):
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, done.stderr
     assert "frame #" not in done.stderr  # of torch's stack
+    waits = f"waiting until all 2 processes of the run come to {address}:{port}, within {timeout} s (train.timeout)\n"
+    assert (waits in done.stderr) == (timeout > 10)
     return errors[0]
 
 
@@ -41,8 +44,8 @@ def test_a_rendezvous_that_nobody_joins_is_a_line(features, tmp_path):
     began, stores = time.monotonic(), {0: features, 1: features, 2: tmp_path / "none"}
     with ThreadPoolExecutor(len(stores)) as aside:  # they wait at once
         *waiting, ended = [
-            aside.submit(alone, min(number, 1), "127.0.0.1", free_port(), store, tmp_path / str(number))
-            for number, store in stores.items()
+            aside.submit(alone, min(number, 1), "127.0.0.1", free_port(), store, tmp_path / str(number), timeout)
+            for (number, store), timeout in zip(stores.items(), (13, 14, 2), strict=True)
         ]
     assert all("did not all come to 127.0.0.1" in each.result() for each in waiting)
     assert "holds no latents" in ended.result()
