@@ -50,10 +50,11 @@ def run(
             _check_one_machine(stage.plan)
     check_paths(config, [stage.run for stage in stages])
     first = stages[0].run
+    host_bytes = max((stage.plan.expected.host_bytes for stage in stages if stage.plan is not None), default=0)
+    if not dry_run:
+        _check_host(host_bytes)
     prepared = prepare_stages(stages, starting=not dry_run)
     if not dry_run:
-        host_bytes = max((stage.plan.expected.host_bytes for stage in stages if stage.plan is not None), default=0)
-        _check_host(host_bytes)
         with leaving_a_page(first.output):
             return launch(first, config, overrides, host_bytes)
     for stage in stages:

@@ -29,7 +29,7 @@ class Meant(NamedTuple):
 _NAMES: dict[Meant, str] = {
     Meant("model.name", "of `bigdit models`; model.init_from is the folder of its weights", ("--model",)): (
         "pretrained_model_name_or_path model_name_or_path name_or_path base_model_name base_model model_name model_id "
-        "pretrained_model model_path checkpoint_path model_type model_family model_flavour"
+        "pretrained_model model_path checkpoint_path model_family model_flavour"
     ),
     Meant("data.images", "a folder, a file or a list of them"): (
         "data.image instance_data_dir instance_data_root train_data_dir data_dir data_root data_path dataset_path "

@@ -14,8 +14,8 @@ from running import until
 from bigdit.app import app
 from bigdit.cli import main
 from bigdit.commands import features
+from bigdit.config.check import SCHEMA
 from bigdit.store.schema import FILE
-from bigdit.train.prepare import SCHEMA
 
 COMMANDS = ("plan", "extract", "train", "sample", "bench", "models", "gpus", "doctor")
 
