@@ -214,8 +214,8 @@ def swapped(planner: Planner, group: Sequence[Option]) -> list[FailedOption]:
     quarters of all beyond these; with their bases that were not explored. Returns what could not be run."""
     failed, whole = list[FailedOption](), any(not each.lossless for each in _ranked(planner))
     for option in group:
-        waits_in_vain = whole and option.strategy.frozen and not option.lossless  # a quantised base fits the GPU
-        if option.base is None or not option.strategy.blocks_to_swap or waits_in_vain:
+        needless = whole and option.strategy.frozen and not option.lossless  # a quantised base fits the GPU
+        if option.base is None or not option.strategy.blocks_to_swap or needless:
             continue
         alone = option.base.strategy.model_copy(update={"ema": None})  # which is as large, whatever is swapped
         if option.base.title not in planner.options:
