@@ -91,19 +91,19 @@ class _Changes:
 
 
 def grow(
-    root: Path, found: StoreSchema, asked: StoreSchema, source: SourceList, *, by_content: bool
+    root: Path, found: StoreSchema, requested: StoreSchema, source: SourceList, *, by_content: bool
 ) -> tuple[StoreSchema, list[str]]:
     """Begin the growth of the store `found` by the changes of its sources, and write their listings.
 
-    Returns the new schema, and a message for each source that changed. `asked`: the schema of the run. With
+    Returns the new schema, and a message for each source that changed. `requested`: the schema of the run. With
     `by_content`, all files are read. Raises UserError if the run has other settings or sources, if a file or part
     cannot be read, and as begin_growth.
     """
-    _check_sources(root, found, asked)
+    _check_sources(root, found, requested)
     count, known, all_changes = found.count, len(found.current), list[_Changes]()
     added, gone, lines = list[dict[str, Any]](), list[Run](), list[str]()
     for number, inner in enumerate(source.sources[:known]):
-        changes = _changes(root, found, asked, number, inner, by_content)
+        changes = _changes(root, found, requested, number, inner, by_content)
         new = changes.new
         if new or changes.gone:
             lines.append(f"data.images[{number}] changed: {_summary(inner, changes)}; only changes are encoded")
@@ -116,9 +116,9 @@ def grow(
         all_changes.append(changes)
     for inner in source.sources[known:]:
         all_changes.append(_Changes(np.arange(count, count := count + len(inner))))
-    schema = found.model_copy(update={"sources": [*found.sources, *added, *asked.sources[known:]]})
-    if added or gone or asked.sources != schema.current:
-        schema = schema.model_copy(update={"changes": [*found.changes, Change(sources=asked.sources, gone=gone)]})
+    schema = found.model_copy(update={"sources": [*found.sources, *added, *requested.sources[known:]]})
+    if added or gone or requested.sources != schema.current:
+        schema = schema.model_copy(update={"changes": [*found.changes, Change(sources=requested.sources, gone=gone)]})
     schema = as_read(schema)
     begin_growth(root, found, schema)  # may refuse the extraction, so it comes before the listings
     for number, (inner, changes) in enumerate(zip(source.sources, all_changes, strict=True)):
@@ -208,26 +208,26 @@ def numbered(root: Path, schema: StoreSchema, source: SourceList) -> Items:
     return Numbered(source, places)
 
 
-def _check_sources(root: Path, found: StoreSchema, asked: StoreSchema) -> None:
+def _check_sources(root: Path, found: StoreSchema, requested: StoreSchema) -> None:
     """Raise UserError if the run has other settings or sources than the store, or fewer sources."""
-    check_same(root, found.asked(asked.sources), as_read(asked))
-    for there, here in zip(found.current, asked.sources, strict=False):
+    check_same(root, found.requested(requested.sources), as_read(requested))
+    for there, here in zip(found.current, requested.sources, strict=False):
         if there.keys() != here.keys() or any(there[key] != here[key] for key in there if key not in _FILES):
-            check_same(root, found.asked(), as_read(asked))
-    if len(found.current) > len(asked.sources):
-        check_same(root, found.asked(), as_read(asked))
+            check_same(root, found.requested(), as_read(requested))
+    if len(found.current) > len(requested.sources):
+        check_same(root, found.requested(), as_read(requested))
 
 
 _FILES = "count", "digest"  # the keys that change with the files of a source
 
 
 def _changes(
-    root: Path, found: StoreSchema, asked: StoreSchema, number: int, inner: Source, by_content: bool
+    root: Path, found: StoreSchema, requested: StoreSchema, number: int, inner: Source, by_content: bool
 ) -> _Changes:
     """What changed in one source since its listing. Raises UserError if only its settings changed."""
-    same, agrees = asked.sources[number] == found.current[number], _agrees(_listing(root, found, number), inner)
+    same, agrees = requested.sources[number] == found.current[number], _agrees(_listing(root, found, number), inner)
     if agrees and not same:
-        check_same(root, found.asked(), as_read(asked))
+        check_same(root, found.requested(), as_read(requested))
     live = _live(found, number)
     if agrees and not by_content and not found.changes:
         return _Changes(live, listed=True)

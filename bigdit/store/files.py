@@ -186,7 +186,7 @@ class RemoteParts:
         self.root = Path(tempfile.mkdtemp(prefix="bigdit-remote-"))
         weakref.finalize(self, shutil.rmtree, self.root, ignore_errors=True)
         self._limit = cache_bytes
-        self._held = 0
+        self.held_bytes = 0  # of parts in the cache
         self._files: OrderedDict[str, RemoteFile] = OrderedDict()  # least recently read first
         self._lock = threading.Lock()
         self.fetchers = ThreadPoolExecutor(_FETCHERS, "fetch")
@@ -249,19 +249,14 @@ class RemoteParts:
         """Count `nbytes` more of `file`, and drop the least recently read files."""
         with self._lock:
             self._files.move_to_end(file.name)
-            self._held += nbytes
+            self.held_bytes += nbytes
             oldest = [each for each in self._files.values() if each is not file]
         for each in oldest:
-            if self._held <= self._limit:
+            if self.held_bytes <= self._limit:
                 break
             freed = each.drop()
             with self._lock:
-                self._held -= freed
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of parts in the cache."""
-        return self._held
+                self.held_bytes -= freed
 
 
 class RemoteFile:

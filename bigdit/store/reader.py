@@ -13,7 +13,7 @@ import torch
 from bigdit.catalog.conditions import FILL
 from bigdit.catalog.families import REFERENCE
 from bigdit.errors import UserError
-from bigdit.store.files import READERS, File, ReaderName
+from bigdit.store.files import File, PreadFile
 from bigdit.store.header import Column, Header, check_part, damaged, read_header
 from bigdit.store.part import FRAME_COLUMNS, Shape, part_range, shape_name
 from bigdit.store.tensors import bytes_of, chained_digest, row_digest
@@ -57,9 +57,9 @@ class Part:
         self.header = replace(header, start=b"")  # many parts are open at once
 
     @classmethod
-    def open(cls, path: Path, reader: ReaderName = "pread", identity: str | None = None) -> Part:
+    def open(cls, path: Path, identity: str | None = None) -> Part:
         """Open the part at `path`. Raises UserError if it is damaged or has another `identity`."""
-        return cls(read_header(path), READERS[reader](path), identity)
+        return cls(read_header(path), PreadFile(path), identity)
 
     @property
     def latents_dtype(self) -> torch.dtype:

@@ -128,20 +128,11 @@ class Stopwatch:
 def shares_of(units: list[UnitSpeed]) -> Shares:
     """The shares of units' time."""
     total = sum(unit.seconds for unit in units) or 1.0
-
-    def share(name: str) -> float:
-        return round(min(sum(getattr(unit, name) for unit in units) / total, 1.0), 3)
-
-    cpu, gpu, queue = share("cpu_s"), share("gpu_s"), share("queue_s")
-    return Shares(
-        reading=share("reading_s"),
-        encoding=share("encoding_s"),
-        waiting=share("waiting_s"),
-        cpu=cpu,
-        gpu=gpu,
-        io=round(max(1 - cpu - gpu - queue, 0.0), 3),
-        queue=queue,
-    )
+    shares = {
+        name: round(min(sum(getattr(unit, f"{name}_s") for unit in units) / total, 1.0), 3)
+        for name in ("reading", "encoding", "waiting", "cpu", "gpu", "queue")
+    }
+    return Shares(io=round(max(1 - shares["cpu"] - shares["gpu"] - shares["queue"], 0.0), 3), **shares)
 
 
 def _queued_s() -> float:

@@ -164,7 +164,7 @@ class StoreSchema(Strict):
         first = itertools.count()
         return [source["of"] if "of" in source else next(first) for source in self.sources]
 
-    def asked(self, sources: list[dict[str, Any]] | None = None) -> StoreSchema:
+    def requested(self, sources: list[dict[str, Any]] | None = None) -> StoreSchema:
         """The schema that a run with this store asks for, with these `sources` (None: the current ones)."""
         return self.model_copy(update={"sources": self.current if sources is None else sources, "changes": []})
 
@@ -279,10 +279,10 @@ def as_read(schema: StoreSchema) -> StoreSchema:
     return StoreSchema.model_validate_json(schema.model_dump_json())
 
 
-def check_same(root: Path, found: StoreSchema | None, asked: StoreSchema) -> None:
-    """Raise UserError, which names the keys that differ, if the schema `found` at `root` is not the `asked` one."""
+def check_same(root: Path, found: StoreSchema | None, requested: StoreSchema) -> None:
+    """Raise UserError, which names the keys that differ, if the schema `found` at `root` is not the `requested` one."""
     there = found.model_dump(mode="json") if found else {}
-    if differences := _differences(there, asked.model_dump(mode="json")):
+    if differences := _differences(there, requested.model_dump(mode="json")):
         raise UserError(
             f"data.features: {root} was encoded with other settings: {'; '.join(differences)}; "
             f"choose another data.features, or delete this folder"
@@ -297,31 +297,31 @@ def _digest(value: Any) -> str:
     return lines_digest([json.dumps(value, sort_keys=True).encode()])
 
 
-def _differences(found: Any, asked: Any, name: str = "") -> list[str]:
+def _differences(found: Any, requested: Any, name: str = "") -> list[str]:
     """A message for each key that differs, with both values."""
-    if isinstance(found, dict) and isinstance(asked, dict):
-        keys = sorted(found.keys() | asked.keys())
+    if isinstance(found, dict) and isinstance(requested, dict):
+        keys = sorted(found.keys() | requested.keys())
         dotted = f"{name}." if name else ""
-        return [line for key in keys for line in _differences(found.get(key), asked.get(key), f"{dotted}{key}")]
-    if isinstance(found, list) and isinstance(asked, list) and name == "classes":
-        pairs = enumerate(itertools.zip_longest(found, asked))
+        return [line for key in keys for line in _differences(found.get(key), requested.get(key), f"{dotted}{key}")]
+    if isinstance(found, list) and isinstance(requested, list) and name == "classes":
+        pairs = enumerate(itertools.zip_longest(found, requested))
         first = ((at, here, there) for at, (here, there) in pairs if here != there)
         return [f"{name}[{at}] is {here!r} there and {there!r} in this run" for at, here, there in first][:1]
-    if isinstance(found, list) and isinstance(asked, list) and name == "sources":
-        return _other_sources(found, asked)
-    return [] if found == asked else [f"{name} is {found} there and {asked} in this run"]
+    if isinstance(found, list) and isinstance(requested, list) and name == "sources":
+        return _other_sources(found, requested)
+    return [] if found == requested else [f"{name} is {found} there and {requested} in this run"]
 
 
-def _other_sources(found: list[dict[str, Any]], asked: list[dict[str, Any]]) -> list[str]:
+def _other_sources(found: list[dict[str, Any]], requested: list[dict[str, Any]]) -> list[str]:
     """Messages on how the sources of a store differ from those of a run, without digests."""
-    if len(found) > len(asked):
-        return [f"it has {len(found)} sources, and data.images of this run has {len(asked)}"]
+    if len(found) > len(requested):
+        return [f"it has {len(found)} sources, and data.images of this run has {len(requested)}"]
     lines = []
-    for at, (there, here) in enumerate(zip(found, asked, strict=False)):
+    for at, (there, here) in enumerate(zip(found, requested, strict=False)):
         of = [f"{source.get('kind')} of {source['count']}" for source in (there, here)]
         if of[0] != of[1]:
             lines.append(f"data.images[{at}] was a {of[0]}, and is a {of[1]} in this run")
         elif there != here:
             lines.append(f"data.images[{at}] has other files now, or other settings")
-    extra = len(asked) - len(found)
+    extra = len(requested) - len(found)
     return [*lines, f"{extra} more in data.images"] if extra and not lines else lines

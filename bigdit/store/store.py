@@ -208,31 +208,18 @@ def indices_of(runs: Sequence[Run]) -> npt.NDArray[np.int64]:
     return np.unique(np.concatenate([NO_ROWS.rows, *(np.arange(start, end) for start, end, _ in runs)]))
 
 
-class BucketRows:
-    """The samples of one bucket in source order: position i is (part, row). Memory grows only with parts."""
-
-    def __init__(self, counts: npt.NDArray[np.int64]) -> None:
-        self._ends = np.cumsum(counts)
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __getitem__(self, position: int) -> tuple[int, int]:
-        if not 0 <= position < len(self):
-            raise IndexError(position)
-        part = int(np.searchsorted(self._ends, position, "right"))
-        return part, position - (int(self._ends[part - 1]) if part else 0)
-
-
 class FeatureStore:
-    """Latents, and text or classes, by bucket (C, H, W) and part. Open it with `FeatureStore.open`."""
+    """Latents, and text or classes, by bucket (C, H, W) and part. Open it with `FeatureStore.open`.
+
+    `buckets`: how many samples each has.
+    """
 
     def __init__(self, files: LocalParts | RemoteParts, schema: StoreSchema, index: Index) -> None:
         self.root = files.root
         self.schema = schema
         self.index = index
         self._files = files
-        self.buckets = {shape: BucketRows(index.counts[:, column]) for column, shape in enumerate(index.shapes)}
+        self.buckets = dict(zip(index.shapes, index.counts.sum(axis=0).tolist(), strict=True))
         self.part = functools.lru_cache(OPEN_PARTS)(self._open)
         self.gone = functools.cache(self._gone)
 
@@ -368,22 +355,6 @@ class FeatureStore:
     def _first(self) -> Part:
         """A part that has rows. All parts have the same encoders."""
         return self.part(int(np.argmax(self.index.counts.any(axis=1))))
-
-    def read(self, bucket: Shape, positions: Sequence[int]) -> tuple[torch.Tensor, list[Text], list[int]]:
-        """Latents [B, *bucket] or [B, 2, *bucket] as stored; texts of first captions in bf16, if any; indices.
-
-        Raises UserError, which names part and row, if bytes on disk are damaged.
-        """
-        places = [self.buckets[bucket][position] for position in positions]
-        latents, texts, indices = [], [], []
-        for number, row in places:
-            part = self.part(number)
-            index, sample = part.latents(bucket, row)
-            indices.append(index)
-            latents.append(sample)
-            if self.classes is None:
-                texts.append(part.text(part.choose_caption(bucket, row, 0.0)))
-        return torch.stack(latents), texts, indices
 
     def name_of(self, bucket: Shape, number: int, row: int) -> str:
         """A sample in words: its number in the source, its part and row."""

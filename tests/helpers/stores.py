@@ -109,6 +109,21 @@ def null_of_streams(text):
     )
 
 
+def read_rows(store, bucket, positions):
+    """Latents as stored, texts of first captions, and source indices of samples of a bucket, in source order."""
+    ends = store.index.counts[:, store.index.shapes.index(bucket)].cumsum()
+    latents, texts, indices = [], [], []
+    for position in positions:
+        number = int((ends <= position).sum())
+        part, row = store.part(number), int(position - (ends[number - 1] if number else 0))
+        index, sample = part.latents(bucket, row)
+        latents.append(sample)
+        indices.append(index)
+        if store.classes is None:
+            texts.append(part.text(part.choose_caption(bucket, row, 0.0)))
+    return torch.stack(latents), texts, indices
+
+
 def damages(path):
     """What is wrong with a part: of its rows, or that it is refused."""
     try:
