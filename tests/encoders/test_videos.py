@@ -1,4 +1,4 @@
-"""Videos to latents and back: their buckets, the VAEs that take frames, and what does not fit a model of videos."""
+"""Videos to latents and back: their buckets, the VAEs that take frames, and what a video model does not accept."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ LENGTHS = [(1, 8, 8), (5, 8, 8), (9, 8, 8), (9, 8, 16), (5, 4, 8)]
 
 
 def frames(count, height=8, width=8):
-    """Of which the n-th has the value n."""
+    """Frames; the n-th has the value n."""
     return (Image.new("RGB", (width, height), (number,) * 3) for number in range(count))
 
 
@@ -109,7 +109,9 @@ def test_pixels_of_videos_are_latents_frame_by_frame(pixels):
 def test_tiles_are_blended_and_reported(tmp_path):
     make, _, _ = VIDEO_VAES["AutoencoderKLWan"]
     make().save_pretrained(tmp_path)
-    large = torch.rand(1, 3, 1, 272, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1  # beyond a tile of 256
+    large = (
+        torch.rand(1, 3, 1, 272, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    )  # larger than a tile of 256
     whole, tiled = (
         load_image_codec(VaeCodec(class_name="AutoencoderKLWan", path=tmp_path, tiling=tiling))
         for tiling in (False, True)
