@@ -109,9 +109,7 @@ def test_pixels_of_videos_are_latents_frame_by_frame(pixels):
 def test_tiles_are_blended_and_reported(tmp_path):
     make, _, _ = VIDEO_VAES["AutoencoderKLWan"]
     make().save_pretrained(tmp_path)
-    large = (
-        torch.rand(1, 3, 1, 272, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    )  # larger than a tile of 256
+    large = torch.rand(1, 3, 1, 272, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1  # beyond a tile of 256
     whole, tiled = (
         load_image_codec(VaeCodec(class_name="AutoencoderKLWan", path=tmp_path, tiling=tiling))
         for tiling in (False, True)
