@@ -185,14 +185,14 @@ class Run:
             one = (predicted[:, :4] - batch.latents).square().mean()  # the rest is a variance
             self.engine.backward(one, last=batch is given[-1])
             loss += one.detach() / len(given)
+        # Zeros are a gradient too: compiled blocks have them where others have none.
         found = {
-            name: whole(param.grad).clone()
+            name: torch.zeros(param.shape) if param.grad is None else whole(param.grad).clone()
             for name, param in self.engine.model.named_parameters()
-            if param.grad is not None
+            if param.requires_grad
         }
         self.engine.model.zero_grad()
-        # Compiled blocks have zeros where others have no gradient.
-        return mean(loss, self.world), {name: each for name, each in found.items() if each.any()}
+        return mean(loss, self.world), found
 
     def trained(self) -> tuple[list[float], dict[str, torch.Tensor]]:
         """The loss of each of three steps, and the weights after them."""

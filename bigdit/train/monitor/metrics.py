@@ -203,7 +203,8 @@ class Metrics:
         """
         self._pending.append((step, lr, result, more))
         batches = () if self._copy else micro_batches
-        self._skipping.append([line for each in batches if isinstance(each, CaptionedBatch) for line in each.skipped])
+        named = (line for each in batches if isinstance(each, CaptionedBatch) for line in each.skipped)
+        self._skipping.append([line for line in named if line is not None])
         if self._collectives is not None:
             self._collectives.settle()
         if self._mfu is not None:
