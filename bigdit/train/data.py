@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,13 +26,12 @@ from bigdit.loader.online import RawStore, RunEncoders, more_than_planned, open_
 from bigdit.loader.order import Order
 from bigdit.loader.stages import none_left
 from bigdit.loader.stream import FeatureStream, FirstFrameChanges
-from bigdit.sampling.conditions import asked_image
+from bigdit.sampling.conditions import asked_image, class_numbers
 from bigdit.sources.open import check_sources, kind_of, open_source
 from bigdit.store import FeatureStore
 from bigdit.store.changes import not_encoded
 from bigdit.store.files import url_of
 from bigdit.store.report import caption_lines, written_report
-from bigdit.store.schema import Classes
 from bigdit.store.text import cut_line, summed
 from bigdit.strategy import BatchShape, ModelSpec, Strategy
 from bigdit.train.prepare import Prepared, paths
@@ -107,33 +106,26 @@ def open_store(run: RunConfig, spec: ModelSpec, plan: PlanFile | None) -> Featur
     edited = map(store.schema.editor.latents, store.buckets) if store.schema.references else ()
     split = context_misfits(spec, run.strategy.cp, [*store.buckets, *edited], None if tokens == 0 else tokens)
     too_few = none_left(store, run.validation.samples) if run.validation is not None else []
-    if problems := [*split, *too_few, *_unknown_classes(run, store), *_unreadable_images(run)]:
+    if problems := [*split, *too_few, *_sample_problems(run, store)]:
         raise UserError(*problems)
     return store
 
 
-def _unknown_classes(run: RunConfig, store: FeatureStore) -> list[str]:
-    """What is wrong with samples.captions that name no class of the store."""
-    if run.samples is None or store.schema.classes is None:
-        return []
-    known, problems = Classes(store.schema.classes), []
-    for label in run.samples.captions:
+def _sample_problems(run: RunConfig, store: FeatureStore) -> Iterator[str]:
+    """What is wrong with samples.captions that name no class of the store, and samples.images that cannot be read."""
+    if run.samples is None:
+        return
+    labels = [("samples.captions", each) for each in run.samples.captions]
+    checks: list[Callable[[], object]] = []
+    if store.schema.classes is not None:
+        checks.append(functools.partial(class_numbers, store.schema.classes, labels))
+    for path in run.samples.images:
+        checks.append(functools.partial(asked_image, "samples.images:", path, run.data.max_pixels))
+    for check in checks:
         try:
-            known.number(label)
+            check()
         except UserError as error:
-            problems.append(f"samples.captions: {error}")
-    return problems
-
-
-def _unreadable_images(run: RunConfig) -> list[str]:
-    """What is wrong with samples.images that cannot be read."""
-    problems: list[str] = []
-    for path in run.samples.images if run.samples is not None else ():
-        try:
-            asked_image("samples.images:", path, run.data.max_pixels)
-        except UserError as error:
-            problems += error.problems
-    return problems
+            yield from error.problems
 
 
 def largest_batch_shape(store: FeatureStore | RawStore) -> BatchShape:
