@@ -79,11 +79,8 @@ def run(
         for line in snapshot_notices(each.stage.run, model):
             log.notice(f"note: {line}")
     documents = [
-        {
-            "run": each.stage.run.model_dump(mode="json")
-            | {"objective": counting(objective_of(each.spec, each.stage.run.objective))},  # as a run may have it
-            "strategy": each.strategy.model_dump(mode="json"),
-        }
+        each.stage.run.model_dump(mode="json")
+        | {"objective": counting(objective_of(each.spec, each.stage.run.objective))}  # only keys that have an effect
         for each in prepared
     ]
     log.emit_json(documents[0] if len(documents) == 1 else {"stages": documents})
