@@ -144,7 +144,7 @@ def _print(report: ExtractReport, samples: str) -> None:
     if report.store is None:
         done_here = f"{how_many(report.images, 'image')} in {how_many(report.parts, 'part')}"
         log.say(f"{report.features}: {done_here} done; the others are missing")
-        log.say(f"{done}; `bigdit features info {report.features}` shows the store")
+        log.say(f"{done}; `bigdit features info {report.features}` shows the cache")
         return
     buckets = ", ".join(f"{count} of {shape}" for shape, count in report.store.buckets.items())
     log.say(f"{report.features}: {encoded(report.store)} ({buckets})")

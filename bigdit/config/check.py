@@ -71,7 +71,7 @@ def check_store(data: DataConfig) -> None:
     FeatureStore.open checks that too, but imports torch first, which takes seconds.
     """
     if data.features is None:
-        raise UserError("strategy.features is online, and a store is read; set it to cached")
+        raise UserError("strategy.features is online, and a cache is read; set it to cached")
     if lacks_store(data):
         raise UserError(
             f"data.features: {data.features} holds no latents; `bigdit extract --config RUN.yaml` makes them"
@@ -139,21 +139,21 @@ def _not_online(run: RunConfig) -> list[str]:
     if len(buckets := run.data.all_buckets) > 1:
         found.append(f"data.buckets has {len(buckets)}: the bucket of an image is known only after all were read")
     if run.validation is not None:
-        found.append("validation needs samples of a store")
+        found.append("validation needs samples of a cache")
     if run.encoders.first_frame is not None:
-        found.append("encoders.first_frame needs a store")
+        found.append("encoders.first_frame needs a cache")
     if run.data.references:
-        found.append(f"data.references is {run.data.references}, which needs a store")
+        found.append(f"data.references is {run.data.references}, which needs a cache")
     if run.data.fill:
-        found.append("data.fill is true, which needs a store")
+        found.append("data.fill is true, which needs a cache")
     if run.encoders.device != "auto":
         found.append(
             f"encoders.device is {run.encoders.device}: encoders must be on the model's device; set it to auto"
         )
     if isinstance(image, VaeCodec) and image.latents == "moments":
-        found.append("encoders.image.latents is moments, which needs a store; set it to mode or sampled")
+        found.append("encoders.image.latents is moments, which needs a cache; set it to mode or sampled")
     if text is not None and text.stored != "bf16":
-        found.append(f"encoders.text.stored is {text.stored}, which needs a store; leave it out")
+        found.append(f"encoders.text.stored is {text.stored}, which needs a cache; leave it out")
     return found
 
 
