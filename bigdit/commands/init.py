@@ -127,4 +127,4 @@ def _check_images(request: ResolvedRequest, images: Path) -> None:
     found = DataConfig.model_validate(data)
     check_sources(found, listed=False)
     if kind_of(found.images[0], "data.images") != "webdataset":
-        log.notice(f"found {how_many(len(open_source(found)), found.samples.removesuffix('s'))} in {images}")
+        log.notice(f"found {how_many(len(open_source(found)), 'sample' if clip else 'image')} in {images}")
