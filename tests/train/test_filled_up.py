@@ -1,4 +1,5 @@
-"""A global batch that processes do not divide is filled up with samples of weight 0, and takes one process's steps."""
+"""A global batch that the processes do not divide is filled up with samples of weight 0, and equals one process's
+steps."""
 
 import pytest
 from commands import DIGITS, PIXART, SINGLE, TINY, reading, run_ranks, with_set
@@ -23,15 +24,15 @@ CASES = {
         "zero 2": (3, "strategy.micro_batch_size=3"),
     },
 }
-"""Processes and settings, by what the one process has besides. DeepSpeed trains in no fp16 on CPUs."""
+"""Processes and settings, by what the one process also has. DeepSpeed trains no fp16 on CPUs."""
 ALIKE = {
     "fp32": ("strategy.precision=fp32",),
     "shared": (PIXART, "strategy.precision=fp32", "encoders.text.max_tokens=32"),
     "fp16": ("strategy.precision=fp16",),
     "online": ("strategy.precision=fp32", "data.buckets=[[8,8]]"),
 }
-# Sums of gradients in another order: see test_curves.py. fp16 has three bits more than bf16. There, norms of gradients
-# differ by 5e-4 in these steps, also where processes divide the batch, and are not compared.
+# Sums of gradients have another order: see test_curves.py. fp16 has three more bits than bf16. Norms of gradients
+# differ by 5e-4 in fp16, even where processes divide the batch, and are not compared.
 TOLERANCE = {"fp16": 3e-3 / 8}
 
 
@@ -56,6 +57,6 @@ def test_the_steps_are_those_of_one_process(features, images, tmp_path, kind):
         rows = trained(name, *case)
         for (loss, norm), (other, other_norm) in zip(rows, alone, strict=True):
             assert loss == pytest.approx(other, rel=TOLERANCE.get(kind, 2e-5)), name
-            assert (norm is None) == (other_norm is None), name  # a step that overflows fp16
+            assert (norm is None) == (other_norm is None), name  # a step that overflows in fp16
             if norm is not None and kind != "fp16":
                 assert norm == pytest.approx(other_norm, rel=2e-5), name
