@@ -120,8 +120,8 @@ def _check_trained_text(run: RunConfig, model: ModelSpec) -> Iterator[str]:
         )
     if run.samples is not None:
         yield (
-            f"{key}, and samples encodes its captions once, before the encoders are trained; leave samples out, and use "
-            "`bigdit sample`"
+            f"{key}, and samples encodes its captions once, before the encoders are trained; leave samples out, and "
+            "use `bigdit sample`"
         )
 
 
