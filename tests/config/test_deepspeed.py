@@ -103,7 +103,7 @@ _CPU_ADAM = "needs DeepSpeedCPUAdam, and bigdit steps its own optimizer; remove 
         ),
         (
             {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}},
-            "ds_config.zero_optimization.zero_hpz_partition_size is 8: it shards within a node, and an attempt knows "
+            "ds_config.zero_optimization.zero_hpz_partition_size is 8: it shards within a node, and plans know "
             "processes, not nodes; remove it",
         ),
         (

@@ -46,6 +46,9 @@ def test_an_unknown_key_names_the_nearest():
     assert problems(["encoders.image.facto=2"]) == [
         "encoders.image.facto: unknown key; did you mean factor? (pixels per side of a latent)"
     ]
+    assert problems(["encoders.text.name=t5"]) == [
+        "encoders.text.name: unknown key; did you mean class_name? (the class of what `path` or `config` describe)"
+    ]
     assert problems(["mode.name=x"]) == ["mode: unknown key; did you mean model, encoders?"]
 
 

@@ -95,9 +95,6 @@ def test_overrides_reach_a_stage(tmp_path):
     assert problems(path, "stages.2.train.steps=9") == [
         "--set stages.2.train.steps=9: 2 is no number of a list of 2, from 0 on"
     ]
-    assert problems(path, "stages[1].train.steps=9") == [
-        "--set stages[1].train.steps=9: numbers of a list follow a dot; write stages.1.train.steps=9"
-    ]
     assert load_stages(path, ["stages.0=null", "stages=[{train: {steps: 3}}]"])[0].end == 3
 
 
