@@ -1,4 +1,4 @@
-"""A model of two text inputs, from images to samples: the encoders of a pipeline, a store in 8 bits, training."""
+"""A model with two text inputs, from images to samples: a pipeline's encoders, an 8-bit store, training."""
 
 import json
 

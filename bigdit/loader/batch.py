@@ -106,7 +106,8 @@ class CaptionedBatch(_Tensors):
     """One micro-batch of one bucket, not encoded yet.
 
     pixels [B, 1 or 3, (F,) H, W] uint8. `captions`: one for each sample; empty if images have classes. `indices`: of
-    the samples in the source. seeds and `extras` as in Batch. `skipped`: a message for each sample that was replaced.
+    the samples in the source. seeds and `extras` as in Batch. `skipped`: for each sample a message if it replaces an
+    unusable one, else None.
     """
 
     pixels: torch.Tensor
@@ -114,7 +115,7 @@ class CaptionedBatch(_Tensors):
     indices: tuple[int, ...]
     seeds: tuple[int, ...]
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    skipped: tuple[str, ...] = ()
+    skipped: tuple[str | None, ...] = ()
 
     def chunks(self, size: int | None) -> Iterator[tuple[torch.Tensor, Captions, Sequence[int]]]:
         """Pixels, captions and indices, `size` samples at a time; None: all at once."""

@@ -1,4 +1,4 @@
-"""Extractions of a folder of images by this process, and what they leave."""
+"""Extract a folder of images in this process, and read the result."""
 
 from commands import DIGITS
 from stores import read_rows

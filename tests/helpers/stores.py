@@ -1,4 +1,4 @@
-"""Stores of random features, without images or encoders, and streams of batches from them."""
+"""Caches of random features, made without images or encoders, and streams of batches from them."""
 
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -42,10 +42,13 @@ def make_store(
     gone=(),
     shapes=None,
 ):
-    """Random features; sample i's second caption weighs three times its first. With `classes` there are no captions,
-    and sample i is of class i modulo their number. With `streams` a text has two more beside it, one of which may be
-    empty, and its mask shows the first half of its states. With runs `gone`, samples from 40 on were added. A third of
-    the samples has the second of two `shapes`, SHAPES where none are given; more shapes come equally often."""
+    """Write random features. The second caption of sample i weighs three times its first.
+
+    With `classes` there are no captions, and sample i has the class i modulo their number. With `streams` a text has
+    two more arrays, one of which may be empty; its mask shows the first half of its states. With runs `gone`, samples
+    from 40 on were added later. A third of the samples has the second of two `shapes`, by default SHAPES; more than
+    two shapes are equally frequent.
+    """
     shapes = shapes or SHAPES
     schema = StoreSchema(
         codec={},
@@ -94,7 +97,7 @@ def make_store(
 
 
 def streamed(text, index, generator):
-    """The text with streams: all layers, of which the mask shows all but one, and 0 to 5 glyphs."""
+    """A text with streams: all layers, whose mask hides one, and 0 to 5 glyphs."""
     more = {
         "layers": Text(torch.randn(3, 10, generator=generator), unmasked=2),
         "glyphs": Text(torch.randn(index % 6, 4, generator=generator)),
@@ -103,7 +106,7 @@ def streamed(text, index, generator):
 
 
 def null_of_streams(text):
-    """The same of the empty caption."""
+    """The empty caption with the same streams."""
     return replace(
         text, unmasked=1, streams={"layers": Text(torch.full((3, 10), 8.0)), "glyphs": Text(torch.zeros(0, 4))}
     )
@@ -125,7 +128,7 @@ def read_rows(store, bucket, positions):
 
 
 def damages(path):
-    """What is wrong with a part: of its rows, or that it is refused."""
+    """What is wrong with a part: its damaged rows, or why it is refused."""
     try:
         return list(Part.open(path).damages())
     except UserError as error:

@@ -1,4 +1,4 @@
-"""metrics.jsonl when a run resumes: nothing is lost without a word."""
+"""metrics.jsonl of a resumed run: nothing is lost in silence."""
 
 import json
 
@@ -74,7 +74,7 @@ def test_rows_that_are_lost_are_reported(tmp_path, capfd, damage):
 
 
 def test_rows_that_were_changed_are_reported(tmp_path, capfd):
-    """What a digest in the checkpoint is for: a flipped digit is JSON as well."""
+    """The checkpoint has a digest of them: a flipped digit is still JSON."""
     path = tmp_path / "metrics.jsonl"
     before = metrics(tmp_path, 0)
     before.add(1, 1e-3, StepResult(torch.tensor(1.5), None, True))

@@ -1,4 +1,4 @@
-"""Validation by several engines on two processes beside one: as JSON what each found, and what it left.
+"""Validation by several engines on two processes beside one. Writes each one's findings, and what it left, as JSON.
 
 torchrun --nproc-per-node 2 tests/train/validation_losses.py STORE ANSWER
 """
@@ -33,7 +33,7 @@ SAMPLES, HELD, STEPS = 2, 7, 3  # of two buckets; two processes' micro-batches d
 
 
 def validated(store: FeatureStore, world: World, *, every: int = 1, **printed: object) -> list[dict[str, Any]]:
-    """A row a step: the loss trained by, what validation says where it is due, and whether it left all as it was."""
+    """A row a step: the training loss, the validation when it is due, and whether validation changed anything."""
     micro = SAMPLES // world.world_size
     chosen, family = (
         strategy(world_size=world.world_size, micro_batch_size=micro, **printed),

@@ -1,4 +1,4 @@
-"""Before the first step: versions and runs of all processes are the same, and GPUs are free and as fast as others."""
+"""Before the first step: all processes have the same versions and run, and GPUs are free and as fast as the others."""
 
 import os
 import sys
@@ -36,7 +36,7 @@ sys.exit(guard(main))
 
 @pytest.mark.parametrize(("second", "line"), [("train.seed=1", ""), ("train.seed=2", "train.seed 2, and rank 0 on")])
 def test_another_run_on_another_machine_is_named(capfd, monkeypatch, second, line):
-    """Each may have its own copy of the features."""
+    """Each process may have its own copy of the features."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     command = [sys.executable, "-c", _STARTS, str(DIGITS), "train.seed=1", second, *TINY, "strategy.world_size=2"]
     status = Ranks(command, 10.0).run(2)
@@ -73,7 +73,7 @@ def test_gpus_in_use_and_slow_ones_are_named():
 
 
 def test_slow_links_are_named_beside_their_peers():
-    """Of eight processes on two machines, between which the network is always slower."""
+    """Of eight processes on two machines, whose network is always slower."""
     links = (0.001, 0.001, 0.0021, 0.02, 0.001, 0.0019, 0.001, None)
     found = [replace(ALIKE[0], host=f"node{rank // 4}", link_s=seconds) for rank, seconds in enumerate(links)]
     assert notes(found) == [
