@@ -71,7 +71,7 @@ class _Cursor:
         self._kept: deque[tuple[int, pa.RecordBatch]] = deque(maxlen=2)
 
     def reaches(self, start: int) -> bool:
-        """Whether to read on leads to `start`: it is not behind, and no later row group begins before it."""
+        """Whether reading forward is the shortest way to `start`: it is not behind, and in the same row group."""
         first = self._kept[0][0] if self._kept else self._end
         groups = bisect.bisect_right(self._group_ends, start) - bisect.bisect_right(self._group_ends, self._end)
         return first <= start and groups <= 0

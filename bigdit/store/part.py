@@ -43,8 +43,9 @@ import torch
 
 from bigdit.catalog.conditions import FILL, LOSS_MASK
 from bigdit.catalog.families import REFERENCE
+from bigdit.sources.protocol import Caption
 from bigdit.store.tensors import Pieces, bytes_of, chained_digest, commit, header_bytes, row_digest
-from bigdit.store.text import Cut, Lengths, StoredCaption, Text, TextKey, caption_columns
+from bigdit.store.text import Cut, Lengths, Text, TextKey, caption_columns
 
 FIRST_FRAME = "first_frame"
 FRAME_COLUMNS = (FIRST_FRAME, "image_embeds", LOSS_MASK, REFERENCE, FILL)
@@ -95,7 +96,7 @@ class EncodedRange:
 
     latents: Mapping[Shape, torch.Tensor]
     indices: Mapping[Shape, list[int]]
-    captions: Mapping[int, tuple[StoredCaption, ...]]
+    captions: Mapping[int, tuple[Caption, ...]]
     texts: Mapping[TextKey, Text]
     skipped: list[Skipped]
     labels: Mapping[int, int] | None = None

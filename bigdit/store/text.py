@@ -12,12 +12,13 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from bigdit.sources.protocol import Caption
 from bigdit.store.tensors import Pieces, bytes_of, chained_digest
 from bigdit.units import how_many
 
@@ -169,16 +170,6 @@ def dequantise(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = t
     return (values.float() * scale[:, None]).to(dtype)
 
 
-class StoredCaption(Protocol):
-    """A caption's text, and its weight among the captions of its image."""
-
-    @property
-    def text(self) -> str: ...
-
-    @property
-    def weight(self) -> float: ...
-
-
 def chosen(weights: npt.NDArray[np.float32], draw: float) -> int:
     """The number of a caption, chosen by weight with the random number `draw` in [0, 1)."""
     sums = np.cumsum(weights, dtype=np.float64)
@@ -200,12 +191,12 @@ def text_key(texts: Mapping[TextKey, Text], index: int, caption: str) -> TextKey
 
 
 def caption_columns(
-    captions: Mapping[int, tuple[StoredCaption, ...]], texts: Mapping[TextKey, Text], eight_bits: bool
+    captions: Mapping[int, tuple[Caption, ...]], texts: Mapping[TextKey, Text], eight_bits: bool
 ) -> tuple[dict[str, Pieces], dict[str, Pieces], dict[int, int]]:
     """Tables `caption` and `stream/…`; columns `text…`, `text_scale…` and `pooled`; the first caption of each index."""
     stored = {text: _Stored.of(found, eight_bits) for text, found in texts.items()}
     names = list(next(iter(stored.values())).sequences) if stored else [TEXT]
-    chosen: list[tuple[StoredCaption, TextKey]] = []
+    chosen: list[tuple[Caption, TextKey]] = []
     firsts = {}
     for index, some in captions.items():
         firsts[index] = len(chosen)
