@@ -241,8 +241,8 @@ def test_a_part_of_other_images_is_refused_by_name(root, schema, images, fill, t
         f"data.features: {file} belongs to another store: its images, encoders or buckets differ; delete it, then "
         "`bigdit extract --config RUN.yaml` makes it again"
     )
-    assert refusal(indexed.read, (4, 4, 4), range(6)) == expected
-    assert refusal(FeatureStore.open(root).read, (4, 4, 4), range(6)) == expected
+    assert refusal(read_rows, indexed, (4, 4, 4), range(6)) == expected
+    assert refusal(read_rows, FeatureStore.open(root), (4, 4, 4), range(6)) == expected
     assert refusal(store_report, root, schema) == expected
     assert [each.problem for each in verify(root).damaged] == [expected]
     (root / "index.safetensors").unlink()
