@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from bigdit.dist import World
-from bigdit.errors import UserError
+from bigdit.errors import EXIT_USER, UserError
 from bigdit.processes import end_with
 
 if TYPE_CHECKING:
@@ -67,12 +67,18 @@ def _end_with_runner() -> None:
     end_with(runner, signal.SIGTERM)
 
 
+PATIENCE_S = 10.0
+"""Seconds that a process without a message of its own waits for the one that has it, at most."""
+
+
 def leave(status: int) -> NoReturn:
     """End with `status` as the interpreter would, but without taking it apart.
 
     There a gloo thread that lets go of its last tensor aborts the process (torch 2.13,
     c10d::ProcessGroupGloo::runLoop), and a finished run would end as one that failed.
     """
+    if status == EXIT_USER and os.environ.get("RANK", "0") != "0" and LAUNCHER not in os.environ:
+        time.sleep(PATIENCE_S)  # torchrun ends all when one has failed: the one with the message ends first
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
