@@ -93,11 +93,9 @@ def first_frame_misfits(
     model: ModelSpec, channels: int, found: Mapping[str, Any] | None, text_tokens: int | None
 ) -> list[str]:
     """Why the model cannot take a store's first frame (StoreSchema.first_frame, None without). `channels`: of latents;
-    `text_tokens`: states of a caption."""
+    `text_tokens`: states of a caption. Whether there is one is compared with the run, and that with the model."""
     if found is None or not may_begin(model):
-        needed = takes_first_frame(model) or _known_to_begin(model)
-        missing = [f"no first frame, which {model.name} needs"] if needed else []
-        return missing if found is None else [f"a first frame, which {model.name} does not take"]
+        return []
     problems, given, inputs = [], found["mask"] + channels, FAMILIES[model.class_name]
     taken, out = (model.kwargs.get(key) for key in ("in_channels", "out_channels"))
     if isinstance(taken, int) and isinstance(out, int) and taken > out and taken - out != given:
