@@ -112,7 +112,7 @@ def install_saving(torch: Any) -> None:
     writer = torch._C.PyTorchFileWriter
     writer.write_record = _writing_record(writer.write_record)
     torch.save = torch.serialization.save = _saving(torch.save)
-    imports.after("safetensors.torch", install_safetensors)
+    imports.after("safetensors.torch", _save_safetensors)
 
 
 def _saving(save: Callable[..., None]) -> Callable[..., None]:
@@ -176,12 +176,10 @@ def _seekable(stream: Any) -> Any:
     return stream if file is stream else _Seeking(stream, file)
 
 
-def install_safetensors(module: Any) -> None:
+def _save_safetensors(module: Any) -> None:
     """Have `save_file` of safetensors.torch write its header, followed by a hole."""
-    module.save_file = _saving_safetensors(module, module.save_file)
+    save_file: Callable[..., None] = module.save_file
 
-
-def _saving_safetensors(module: Any, save_file: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(save_file)
     def saving(tensors: Any, filename: Any, metadata: dict[str, str] | None = None) -> None:
         entries = _tensor_entries(module, tensors)
@@ -191,7 +189,7 @@ def _saving_safetensors(module: Any, save_file: Callable[..., None]) -> Callable
         notices.add("safetensors: a saved file has zeros instead of its tensors, which take no disk")
         return None
 
-    return saving
+    module.save_file = saving
 
 
 def _tensor_entries(module: Any, tensors: Any) -> list[SparseEntry] | None:
@@ -214,11 +212,8 @@ _AT_ONCE = 1 << 30  # bytes of a read; Linux reads at most 2 GiB
 
 def install_loading(torch: Any) -> None:
     """Have torch map files that are mostly holes as zeros, into which their data is copied."""
-    storage = torch.UntypedStorage
-    storage.from_file = staticmethod(_from_file(torch, storage.from_file))
+    from_file = torch.UntypedStorage.from_file
 
-
-def _from_file(torch: Any, from_file: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(from_file)
     def mapped(filename: Any, shared: bool = False, nbytes: int = 0, **named: Any) -> Any:
         size = nbytes or named.get("size", 0)
@@ -228,7 +223,7 @@ def _from_file(torch: Any, from_file: Callable[..., Any]) -> Callable[..., Any]:
             return from_file(filename, shared, size)
         return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
-    return mapped
+    torch.UntypedStorage.from_file = staticmethod(mapped)
 
 
 def _zeros_with_data(path: str | os.PathLike[str], size: int) -> _Zeros | None:

@@ -89,8 +89,6 @@ class Kernels:
         self._library = torch.library.Library("aten", "IMPL")
         self.known = Known(torch)
         self._reads = Reads(torch, self.known)
-        self._random = torch.Generator("cpu")
-        self._random.manual_seed(0)
         self._without_cpu: set[Any] = set()
 
     def wrap(self, name: str) -> None:
@@ -183,7 +181,7 @@ class Kernels:
     ) -> None:
         known = all(map(self.known.holds, read))
         try:
-            computed = operator(*map(self._seen, args), **{key: self._seen(value) for key, value in kwargs.items()})
+            computed = self.known.run_on_host(operator, args, kwargs)
         except (NotImplementedError, RuntimeError, TypeError, IndexError) as why:
             # The CPU has no such kernel, or not for these arguments. The result is unknown, and a read of it is
             # reported.
@@ -210,33 +208,28 @@ class Kernels:
                     self.known.on_host(tensor).zero_()
                 self.known.note(tensor, False)
 
-    def _seen(self, value: Any) -> Any:
-        """An argument for the CPU's operator."""
-        torch = self._torch
-        if isinstance(value, torch.Tensor):
-            return self.known.on_host(value) if value.is_cuda else value
-        if isinstance(value, (list, tuple)):
-            return type(value)(map(self._seen, value))
-        if isinstance(value, torch.device):
-            return torch.device("cpu")
-        if isinstance(value, torch.Generator):
-            return self._random
-        return value
-
 
 LIMIT_BYTES = 64 << 10
 """Tensors up to this size are computed, as in bigdit.emulator.launch."""
 
 
 class Known:
-    """The addresses of storages with known values: values that were computed from known values."""
+    """The addresses of storages with known values: values that were computed from known values.
+
+    Raises RuntimeError for a torch whose storages have another layout.
+    """
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self._known: set[int] = set()
         self._storage = torch._C._construct_storage_from_data_pointer
         self._cpu = torch.device("cpu")
-        _check_layout(torch)
+        self._random = torch.Generator("cpu")
+        self._random.manual_seed(0)
+        for count in (3, 5000):
+            probe = torch.empty(count, dtype=torch.uint8)
+            if self._of(probe) != (probe.data_ptr(), count):
+                raise RuntimeError(f"the layout of storages in torch {torch.__version__} is not that of 2.11 to 2.15")
 
     def small(self, tensor: Any) -> bool:
         """Whether its whole storage is small: large storages are never computed, nor views of them.
@@ -275,31 +268,33 @@ class Known:
         seen = torch.empty(0, dtype=tensor.dtype, device=self._cpu)
         return seen.set_(alias, tensor.storage_offset(), tensor.size(), tensor.stride())
 
+    def run_on_host(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        """The CPU's result of an operator whose arguments are on the GPU."""
+        return operator(*map(self._as_host, args), **{key: self._as_host(value) for key, value in kwargs.items()})
+
+    def _as_host(self, value: Any) -> Any:
+        torch = self._torch
+        if isinstance(value, torch.Tensor):
+            return self.on_host(value) if value.is_cuda else value
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(self._as_host, value))
+        if isinstance(value, torch.device):
+            return self._cpu
+        return self._random if isinstance(value, torch.Generator) else value
+
     def _of(self, tensor: Any) -> tuple[int, int]:
         """The address and the bytes of a tensor's storage.
 
         They are read from C++ memory. A Python object of a storage would add a reference for good, and autograd would
         then not add gradients in place (can_accumulate_inplace in torch/csrc/autograd/input_buffer.cpp).
         """
-        return _fields(self._torch, tensor)
+        words = (ctypes.c_uint64 * (_NBYTES + 1)).from_address(self._torch._C._storage_address(tensor))
+        return words[_ADDRESS], words[_NBYTES]
 
 
 # The words of c10::StorageImpl: virtual table, reference counts, data address, context, deleter, device, size.
 # Source: c10/core/StorageImpl.h, c10/core/Allocator.h, torch 2.11 to 2.15.
 _ADDRESS, _NBYTES = 2, 6
-
-
-def _fields(torch: Any, tensor: Any) -> tuple[int, int]:
-    words = (ctypes.c_uint64 * (_NBYTES + 1)).from_address(torch._C._storage_address(tensor))
-    return words[_ADDRESS], words[_NBYTES]
-
-
-def _check_layout(torch: Any) -> None:
-    """Raise RuntimeError for a torch whose storages have another layout."""
-    for count in (3, 5000):
-        probe = torch.empty(count, dtype=torch.uint8)
-        if _fields(torch, probe) != (probe.data_ptr(), count):
-            raise RuntimeError(f"the layout of storages in torch {torch.__version__} is not that of 2.11 to 2.15")
 
 
 def tensors(value: Any) -> Iterator[Any]:
@@ -356,13 +351,9 @@ class Reads:
             if not known:
                 name = operator._schema.name.removeprefix("aten::")
                 notices.add(f"{name} read values that no kernel computed: they are 0")
-            found = operator(*map(self._seen, args), **{key: self._seen(value) for key, value in kwargs.items()})
-            return self._to_gpu(found, device, known)
+            return self._to_gpu(self._known.run_on_host(operator, args, kwargs), device, known)
 
         return run
-
-    def _seen(self, value: Any) -> Any:
-        return self._known.on_host(value) if isinstance(value, self._torch.Tensor) and value.is_cuda else value
 
     def _to_gpu(self, found: Any, device: Any, known: bool) -> Any:
         if isinstance(found, self._torch.Tensor):
