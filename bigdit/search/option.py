@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
@@ -64,13 +64,14 @@ class Policy:
     reserved: Mapping[int, int]
 
     @classmethod
-    def of(cls, strategy: Strategy, ran: Mapping[int, Attempt], none: Policy | None = None) -> Policy:
-        """From attempts of `strategy`, by micro-batch size, at FIRST and a larger one, without a memory limit.
+    def of(cls, strategies: Sequence[Strategy], ran: Sequence[Attempt], none: Policy | None = None) -> Policy:
+        """From attempts of a strategy at FIRST and at a larger micro-batch size, without a memory limit.
 
         `none` is the policy with nothing recomputed. Without it, the work of both attempts was counted; with it, only
         that of the first: the work of recomputation is proportional to the samples.
         """
-        (first, second), (small, large) = ran, ran.values()
+        strategy, (small, large) = strategies[0], ran
+        first, second = sizes = [each.micro_batch_size for each in strategies]
 
         def line(low: float, high: float) -> Growth:
             return Growth(low, (high - low) / (second - first))
@@ -89,11 +90,14 @@ class Policy:
             kept=line(small.phases["forward"].end_bytes, start.end_bytes),
             within=max(end.peak_bytes - start.end_bytes, 0) / second,
             left=line(small.phases["backward"].end_bytes, end.end_bytes),
-            idle={size: each.peak_reserved_bytes - each.peak_allocated_bytes for size, each in ran.items()},
+            idle={
+                size: each.peak_reserved_bytes - each.peak_allocated_bytes
+                for size, each in zip(sizes, ran, strict=True)
+            },
             host=line(host_peak(small), host_peak(large)),
             work=work,
             growth=growth,
-            reserved={size: each.peak_reserved_bytes for size, each in ran.items()},
+            reserved={size: each.peak_reserved_bytes for size, each in zip(sizes, ran, strict=True)},
         )
 
     def varied(self, strategy: Strategy, before: Attempt, after: Attempt) -> Policy:

@@ -72,7 +72,7 @@ def resolve_request(model: str | None = None, gpu: str | None = None, **options:
         problems.append("--lora-text-encoders is of LoRA, and --lora is missing; add --lora 16")
     if asked.from_scratch and fixed.frozen:
         named = "--controlnet" if asked.lora is None else "--lora"
-        problems.append(f"--from-scratch and {named} were given, which trains beside trained weights; leave one out")
+        problems.append(f"--from-scratch and {named} were given, and {named} needs trained weights; leave one out")
     if problems or found_model is None or device is None:
         raise UserError(*problems)
     if found_model.clip is not None:
@@ -296,7 +296,7 @@ def _refusals(cluster: Cluster, fixed: Constraints, gpu: Gpu | None, base: str |
     smallest_first = reversed(get_args(Precision))
     computed = [each for each in smallest_first if gpu is None or not precision_problems(gpu, each)]
     precisions = [fixed.precision] if fixed.precision else computed
-    refusals, lora, beside = [], fixed.lora, fixed.controlnet
+    refusals, lora, controlnet = [], fixed.lora, fixed.controlnet
     for engine, precision in itertools.product(engines, precisions):
         try:
             Strategy(
@@ -309,7 +309,7 @@ def _refusals(cluster: Cluster, fixed: Constraints, gpu: Gpu | None, base: str |
                 if fixed.ema == "none"
                 else EmaSpec(device="cpu" if fixed.ema == "cpu" else "gpu", widths=fixed.ema_widths),
                 lora=lora and LoraSpec.model_validate(lora.model_dump() | {"base": base}),
-                controlnet=beside and beside.model_copy(update={"base": base}),
+                controlnet=controlnet and controlnet.model_copy(update={"base": base}),
                 features=fixed.features,
                 cp=1 if fixed.cp is None or cluster.gpus % fixed.cp else fixed.cp,
                 compile_blocks=fixed.compile,

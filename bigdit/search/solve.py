@@ -86,8 +86,8 @@ def explore(planner: Planner, proposed: Sequence[Option]) -> list[FailedOption]:
             failed.append(FailedOption(option.title, errors[0]))
             continue
         if base is None:
-            none = _policy(option.strategy, strategies[::2], ran[::2])
-            full = _policy(option.strategy, strategies[1::2], ran[1::2], none)
+            none = Policy.of(strategies[::2], ran[::2])
+            full = Policy.of(strategies[1::2], ran[1::2], none)
         else:
             none, full = (each.varied(option.strategy, base.anchor, ran[0]) for each in (base.none, base.full))
         planner.options.setdefault(option.title, option.predicting(none, full, count, ran[0], base))
@@ -187,8 +187,8 @@ def _reject(planner: Planner, title: str, on_host: Collection[int]) -> None:
     reason = "its state alone takes more than the GPU has"
     if on_host:
         least, memory = gib(min(on_host)), gib(planner.request.host_memory_bytes)
-        there = "assumed" if planner.request.host_assumed else "there"
-        reason = f"its state alone takes {least} of a machine's memory, and {memory} are {there} (--host-memory)"
+        has = "is assumed to have" if planner.request.host_assumed else "has"
+        reason = f"its state alone takes {least} of CPU memory, and a machine {has} {memory} (--host-memory)"
     planner.rejected.append(Rejected(choice=title, reason=reason))
 
 
@@ -203,7 +203,7 @@ def selective(planner: Planner, options: Sequence[Option]) -> None:
     ran = [each for each in probe(planner, strategies) if isinstance(each, Attempt)]
     if len(ran) < 2:
         return
-    kept = _policy(strategy, strategies, ran, base.none)
+    kept = Policy.of(strategies, ran, base.none)
     for option in options:
         full = kept if option is base else kept.varied(option.strategy, base.anchor, option.anchor)
         checkpointing = option.strategy.model_copy(update={"checkpointing": "selective"})
@@ -267,13 +267,6 @@ def _swap_options(planner: Planner, option: Option, swapping: Swapping) -> list[
     fits = bisect_left(numbers, True, key=lambda blocks: with_swapped(blocks).reserved(least, recomputed) <= room)
     fewest = LEAST_SWAPPED + fits
     return [with_swapped(each) for each in sorted({fewest, *(q for q in quarters(count) if fewest < q <= most)})]
-
-
-def _policy(
-    strategy: Strategy, strategies: Sequence[Strategy], ran: Sequence[Attempt], none: Policy | None = None
-) -> Policy:
-    sizes = (each.micro_batch_size for each in strategies)
-    return Policy.of(strategy, dict(zip(sizes, ran, strict=True)), none)
 
 
 def _recomputing(strategy: Strategy, blocks: int, micro_batch_size: int) -> Strategy:
