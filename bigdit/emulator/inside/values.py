@@ -17,7 +17,7 @@ from typing import Any
 from . import notices
 from .libraries import library
 
-_LEFT = (
+_NOT_WRAPPED = (
     "record_stream",
     "set_",
     "resize_",
@@ -75,7 +75,7 @@ def leave() -> None:
 def unknown(written: list[Any]) -> None:
     """These tensors were written by a kernel that computes nothing: small ones are zero, and known to be unknown."""
     for kernels in _installed:
-        kernels._leave(written, [])
+        kernels._mark_unknown(written, [])
 
 
 class Kernels:
@@ -94,12 +94,14 @@ class Kernels:
     def wrap(self, name: str) -> None:
         base, _, overload = name.removeprefix("aten::").partition(".")
         operator = getattr(getattr(self._torch.ops.aten, base), overload or "default")
-        if operator.is_view or base.startswith(_LEFT) or name in _NUMBERS_ON_THE_GPU:
+        if operator.is_view or base.startswith(_NOT_WRAPPED) or name in _NUMBERS_ON_THE_GPU:
             return
         kernel = self._torch.library.get_kernel(name, "CUDA")
         function = self._reads.instead_of(operator, kernel)
         if function is None:
-            make = self._emptying if "empty" in base else self._copying if base == "copy_" else self._computing
+            make = (
+                self._wrap_empty if "empty" in base else self._wrap_copy if base == "copy_" else self._wrap_computation
+            )
             function = make(operator, kernel)
         self._library.impl(name.removeprefix("aten::"), function, "CUDA", with_keyset=True, allow_override=True)
 
@@ -110,31 +112,31 @@ class Kernels:
         kernel = self._torch.library.get_kernel("aten::copy_", "CUDA")
 
         def run(keys: Any, to: Any, source: Any, non_blocking: bool = False) -> Any:
-            return kernel.call_boxed(keys, to, self._brought(to, source), non_blocking)
+            return kernel.call_boxed(keys, to, self._cast_on_gpu(to, source), non_blocking)
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._library.impl("copy_", run, "CUDA", with_keyset=True, allow_override=True)
 
-    def _emptying(self, operator: Any, kernel: Any) -> Callable[..., Any]:
+    def _wrap_empty(self, operator: Any, kernel: Any) -> Callable[..., Any]:
         """Wrap an operator that only allocates memory: small tensors begin as zeros."""
 
         def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
             tensor = kernel.call_boxed(keys, *args, **kwargs)
-            self._leave([tensor], [])
+            self._mark_unknown([tensor], [])
             return tensor
 
         return run
 
-    def _copying(self, operator: Any, kernel: Any) -> Callable[..., Any]:
-        computing = self._computing(operator, kernel)
+    def _wrap_copy(self, operator: Any, kernel: Any) -> Callable[..., Any]:
+        computing = self._wrap_computation(operator, kernel)
 
         def run(keys: Any, to: Any, source: Any, non_blocking: bool = False) -> Any:
-            return computing(keys, to, self._brought(to, source), non_blocking)
+            return computing(keys, to, self._cast_on_gpu(to, source), non_blocking)
 
         return run
 
-    def _brought(self, to: Any, source: Any) -> Any:
+    def _cast_on_gpu(self, to: Any, source: Any) -> Any:
         """The source of a copy, in the GPU's dtype. torch converts it in CPU memory, which takes seconds for
         gigabytes. Of large tensors only the memory is allocated."""
         if not to.is_cuda or source.device.type != "cpu" or source.dtype == to.dtype or source.shape != to.shape:
@@ -142,7 +144,7 @@ class Kernels:
         small = self.known.small(to) or self.known.small(source)
         return source if small else self._torch.empty_like(source, dtype=to.dtype)
 
-    def _computing(self, operator: Any, kernel: Any) -> Callable[..., Any]:
+    def _wrap_computation(self, operator: Any, kernel: Any) -> Callable[..., Any]:
         """Wrap an operator: its kernel runs, and then its values are computed if all tensors are small."""
         arguments = operator._schema.arguments
         written = [(i, one.name) for i, one in enumerate(arguments) if one.alias_info and one.alias_info.is_write]
@@ -159,7 +161,7 @@ class Kernels:
                 read = [t for t in touched if not any(t is one for one in mutated)] if fresh_start else touched
                 self._compute(operator, args, kwargs, read, mutated, fresh)
             else:
-                self._leave(fresh, mutated)
+                self._mark_unknown(fresh, mutated)
             return results
 
         return run
@@ -187,7 +189,7 @@ class Kernels:
             # reported.
             if isinstance(why, NotImplementedError):
                 self._without_cpu.add(operator)
-            self._leave(fresh, mutated)
+            self._mark_unknown(fresh, mutated)
             return
         for result, value in zip(fresh, tensors(computed), strict=False):
             if result.numel():
@@ -196,7 +198,7 @@ class Kernels:
         for tensor in mutated:
             self.known.note(tensor, known and (self.known.holds(tensor) or self.known.whole(tensor)))
 
-    def _leave(self, fresh: Iterable[Any], mutated: Iterable[Any]) -> None:
+    def _mark_unknown(self, fresh: Iterable[Any], mutated: Iterable[Any]) -> None:
         """Make small results zero, and mark them as unknown. A mutated tensor with known values keeps them."""
         for tensor in fresh:
             if tensor.is_cuda and self.known.small(tensor):
@@ -421,11 +423,11 @@ def _install_exchange(torch: Any, known: Known) -> None:
             namespace, _, operator = name.partition("::")
             registered = torch.library.Library(namespace, "IMPL")
             _exchanging.append(registered)
-            function = _followed(torch.library.get_kernel(name, "CUDA"), operator, namespace == "c10d", known)
+            function = _wrap_exchange(torch.library.get_kernel(name, "CUDA"), operator, namespace == "c10d", known)
             registered.impl(operator, function, "CUDA", with_keyset=True, allow_override=True)
 
 
-def _followed(kernel: Any, operator: str, into_first: bool, known: Known) -> Callable[..., Any]:
+def _wrap_exchange(kernel: Any, operator: str, into_first: bool, known: Known) -> Callable[..., Any]:
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
         first, others = list(tensors(args[0])) if args else [], list(tensors(list(args[1:])))
         came = operator in _RECEIVE or all(map(known.holds, others if into_first and others else first))
