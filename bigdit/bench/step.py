@@ -84,7 +84,7 @@ def _predicted(request: StepRequest, meter: MemoryMeter) -> Attempt | None:
         return None
 
 
-def _fed(workload: Workload, device: torch.device) -> Iterator[list[Any]]:
+def _micro_batches(workload: Workload, device: torch.device) -> Iterator[list[Any]]:
     """Micro-batches of zeros for each step, as the loader makes them."""
     return step_batches(workload.make, workload.request.strategy, pin=device.type == "cuda")
 
@@ -94,7 +94,7 @@ def _own_steps(workload: Workload, device: torch.device, meter: MemoryMeter) -> 
     request, family = workload.request, workload.family
     engine = engines.create(request.strategy, workload.model, family, device=device, world=World())
     ema = engines.ema_of(engine)
-    lr, ahead = request.strategy.optimizer.lr, _fed(workload, device)
+    lr, ahead = request.strategy.optimizer.lr, _micro_batches(workload, device)
     while True:
         micro_batches = next(ahead)
         began = time.perf_counter()
@@ -122,7 +122,7 @@ def _obstacle(meter: MemoryMeter, device: torch.device, params: int) -> str | No
 def _compared(
     workload: Workload, device: torch.device, own: Iterator[TimedStep], rounds: int, load: MachineLoad
 ) -> Comparison:
-    plain = plain_steps(workload, _fed(workload, device), device)
+    plain = plain_steps(workload, _micro_batches(workload, device), device)
     for _ in range(STEPS):  # the engine has taken as many
         next(plain)
     losses: dict[str, float] = {}

@@ -187,8 +187,8 @@ def request_for(
 ) -> StepRequest:
     """One strategy of `model` on `gpu`, at `resolution` (a side, or height and width) and `frames` of a video.
 
-    Both default to the model's own. Raises UserError for a model without a training step, pixels that do not fit it,
-    tokens that cannot be split, and a precision, or FP8, that the GPU does not compute.
+    Both default to the model's own. Raises UserError for a model without a training step, pixels that do not fit it and
+    tokens that cannot be split; also for a precision, or FP8, that the GPU does not compute.
     """
     problems = [*model_problems(model), *precision_problems(gpu, strategy.precision)]
     problems += float8_problems(gpu, strategy.float8)

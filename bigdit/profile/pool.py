@@ -397,7 +397,6 @@ def _answer(slot: _ServedSlot, job: str, answer: Callable[[str], str]) -> None:
 
 
 def _forked(run: Callable[[], None]) -> int:
-    """The id of a fork that runs this and ends."""
     parent = os.getpid()
     child = os.fork()
     if child:

@@ -56,15 +56,15 @@ DEVICE = torch.device("cuda", 0)
 def attempt(job: AttemptJob, built: Built, host_bytes: int) -> Attempt:
     """Two steps of the job's request, in which torch may reserve the job's `capacity_bytes`. `built` already takes
     `host_bytes` of CPU memory."""
-    return _watched(job, host_bytes, lambda watch: _steps(job, built, watch))
+    return _run_watched(job, host_bytes, lambda watch: _steps(job, built, watch))
 
 
 def encode(job: AttemptJob) -> Attempt:
     """A micro-batch through the encoders alone, with the same limit."""
-    return _watched(job, 0, lambda watch: _encoding(job, watch))
+    return _run_watched(job, 0, lambda watch: _encoding(job, watch))
 
 
-def _watched(job: AttemptJob, host_bytes: int, run: Callable[[_Watch], None]) -> Attempt:
+def _run_watched(job: AttemptJob, host_bytes: int, run: Callable[[_Watch], None]) -> Attempt:
     began = time.perf_counter()
     torch.cuda.set_device(DEVICE)
     torch.cuda.init()

@@ -128,9 +128,9 @@ def large_uncomputed() -> Iterator[None]:
     """Within, large CPU tensors that are set to zero read as zeros, and their norms are zero. No other operator writes
     them. Allocations are the same, in CPU memory and on the GPU."""
     library = torch.library.Library("aten", "IMPL")
-    runs: dict[str, Callable[..., Any]] = dict.fromkeys(_IN_PLACE, _unwritten)
-    runs |= {"zero_": _zeroed, "fill_.Scalar": _zeroed, "linalg_vector_norm": _unmeasured, "_foreach_sqrt": _unfilled}
-    runs |= {"cat": _unjoined}
+    runs: dict[str, Callable[..., Any]] = dict.fromkeys(_IN_PLACE, _skip_write)
+    runs |= {"zero_": _zero, "fill_.Scalar": _zero, "linalg_vector_norm": _skip_norm, "_foreach_sqrt": _skip_sqrt}
+    runs |= {"cat": _skip_cat}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of kernels that take another's place
         for name, run in runs.items():
@@ -142,7 +142,7 @@ def large_uncomputed() -> Iterator[None]:
         library._destroy()
 
 
-def _unwritten(kernel: Any, keys: Any, to: Any, *args: Any, **named: Any) -> Any:
+def _skip_write(kernel: Any, keys: Any, to: Any, *args: Any, **named: Any) -> Any:
     """Do not write a large tensor, or a list of tensors that is large in total."""
     listed = isinstance(to, (list, tuple))
     if sum(each.nbytes for each in (to if listed else (to,))) >= _LEAST_BYTES:
@@ -152,14 +152,14 @@ def _unwritten(kernel: Any, keys: Any, to: Any, *args: Any, **named: Any) -> Any
     return kernel.call_boxed(keys, to, *args, **named)
 
 
-def _unfilled(kernel: Any, keys: Any, of: Any) -> Any:
+def _skip_sqrt(kernel: Any, keys: Any, of: Any) -> Any:
     """Unwritten tensors like those of a list."""
     if sum(each.nbytes for each in of) >= _LEAST_BYTES:
         return [torch.empty_like(each) for each in of]
     return kernel.call_boxed(keys, of)
 
 
-def _unjoined(kernel: Any, keys: Any, parts: Any, dim: int = 0) -> Any:
+def _skip_cat(kernel: Any, keys: Any, parts: Any, dim: int = 0) -> Any:
     """An unwritten tensor as large as all parts, if these are vectors, as DeepSpeed's offload joins all weights."""
     size = sum(map(torch.numel, parts))
     if size * parts[0].itemsize < _LEAST_BYTES or any(
@@ -169,7 +169,7 @@ def _unjoined(kernel: Any, keys: Any, parts: Any, dim: int = 0) -> Any:
     return parts[0].new_empty(size)
 
 
-def _zeroed(kernel: Any, keys: Any, tensor: torch.Tensor, *value: float) -> Any:
+def _zero(kernel: Any, keys: Any, tensor: torch.Tensor, *value: float) -> Any:
     """Free the pages: they read as zeros, and cost no time until they are read."""
     large = tensor.nbytes >= _LEAST_BYTES and tensor.is_contiguous()
     if large and not any(value) and _free_pages(tensor):
@@ -177,7 +177,7 @@ def _zeroed(kernel: Any, keys: Any, tensor: torch.Tensor, *value: float) -> Any:
     return kernel.call_boxed(keys, tensor, *value)
 
 
-def _unmeasured(
+def _skip_norm(
     kernel: Any, keys: Any, tensor: torch.Tensor, order: float = 2, dim: Any = None, *args: Any, **named: Any
 ) -> Any:
     if tensor.nbytes >= _LEAST_BYTES and not dim and not any(args):

@@ -48,9 +48,9 @@ class Recorder(Counting):
         gc.disable()
         self._froze = gc.get_freeze_count() == 0
         gc.freeze()  # collections skip all that exists by now, and stay cheap
-        self._hooks.enter_context(replaced(torch.UntypedStorage, "resize_", self._seeing))
+        self._hooks.enter_context(replaced(torch.UntypedStorage, "resize_", self._watch_resize))
         # Compiled code allocates with this function, which is no operation.
-        self._hooks.enter_context(replaced(torch._C._dynamo.guards, "_empty_strided_cuda", self._seeing_result))
+        self._hooks.enter_context(replaced(torch._C._dynamo.guards, "_empty_strided_cuda", self._watch_allocation))
         super().__enter__()
         return self
 
@@ -148,7 +148,7 @@ class Recorder(Counting):
             label, category = self._callers[-1] if self._callers else (None, None)
             track.see(tensor.untyped_storage(), category, label or source)
 
-    def _seeing_result(self, allocate: Callable[..., Any]) -> Callable[..., Any]:
+    def _watch_allocation(self, allocate: Callable[..., Any]) -> Callable[..., Any]:
         def allocated(*args: Any) -> Any:
             tensor = allocate(*args)
             self._see(tensor, COMPILED)
@@ -156,7 +156,7 @@ class Recorder(Counting):
 
         return allocated
 
-    def _seeing(self, resize: Callable[..., Any]) -> Callable[..., Any]:
+    def _watch_resize(self, resize: Callable[..., Any]) -> Callable[..., Any]:
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
             for track in self._tracks.values():
@@ -317,7 +317,6 @@ class History:
     def _read(
         self, trace: Sequence[dict[str, Any]], notes: Sequence[int], known: Sequence[Block]
     ) -> tuple[list[Block], list[int]]:
-        """Blocks and events."""
         blocks: list[Block] = []
         events: list[int] = []
         live: dict[int, int] = {}
@@ -345,7 +344,6 @@ class History:
             self.peak_reserved_bytes = max(self.peak_reserved_bytes, torch.cuda.max_memory_reserved())
 
     def _total(self) -> int:
-        """The number of allocations and frees so far."""
         counts = torch._C._cuda_memoryStats(self._device)["allocation"]["all"]
         return int(counts["allocated"] + counts["freed"])
 

@@ -145,7 +145,13 @@ def _plan(planner: Planner, stages: _Stages) -> Plan:
         run=_run(request, chosen),
         waterfall=steps,
         calibration=planner.calibration.source(chosen.strategy),
-        notices=(*assumed, *uncounted(request.samples), *profile.notices, *notices, *_without_one(planner, chosen)),
+        notices=(
+            *assumed,
+            *uncounted(request.samples),
+            *profile.notices,
+            *notices,
+            *_without_a_machine(planner, chosen),
+        ),
         versions=profile.versions | {"torch": planner.gpus.build.split()[0]},
         emulated=planner.gpus.build,
         catalogue=revision(),
@@ -153,7 +159,7 @@ def _plan(planner: Planner, stages: _Stages) -> Plan:
     )
 
 
-def _without_one(planner: Planner, chosen: Estimate) -> list[str]:
+def _without_a_machine(planner: Planner, chosen: Estimate) -> list[str]:
     """A line on how the run goes on without one of its machines, where there are several and it fits."""
     left = chosen.strategy.world_size - planner.request.cluster.gpus_per_node
     strategy = chosen.strategy.model_copy(update=chosen.strategy.over(left))

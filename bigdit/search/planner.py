@@ -264,7 +264,7 @@ class Planner:
         groups: dict[tuple[bool, int], list[Estimate]] = {}
         for each in estimates:
             groups.setdefault((not each.lossless, self.options[each.option].last_resort), []).append(each)
-        return [each for _, group in sorted(groups.items()) for each in _roomy(group)]
+        return [each for _, group in sorted(groups.items()) for each in _by_preference(group)]
 
     def limits(self, chosen: Estimate) -> Limits:
         """The largest micro-batches of each size, without sizes where an attempt failed. The search starts from
@@ -345,7 +345,7 @@ def rate(each: Estimate) -> float:
     return each.samples_per_second_per_gpu.middle
 
 
-def _roomy(estimates: Sequence[Estimate]) -> list[Estimate]:
+def _by_preference(estimates: Sequence[Estimate]) -> list[Estimate]:
     fastest = max(estimates, key=rate)
     near = [each for each in estimates if as_fast_as(each, fastest)]
     alone = [each for each in near if each.strategy.cp == 1]

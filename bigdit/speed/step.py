@@ -34,8 +34,8 @@ from bigdit.strategy import Precision, Strategy
 Numbers = npt.NDArray[np.float64]
 
 HERE = "benchmarks/gpu_matrix.md"
-"""Times of operators in training steps on an H100 by torch's profiler (torch 2.11), without the held-out points,
-against the bytes and FLOPs that an attempt counts (`git show 8fa40eb:benchmarks/on_gpu/shares.py`)."""
+"""Source: times of operators in steps on an H100, divided by the bytes and FLOPs that an attempt counts. They were
+measured by torch's profiler (torch 2.11), without held-out points (`git show 8fa40eb:benchmarks/on_gpu/shares.py`)."""
 
 MEASURED = (9, 0)
 """The compute capability of that GPU, whose shares were measured per operator."""
@@ -115,9 +115,9 @@ SMALL_HEADS_MEASURED = Interval(low=0.42, high=0.46)
 ATTENTION = Interval(low=0.20, high=0.75)
 """The same of other GPUs.
 
-FlashAttention-2 reaches 0.50 to 0.73 on an A100 (arXiv:2307.08691) and 0.35 on an H100, FlashAttention-3 up to 0.75
-there (arXiv:2407.08608), all with heads of 64 or 128 that fill the tiles. Low is for other heads, short texts and
-the kernel that takes masks: assumed.
+FlashAttention-2 reaches 0.50 to 0.73 on an A100 (arXiv:2307.08691) and 0.35 on an H100. FlashAttention-3 reaches up to
+0.75 there (arXiv:2407.08608). All have heads of 64 or 128, which fill the tiles. Low is assumed, for other heads, short
+texts and the kernel with masks.
 """
 
 ATTENTION_FP32 = Interval(low=0.13, high=0.75)
