@@ -44,7 +44,7 @@ allocated 2.9 % more on an H100 than on an emulated one, and reserved 1.0 % more
 
 
 def folders(asked: Path | None = None) -> list[Path]:
-    """Folders with receipts: the `asked` one, or the user's and, if bigdit runs in a checkout, that one's."""
+    """Folders with receipts: the `asked` one; else the user's, and the repository's if bigdit runs in it."""
     if asked is not None:
         return [asked]
     return [*([ROOT / "benchmarks" / "receipts"] if in_checkout() else []), receipt.folder()]
@@ -190,7 +190,7 @@ class Calibration:
 
 
 def check(receipts: Iterable[Receipt], gpu: Gpu, gpus: EmulatedGpus) -> tuple[list[Checked], list[str]]:
-    """Run each receipt's step on emulated GPUs, with its allocator setting; and a line for each that cannot run."""
+    """Run the step of each receipt on emulated GPUs, with its allocator setting. Also a line for each failure."""
     checked, notices = [], []
     for each in receipts:
         problem = f"the receipt of {each.model.name}, {each.written}, is left out"

@@ -64,7 +64,7 @@ def overruled(path: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def _for_plan(document: dict[str, Any]) -> dict[str, Any]:
-    """The document without what the plan checks or chooses: the global batch, and the GPUs if no engine is fixed."""
+    """The document without keys that the plan chooses: the global batch, and the GPUs if no engine is fixed."""
     strategy = document.get("strategy", {})
     if not isinstance(strategy, dict):
         return document

@@ -253,6 +253,8 @@ def cluster_problems(cluster: Cluster, fixed: Constraints, gpu: Gpu | None) -> l
             f"--engine single runs on one GPU, and --gpus is {gpus}; use --engine ddp, zero1, zero2, zero3 or fsdp2, "
             "or --gpus 1"
         )
+    if fixed.engine == "ddp" and gpus == 1:
+        problems.append("--engine ddp needs several GPUs, and --gpus is 1; use --gpus 2 or more, or --engine single")
     if fixed.cp is not None and gpus % fixed.cp:
         problems.append(f"--cp is {fixed.cp}, which does not divide --gpus {gpus}")
     return problems
@@ -268,8 +270,7 @@ def constraint_problems(cluster: Cluster, fixed: Constraints, gpu: Gpu | None) -
     if fixed.full and fixed.frozen:
         trains = f"--lora {fixed.lora.rank} trains adapters" if fixed.lora else "--controlnet trains a ControlNet"
         problems.append(f"--full is full fine-tuning, and {trains}; leave one of them out")
-    missing = None if fixed.optimizer is None else OptimizerSpec(name=fixed.optimizer).missing_package
-    if missing is not None:
+    if fixed.optimizer and (missing := OptimizerSpec(name=fixed.optimizer).missing_package):
         problems.append(f"--optimizer: {missing}")
     if fixed.ema == "none" and fixed.ema_widths is not None:
         problems.append("--ema-widths are of EMAs, and --ema none keeps none; leave one of them out")
@@ -293,17 +294,16 @@ def constraint_problems(cluster: Cluster, fixed: Constraints, gpu: Gpu | None) -
 
 def _refusals(cluster: Cluster, fixed: Constraints, gpu: Gpu | None, base: str | None) -> list[str]:
     """Why each strategy with these constraints and this `base` is refused; none if one is valid."""
-    # The engine single gets one process even for several GPUs: cluster_problems reports that error.
+    # For single on several GPUs, and ddp on one, the number of processes fits: cluster_problems has the error.
     engines = (fixed.engine,) if fixed.engine else get_args(EngineChoice)[cluster.gpus > 1 :]
-    smallest_first = reversed(get_args(Precision))
-    computed = [each for each in smallest_first if gpu is None or not precision_problems(gpu, each)]
+    computed = [each for each in reversed(get_args(Precision)) if gpu is None or not precision_problems(gpu, each)]
     precisions = [fixed.precision] if fixed.precision else computed
     refusals, lora, controlnet = [], fixed.lora, fixed.controlnet
     for engine, precision in itertools.product(engines, precisions):
         try:
             Strategy(
                 **PRESETS[engine],
-                world_size=1 if engine == "single" else min(cluster.gpus, MOST_GPUS),
+                world_size=1 if engine == "single" else min(max(cluster.gpus, 1 + (fixed.engine == "ddp")), MOST_GPUS),
                 micro_batch_size=fixed.micro_batch_size or 1,
                 precision=precision,
                 optimizer=OptimizerSpec(name=fixed.optimizer or "adamw"),
