@@ -25,7 +25,7 @@ from bigdit.config.load import parse_run
 from bigdit.config.run import RunConfig
 from bigdit.documents import differences, written
 from bigdit.engines import Ema, Engine
-from bigdit.engines.state import EMA, SavedSlice, adopt, make_state, places
+from bigdit.engines.state import EMA, SavedSlice, make_state, restore_numbers, state_slices
 from bigdit.errors import UserError
 from bigdit.models.lora_files import FILE as ADAPTERS
 from bigdit.models.lora_files import PEFT_FILE, TEXT_ENCODERS
@@ -43,7 +43,7 @@ def restore(checkpoint: Checkpoint, engine: Engine, peers: Peers, ema: Ema | Non
     saved = reader.read_metadata().state_dict_metadata.keys()
     rank = peers.world.rank
     make_state(engine, saved, rank)
-    wanted = places(engine, ema, rank)
+    wanted = state_slices(engine, ema, rank)
     filled = {name: place for name, place in wanted.items() if name in saved}
     for name in sorted(wanted.keys() - saved):
         if name.startswith("state.") and not wanted[name].number:
@@ -51,7 +51,7 @@ def restore(checkpoint: Checkpoint, engine: Engine, peers: Peers, ema: Ema | Non
         elif not wanted[name].number:
             raise UserError(f"{checkpoint.folder} does not hold {name}: it is of another model or optimizer")
     _load(checkpoint, filled, reader, peers)
-    adopt(engine, filled)
+    restore_numbers(engine, filled)
     engine.publish()
     if ema is not None:
         ema.updates = checkpoint.state["updates"]

@@ -43,7 +43,7 @@ from bigdit.checkpoint.folder import (
 )
 from bigdit.config.run import CHECKPOINTS, EMA_SNAPSHOTS
 from bigdit.engines import Ema, Engine
-from bigdit.engines.state import EMA, LOCAL, SavedSlice, places
+from bigdit.engines.state import EMA, LOCAL, SavedSlice, state_slices
 from bigdit.errors import UserError, versions
 from bigdit.files import TEMPORARY, commit_folder, fsync_folder, write_text
 from bigdit.units import gib, how_many
@@ -123,7 +123,7 @@ class Saver:
         not finite.
         """
         self.wait()
-        held = places(engine, ema, self._peers.world.rank)
+        held = state_slices(engine, ema, self._peers.world.rank)
         copies = {
             name: replace(place, tensor=place.tensor.to("cpu", copy=True))
             for name, place in held.items()
