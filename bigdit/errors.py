@@ -132,16 +132,12 @@ def _print(text: str) -> None:
         print(shown(text), file=sys.stderr)
 
 
-def _first_here() -> bool:
-    """Whether this is a machine's first process. Problems may differ between machines."""
-    return os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
-
-
 def _guarded(main: Callable[[], int | None]) -> int:
     try:
         return main() or 0
     except UserError as error:
-        if _first_here():
+        # Once on each machine, because problems may differ between machines.
+        if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
             for problem in error.problems:
                 _print(f"error: {problem}")
         return EXIT_USER
@@ -214,8 +210,5 @@ def _plain(error: UnicodeError) -> tuple[str, int]:
     """Replace characters that the encoding lacks by ASCII."""
     assert isinstance(error, UnicodeEncodeError)
     found = error.object[error.start : error.end]
-    return "".join(_PLAIN.get(each) or _letters(each) or "?" for each in found), error.end
-
-
-def _letters(character: str) -> str:
-    return unicodedata.normalize("NFKD", character).encode("ascii", "ignore").decode()
+    plain = (_PLAIN.get(each) or unicodedata.normalize("NFKD", each) for each in found)
+    return "".join(each.encode("ascii", "ignore").decode() or "?" for each in plain), error.end

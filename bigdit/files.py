@@ -134,10 +134,15 @@ def check_writable(key: str, folder: Path) -> None:
         raise UserError(f"{key}: cannot write {folder}: {error.strerror}; choose another") from None
 
 
-def write_text(path: Path, text: str, scratch: Path | None = None) -> None:
-    """Write a small text file, all or nothing; `scratch` as in `replacing`."""
+def write_bytes(path: Path, data: bytes, scratch: Path | None = None) -> None:
+    """Write a small file, all or nothing; `scratch` as in `replacing`."""
     with replacing(path, scratch) as temporary:
-        temporary.write_text(text)
+        temporary.write_bytes(data)
+
+
+def write_text(path: Path, text: str, scratch: Path | None = None) -> None:
+    """Write a small text file as `write_bytes`."""
+    write_bytes(path, text.encode(), scratch)
 
 
 def create_text(path: Path, text: str, scratch: Path) -> bool:

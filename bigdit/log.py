@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -29,23 +29,17 @@ class _Console(Console):
         return self.is_terminal and (bool(os.environ.get("NO_COLOR")) or super().is_dumb_terminal)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        try:
-            self._print(*objects, **options)
-        except OSError:  # a lost notice is no error
-            if not self.stderr:
-                raise
-
-    def _print(self, *objects: Any, **options: Any) -> None:
-        if self.is_terminal:
-            super().print(*objects, **options)
-            return
-        with self.capture() as captured:
-            super().print(*objects, **options)
-        try:  # not by Console.out, which would be captured too
-            self.file.write(_TRAILING.sub("", captured.get()))
-            self.file.flush()
-        except BrokenPipeError:
-            self.on_broken_pipe()
+        with suppress(OSError) if self.stderr else nullcontext():  # a lost notice is no error
+            if self.is_terminal:
+                super().print(*objects, **options)
+                return
+            with self.capture() as captured:
+                super().print(*objects, **options)
+            try:  # not by Console.out, which would be captured too
+                self.file.write(_TRAILING.sub("", captured.get()))
+                self.file.flush()
+            except BrokenPipeError:
+                self.on_broken_pipe()
 
     def render_str(self, text: str, *args: Any, **options: Any) -> Text:
         return super().render_str(shown(text), *args, **options)

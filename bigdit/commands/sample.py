@@ -236,6 +236,7 @@ def _generate(
 ) -> tuple[list[dict[str, Any]], Path | None]:
     """Write a file for each prompt, and a grid of all, or the prompts. Returns a row for each file, and the grid's
     path."""
+    from bigdit.files import write_bytes
     from bigdit.sampling.grid import grid_png, moving_grid, png, webp
 
     moving, fps = options.frames is not None, sampler.fps or 1.0  # only videos have one
@@ -244,16 +245,16 @@ def _generate(
     for i, pixels in enumerate(sampler.sample(prompts, options, images, shown)):
         found = pixels.squeeze(0).numpy() if len(pixels) == 1 else pixels.movedim(0, -1).numpy()
         path = out / f"{i:05d}{suffix}"
-        _write(path, webp(found, fps) if moving else png(found))
+        write_bytes(path, webp(found, fps) if moving else png(found))
         rows.append({"file": path.name, "caption": prompts[i], "seed": options.seed + i})
         if with_captions:
-            _write(path.with_suffix(".txt"), prompts[i].encode())
+            write_bytes(path.with_suffix(".txt"), prompts[i].encode())
         else:
             generated.append(found)
     if with_captions:
         return rows, None
     grid = out / f"grid{suffix}"
-    _write(grid, webp(moving_grid(generated), fps) if moving else grid_png(generated, prompts))
+    write_bytes(grid, webp(moving_grid(generated), fps) if moving else grid_png(generated, prompts))
     return rows, grid
 
 
@@ -265,13 +266,6 @@ def _shown(what: str, found: Iterator[torch.Tensor], total: int, unit: str) -> I
         for each in found:
             yield each
             advance(1)
-
-
-def _write(path: Path, data: bytes) -> None:
-    from bigdit.files import replacing
-
-    with replacing(path) as temporary:
-        temporary.write_bytes(data)
 
 
 def _lines(path: Path | None) -> list[str]:
