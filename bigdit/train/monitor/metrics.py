@@ -203,8 +203,8 @@ class Metrics:
         """
         self._pending.append((step, lr, result, more))
         batches = () if self._copy else micro_batches
-        skipped = [line for each in batches if isinstance(each, CaptionedBatch) for line in each.skipped]
-        self._skipped_names.append(skipped)
+        named = (line for each in batches if isinstance(each, CaptionedBatch) for line in each.skipped)
+        self._skipped_names.append([line for line in named if line is not None])
         if self._collectives is not None:
             self._collectives.settle()
         if self._mfu is not None:
