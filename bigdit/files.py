@@ -111,10 +111,9 @@ def replacing(path: Path, scratch: Path | None = None) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
+        fsync(temporary)
         os.replace(temporary, path)
-        fsync_folder(path.parent)
+        fsync(path.parent)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
@@ -154,10 +153,9 @@ def create_text(path: Path, text: str, scratch: Path) -> bool:
     temporary = scratch / path.name
     try:
         temporary.write_text(text)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
+        fsync(temporary)
         os.link(temporary, path)  # unlike a rename, a link never replaces a file
-        fsync_folder(path.parent)
+        fsync(path.parent)
     except FileExistsError:
         return False
     except OSError as error:
@@ -230,25 +228,20 @@ def _locked(lock: Path, folder: Path) -> BinaryIO | None:
 def commit_folder(temporary: Path, final: Path, *, replace: bool = True) -> None:
     """Sync a filled temporary folder to disk, and rename it to `final`. Without `replace`, raises OSError if a folder
     with content exists."""
-    for file in sorted(temporary.rglob("*")):
-        if file.is_dir():
-            fsync_folder(file)
-        else:
-            with open(file, "rb") as opened:
-                os.fsync(opened.fileno())
-    fsync_folder(temporary)
+    for each in (*temporary.rglob("*"), temporary):
+        fsync(each)
     before = final.with_name(f"{TEMPORARY}before-{final.name}")
     shutil.rmtree(before, ignore_errors=True)
     if replace and final.exists():  # such as a step that is saved again after a resume from an earlier one
         os.replace(final, before)
     os.replace(temporary, final)
-    fsync_folder(final.parent)
+    fsync(final.parent)
     shutil.rmtree(before, ignore_errors=True)
 
 
-def fsync_folder(folder: Path) -> None:
-    """Sync the folder's entries to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def fsync(path: Path) -> None:
+    """Sync a file, or a folder's entries, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

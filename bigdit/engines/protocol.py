@@ -94,18 +94,10 @@ class Engine(Protocol):
         return None
 
 
-_COMPUTE_DTYPE = {
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "bf16": torch.bfloat16,
-    "bf16_sr": torch.bfloat16,
-    "fp16": torch.float16,
-}
-
-
 def compute_dtype(strategy: Strategy) -> torch.dtype:
     """The dtype of weights and activations in forward and backward."""
-    return _COMPUTE_DTYPE[strategy.precision]
+    half = {"bf16": torch.bfloat16, "bf16_sr": torch.bfloat16, "fp16": torch.float16}
+    return half.get(strategy.precision, torch.float32)
 
 
 def use_matmul_precision(strategy: Strategy) -> None:
