@@ -198,10 +198,11 @@ def plain_steps(workload: Workload, batches: Iterator[Sequence[Batch]], device: 
 
 
 def _receipt(request: StepRequest, meter: MemoryMeter, seconds: list[float]) -> Receipt:
-    strategy, measured, predicted = request.strategy, meter.peak_allocated_bytes, _predicted(request, meter)
+    strategy, measured, predicted = request.strategy, meter.measured, _predicted(request, meter)
     off = None
     if predicted is not None and measured is not None:
-        off = round(100 * (predicted.peak_allocated_bytes - measured) / measured, 4)
+        allocated = measured.peak_allocated_bytes
+        off = round(100 * (predicted.peak_allocated_bytes - allocated) / allocated, 4)
     median = statistics.median(seconds[STEPS:])
     return Receipt(
         kind="bench",
@@ -210,10 +211,6 @@ def _receipt(request: StepRequest, meter: MemoryMeter, seconds: list[float]) -> 
         buckets=1,
         strategy=strategy,
         objective=request.objective,
-        device=meter.device_name,
-        emulated=meter.emulated,
-        expandable_segments=meter.expandable_segments,
-        compute_capability=meter.compute_capability,
         gpus_per_node=1,
         steps=len(seconds),
         seconds=round(sum(seconds), 3),
@@ -221,8 +218,6 @@ def _receipt(request: StepRequest, meter: MemoryMeter, seconds: list[float]) -> 
         samples_per_second=round(strategy.global_batch_size / median, 2),
         predicted_peak_allocated_bytes=None if predicted is None else predicted.peak_allocated_bytes,
         predicted_peak_reserved_bytes=None if predicted is None else predicted.peak_reserved_bytes,
-        measured_peak_allocated_bytes=measured,
-        measured_peak_reserved_bytes=meter.peak_reserved_bytes,
-        measured_with=meter.method,
         error_percent=off,
+        **meter.receipt_fields(),
     )
