@@ -1,4 +1,4 @@
-"""Configs: strict, overridable, and every problem told at once by the key that mends it."""
+"""Configs are strict and can be overridden. All problems are told at once, with the key to change."""
 
 import json
 

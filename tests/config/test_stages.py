@@ -1,4 +1,4 @@
-"""Stages of a run: whole runs by what each has otherwise, and every problem by its key."""
+"""A run's stages: whole runs that differ in their own keys, and every problem with its key."""
 
 import pytest
 import yaml
@@ -83,7 +83,7 @@ def test_a_run_without_stages_is_one(tmp_path):
 
 
 def test_a_step_belongs_to_the_stage_that_takes_it(tmp_path):
-    """A checkpoint at a border belongs to the stage that follows; one at the end of all to the last."""
+    """A checkpoint at a border belongs to the next stage, one at the end of all to the last."""
     stages = prepare_stages(load_stages(written(tmp_path, LOW, HIGH), ALONE))
     assert [stage_at(stages, step).stage.number for step in (0, 4, 5, 11, 12)] == [0, 0, 1, 1, 1]
 

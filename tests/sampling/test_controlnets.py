@@ -1,4 +1,4 @@
-"""ControlNets from files to samples: what is exported generates in diffusers' ControlNet pipeline what was sampled."""
+"""ControlNets from files to samples: diffusers' ControlNet pipeline generates with an export what was sampled."""
 
 import json
 
