@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from bigdit.catalog import FAMILIES, CatalogModel, Gpu, batch_shape
-from bigdit.catalog.conditions import beside
+from bigdit.catalog.conditions import with_controlnet
 from bigdit.catalog.context import context_misfits, context_problems
 from bigdit.catalog.encoders import OnlineEncoders, online_encoders
 from bigdit.catalog.families import family_objective
@@ -194,7 +194,7 @@ def request_for(
     problems += float8_problems(gpu, strategy.float8)
     if problems:
         raise UserError(*problems)
-    model = model if strategy.controlnet is None else beside(model, strategy.controlnet)
+    model = model if strategy.controlnet is None else with_controlnet(model, strategy.controlnet)
     batch = batch_shape(model, resolution, frames)
     text = None if batch.text is None else batch.text[0]
     problems += context_problems(model.spec, strategy.cp, strategy.cp_ring)

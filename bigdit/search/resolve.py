@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar, get_args
 from pydantic import TypeAdapter, ValidationError
 
 from bigdit.catalog import CatalogModel, Gpu, batch_shape, find_model
-from bigdit.catalog.conditions import beside, controlnet_problems
+from bigdit.catalog.conditions import controlnet_problems, with_controlnet
 from bigdit.catalog.context import context_misfits, context_problems
 from bigdit.catalog.encoders import online_encoders
 from bigdit.catalog.gpus import float8_problems, precision_problems
@@ -61,7 +61,7 @@ def resolve_request(model: str | None = None, gpu: str | None = None, **options:
     if found_model is not None:
         if fixed.controlnet is not None:
             problems += [f"--controlnet: {each}" for each in controlnet_problems(found_model.spec, fixed.controlnet)]
-            found_model = beside(found_model, fixed.controlnet)
+            found_model = with_controlnet(found_model, fixed.controlnet)
         aspects = asked.buckets == "aspect" or (asked.buckets is None and not found_model.video)
         frames, cp = amounts.get("frames"), fixed.cp or 1
         sizes, first, misfits = _shapes(found_model, sizes, more, aspects, frames, cp)
