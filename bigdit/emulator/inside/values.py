@@ -75,13 +75,15 @@ def leave() -> None:
 def unknown(written: list[Any]) -> None:
     """These tensors were written by a kernel that computes nothing: small ones are zero, and known to be unknown."""
     for kernels in _installed:
-        kernels._leave(written, [])
+        if not kernels.left:
+            with kernels._torch.utils._python_dispatch._disable_current_modes():  # which count what a script calls
+                kernels._leave(written, [])
 
 
 class Kernels:
     """Wraps the kernels of a torch: after each, its values are computed if all tensors are small.
 
-    `known`: the tensors with computed values.
+    `known`: the tensors with computed values. `left`: nothing is computed any more.
     """
 
     def __init__(self, torch: Any) -> None:
@@ -92,6 +94,7 @@ class Kernels:
         self._random = torch.Generator("cpu")
         self._random.manual_seed(0)
         self._without_cpu: set[Any] = set()
+        self.left = False
 
     def wrap(self, name: str) -> None:
         base, _, overload = name.removeprefix("aten::").partition(".")
@@ -107,6 +110,7 @@ class Kernels:
 
     def leave(self) -> None:
         """Remove all wrappers but that of copies to the GPU with another dtype."""
+        self.left = True
         self._library._destroy()
         self._library = self._torch.library.Library("aten", "IMPL")
         kernel = self._torch.library.get_kernel("aten::copy_", "CUDA")
