@@ -107,6 +107,19 @@ def test_a_sample_that_is_damaged_on_the_way_is_named_once_and_the_next_is_train
     assert not [line for line in printed(capfd, "note: ") if "skipped" in line]
 
 
+def test_a_damaged_sample_that_fills_up_a_batch_is_counted_once(folder, tmp_path):
+    """Two passes of two samples for a global batch of three: the last place repeats the first with weight 0."""
+    (folder / "3.png").write_bytes(b"I am a text")
+    counts = []
+    for micro in (3, 2):
+        output = tmp_path / str(micro)
+        sizes = (f"strategy.micro_batch_size={micro}", "strategy.global_batch_size=3", "train.steps=10")
+        assert run(None, output, *online(folder), *sizes) == 0
+        counts.append([row.get("skipped_samples", 0) for row in read_metrics(output / "metrics.jsonl")])
+    assert counts[0] == counts[1]
+    assert sum(counts[0]) == 3
+
+
 def test_a_source_without_one_usable_sample_ends_a_run_though_another_has_some(folder, tmp_path, capfd):
     more = tmp_path / "more"
     for number in range(2):

@@ -16,7 +16,7 @@ from bigdit.models import Family
 from bigdit.models.lora_files import TEXT_ENCODERS
 from bigdit.models.swap import moved, swap_of, with_data
 from bigdit.strategy import PACKAGES, Strategy
-from bigdit.units import MIB
+from bigdit.units import MIB, in_groups
 
 # The fp32 gradients that exist at once. All of them would take 4 bytes a parameter, and be the peak.
 CHUNK_BYTES = 256 * MIB
@@ -143,15 +143,5 @@ def _widen(pairs: list[Pair]) -> None:
 
 
 def chunks(pairs: list[Pair], most: int) -> Iterator[list[Pair]]:
-    """Pairs in order, in runs of at most so many bytes of fp32, or of one."""
-    chunk: list[Pair] = []
-    filled = 0
-    for pair in pairs:
-        nbytes = pair[1].numel() * pair[1].element_size()
-        if chunk and filled + nbytes > most:
-            yield chunk
-            chunk, filled = [], 0
-        chunk.append(pair)
-        filled += nbytes
-    if chunk:
-        yield chunk
+    """Pairs in order, in groups of at most so many bytes of masters, or of one pair."""
+    return in_groups(pairs, lambda pair: pair[1].numel() * pair[1].element_size(), most)

@@ -106,7 +106,7 @@ class CaptionedBatch(_Tensors):
     """One micro-batch of one bucket, not encoded yet.
 
     pixels [B, 1 or 3, (F,) H, W] uint8; a caption for each sample, none if images have classes; the samples' `indices`
-    in the source; seeds and `extras` as in Batch. `skipped`: a line for each that another was taken instead of.
+    in the source; seeds and `extras` as in Batch. `skipped`: of each sample a line if it takes an unusable one's place.
     """
 
     pixels: torch.Tensor
@@ -114,7 +114,7 @@ class CaptionedBatch(_Tensors):
     indices: tuple[int, ...]
     seeds: tuple[int, ...]
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    skipped: tuple[str, ...] = ()
+    skipped: tuple[str | None, ...] = ()
 
     def chunks(self, size: int | None) -> Iterator[tuple[torch.Tensor, Captions, Sequence[int]]]:
         """Pixels, captions and indices, `size` samples at a time; None: all at once."""

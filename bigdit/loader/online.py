@@ -138,7 +138,7 @@ class RawReader:
             masks = [mask_latents(each.sample, pixels_of, shape) for each in loaded]
             extras[LOSS_MASK] = self._held(torch.stack(masks))
         indices = tuple(each.index for each in loaded)
-        skipped = tuple(each.skipped for each in loaded if each.skipped is not None)
+        skipped = tuple(each.skipped for each in loaded)
         return CaptionedBatch(self._held(pixels), captions, indices, tuple(seeds), extras, skipped)
 
     def _caption(self, loaded: Loaded, seed: int) -> str | None:

@@ -126,10 +126,12 @@ class FeatureStream:
         found: list[Micro] = [self._reader.read(*each) for each in samples]
         weights = [None if self._weights is None else self._weights[parts] for _, parts, *_ in samples]
         if math.prod(self._sizes) > self.order.global_batch_size:
+            counted = self._places(step) < self.order.global_batch_size
             weights = [
-                np.where(places < self.order.global_batch_size, 1 if own is None else own, 0).astype(np.float32)
-                for own, places in zip(weights, self._places(step), strict=True)
+                np.where(first, 1 if own is None else own, 0).astype(np.float32)
+                for own, first in zip(weights, counted, strict=True)
             ]
+            found = [_named_once(*each) for each in zip(found, counted.tolist(), strict=True)]
         return [
             batch if own is None or (own == 1).all() else self._weighted(batch, own, bucket)
             for batch, own, (bucket, *_) in zip(found, weights, samples, strict=True)
@@ -174,6 +176,14 @@ class FeatureStream:
             places = dealt(lengths, passes, processes)
         mine: Ints = places[:, self._world.rank]
         return mine
+
+
+def _named_once(batch: Micro, counted: Sequence[bool]) -> Micro:
+    """The batch without lines on samples that are only repeated."""
+    if not isinstance(batch, CaptionedBatch):
+        return batch
+    lines = zip(batch.skipped, counted, strict=True)
+    return replace(batch, skipped=tuple(line if first else None for line, first in lines))
 
 
 class BatchReader:

@@ -1,4 +1,4 @@
-"""The answer to a request: what is cached of it, or a plan that is made."""
+"""The plan for a request, from the cache or made on emulated GPUs."""
 
 from __future__ import annotations
 
@@ -28,39 +28,39 @@ if TYPE_CHECKING:
 PLANS = Cache("plans", Plan, "the plan", "the plan is made")
 
 _SOURCES = ("search", "speed", "catalog", "config", *SOURCES)
-"""Whose sources decide a plan."""
+"""A cached plan is valid for these sources."""
 
 Say = Callable[[str], None]
 
 
 def make_plan(request: ResolvedRequest, *, progress: Say | None = None) -> Plan:
-    """The plan for `request`, from the cache where it was made before with the same versions, catalogue and receipts.
+    """The plan for `request`, cached for the same versions, catalogue and receipts.
 
-    `progress` is called with a line for each stage. Raises UserError where the model cannot be planned.
+    `progress` is called with a line for each stage. Raises UserError if the model cannot be planned.
     """
     own, notices = own_receipts(request.gpu, request.receipts)
     known = request.model_dump_json(), installed(), revision(), digest_of(*_SOURCES), cuda_build(cuda_python())
     key = (*known, *(receipt.digest() for receipt in own))
     plan = PLANS.find(key)
     if plan is None:
-        with EmulatedGpus(request.gpu) as gpus:  # its libraries are imported while the search is
+        with EmulatedGpus(request.gpu) as gpus:  # its process imports libraries while this one imports the search
             plan, lasts = made(request, own, gpus, progress or (lambda line: None))
         if lasts:
             PLANS.keep(key, plan)
-    return plan.noted(notices)  # of files that decide nothing: they may be others the next time
+    return plan.noted(notices)  # not cached: they are about files that do not decide the plan
 
 
 def made(request: ResolvedRequest, own: Sequence[Receipt], gpus: EmulatedGpus, say: Say) -> tuple[Plan, bool]:
-    """The plan for `request` by emulated GPUs, and their `own` receipts; and whether it may be cached: what took too
-    long or could not be run may be this minute's, as on a busy machine. `say` is called with a line for each stage.
+    """The plan for `request` from emulated GPUs and `own`, the GPU's receipts; and whether it may be cached.
 
-    Raises UserError where the model has no step.
+    It may not if an attempt timed out or died, perhaps only because the machine was busy. `say` is called with a line
+    for each stage. Raises UserError if the model has no step.
     """
-    from bigdit.search.planner import Planner  # here: it imports numpy, and a plan of the cache does without
+    from bigdit.search.planner import Planner  # late: it imports numpy, which a cached plan does not need
 
     began = time.perf_counter()
     asked = hashlib.sha256(f"{request.model_dump_json()} {gpus.build}".encode()).hexdigest()[:32]
-    kept = Path(compile_caches()["TORCHINDUCTOR_CACHE_DIR"], f"plan-{asked}")  # it goes where the code goes
+    kept = Path(compile_caches()["TORCHINDUCTOR_CACHE_DIR"], f"plan-{asked}")  # it is deleted with the compiled code
     compiled = f", its blocks compiled at each size{'' if kept.exists() else ': minutes the first time'}"
     stages = _Stages(f"planning the training of {request.model.name}{compiled * request.constraints.compile}", say)
     gpus.done = stages.count
@@ -69,7 +69,7 @@ def made(request: ResolvedRequest, own: Sequence[Receipt], gpus: EmulatedGpus, s
     calibration = Calibration(checked, routed=FAMILIES[request.model.spec.class_name].routed)
     plan = _plan(Planner(request, gpus, calibration), stages)
     if request.constraints.compile:
-        with suppress(OSError):  # or the next plan says so again
+        with suppress(OSError):  # without it, the next plan announces minutes again
             kept.touch()
     unanswered = [f"not run on an emulated GPU: {why}" for why in gpus.unanswered]
     seconds = round(time.perf_counter() - began, 3)
@@ -77,7 +77,7 @@ def made(request: ResolvedRequest, own: Sequence[Receipt], gpus: EmulatedGpus, s
 
 
 class _Stages:
-    """The progress of a plan: a stage when it begins, and what was counted since, in parentheses."""
+    """The progress of a plan: its stage, and in parentheses the number of attempts so far."""
 
     def __init__(self, what: str, say: Say) -> None:
         self._what, self._say, self._stage, self._found = what, say, "", ""
@@ -154,7 +154,7 @@ def _plan(planner: Planner, stages: _Stages) -> Plan:
 
 
 def _without_one(planner: Planner, chosen: Estimate) -> list[str]:
-    """A line for the same run without one of its machines, where there are several and it fits all."""
+    """A line on how the run goes on without one of its machines, where there are several and it fits."""
     left = chosen.strategy.world_size - planner.request.cluster.gpus_per_node
     strategy = chosen.strategy.model_copy(update=chosen.strategy.over(left))
     if left < 1 or left % strategy.cp or left % max(strategy.dp_replicate, 1) or chosen.verdict == "DOES NOT FIT":

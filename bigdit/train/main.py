@@ -1,4 +1,4 @@
-"""What every launched process runs: it reads the config, checks it, then trains."""
+"""The main function of every launched process: read the config, check it, train."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from bigdit.train.processes.end import LAUNCHER, end_with_launcher
 EXPANDABLE = "expandable_segments:True"
 
 PATIENCE_S = 10.0
-"""Seconds that a process without a message of its own waits for the one that has it, at most."""
+"""Seconds that a process without an error message waits for the one that has it."""
 
 
 Around = Callable[[Path], AbstractContextManager[object]]
-"""What surrounds a training, given its output. The run's page is made in it: `report` is above this layer."""
+"""Surrounds a training, and gets its output. It makes the run's page: `report` is a higher layer."""
 
 
 def main(arguments: Sequence[str] | None = None, around: Around = nullcontext) -> int:
@@ -35,28 +35,28 @@ def main(arguments: Sequence[str] | None = None, around: Around = nullcontext) -
     """
     parsed = parse(arguments)
     end_with_launcher()
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch prints stack frames of a lost peer
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch prints stack frames when a process is lost
     status = guard(lambda: _train(parsed, around))
     if status == EXIT_USER and os.environ.get("RANK", "0") != "0" and LAUNCHER not in os.environ:
-        time.sleep(PATIENCE_S)  # torchrun ends all when one has failed: the one with the message ends first
+        time.sleep(PATIENCE_S)  # torchrun ends all when one fails: the process with the message must end first
     return status
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of launch/train.py. Ends the process where they are wrong."""
+    """The options of launch/train.py. Exits if they are wrong."""
     parser = argparse.ArgumentParser(description="Train as the run's config says.")
     parser.add_argument("--config", type=Path, required=True, help="the run's YAML")
     parser.add_argument("--ds-config", type=Path, help="DeepSpeed's JSON; chooses strategy.engine deepspeed")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key")
     parser.add_argument("--grace", type=float, help="seconds to save and end in after a signal; train.grace")
-    # The deepspeed launcher passes it; the environment says the same.
+    # The deepspeed launcher passes it; the environment has it too.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
 def _set_allocator(world: World) -> None:
-    """Set torch's allocator as the plan has it, before the first allocation. A user's own setting stays, and is
-    logged."""
+    """Set torch's allocator as the plan assumes, before the first allocation. A user's own setting stays, and is
+    logged if it differs."""
     own = next((name for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if name in os.environ), None)
     if own is None:
         os.environ["PYTORCH_ALLOC_CONF"] = EXPANDABLE

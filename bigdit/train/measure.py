@@ -1,4 +1,4 @@
-"""How much memory the first steps took: torch's counters on a GPU, the process's own on a CPU."""
+"""Measures the memory of the first steps: torch's counters on a GPU, the process's memory on a CPU."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ STEPS = 2  # optimizer state appears in the first one
 
 
 class MemoryMeter:
-    """The peak of allocated and reserved bytes from the engine's start through the first two steps, by phase.
+    """Measures peaks of allocated and reserved bytes by phase, from the engine's start through the first two steps.
 
-    A CPU's allocator counts nothing: there it is the peak of the whole process, with libraries and data.
+    On a CPU torch counts nothing: there it is the peak of the whole process, with libraries and data.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,7 +39,7 @@ class MemoryMeter:
 
     @contextmanager
     def step(self) -> Iterator[Phase]:
-        """Surround one training step: yields the phases to run it with."""
+        """Surround one training step; yields the phases that it runs with."""
         if self._steps >= STEPS:
             yield record_function
             return
@@ -72,8 +72,7 @@ class MemoryMeter:
         return None if self.measured is None else self.measured.peak_reserved_bytes
 
     def now(self) -> dict[str, int]:
-        """`memory_bytes` now, and their peak so far: on a GPU what torch has allocated since the engine's start, else
-        the process's."""
+        """`memory_bytes` now, and their peak so far: allocated by torch since the engine's start, or the process's."""
         if not self._cuda:
             return host_now()
         highest = max(self._peaks.allocated_bytes, torch.cuda.max_memory_allocated())
@@ -81,7 +80,7 @@ class MemoryMeter:
 
 
 class GpuPeaks:
-    """The peaks of phases on a GPU, and of all. CUDA has one peak counter, which is reset at each phase."""
+    """The peaks of phases on a GPU, and over all. torch has one peak counter, which each phase resets."""
 
     def __init__(self) -> None:
         self._phase: str | None = None
@@ -89,13 +88,13 @@ class GpuPeaks:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What happens from here until the next phase begins belongs to `name`."""
+        """Surround the phase `name`, which lasts until the next one begins."""
         self.begin(name)
         with record_function(name):
             yield
 
     def begin(self, name: str) -> None:
-        """Begin a phase, which lasts until the next one."""
+        """Begin a phase."""
         self.end()
         self._phase = name
         torch.cuda.reset_peak_memory_stats()
@@ -110,7 +109,7 @@ class GpuPeaks:
 
     @property
     def found(self) -> list[PhaseMemory]:
-        """The ended phases, in the order of their first occurrence."""
+        """The ended phases, in order of first occurrence."""
         return [
             PhaseMemory(phase=phase, allocated_bytes=allocated, reserved_bytes=reserved)
             for phase, (allocated, reserved) in self._found.items()
@@ -118,25 +117,25 @@ class GpuPeaks:
 
     @property
     def allocated_bytes(self) -> int:
-        """The most of all ended phases."""
+        """The peak over all ended phases."""
         return max((allocated for allocated, _ in self._found.values()), default=0)
 
     @property
     def reserved_bytes(self) -> int:
-        """The most of all ended phases."""
+        """The peak over all ended phases."""
         return max((reserved for _, reserved in self._found.values()), default=0)
 
 
 def host_now() -> dict[str, int]:
-    """`memory_bytes` of this process now, which only Linux tells, and their peak so far."""
+    """`memory_bytes` of this process now, on Linux only, and their peak so far."""
     unit = 1 if sys.platform == "darwin" else 1024
     peak, pages = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, Path("/proc/self/statm")
     if not pages.exists():
         return {"peak_memory_bytes": peak}
     now = int(pages.read_text().split()[1]) * resource.getpagesize()
-    return {"memory_bytes": now, "peak_memory_bytes": max(now, peak)}  # the kernel notes the peak a little later
+    return {"memory_bytes": now, "peak_memory_bytes": max(now, peak)}  # the kernel updates the peak later
 
 
 def _expandable_segments() -> bool:
-    """Whether torch's allocator has expandable segments, whichever variable or call set it."""
+    """Whether torch's allocator uses expandable segments, however that was set."""
     return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])

@@ -1,4 +1,4 @@
-"""Weights in diffusers' format: written where the run says, and read back as they were written or not at all."""
+"""Weights in diffusers' format: written where the run says, and read back unchanged or not at all."""
 
 import json
 import shutil
@@ -114,7 +114,7 @@ def test_an_export_that_an_interrupted_run_owes_is_made(tmp_path, engine_and_ave
     found, _ = checkpoint.latest(tmp_path)
     config = (f"output={tmp_path}", *SINGLE, "train.steps=9")
     export_missed(load_run(DIGITS, config), [9], found)
-    assert not (tmp_path / "exports").exists()  # it is not the last, and none that is named
+    assert not (tmp_path / "exports").exists()  # it is neither the last nor one that is named
     due = load_run(DIGITS, (*config, "train.export_every=1"))
     export_missed(due, [9], found)
     folder = tmp_path / "exports/step-00000001"
@@ -147,7 +147,7 @@ LUMINA = (
 
 
 def test_a_whole_model_is_one_file_beside_the_folder(features, trained, tmp_path):
-    """Whose names are ComfyUI's, and whose numbers are the folder's."""
+    """With ComfyUI's names, and the folder's numbers."""
     kwargs = checkpoint.latest(trained)[0].state["model"]["kwargs"]
     model = LUMINA.replace("CHANNELS", str(kwargs["in_channels"])).replace("WIDTH", str(kwargs["caption_channels"]))
     more = (*SINGLE, *reading(features), f"output={tmp_path}", "train.steps=2", "train.warmup_steps=1", model)

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, verified, kept by the course of the run, and never of weights that are not finite."""
+"""Checkpoints are whole or absent, verified, kept by the run's course, and never of weights that are not finite."""
 
 import json
 import math
@@ -20,7 +20,7 @@ DESCRIBED = {"model": MODEL.model_dump(mode="json"), "run": {}, "data": None}
 
 
 def keep(output, engine_and_average, *steps, keeping, found=None):
-    """Save at each of the steps, as a run that resumes from `found`; the names that are there afterwards."""
+    """Save at each of the steps, as a run that resumes from `found`. Returns the names that are left."""
     engine, ema = engine_and_average
     described = DESCRIBED | {"strategy": engine.strategy.model_dump(mode="json")}
     with checkpoint.Saver(output, checkpoint.Peers(), keeping, found=found) as saving:
@@ -50,13 +50,13 @@ def test_the_last_stay_and_those_of_chosen_steps(tmp_path, engine_and_average):
 
 
 def test_a_run_that_went_back_keeps_what_it_saves(tmp_path, engine_and_average):
-    """With fewer to keep than before: the newest state is that of this course, whatever its number."""
+    """With fewer to keep than before. The newest state is that of this course, whatever its number."""
     keep(tmp_path, engine_and_average, 2, 4, 6, 8, keeping=checkpoint.Keeping(4))
     (tmp_path / "checkpoints/latest").write_text("step-00000004\n")
     found, notices = checkpoint.latest(tmp_path)
     assert (found.step, found.lineage, notices) == (4, [2, 4], [])
     keep(tmp_path, engine_and_average, 5, keeping=checkpoint.Keeping(1), found=found)
-    assert there(tmp_path) == [5, 6, 8]  # 2 and 4 were of its course; 6 and 8 are of the other
+    assert there(tmp_path) == [5, 6, 8]  # 2 and 4 belong to its course; 6 and 8 to the other
     assert checkpoint.latest(tmp_path)[0].step == 5
 
 
@@ -77,7 +77,7 @@ def test_where_latest_is_lost_the_newest_is_found_and_reported(tmp_path, engine_
     pointer = tmp_path / "checkpoints/latest"
     pointer.unlink() if content is None else pointer.write_bytes(content)
     found, (notice,) = checkpoint.latest(tmp_path)
-    assert found.step == 5  # saved last, though 6 has the higher number
+    assert found.step == 5  # saved last, though 6 is the higher number
     assert notice.startswith(f"{pointer} {why}")
     assert notice.endswith("; step-00000005 was saved last")
 
@@ -216,7 +216,7 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path, engine_and_average):
 
 
 def test_what_is_saved_is_what_was_there_when_save_was_called(tmp_path):
-    """The thread writes a copy: steps that are taken meanwhile do not get into it."""
+    """The thread writes a copy, which later steps do not change."""
     engine, ema, step, peers = started(strategy(), World())
     described = DESCRIBED | {"strategy": engine.strategy.model_dump(mode="json")}
     with checkpoint.Saver(tmp_path, peers, checkpoint.Keeping(9)) as saving:

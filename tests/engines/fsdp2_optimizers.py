@@ -1,7 +1,7 @@
-"""Optimizers that need whole weights, or sums over all: FSDP2 beside one process, and through a checkpoint. A line of
-JSON.
+"""Optimizers that need whole weights, or sums over all, under FSDP2: beside one process, and through a checkpoint.
+Prints a line of JSON.
 
-torchrun --nproc-per-node 4 tests/engines/fsdp2_optimizers.py FOLDER
+    torchrun --nproc-per-node 4 tests/engines/fsdp2_optimizers.py FOLDER
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from bigdit.train.step import train_step
 RATES: dict[OptimizerName, float] = {"prodigy": 1.0, "adamw_schedulefree": 1e-3, "muon": 1e-3}
 STEPS = 3
 ADAPTERS = {"lora": LoraSpec(rank=3), "precision": "bf16"}
-"""Of four processes the last has no rows of an adapter of rank 3."""
+"""Of four processes the last has no rows of an adapter with rank 3."""
 
 
 def begun(name: OptimizerName, world: World, **options: object) -> Engine:
@@ -45,7 +45,7 @@ def taken(begun: tuple, world: World, first: int, last: int) -> None:
 
 
 def resumes(folder: Path, name: OptimizerName, straight: tuple, world: World, **options: object) -> bool:
-    """Whether the last step after a checkpoint is that of the run without one, to the bit."""
+    """Whether the last step after a checkpoint equals that of the run without one to the bit."""
     peers = checkpoint.Peers(world)
     save(folder, straight[0], None, peers)
     taken(straight, world, STEPS - 1, STEPS)
@@ -60,7 +60,7 @@ def resumes(folder: Path, name: OptimizerName, straight: tuple, world: World, **
 
 
 def apart(found: dict, expected: dict, before: dict) -> float:
-    """How far weights are from others, as a share of the way that those went."""
+    """How far weights are from others, as a share of the distance that those moved."""
     squares = [sum(float((some[key] - expected[key]).square().sum()) for key in expected) for some in (found, before)]
     return (squares[0] / squares[1]) ** 0.5
 

@@ -1,4 +1,4 @@
-"""How many images a GPU encodes at once, as the encode phase on an emulated one says."""
+"""How many images a GPU encodes at once follows from the encode phase on an emulated one."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def run(model, buckets=((128, 128), (256, 256)), image=None, **encoders):
     )
 
 
-DIT = {"name": "dit-s-8"}  # its only encoder is a VAE, which makes the attempts short
+DIT = {"name": "dit-s-8"}  # a VAE is its only encoder, which makes attempts short
 
 
 def size_of(asked, gpu, processes=1):
@@ -64,7 +64,7 @@ def test_what_the_catalogue_does_not_know_has_no_answer(device):
 
 
 def test_a_run_takes_the_size_where_it_leaves_it_open_and_there_is_a_gpu(device, monkeypatch):
-    monkeypatch.setattr(batch_size, "found_gpus", lambda: (device, gpu("h200")))  # there is no driver to ask here
+    monkeypatch.setattr(batch_size, "found_gpus", lambda: (device, gpu("h200")))  # there is no driver here
     chosen = with_batch_size(run(DIT), workers=2).encoders.batch_size
     assert chosen == size_of(run(DIT), device)  # one each, and the smaller GPU decides
     for settled in (run(DIT, batch_size=5), run(DIT, device="cpu"), run({"name": "flux.2-klein-9b"})):

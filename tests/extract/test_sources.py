@@ -1,4 +1,4 @@
-"""Sources of several kinds through `bigdit extract` into one store, and what was skipped in its report."""
+"""Sources of several kinds through `bigdit extract` into one store, and its report of skipped samples."""
 
 import io
 import json
@@ -14,7 +14,7 @@ from bigdit.store import FeatureStore
 
 @pytest.fixture
 def sources(tmp_path):
-    """A folder, a CSV, tars and Parquet: fifteen images, four of them of no use."""
+    """A folder, a CSV, tars and Parquet: fifteen images, four of which cannot be used."""
     (tmp_path / "folder").mkdir()
     for number in range(3):
         (tmp_path / f"folder/{number}.png").write_bytes(png(number))
@@ -69,7 +69,7 @@ def test_a_store_of_every_kind_of_source(sources, tmp_path):
 
 @pytest.mark.slow
 def test_clips_of_videos_in_shares_that_begin_within_one(tmp_path):
-    """What a video is too short for is skipped by name, and its end is of the bucket that it has frames for."""
+    """A video that is too short is skipped by name. The end of a video goes into a bucket that it has frames for."""
     (tmp_path / "videos").mkdir()
     for name, count in (("a", 15), ("b", 9)):
         video(tmp_path / f"videos/{name}.mp4", range(0, 125 * count, 125), caption=f"of {name}")
@@ -87,4 +87,4 @@ def test_clips_of_videos_in_shares_that_begin_within_one(tmp_path):
     latents, _, indices = FeatureStore.open(tmp_path / "features").read((12, 5, 4, 4), range(4))
     assert indices == [0, 1, 2, 3]
     brightness = latents.float().mean((1, 3, 4))[:3].flatten()
-    assert (brightness.diff() > 0).all()  # the frames of a video brighten, one after another
+    assert (brightness.diff() > 0).all()  # a video's frames brighten one after another

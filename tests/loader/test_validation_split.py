@@ -1,4 +1,4 @@
-"""Validation samples: never trained on, the same whatever else there is, and not to be changed on the way."""
+"""Validation samples are never trained on, do not depend on other samples, and cannot be changed during a run."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def tables(buckets):
 
 
 pairs = st.integers(1, 4).flatmap(lambda buckets: st.tuples(tables(buckets), tables(buckets)))
-"""Samples by part and bucket: those that there are, and those that come later, of as many buckets."""
+"""Samples by part and bucket: the existing ones, and later ones of as many buckets."""
 
 
 def index_of(table, shapes=SHAPES):
@@ -69,7 +69,7 @@ def test_parts_and_buckets_that_come_later_change_nothing(pair, samples):
     held = chosen(ValidationSplit(index_of(table), len(table), samples))
     assert len(held) == min(samples, np.sum(table))
     assert chosen(ValidationSplit(index_of([*table, *more]), len(table), samples)) == held
-    other = ((1, 1, 1), *SHAPES)  # a bucket that is sorted before the others
+    other = ((1, 1, 1), *SHAPES)  # a bucket that comes before the others
     wider = [[0, *each] for each in table]
     assert chosen(ValidationSplit(index_of(wider, other), len(table), samples), other) == held
     assert chosen(ValidationSplit(index_of(table), len(table), samples + 3)).items() >= held.items()
@@ -81,7 +81,7 @@ def test_large_stores_are_gone_through_a_piece_at_a_time(monkeypatch):
     monkeypatch.setattr("bigdit.loader.order._PARTS_AT_ONCE", 7)
     assert chosen(ValidationSplit(index, 50, 40)) == whole
     shares = [sum(shape == each for shape, _, _ in whole) for each in SHAPES[:2]]
-    assert min(shares) > 10  # of two buckets of as many samples
+    assert min(shares) > 10  # two buckets with as many samples
     assert len({part for _, part, _ in whole}) > 20
 
 

@@ -1,4 +1,5 @@
-"""Requests of a run's stages: what its YAML says is fixed, what it leaves out is asked, and errors name its keys."""
+"""Requests from a run's stages: the YAML's values are fixed, the search chooses the others, and errors name the
+YAML's keys."""
 
 import pytest
 import yaml
@@ -71,7 +72,7 @@ def test_references_are_those_of_the_run(tmp_path):
 
 
 def test_epochs_are_asked_as_they_are(tmp_path):
-    """Of as many images as are named, or of none: these and the global batch are the plan's to say."""
+    """For as many images as are given, or for none: the plan states these and the global batch."""
     stages = written(tmp_path, {"train": {"epochs": 2.5}}, HIGH)
     for options in ({}, {"images": "10k"}):
         assert asked(stages, **options)[0].epochs == 2.5
@@ -117,7 +118,7 @@ def test_a_controlnet_is_planned_with_its_blocks_and_images(tmp_path):
 
 
 def test_adapters_are_planned_as_the_run_has_them(tmp_path):
-    """Their kind, layers and ranks, and not plain LoRA of the same rank."""
+    """With their kind, layers and ranks, and not as plain LoRA of the same rank."""
     adapters = {"rank": 4, "alpha": 8.0, "dora": True, "targets": ["to_q"], "ranks": {"*.0.*": 2}}
     path = written(tmp_path, train={"steps": 9}, strategy={"lora": adapters})
     (found,) = asked(path)

@@ -1,4 +1,4 @@
-"""From what a person writes to a request: what is taken, and what is refused, all of it at once."""
+"""From a person's input to a request: what is accepted, and all that is refused, at once."""
 
 import pytest
 from hypothesis import given
@@ -46,7 +46,7 @@ def test_what_is_left_out_is_as_the_request_has_it():
     ],
 )
 def test_what_is_reserved_is_not_usable(gpu, reserve, kept):
-    """By the kind of GPU where nobody says how much; what a process is told stays the driver's."""
+    """By the kind of GPU, unless a value is given. What a process is told stays the driver's."""
     asked, device = resolve_request("sana-1600m", gpu, reserve=reserve).gpu, catalog.gpu(gpu)
     assert (asked.reserved_bytes, asked.driver_bytes) == (kept, device.driver_bytes)
     assert asked.usable_bytes == device.usable_bytes - kept
@@ -304,6 +304,10 @@ def test_sizes_read_as_they_are_written(sizes):
             "fsdp2, or --gpus 1",
         ),
         (
+            {"engine": "ddp"},
+            "--engine ddp needs several GPUs, and --gpus is 1; use --gpus 2 or more, or --engine single",
+        ),
+        (
             {"full": True, "lora": 16},
             "--full is full fine-tuning, and --lora 16 trains adapters; leave one of them out",
         ),
@@ -431,7 +435,7 @@ def test_what_is_beyond_all_sense_is_refused_at_once(options, line):
 
 
 def test_no_rank_within_the_limit_is_wider_than_the_widest_layer():
-    """Of the catalogue: the limit is none that an honest request meets."""
+    """In the catalogue: no honest request reaches the limit."""
     widths = [
         model.spec.kwargs.get("num_attention_heads", 0) * model.spec.kwargs.get("attention_head_dim", 0)
         for model in models()

@@ -1,4 +1,4 @@
-"""A small store of real images, encoded here, and what it is made of."""
+"""A small store of real images, encoded here, and its inputs."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def text_encoder():
 
 @pytest.fixture
 def images(tmp_path):
-    """Eleven of noise, of two aspect ratios; captions repeat, and number 5 has none."""
+    """Eleven images of noise with two aspect ratios. Captions repeat, and number 5 has none."""
     folder = tmp_path / "images"
     folder.mkdir()
     noise = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Classes in a store: under the digests, within the bounds of its classes, and stores of captions as they were."""
+"""Classes in a store: covered by digests, within the number of its classes; and stores of captions are unchanged."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ SCHEMA = StoreSchema(
 
 
 def written(root, labels, schema=SCHEMA):
-    """A store of one part with these classes; the part's file."""
+    """The only part of a store with these classes."""
     root.mkdir()
     claim(root, schema)
     encoded = EncodedRange({SHAPE: torch.randn(3, *SHAPE)}, {SHAPE: [0, 1, 2]}, {}, {}, [], dict(enumerate(labels)))

@@ -1,4 +1,4 @@
-"""Stores in object stores: the same batches by ranges, within the cache's bound, and errors in one line."""
+"""Stores in object storage: the same batches by ranges, a bounded cache, and errors in one line."""
 
 import sys
 from contextlib import closing
@@ -71,7 +71,7 @@ def test_what_workers_have_in_hand_is_no_part_of_a_store(local, monkeypatch):
 
 @pytest.mark.timeout(120)
 def test_s3_gives_the_same_batches(local, monkeypatch):
-    """Over HTTP, from moto's server of S3."""
+    """Over HTTP, from moto's S3 server."""
     import boto3
     from moto.server import ThreadedMotoServer
 
@@ -117,7 +117,7 @@ def test_the_cache_is_bounded_and_what_it_let_go_of_is_fetched_again(local, boun
             batches.append(batch)
             most = max(most, sum(file.stat().st_blocks * 512 for file in found.root.glob("part-*")))
     assert_same(batches, read_all(local, 60))
-    in_flight = 2 * 4 * 4 * 4096  # of threads and advice; a block on the disk takes a page at least
+    in_flight = 2 * 4 * 4 * 4096  # for threads and advice; a block on the disk takes a page at least
     assert most <= limit + in_flight
     assert 0 < found._files.held_bytes <= limit + in_flight
     whole = sum(int(size) for size in local.index.parts[:, 2])

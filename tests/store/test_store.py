@@ -105,7 +105,7 @@ def test_parts_are_as_readable_as_other_files(root):
 
 
 def test_opening_reads_headers_alone(root):
-    for file in root.glob("part-*"):  # data that would not survive a look
+    for file in root.glob("part-*"):  # data that a check would refuse
         columns = read_header(file).columns.values()
         start, size = min(column.offset for column in columns), file.stat().st_size
         file.write_bytes(file.read_bytes()[:start] + b"\xff" * (size - start))
@@ -130,7 +130,7 @@ def test_a_flipped_bit_is_found_when_its_row_is_read(root, column):
 
 def test_a_part_in_the_place_of_another_and_an_index_of_others_are_refused_by_name(root, schema):
     first, second = (part_path(root, start, end) for start, end in ((0, 4), (4, 8)))
-    indexed = FeatureStore.open(root)  # writes the index, which knows the parts by their names and bytes
+    indexed = FeatureStore.open(root)  # writes the index, which has the parts' names and bytes
     whole = first.read_bytes()
     first.write_bytes(second.read_bytes())
     expected = rf"{first} is another part: it holds the images 4-8, not 0-4; delete it, then `bigdit extract"
@@ -202,7 +202,7 @@ def test_missing_parts_are_counted_with_the_command_that_makes_them(root, tmp_pa
 
 
 def with_metadata(file, **values):
-    """Write the header of a safetensors file again, with other metadata."""
+    """Write a safetensors header again with other metadata."""
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -236,13 +236,13 @@ def test_an_index_that_is_none_is_made_again(root, data):
 
 
 def test_a_part_of_other_images_is_refused_by_name(root, schema, images, fill, tmp_path):
-    """The same encoders, buckets and range."""
+    """With the same encoders, buckets and range."""
     (images / "12.png").write_bytes((images / "00.png").read_bytes())
     (images / "12.txt").write_text("one more")
     sources = [ImageFolder(SourceConfig(path=images)).identity]
     fill(tmp_path / "other", schema.model_copy(update={"sources": sources}))
     file = part_path(root, 4, 8)
-    indexed = FeatureStore.open(root)  # writes the index, which knows the parts by their names and bytes
+    indexed = FeatureStore.open(root)  # writes the index, which has the parts' names and bytes
     file.write_bytes(part_path(tmp_path / "other", 4, 8).read_bytes())
     expected = (
         f"data.features: {file} belongs to another store: its images, encoders or buckets differ; delete it, then "

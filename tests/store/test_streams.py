@@ -1,4 +1,5 @@
-"""Several texts of a caption in a store: what is read back, every bit under a digest, and parts that are of another."""
+"""Several texts of a caption in a store: what is read back, that a digest covers every bit, and parts that do not
+belong."""
 
 from dataclasses import replace
 
@@ -68,7 +69,7 @@ def test_a_flipped_bit_of_a_stream_is_found(root):
             changed[at] ^= 1
             path.write_bytes(changed)
             assert damages(path), (name, at)
-    assert [each.file for each in verify(root).damaged] == [path.name]  # the last of them
+    assert [each.file for each in verify(root).damaged] == [path.name]  # their last one
     path.write_bytes(data)
     assert verify(root).damaged == []
 

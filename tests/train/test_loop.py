@@ -210,7 +210,7 @@ def test_dry_run_prints_what_would_run(features, trained):
         assert done.returncode == 0
         resolved = json.loads(done.stdout)
         assert resolved["strategy"]["world_size"] == 2
-        assert resolved["run"]["train"]["steps"] == steps
+        assert resolved["train"]["steps"] == steps
         assert done.stderr.endswith(known.format(steps, left))
 
 

@@ -40,8 +40,19 @@ def test_a_sound_run_is_printed(capsys, tmp_path):
     found = json.loads(printed)
     assert found["strategy"]["micro_batch_size"] == 16
     config = tmp_path / "run.yaml"
-    config.write_text(json.dumps(found["run"]))
+    config.write_text(printed)
     assert json.loads(dry_run(capsys, config=config)[1]) == found  # it is a run's YAML itself
+
+
+@pytest.mark.parametrize("images", ["/nowhere", ["/nowhere"], {"path": "/nowhere"}, [{"path": "/nowhere"}]])
+def test_a_source_is_set_by_the_key_that_errors_name(capsys, tmp_path, images):
+    config = tmp_path / "run.yaml"
+    document = yaml.safe_load(DIGITS.read_text())
+    document["data"] |= {"images": images, "features": "/none"}
+    config.write_text(json.dumps(document))
+    status, printed, _ = dry_run(capsys, "data.images[0].path=/elsewhere", "data.images[0].flip=true", config=config)
+    (source,) = json.loads(printed)["data"]["images"]
+    assert (status, source["path"], source["flip"]) == (0, "/elsewhere", True)
 
 
 def test_encoders_that_are_missing_are_named(capsys):

@@ -219,8 +219,8 @@ def test_a_dry_run_prints_each(staged):
     assert done.returncode == 0, done.stderr
     low, high = json.loads(done.stdout)["stages"]
     assert (low["strategy"]["grad_accum_steps"], high["strategy"]["grad_accum_steps"]) == (2, 4)
-    assert high["run"]["data"]["buckets"] == [[16, 16]]
-    assert high["run"]["stages"] == []
+    assert high["data"]["buckets"] == [[16, 16]]
+    assert high["stages"] == []
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ok: stages.0: ")
     assert "; stages.1: " in last

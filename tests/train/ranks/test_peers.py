@@ -64,7 +64,11 @@ def test_a_killed_process_under_torchrun(features, tmp_path):
         kill_rank(run, 1)
 
 
-STOPPED = {"zero2, its main process": (ZERO2, 0), "fsdp2": (FSDP2, 1)}
+STOPPED = {
+    "zero2, its main process": (ZERO2, 0),
+    "fsdp2": (FSDP2, 1),
+    "hsdp": ((*FSDP2, "strategy.dp_replicate=2"), 1),
+}
 
 
 @pytest.mark.slow
