@@ -11,10 +11,10 @@ from bigdit.catalog import FAMILIES
 from bigdit.catalog.conditions import (
     IMAGE_ENCODER,
     class_misfits,
-    fed_more,
     fill_misfits,
     first_frame_misfits,
     reference_misfits,
+    takes_more_channels,
 )
 from bigdit.catalog.families import EDITED, MOST_ASPECT, editor_of, stream_shapes, streams_of
 from bigdit.config.data import DataConfig, IdentityCodec, TextEncoderConfig, VaeCodec, written_bucket
@@ -134,7 +134,7 @@ def latent_misfits(model: ModelSpec, channels: int) -> list[str]:
     """Why the model cannot take latents with so many channels. Arguments with default values are not checked."""
     packs = model.class_name in FAMILIES and FAMILIES[model.class_name].packs
     given, how = (4 * channels, " in patches of 2 × 2") if packs else (channels, "")
-    key = "out_channels" if fed_more(model) else "in_channels"
+    key = "out_channels" if takes_more_channels(model) else "in_channels"
     taken = model.kwargs.get(key)
     return [] if taken in (None, given) else [f"{given} channels{how}, and the model's {key} is {taken}"]
 

@@ -157,7 +157,7 @@ class Labels:
         if options.guided and not negative:
             away = no_class(spec)
             if away is None:
-                raise UserError(f"guidance leads away from no class, which this model does not know; {unguided}")
+                raise UserError(f"guidance needs a class for no class, which this model lacks; {unguided}")
             self._numbers.append(away)
 
     def __len__(self) -> int:

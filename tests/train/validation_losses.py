@@ -20,7 +20,7 @@ from bigdit import checkpoint, engines, models
 from bigdit.config.run import ValidationConfig
 from bigdit.dist import World, world_from_env
 from bigdit.engines.deepspeed import forget
-from bigdit.engines.state import places
+from bigdit.engines.state import state_slices
 from bigdit.loader.order import Order, ValidationSplit
 from bigdit.loader.stream import FeatureStream
 from bigdit.objective_spec import FlowMatchingSpec
@@ -52,10 +52,12 @@ def validated(store: FeatureStore, world: World, *, every: int = 1, **printed: o
     rows = []
     for step in range(STEPS):
         result = train_step(engine, family, FlowMatchingSpec(), stream.micro_batches(step), lr=1e-2, ema=ema)
-        before = {name: place.tensor.clone() for name, place in places(engine, ema, world.rank).items()}
+        before = {name: place.tensor.clone() for name, place in state_slices(engine, ema, world.rank).items()}
         drawn = torch.get_rng_state()
         found = validation.measure() if validation.due(step + 1) else {}
-        kept = all(torch.equal(before[name], place.tensor) for name, place in places(engine, ema, world.rank).items())
+        kept = all(
+            torch.equal(before[name], place.tensor) for name, place in state_slices(engine, ema, world.rank).items()
+        )
         kept &= torch.equal(drawn, torch.get_rng_state())
         each = peers.gather((float(result.loss), kept))
         rows.append({"loss": sum(loss for loss, _ in each) / len(each), "kept": all(kept for _, kept in each)} | found)
