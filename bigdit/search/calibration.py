@@ -62,11 +62,11 @@ def read(places: Iterable[Path]) -> tuple[list[Receipt], list[str]]:
         except ValidationError as error:
             first = error.errors()[0]
             at = ".".join(str(part) for part in first["loc"]) or "the file"
-            notices.append(f"{path} is no receipt and was passed over: {at}: {first['msg']}")
+            notices.append(f"{path} is no receipt and was ignored: {at}: {first['msg']}")
         except ValueError as error:
-            notices.append(f"{path} is no receipt and was passed over: it is {error}")
+            notices.append(f"{path} is no receipt and was ignored: it is {error}")
         except OSError as error:
-            notices.append(f"{path} cannot be read and was passed over: {error.strerror or error}")
+            notices.append(f"{path} cannot be read and was ignored: {error.strerror or error}")
     return sorted(found, key=lambda each: each.written), notices
 
 

@@ -69,7 +69,7 @@ def resolve_request(model: str | None = None, gpu: str | None = None, **options:
     problems += cluster_problems(cluster, fixed, device)
     problems += constraint_problems(cluster, fixed, device)
     if asked.lora_text_encoders and asked.lora is None:
-        problems.append("--lora-text-encoders is of LoRA, and --lora is missing; add --lora 16")
+        problems.append("--lora-text-encoders needs LoRA, and --lora is missing; add --lora 16")
     if asked.from_scratch and fixed.frozen:
         named = "--controlnet" if asked.lora is None else "--lora"
         problems.append(f"--from-scratch and {named} were given, and {named} needs trained weights; leave one out")
@@ -273,9 +273,9 @@ def constraint_problems(cluster: Cluster, fixed: Constraints, gpu: Gpu | None) -
     if fixed.optimizer and (missing := OptimizerSpec(name=fixed.optimizer).missing_package):
         problems.append(f"--optimizer: {missing}")
     if fixed.ema == "none" and fixed.ema_widths is not None:
-        problems.append("--ema-widths are of EMAs, and --ema none keeps none; leave one of them out")
+        problems.append("--ema-widths were given, and --ema none keeps no EMA; leave one of them out")
     if fixed.lora_base is not None and not fixed.frozen:
-        problems.append("--lora-base is of frozen weights, and none are; add --lora 16, or --controlnet 4")
+        problems.append("--lora-base needs frozen weights, and all are trained; add --lora 16, or --controlnet 4")
     refusals = [_refusals(cluster, fixed, gpu, base) for base in fixed.lora_bases]
     if all(refusals):
         why = "; or: ".join(dict.fromkeys(min(each, key=len) for each in refusals))
@@ -345,9 +345,7 @@ def model_fits(model: CatalogModel, fixed: Constraints, shape: BatchShape | None
     problems = model_problems(model)
     blocks, most = fixed.checkpointed_blocks, model.block_count
     if isinstance(blocks, int) and most and blocks > most:
-        problems.append(
-            f"--checkpointed-blocks is {blocks}, and {model.name} has {most} blocks; {most} and all are the most"
-        )
+        problems.append(f"--checkpointed-blocks is {blocks}, and {model.name} has {most} blocks; use {most} or all")
     if fixed.features == "online" and shape is not None:
         _collect(problems, "--features online", lambda: online_encoders(model, shape))
     if fixed.lora is not None and fixed.lora.text_encoders and (why := untrained_text(model.spec.class_name)):
