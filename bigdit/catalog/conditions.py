@@ -90,11 +90,10 @@ def _listed_with_first_frame(model: ModelSpec) -> bool:
 def first_frame_misfits(
     model: ModelSpec, channels: int, found: Mapping[str, Any] | None, text_tokens: int | None
 ) -> list[str]:
-    """Why the model cannot take a cache's first frame `found` (StoreSchema.first_frame). `channels`: of the latents."""
+    """Why the model cannot take a cache's first frame (StoreSchema.first_frame, None without). `channels`: of latents;
+    `text_tokens`: states of a caption. That there is a first frame is checked elsewhere."""
     if found is None or not can_take_first_frame(model):
-        needed = takes_first_frame(model) or _listed_with_first_frame(model)
-        missing = [f"no first frame, which {model.name} needs"] if needed else []
-        return missing if found is None else [f"a first frame, which {model.name} does not take"]
+        return []
     problems, given, inputs = [], found["mask"] + channels, FAMILIES[model.class_name]
     taken, out = (model.kwargs.get(key) for key in ("in_channels", "out_channels"))
     if isinstance(taken, int) and isinstance(out, int) and taken > out and taken - out != given:

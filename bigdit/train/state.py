@@ -206,7 +206,7 @@ def _check_left_out(run: RunConfig, made: ModelSpec) -> None:
         more = f", and {len(others) - 1} more of its arguments differ" if len(others) > 1 else ""
         raise UserError(
             f"model.init_from: {source} has {key} {had[key]}, and model.kwargs leaves it to {made.class_name}, which "
-            f"has {taken[key]}{more}; set model.path to {source} in the place of model.class_name and model.kwargs"
+            f"has {taken[key]}{more}; set model.path to {source} instead of model.class_name and model.kwargs"
         )
 
 
@@ -242,5 +242,5 @@ def _shape_problem(run: RunConfig, error: Exception) -> UserError | None:
     key, reason = "model.path" if run.model.path else "model.kwargs", " ".join(str(error).split())
     return UserError(
         f"{key}: a step ends with {reason[:300].rstrip('.')}; "
-        "the model's arguments, such as widths, may not go together; where they do, this is a bug in bigdit"
+        "the model's arguments, such as widths, may not fit each other; if they do, this is a bug in bigdit"
     )
