@@ -31,7 +31,7 @@ _FIX = "run `bigdit plan` again, with --out"
 
 
 class Asked(Strict):
-    """The request in short; plan.json has all of it. `resolution`: (height, width) in pixels."""
+    """A short form of the request; plan.json has all. `resolution`: (height, width) in pixels."""
 
     gpu: str
     gpus_per_node: PositiveInt
@@ -53,8 +53,7 @@ class Expected(Strict):
 
 class LargestMicroBatch(Strict):
     """The largest micro-batch for a size in pixels, found on an emulated GPU: with no recomputed blocks, with the
-    plan's and with all. 0 where none fits, or where swapped blocks must be recomputed; None where it was not
-    searched."""
+    plan's, and with all. 0 if none fits, or if swapped blocks must be recomputed; None if not searched."""
 
     height: PositiveInt
     width: PositiveInt
@@ -64,7 +63,7 @@ class LargestMicroBatch(Strict):
 
 
 class Phase(Strict):
-    """Bytes of one phase: its peak, what it left, and the peak by category."""
+    """Bytes of one phase: its peak, those at its end, and the peak by category."""
 
     phase: str
     peak_bytes: NonNegativeInt
@@ -112,8 +111,8 @@ class Fewer(Strict):
 class PlanFile(Strict):
     """What a plan predicts. `expandable_segments`: the planned setting of torch's allocator.
 
-    `run_digest`: of the run.yaml that was written with it. `smaller`: sizes that training tries in turn where a step
-    runs out of memory. `without_machine`: None for one machine, or where the plan does not fit.
+    `run_digest`: of the run.yaml that was written with it. `smaller`: sizes to try in order if a step runs out of
+    memory. `without_machine`: None for one machine, or if the plan does not fit.
     """
 
     format: Literal[1] = 1
@@ -149,7 +148,7 @@ class PlanFile(Strict):
         return max([height * width, *fitting])
 
 
-# Constants of a run that no prediction depends on.
+# Constants of a run that do not change predictions.
 _FREE = ("lr", "betas", "beta3", "eps", "weight_decay", "decayed")
 
 
@@ -171,7 +170,7 @@ def _predicted_by(strategy: Strategy) -> dict[str, Any]:
 
 def plan_notices(run: RunConfig, plan: PlanFile, catalogue: str) -> list[str]:
     """How a run deviates from its plan: strategy, versions, `catalogue`, larger samples; a line each."""
-    lines, installed = [], versions() | {"python": plan.versions.get("python", "")}  # which takes no part in memory
+    lines, installed = [], versions() | {"python": plan.versions.get("python", "")}  # it does not change memory
     other, fewer = unplanned(run.strategy, plan), plan.without_machine
     if fewer is not None and not unplanned(run.strategy, plan.model_copy(update={"strategy": fewer.of(plan.strategy)})):
         lines.append(f"the plan for {fewer.world_size} GPUs: {fewer.needs}")
@@ -216,7 +215,7 @@ def _larger(run: RunConfig, plan: PlanFile) -> list[str]:
 
 
 def check_plan(run: RunConfig, spec: ModelSpec, plan: PlanFile) -> None:
-    """Raise UserError where the plan is for another model than `spec`, or predicts that the run does not fit."""
+    """Raise UserError if the plan is for another model than `spec`, or predicts that the run does not fit."""
     if plan.expected.verdict == "DOES NOT FIT" and not unplanned(run.strategy, plan):
         raise UserError(
             f"the plan's verdict is DOES NOT FIT: {gib(plan.expected.process_bytes[1])} needed of "
@@ -246,7 +245,7 @@ def _release(version: str) -> str:
 
 
 def write_plan_file(path: Path, plan: PlanFile) -> None:
-    """Write `plan` with its digest. Raises UserError where it cannot be written."""
+    """Write `plan` with its digest. Raises UserError if it cannot be written."""
     document = plan.model_dump(mode="json")
     document = {"format": document.pop("format"), "digest": _digest(document | {"format": FORMAT}), **document}
     write_text(path, _HEAD + yaml.safe_dump(document, sort_keys=False, width=100, allow_unicode=True))
