@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +35,7 @@ from torch.utils.flop_counter import conv_flop_count, flop_registry
 from bigdit.memory import Collective, OperatorCost, Place
 
 aten = torch.ops.aten
+_ADD = aten.add.Tensor
 
 WRITING = {
     aten.add.Tensor: aten.add_.Tensor,
@@ -86,10 +87,10 @@ class InPlace:
 
     def is_in_place(self, func: Any, args: Any) -> bool:
         """Whether torch without a mode would write this call's sum into its first operand."""
-        if func is aten.add.Tensor:
+        if func is _ADD:
             return self.in_linear or self._accumulates(*args)
         # The gradient of an indexed assignment writes into a copy, and does not accumulate.
-        return func in WRITING and _in_engine() and (func is not aten.index_put.default or args[3:4] == (True,))
+        return _in_engine() and func in WRITING and (func is not aten.index_put.default or args[3:4] == (True,))
 
     def _accumulates(self, first: torch.Tensor, second: Any) -> bool:
         if not _in_engine() or not isinstance(second, torch.Tensor):
@@ -285,8 +286,8 @@ class Costs:
         if counted.is_collective:
             self._add_collective(span, func, args, kwargs, result)
             return
-        results = _tensors(result)
-        tensors = [*_tensors(args), *_tensors(list(kwargs.values())), *results]
+        results = _tensors((result,))
+        tensors = _tensors(args) + _tensors(kwargs.values()) + results
         if not tensors:
             return
         place = self._place(counted, tensors, results)
@@ -294,10 +295,10 @@ class Costs:
         found = self._sums[span, counted.name_of(args), _dtype(tensors[0].dtype), place]
         found.calls += 1
         if place in ("to device", "to host"):
-            found.nbytes += sum(tensor.nbytes for tensor in results or _tensors(args[0]))
+            found.nbytes += sum(tensor.nbytes for tensor in results or _tensors(args[:1]))
         else:
-            again = _tensors([args[i] for i in counted.written if i < len(args)])
-            found.nbytes += sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
+            again = _tensors(args[i] for i in counted.written if i < len(args)) if counted.written else ()
+            found.nbytes += sum(tensor.nbytes for tensor in {id(each): each for each in tensors}.values())
             found.nbytes += sum(tensor.nbytes for tensor in again)
         if counted.flops is not None:
             found.flops += counted.flops(*args, **kwargs, out_val=result)
@@ -331,7 +332,7 @@ class Costs:
             self._collectives.append(Collective(span, name, nbytes, _group_size([*args, *kwargs.values()])))
 
     def _place(self, counted: _Counted, tensors: list[torch.Tensor], results: list[torch.Tensor]) -> Place:
-        on_host = [tensor.device.type == "cpu" for tensor in tensors]
+        on_host = [tensor.is_cpu for tensor in tensors]
         if True not in on_host:
             return "device"
         if False not in on_host:
@@ -396,10 +397,14 @@ def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, list | tuple) else []
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+    return found
 
 
 def _group_size(args: list[Any]) -> int:

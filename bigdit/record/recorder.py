@@ -63,7 +63,7 @@ class Recorder(Counting):
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operation. Its storages are recorded."""
-        if self._history is not None:
+        if self._history is not None and not func.is_view:  # a view allocates nothing
             self._history.begin(func)
         result = super().run(func, args, kwargs)
         for tensor in result if isinstance(result, list | tuple) else (result,):
@@ -143,7 +143,7 @@ class Recorder(Counting):
     def _see(self, tensor: torch.Tensor, source: Any) -> None:
         if self.paused or is_wrapper(tensor.__class__):
             return
-        track = self._tracks.get(tensor.device.type)
+        track = self._tracks.get("cuda" if tensor.is_cuda else tensor.device.type)
         if track is not None:
             label, category = self._callers[-1] if self._callers else (None, None)
             track.see(tensor.untyped_storage(), category, label or source)
@@ -276,7 +276,7 @@ class History:
 
     def begin(self, operation: Any) -> None:
         """An operation runs from here on, until the next one begins."""
-        torch.cuda.memory._set_memory_metadata(str(len(self._notes)))
+        torch._C._cuda_setMemoryMetadata(str(len(self._notes)))
         self._notes.append(operation)
 
     def see(self, storage: torch.UntypedStorage) -> None:
