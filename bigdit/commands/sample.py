@@ -15,7 +15,7 @@ import typer
 from bigdit import log
 from bigdit.commands import EmaWidth, Json, Set, taking
 from bigdit.errors import UserError, shown
-from bigdit.files import check_writable, read_bytes, replacing, write_json
+from bigdit.files import check_writable, read_bytes, write_bytes, write_json
 from bigdit.units import LARGEST, LARGEST_SIDE, how_many
 
 if TYPE_CHECKING:
@@ -239,16 +239,16 @@ def _generate(
     for i, pixels in enumerate(sampler.sample(prompts, options, images, shown)):
         found = pixels.squeeze(0).numpy() if len(pixels) == 1 else pixels.movedim(0, -1).numpy()
         path = out / f"{i:05d}{suffix}"
-        _write(path, webp(found, fps) if moving else png(found))
+        write_bytes(path, webp(found, fps) if moving else png(found))
         rows.append({"file": path.name, "caption": prompts[i], "seed": options.seed + i})
         if with_captions:
-            _write(path.with_suffix(".txt"), prompts[i].encode())
+            write_bytes(path.with_suffix(".txt"), prompts[i].encode())
         else:
             generated.append(found)
     if with_captions:
         return rows, None
     grid = out / f"grid{suffix}"
-    _write(grid, webp(moving_grid(generated), fps) if moving else grid_png(generated, prompts))
+    write_bytes(grid, webp(moving_grid(generated), fps) if moving else grid_png(generated, prompts))
     return rows, grid
 
 
@@ -258,11 +258,6 @@ def _shown(what: str, found: Iterator[torch.Tensor], total: int, unit: str) -> I
         for each in found:
             yield each
             advance(1)
-
-
-def _write(path: Path, data: bytes) -> None:
-    with replacing(path) as temporary:
-        temporary.write_bytes(data)
 
 
 def _lines(path: Path | None) -> list[str]:

@@ -40,7 +40,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--config", type=Path, required=True, help="the run's YAML")
     parser.add_argument("--ds-config", type=Path, help="DeepSpeed's JSON; chooses strategy.engine deepspeed")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key")
-    parser.add_argument("--grace", type=float, help="seconds to save and end in after a signal; train.grace")
+    parser.add_argument("--grace", type=float, help="seconds to save and end after a signal; overrides train.grace")
     # The deepspeed launcher passes it; the environment has it too.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -96,6 +96,6 @@ def _train(parsed: argparse.Namespace, around: Around) -> int:
         log_lines(world, [f"wrote {ended.checkpoint}"])
     if ended.following is not None:
         done, following = (stages[ended.following - before].name for before in (1, 0))
-        log_lines(world, [f"{done} is done; the processes start again for {following}"])
+        log_lines(world, [f"{done} is done; the processes restart for {following}"])
         restart_all(ended.store, world)
     return 0

@@ -46,8 +46,11 @@ def flip(file):
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
-        (lambda folder: flip(folder / FILE), f"/{FILE} is damaged: its checksum is not the one in checksums.json"),
-        (lambda folder: flip(folder / "config.json"), "/config.json is damaged: its checksum is not the one in"),
+        (
+            lambda folder: flip(folder / FILE),
+            f"/{FILE} is damaged: its checksum differs from that in checksums.json",
+        ),
+        (lambda folder: flip(folder / "config.json"), "/config.json is damaged: its checksum differs from that in"),
         (lambda folder: (folder / FILE).unlink(), f" lacks {FILE}, which its checksums.json names; copy it again, or"),
         (lambda folder: (folder / "config.json").unlink(), " lacks config.json, which its checksums.json names"),
         (
@@ -57,7 +60,7 @@ def flip(file):
         (lambda folder: (folder / "checksums.json").write_text("[]"), "/checksums.json is damaged or cannot be read"),
         (
             lambda folder: shutil.copy(folder / FILE, folder / "model.safetensors"),
-            "/model.safetensors is no part of its export: checksums.json does not name it; remove it",
+            "/model.safetensors is not part of its export: checksums.json does not name it; remove it",
         ),
     ],
     ids=["weights", "config", "no weights", "no config", "half", "none", "more"],

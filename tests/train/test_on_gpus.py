@@ -231,7 +231,7 @@ def test_more_processes_than_gpus_are_a_line(features, tmp_path):
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
         "error: 2 processes of the run are on this machine, a GPU each, and torch sees 1 there: start 1 "
-        "(strategy.world_size, or the launcher's own number), or show it more (CUDA_VISIBLE_DEVICES)\n"
+        "(strategy.world_size, or the launcher's own number), or make more visible (CUDA_VISIBLE_DEVICES)\n"
     )
 
 

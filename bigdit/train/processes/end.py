@@ -124,7 +124,7 @@ def restart_all(store: dist.Store | None, world: World) -> NoReturn:
     except RuntimeError as error:
         why = (str(error).splitlines() or [""])[0][:200]
         raise UserError(
-            f"not all processes came to restart: {why}; the same command resumes from the last checkpoint"
+            f"not all processes were ready to restart: {why}; the same command resumes from the last checkpoint"
         ) from error
     restart()
 
