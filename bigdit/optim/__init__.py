@@ -5,9 +5,10 @@ Engines own these tensors and their precision; `train/loop.py` sets the learning
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from operator import is_
 from typing import assert_never
 
 import torch
@@ -157,14 +158,14 @@ def step_in_backward(
     """
     params = list(params)
     for param, master in zip(params, params if masters is None else masters, strict=True):
-        param.register_post_accumulate_grad_hook(functools.partial(_step_one, optimizer, master, taken))
+        param.register_post_accumulate_grad_hook(partial(_step_one, optimizer, master, taken))
 
 
 def step_alone(optimizer: Optimizer, param: torch.Tensor) -> None:
     """Step `param` alone, which has a gradient, with the settings of its group."""
     groups = optimizer.param_groups
     # By identity: tensors compare by their values. ZeRO-3 empties the groups between steps: then the first is used.
-    own = next((group for group in groups if any(other is param for other in group["params"])), groups[0])
+    own = next((group for group in groups if any(map(partial(is_, param), group["params"]))), groups[0])
     optimizer.param_groups = [own | {"params": [param]}]
     try:
         optimizer.step()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -312,9 +312,9 @@ def search(planner: Planner, ahead: Ahead) -> Estimate:
         options = [each for each in planner.options.values() if each.lossless or not lossless_later]
         best = best_that_runs(planner, ahead, options)
         if best is not None and best.verdict != "DOES NOT FIT":
-            planner.rejected += _later_resorts(proposed, resort) if best.lossless else []
+            planner.rejected += _later_resorts(proposed, resort) if (planner.passed_over or best).lossless else []
             planner.rejected += _lora_rejected(planner) if resort else []
-            return _over_quantised(planner, ahead, best)
+            return best
     explore(planner, short_of_host)  # a machine with more memory may be the answer
     if not planner.options:  # state alone is too large everywhere: the plan says by how much
         failed = explore(planner, [each for each in proposed if each.base is None][-1:])
@@ -332,19 +332,19 @@ MUCH_FASTER = 1.3
 """Adapters over a quantised base are recommended where they are this many times as fast as lossless ones."""
 
 
-def _over_quantised(planner: Planner, ahead: Ahead, best: Estimate) -> Estimate:
-    """The best over a quantised base where it is MUCH_FASTER than the lossless `best`; else `best`.
+def _over_quantised(planner: Planner, ahead: Ahead, best: Estimate) -> Estimate | None:
+    """The best over a quantised base that fits, recorded, where it is MUCH_FASTER than the lossless `best`; else None.
 
     int8 has a tenth of nf4's error: it is chosen where it is as fast.
     """
     if not best.lossless or not best.strategy.frozen:
-        return best
+        return None
     found = [each for each in _ranked(planner) if not each.lossless and rate(each) > MUCH_FASTER * rate(best)]
     fast = [each for each in found if as_fast_as(each, max(found, key=rate))]
     exact = [each for each in fast if each.strategy.base == "int8"] or fast
     ran = best_that_runs(planner, ahead, [planner.options[each.option] for each in exact])
     if ran is None or ran.verdict != "FITS":
-        return best
+        return None
     planner.passed_over = best
     return ran
 
@@ -476,18 +476,15 @@ def _lora_rejected(planner: Planner) -> list[Rejected]:
 MOST_RUN = 10
 """Most estimates that run on the way to the best."""
 
-ROOMY = 0.95
-"""An estimate that is predicted to take at most this share of the GPU usually fits: it is recorded at once."""
-
 
 def best_that_runs(planner: Planner, ahead: Ahead, options: Sequence[Option]) -> Estimate | None:
-    """The best estimate of these options that fits when it runs, recorded; else the best TIGHT one; else None.
+    """The best estimate of these options that fits when it runs, recorded; else the best TIGHT one; else None. What is
+    over a quantised base may take its place.
 
     Predictions give the order, and each run corrects them. `ahead` runs while an estimate is recorded.
     """
     ran: dict[str, Estimate | None] = {}
     refused: set[str] = set()
-    early: dict[str, Future[object]] = {}
 
     def best_with(verdict: Verdict) -> Estimate | None:
         """The best of those that ran with this verdict, by predicted speed: launches are not counted for the others."""
@@ -500,23 +497,21 @@ def best_that_runs(planner: Planner, ahead: Ahead, options: Sequence[Option]) ->
         order = [each for each in _ranked(planner, options) if each.title not in refused]
         if order and order[0].title not in ran and len(ran) < MOST_RUN:
             pair = _next_to_run(planner, order)[: planner.gpus.count]
-            running = pool.submit(planner.run, pair)
-            if order[0].peak_reserved_bytes <= ROOMY * planner.capacity(order[0].strategy) and not early:
-                early[order[0].title] = pool.submit(planner.gpus.profile, planner.step_request(order[0].strategy))
-            ran |= zip((each.title for each in pair), running.result(), strict=True)
+            ran |= zip((each.title for each in pair), planner.run(pair), strict=True)
             continue
         best = best_with("FITS")
         if best is None:
             break
+        if (faster := _over_quantised(planner, ahead, best)) is not None:
+            return faster
         running_ahead = pool.submit(ahead, best)
-        wait([early[best.title]] if best.title in early else [])
         recorded = planner.record(best)
         running_ahead.result()
         if recorded.verdict == "FITS":
             return recorded
         refused.add(best.title)
     tight = best_with("TIGHT")
-    return None if tight is None else planner.record(tight)
+    return None if tight is None else _over_quantised(planner, ahead, tight) or planner.record(tight)
 
 
 def _next_to_run(planner: Planner, new: Sequence[Estimate]) -> list[Estimate]:

@@ -75,13 +75,15 @@ def leave() -> None:
 def unknown(written: list[Any]) -> None:
     """These tensors were written by a kernel that computes nothing: small ones are zero, and known to be unknown."""
     for kernels in _installed:
-        kernels._mark_unknown(written, [])
+        if not kernels.left:
+            with kernels._torch.utils._python_dispatch._disable_current_modes():  # which count what a script calls
+                kernels._mark_unknown(written, [])
 
 
 class Kernels:
     """Wraps the kernels of a torch: after each, its values are computed if all tensors are small.
 
-    `known`: the tensors with computed values.
+    `known`: the tensors with computed values. `left`: nothing is computed any more.
     """
 
     def __init__(self, torch: Any) -> None:
@@ -90,6 +92,7 @@ class Kernels:
         self.known = Known(torch)
         self._reads = Reads(torch, self.known)
         self._without_cpu: set[Any] = set()
+        self.left = False
 
     def wrap(self, name: str) -> None:
         base, _, overload = name.removeprefix("aten::").partition(".")
@@ -107,6 +110,7 @@ class Kernels:
 
     def leave(self) -> None:
         """Remove all wrappers but that of copies to the GPU with another dtype."""
+        self.left = True
         self._library._destroy()
         self._library = self._torch.library.Library("aten", "IMPL")
         kernel = self._torch.library.get_kernel("aten::copy_", "CUDA")
