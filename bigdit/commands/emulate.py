@@ -103,7 +103,7 @@ def _emulate(
     from bigdit.emulator.run import run_emulated, workplace
 
     with workplace() as folder:
-        environment = emulated_environment(device, gpus)
+        environment = emulated_environment(device, gpus) | {"PET_NPROC_PER_NODE": str(gpus)}  # torchrun's default: 1
         if fake_weights:
             from bigdit.emulator.fake_weights import lay_out
 
