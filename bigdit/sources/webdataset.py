@@ -191,7 +191,7 @@ def _index_one(pair: tuple[Path, Path]) -> str | None:
     return None
 
 
-VERSION = 4
+VERSION = 5
 SAMPLES = 4096  # written at a time
 ROLES = ("image", "video", "json", "txt")
 SCHEMA = pa.schema(
@@ -271,11 +271,18 @@ def _sample(key: str, group: list[Member]) -> dict[str, str | int | None]:
         if not least <= len(found) <= 1:
             row["problem"] = f"sample of {len(found)} {kind} among {', '.join(suffixes)[:200]}, not of one"
     for member, suffix in zip(group, suffixes, strict=True):
-        role = "image" if suffix in images else "video" if suffix in videos else suffix
-        role = "txt" if role == "caption" and "txt" not in suffixes else role
+        role = "image" if suffix in images else "video" if suffix in videos else _text_role(suffix, suffixes)
         if role in ROLES:
             row[f"{role}_offset"], row[f"{role}_size"] = member.offset, member.size
     return row
+
+
+def _text_role(suffix: str, suffixes: Collection[str]) -> str:
+    """The role of a member that is no image: that of `txt` for `caption` and `png.txt`, where there is no `txt`."""
+    first, _, last = suffix.rpartition(".")
+    plain = last if f".{first}" in (*SUFFIXES, *VIDEOS) else suffix
+    plain = "txt" if plain == "caption" else plain
+    return suffix if plain in suffixes else plain
 
 
 TAR_BLOCK = tarfile.BLOCKSIZE
