@@ -21,7 +21,7 @@ from bigdit.catalog.resolve import index_of
 from bigdit.config import RunConfig
 from bigdit.config.data import MAX_PIXELS, TextEncoderConfig
 from bigdit.encoders.latents import binary, bucket_pixels
-from bigdit.encoders.load import FirstFrames, load_first_frames, load_text_encoder
+from bigdit.encoders.load import FirstFrames, load_text_encoder
 from bigdit.encoders.protocol import ImageCodec, Images, masked_out, shapes_of, to_unit_range
 from bigdit.errors import UserError
 from bigdit.loader.batch import condition
@@ -294,7 +294,8 @@ def _image_extras(
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
     """The extras of first frames, masked images or references, a row each, in CPU memory."""
-    frames = load_first_frames(run.encoders.first_frame, codec, device)
+    first = run.encoders.first_frame
+    frames = None if first is None else FirstFrames(first, codec, device)
     if frames is None and not edited and not run.data.fill:
         return {}
     codec.move(device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -14,32 +13,25 @@ from bigdit.catalog.names import revision
 from bigdit.config import load_stages
 from bigdit.config.load import set_once, with_ds_config, with_grace
 from bigdit.dist import World, world_from_env
-from bigdit.errors import EXIT_USER, guard, shown
+from bigdit.errors import shown
 from bigdit.train.prepare import log_lines, prepare_stages
-from bigdit.train.processes.end import LAUNCHER, end_with_launcher
+from bigdit.train.processes.end import end_with_launcher
 
 EXPANDABLE = "expandable_segments:True"
-
-PATIENCE_S = 10.0
-"""Seconds that a process without an error message waits for the one that has it."""
-
 
 Around = Callable[[Path], AbstractContextManager[object]]
 """Surrounds a training, and gets its output. It makes the run's page: `report` is a higher layer."""
 
 
 def main(arguments: Sequence[str] | None = None, around: Around = nullcontext) -> int:
-    """The entry of `bigdit.launch` and `python -m bigdit.train`; returns the exit status.
+    """What `bigdit.launch` and `python -m bigdit.train` guard; returns the exit status.
 
-    The main process trains within `around`.
+    The main process trains within `around`. Raises UserError.
     """
     parsed = parse(arguments)
     end_with_launcher()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch prints stack frames when a process is lost
-    status = guard(lambda: _train(parsed, around))
-    if status == EXIT_USER and os.environ.get("RANK", "0") != "0" and LAUNCHER not in os.environ:
-        time.sleep(PATIENCE_S)  # torchrun ends all when one fails: the process with the message must end first
-    return status
+    return _train(parsed, around)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

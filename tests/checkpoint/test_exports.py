@@ -5,11 +5,11 @@ import shutil
 
 import pytest
 import torch
-from commands import DIGITS, SINGLE, reading, with_set
+from commands import DIGITS, SINGLE, reading
 from diffusers import SanaTransformer2DModel
 from resuming import save
 from safetensors.torch import load_file
-from training import main, run
+from training import launched, run
 from whole import full_weights
 
 from bigdit import checkpoint
@@ -154,7 +154,7 @@ def test_a_whole_model_is_one_file_beside_the_folder(features, trained, tmp_path
     kwargs = checkpoint.latest(trained)[0].state["model"]["kwargs"]
     model = LUMINA.replace("CHANNELS", str(kwargs["in_channels"])).replace("WIDTH", str(kwargs["caption_channels"]))
     more = (*SINGLE, *reading(features), f"output={tmp_path}", "train.steps=2", "train.warmup_steps=1", model)
-    assert main.main(["--config", str(DIGITS), *with_set([*more, "strategy.ema={decay: 0.9}"])]) == 0
+    assert launched(DIGITS, [*more, "strategy.ema={decay: 0.9}"]) == 0
     export_command.run(tmp_path, tmp_path / "out", single_file="bf16")
     folder = tmp_path / "out/single_file"
     names = [f"Lumina2Transformer2DModel{ema}-bf16.safetensors" for ema in ("", "-ema")]

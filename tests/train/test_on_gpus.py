@@ -250,8 +250,9 @@ def test_a_gpu_measures_what_was_predicted_to_the_byte(features, expandable):
 
 TRAINED = """
 import json, os, sys
+from bigdit.errors import guard
 from bigdit.train.main import main
-sys.exit(main(json.loads(os.environ["ARGUMENTS"])))
+sys.exit(guard(lambda: main(json.loads(os.environ["ARGUMENTS"]))))
 """
 
 

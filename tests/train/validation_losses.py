@@ -45,7 +45,7 @@ def validated(store: FeatureStore, world: World, *, every: int = 1, **printed: o
     )
     ema, peers = engines.ema_of(engine), checkpoint.Peers(world)
     held = ValidationSplit(store.index, len(store.index.parts), HELD)
-    order = Order(store.index.counts, store.index.shapes, SAMPLES, 0, held=held)
+    order = Order(store.index.counts, store.index.shapes, SAMPLES, 0, validation=held)
     stream = FeatureStream(store, world, order, micro_batch_size=micro, grad_accum_steps=1, seed=0, caption_dropout=0.1)
     config = ValidationConfig(samples=HELD, every=every, times=(0.2, 0.8))
     validation = Validation(config, store, held, peers, engine, ema, family, FlowMatchingSpec(), 99)
