@@ -50,29 +50,13 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDEST},
 )
-for name, module in {
-    "init": init,
-    "plan": plan,
-    "profile": profile,
-    "emulate": emulate,
-    "extract": extract,
-    "train": train,
-    "report": report,
-    "sample": sample,
-    "export": export,
-    "models": models,
-    "gpus": gpus,
-    "setup": setup,
-    "doctor": doctor,
-}.items():
-    app.command(name)(module.run)
-groups = {"bench": bench, "features": features, "receipts": receipts, "recipe": recipe}
-for name, module in groups.items():
-    app.add_typer(module.app, name=name, short_help=module.HELP)
-for command in (
-    *app.registered_commands,
-    *(each for group in groups.values() for each in group.app.registered_commands),
-):  # else click truncates them
+for module in (init, plan, profile, emulate, extract, train, report, sample, export, models, gpus, setup, doctor):
+    app.command(module.__name__.rpartition(".")[2])(module.run)
+commands = [*app.registered_commands]
+for module in (bench, features, receipts, recipe):
+    app.add_typer(module.app, name=module.__name__.rpartition(".")[2], short_help=module.HELP)
+    commands += module.app.registered_commands
+for command in commands:  # else click truncates the texts
     command.short_help = (inspect.getdoc(command.callback) or "").partition("\n\n")[0]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -31,18 +32,10 @@ def limits(root: Path = Path("/")) -> str:
 
 
 def _limits(root: Path, controller: str, first: str, second: str) -> Iterator[int]:
-    """The numbers in a controller's file of each group; `first` and `second`: its name in the two versions."""
-    for file in _limit_files(root, controller, first, second):
-        try:
-            text = file.read_text().strip()
-        except OSError:  # a container does not see outer groups
-            continue
-        if text.isdigit():  # else "max"
-            yield int(text)
+    """The numbers in a controller's file, of this process's groups and all outer groups.
 
-
-def _limit_files(root: Path, controller: str, first: str, second: str) -> Iterator[Path]:
-    """The files of this process's groups and of all outer groups."""
+    `first` and `second`: the file's name in the two versions of control groups.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -54,4 +47,7 @@ def _limit_files(root: Path, controller: str, first: str, second: str) -> Iterat
         mounted, name = (controller, f"{controller}.{first}") if controllers else (".", f"{controller}.{second}")
         group = Path(path)
         for each in (group, *group.parents):
-            yield root / "sys/fs/cgroup" / mounted / each.relative_to("/") / name
+            with suppress(OSError):  # a container does not see outer groups
+                text = (root / "sys/fs/cgroup" / mounted / each.relative_to("/") / name).read_text().strip()
+                if text.isdigit():  # else "max"
+                    yield int(text)

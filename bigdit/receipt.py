@@ -41,9 +41,9 @@ class OutOfMemory(Strict):
 class Receipt(Strict):
     """The settings of a run's steps, and their measured memory and speed.
 
-    `batch`: the shape of the largest of `buckets` buckets. `device`: the GPU's name by its driver, or `cpu`. Times of
-    an `emulated` GPU are meaningless. `expandable_segments`: the allocator's setting. `gpus_per_node`: processes on a
-    machine.
+    `batch`: the shape of the largest of `buckets` buckets. `device`: the GPU's name by its driver, or `cpu`. An
+    `emulated` GPU has the bytes of torch's own allocator, and meaningless times. `expandable_segments`: the allocator's
+    setting. `gpus_per_node`: processes on a machine.
 
     `steps` and `skipped_steps`: since the run's last start; `out_of_memory`: of all starts. `seconds`: since the last
     start; `seconds_per_step`: a median without the first steps.

@@ -74,7 +74,8 @@ def _rows(
     base = at(state["run"], ("model", "init_from"))
     yield "Base", (" or ".join(published) or spec.name) if base else "none: it started from random weights"
     step, batch = state["step"], strategy.global_batch_size
-    yield "Data", ", ".join(_sources(state["run"])) or "not known"
+    sources = at(state["run"], ("data", "images")) or ()
+    yield "Data", ", ".join(Path(source["path"]).name for source in sources) or "not known"
     yield "Steps", f"{step:,} of {batch:,} samples: {step * batch:,} samples, counted with repeats"
     lora, controlnet = strategy.lora, strategy.controlnet
     trained = "all weights" if controlnet is None else f"a ControlNet of {how_many(controlnet.blocks, 'block')}"
@@ -102,12 +103,6 @@ def _published(name: str, base: Path) -> tuple[str, ...]:
     parts = {part.replace("models--", "").replace("--", "/").lower() for part in base.parts}
     named = tuple(each for each in found if {each.lower(), each.rpartition("/")[2].lower()} & parts)
     return named or found
-
-
-def _sources(run: Mapping[str, Any]) -> Iterator[str]:
-    """The names of sources, without their folders."""
-    for source in at(run, ("data", "images")) or ():
-        yield Path(source["path"]).name
 
 
 def _prompt(run: Mapping[str, Any]) -> str | None:

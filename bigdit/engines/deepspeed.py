@@ -46,7 +46,11 @@ class DeepSpeedEngine(Engine):
         self.strategy = strategy
         self.device = device
         self.scaler: LossScaler | None = None  # DeepSpeed scales by itself
-        _check_fp16(strategy)
+        if strategy.precision == "fp16" and not get_accelerator().is_fp16_supported():
+            raise UserError(
+                "strategy.precision is fp16, which DeepSpeed does not train in on this "
+                f"{get_accelerator().device_name()}; use strategy.precision bf16 or fp32, or strategy.engine single"
+            )
         check_document(strategy)
         model = _on_device(strategy, model, device)
         optimizer = optim.build(strategy.optimizer, optim.groups(strategy.optimizer, model))
@@ -179,14 +183,6 @@ def forget(engine: Engine | None = None) -> None:
     if hasattr(Init, "linear_bk"):
         del InsertPostInitMethodToModuleSubClasses.linear_bk
     Init.num_persisted_parameters = Init.num_persisted_elements = 0
-
-
-def _check_fp16(strategy: Strategy) -> None:
-    if strategy.precision == "fp16" and not get_accelerator().is_fp16_supported():
-        raise UserError(
-            f"strategy.precision is fp16, which DeepSpeed does not train in on this {get_accelerator().device_name()}; "
-            "use strategy.precision bf16 or fp32, or strategy.engine single"
-        )
 
 
 def check_document(strategy: Strategy) -> None:

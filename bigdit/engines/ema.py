@@ -45,9 +45,9 @@ def shares_of_new(spec: EmaSpec, update: int) -> list[float]:
 class Ema:
     """average = (1 − share) × average + share × weights, in fp32, of this process's masters; see `shares_of_new`.
 
-    `updates`: their number, which determines the share. `every`: each average, as tensors in the order and local shapes
-    of `engine.masters`. With device cpu they are in pageable memory: weights are copied a chunk at a time through one
-    pinned buffer, and the CPU averages.
+    `updates`: the number of updates, which sets the share. `every`: each average, as tensors in the order and local
+    shapes of `engine.masters`. With device cpu they are in pageable memory: weights are copied a chunk at a time
+    through one pinned buffer, and the CPU averages.
     """
 
     def __init__(self, spec: EmaSpec, engine: Engine) -> None:

@@ -31,7 +31,9 @@ class MemoryMeter:
         self._peaks = GpuPeaks()
         self.measured: MeasuredMemory | None = None
         self.emulated = self._cuda and on_emulated_gpu()
-        self.expandable_segments = self._cuda and _expandable_segments()
+        # Whichever variable or call set it.
+        set_to = torch.cuda.memory._snapshot()["allocator_settings"] if self._cuda else {"expandable_segments": False}
+        self.expandable_segments = bool(set_to["expandable_segments"])
         self.device_name = torch.cuda.get_device_name(device) if self._cuda else "cpu"
         self.compute_capability = torch.cuda.get_device_capability(device) if self._cuda else None
         self.method = "torch.cuda.max_memory_allocated" if self._cuda else "the process's peak resident memory"
@@ -133,8 +135,3 @@ def host_now() -> dict[str, int]:
         return {"peak_memory_bytes": peak}
     now = int(pages.read_text().split()[1]) * resource.getpagesize()
     return {"memory_bytes": now, "peak_memory_bytes": max(now, peak)}  # the kernel updates the peak later
-
-
-def _expandable_segments() -> bool:
-    """Whether torch's allocator uses expandable segments, however that was set."""
-    return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])

@@ -3,7 +3,7 @@ Nothing here imports torch."""
 
 from __future__ import annotations
 
-import datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,6 @@ from bigdit.files import write_json
 from bigdit.receipt import OutOfMemory
 from bigdit.strategy import ModelSpec, Strategy, Strict
 from bigdit.units import gib
-
-
-def _now() -> datetime.datetime:
-    return datetime.datetime.now().astimezone().replace(microsecond=0)
 
 
 class PhaseMemory(Strict):
@@ -53,7 +49,7 @@ class RunRecord(Strict):
     `steps`: those of all stages.
     """
 
-    began: datetime.datetime = Field(default_factory=_now)
+    began: datetime = Field(default_factory=lambda: datetime.now().astimezone().replace(microsecond=0))
     start: NonNegativeInt
     model: ModelSpec
     strategy: Strategy

@@ -214,7 +214,7 @@ def start_of(stages: Sequence[Prepared]) -> Start:
     objective = objective_of(reached.spec, reached.stage.run.objective)
     checkpoint.check_objective(found, objective)
     start = Start(stages, found, reached, tuple(notices))
-    if last is not reached or start.done is not None:  # a new stage may differ; without steps nothing changes
+    if last is not reached or start.done is not None:  # a new stage may differ, and without steps nothing is trained
         return start
     run = reached.stage.run.model_copy(update={"objective": objective})
     changed = [f"note: {line}" for line in checkpoint.changed_since(found, run)]

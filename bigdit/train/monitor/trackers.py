@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from PIL import Image
 
 from bigdit import libraries, log
@@ -136,7 +135,9 @@ class _Guarded:
         """Show an image, if the tracker can."""
         if hasattr(self._tracker, "log_images"):
             layout = {"dataformats": "NHWC"} if self._name == "tensorboard" else {}
-            self.do("log_images", {"samples": _pixels(image)[None]}, step=step, **layout)
+            with Image.open(image) as opened:
+                pixels = np.asarray(opened.convert("RGB"))[None]
+            self.do("log_images", {"samples": pixels}, step=step, **layout)
 
     def _start(self, settings: Mapping[str, Any]) -> None:
         kind = _kind(self._name)
@@ -163,17 +164,9 @@ class _Guarded:
 
 
 def _kind(name: str) -> Any:
-    """accelerate's tracker of this name."""
-    if name == "wandb":
-        return _any_order()
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-
-    return LOGGER_TYPE_TO_CLASS[name]
-
-
-def _any_order() -> Any:
-    """W&B's tracker for rows and images in any order: an image is decoded while later steps are taken."""
-    from accelerate.tracking import WandBTracker
+    """accelerate's tracker of this name; W&B's for any order, because an image is decoded while later steps are
+    taken."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, WandBTracker
 
     class AnyOrder(WandBTracker):
         """W&B drops rows whose step is lower than the last. Here `step` is a value like others, and the x axis."""
@@ -187,13 +180,7 @@ def _any_order() -> Any:
             """Log values after `step` steps."""
             super().log({**values, "step": step}, **options)
 
-    return AnyOrder
-
-
-def _pixels(image: Path) -> npt.NDArray[np.uint8]:
-    """[height, width, 3]."""
-    with Image.open(image) as opened:
-        return np.asarray(opened.convert("RGB"))
+    return AnyOrder if name == "wandb" else LOGGER_TYPE_TO_CLASS[name]
 
 
 def _numbers(row: Mapping[str, Any], under: str = "") -> Iterator[tuple[str, float]]:

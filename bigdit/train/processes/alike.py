@@ -200,7 +200,7 @@ class ReplicaCheck:
 
     All processes call it. `every` None: it compares nothing. On a GPU the hash is queued behind the step and read after
     the next one, so that nothing waits for it. It reads the memory once. It cannot find a wrong number that all
-    processes received from one of them, such as a wrong gradient.
+    processes received from one of them, such as a gradient, or in a part that only one process holds.
     """
 
     def __init__(self, engine: Engine, ema: Ema | None, peers: Peers, every: int | None) -> None:

@@ -51,12 +51,9 @@ def end_with_launcher() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if own else signal.SIGTERM)
     if own and os.environ[LAUNCHER] != str(os.getppid()):  # it ended before prctl
         os.kill(os.getpid(), signal.SIGKILL)
-    if "CROSS_RANK" in os.environ:
-        _end_with_runner()
-
-
-def _end_with_runner() -> None:
-    """End with `deepspeed`, which starts the actual launcher: that one survives when `deepspeed` is killed."""
+    if "CROSS_RANK" not in os.environ:
+        return
+    # `deepspeed` starts the actual launcher, which survives when `deepspeed` is killed: end with `deepspeed` too.
     with suppress(OSError):  # it ended, or belongs to another user
         runner = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
         if b"deepspeed" in Path(f"/proc/{runner}/cmdline").read_bytes():  # on several machines another program

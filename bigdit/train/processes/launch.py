@@ -120,15 +120,13 @@ class Ranks:
         by = signal.Signals(-statuses[failed] if statuses[failed] < 0 else statuses[failed] - 128)
         others = [rank for rank in killed if rank not in (failed, *self._stopped)]
         end = f"; {_ranks(others)} waited for it and had to be killed" if others else ""
-        why = f" ({_killed(self._host_bytes)})" if by == signal.SIGKILL and failed not in killed else ""
+        why, counted = "", "`bigdit plan` counts what the run takes"
+        if by == signal.SIGKILL and failed not in killed:
+            counted = f"its plan counts {gib(self._host_bytes)} of it" if self._host_bytes else counted
+            why = f" (by hand, or because memory ran out: this machine has {gib(memory_bytes())}, and {counted})"
         pid = self._processes[failed].pid
         stopped = f"{_ranks(self._stopped)}, which was stopped, did not answer; " if self._stopped else ""
         log.notice(f"error: {stopped}{_ranks([failed])} (process {pid}) was ended by {by.name}{why}{end}")
-
-
-def _killed(host_bytes: int) -> str:
-    counted = f"its plan counts {gib(host_bytes)} of it" if host_bytes else "`bigdit plan` counts what the run takes"
-    return f"by hand, or because memory ran out: this machine has {gib(memory_bytes())}, and {counted}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
