@@ -156,7 +156,7 @@ def test_every_document_of_a_user_is_read_within_the_limits(tmp_path):
         (tmp_path / f"receipts/{number}.json").write_text(text)
     found, notices = read_receipts([tmp_path / "receipts"])
     assert (found, len(notices)) == ([], 3)
-    assert notices[0] == f"{tmp_path}/receipts/0.json is no receipt and was passed over: it is {DEEP}"
+    assert notices[0] == f"{tmp_path}/receipts/0.json is no receipt and was ignored: it is {DEEP}"
 
 
 def test_a_pipe_in_a_document_s_place_is_not_waited_for(tmp_path):

@@ -34,7 +34,7 @@ def run(
 ) -> int:
     """Write a checkpoint's weights and their EMA in diffusers' format.
 
-    Of a LoRA run it writes the adapters. If the run names a pipeline's folder, it writes a whole pipeline.
+    For a LoRA run it writes the adapters. If the run names a pipeline's folder, it writes a whole pipeline.
     """
     from bigdit import libraries
 

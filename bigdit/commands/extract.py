@@ -49,7 +49,10 @@ def run(
     ] = [],  # noqa: B006
     by_content: Annotated[
         bool,
-        typer.Option("--by-content", help="Compare all files with the cache, also where names, sizes and times agree."),
+        typer.Option(
+            "--by-content",
+            help="Compare the content of all files with the cache, even if names, sizes and times are equal.",
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -73,7 +76,7 @@ def run(
     check_paths(config, runs)
     for number, run_config in enumerate(runs):
         if any((run_config.data, run_config.encoders) == (other.data, other.encoders) for other in runs[:number]):
-            continue  # several stages train on one store
+            continue  # several stages train on one cache
         report = extract(
             with_batch_size(run_config, workers or run_config.data.workers),
             model_spec(run_config.model),
@@ -93,12 +96,12 @@ def run(
 
 
 def _check(runs: Sequence[RunConfig]) -> None:
-    """Raise UserError where a run could not train, before hours of encoding."""
+    """Raise UserError, before hours of encoding, if a run could not train."""
     from bigdit.catalog.resolve import model_spec
     from bigdit.config import check
     from bigdit.config.load import of_each
 
-    # Samples that are generated during training need nothing of the store.
+    # The cache does not depend on samples that are generated during training.
     seen = [each.model_copy(update={"samples": None}) for each in runs]
     try:
         of_each(range(len(runs)), lambda number: check(seen[number], model_spec(seen[number].model)))
@@ -159,7 +162,7 @@ def encoded(store: StoreReport) -> str:
 
 
 def kind_of_samples(store: StoreReport) -> str:
-    """Image or video, by the shape of the latents."""
+    """`image`, `video`, or both, by the shape of the latents."""
     moving = {shape.count("x") == 3 for shape in store.buckets}  # [channels, frames, height, width]
     return {(True,): "video", (False, True): "image and video"}.get(tuple(sorted(moving)), "image")
 

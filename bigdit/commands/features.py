@@ -40,7 +40,7 @@ def info(folder: Folder, as_json: Json = False) -> None:
         return
     _print_info(report)
     if latest_schema(folder) != schema:
-        log.say(f"changes of its sources are encoded in part, and not used yet; {EXTRACT} finishes them")
+        log.say(f"changes of its sources are only partly encoded, and not used yet; {EXTRACT} finishes them")
 
 
 @app.command()
@@ -146,7 +146,7 @@ _NAMED = 12
 
 
 def _identity(report: StoreReport) -> dict[str, str]:
-    """What a store was made from, and by which encoders."""
+    """The sources and the encoders of a cache."""
     from bigdit.commands.extract import kind_of_samples
 
     found = {f"tokens {number}": each.line() for number, each in enumerate(report.lengths)}
@@ -163,7 +163,7 @@ def _identity(report: StoreReport) -> dict[str, str]:
 
 
 def _classes(known: Known) -> str:
-    """`1000: n01440764, n01443537, …`; their number where they have no names."""
+    """`1000: n01440764, n01443537, …`, or the number of classes without names."""
     if isinstance(known, int):
         return f"{known}, without names"
     return f"{len(known)}: {', '.join(known[:_NAMED])}{', …' if len(known) > _NAMED else ''}"

@@ -28,7 +28,7 @@ def run(
         bool, typer.Option("--json", help="Print JSON with every field, source, alias and MIG slice.")
     ] = False,
 ) -> None:
-    """List the GPUs that can be planned for, with their usable memory."""
+    """List the known GPUs, with their usable memory."""
     found = _found(containing, min_memory)
     if as_json:
         log.emit_json([_fields(gpu) for gpu in found])

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from bigdit import log
+from bigdit.commands import EXIT_DOES_NOT_FIT
 from bigdit.errors import UserError
 from bigdit.units import how_many
 
 if TYPE_CHECKING:
     from bigdit.search.plan import ResolvedRequest
-
-EXIT_DOES_NOT_FIT = 2
 
 T = TypeVar("T")
 
@@ -24,22 +23,23 @@ T = TypeVar("T")
 def run(
     model: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="A model of `bigdit models`, or a folder of diffusers with its weights."),
+        typer.Option(metavar="NAME", help="A model of `bigdit models`, or a diffusers folder with its weights."),
     ] = None,
     gpu: Annotated[
         str | None, typer.Option(metavar="NAME", help="A GPU of `bigdit gpus`, or auto for this machine's.")
     ] = None,
     images: Annotated[
-        Path | None, typer.Option(help="A folder of images or videos with captions, or a table of them.")
+        Path | None, typer.Option(metavar="PATH", help="A folder or a table of images or videos with captions.")
     ] = None,
     lora: Annotated[int | None, typer.Option(min=0, metavar="RANK", help="Rank of LoRA; 0: full fine-tuning.")] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A new folder for run.yaml and its plan. Default: plans/MODEL.")
     ] = None,
 ) -> int:
-    """Write a run.yaml for your model, GPU and images, with a plan that fits. On a terminal it asks what is left out.
+    """Write a run.yaml for your model, GPU and images, with a plan that fits. On a terminal it asks for what is
+    missing.
 
-    Exit status: 0 if it fits or is tight, 2 if it does not fit, and nothing is written.
+    Exit status: 0 if it fits or is tight; 2 if it does not fit, and nothing is written.
     """
     from bigdit.emulator.interpreter import cuda_python
     from bigdit.report.how_to_run import RUN, commands, obstacle, skeleton
@@ -74,7 +74,7 @@ def run(
 
 
 def _ask(option: str, what: str, default: str, read: Callable[[str], T]) -> T:
-    """The answer of a person, asked again while it cannot be read. Raises UserError where there is none to ask."""
+    """Ask on the terminal until the answer is valid. Raises UserError if stdin is no terminal."""
     if not sys.stdin.isatty():
         raise UserError(f"{option} is missing; give it, or run `bigdit init` on a terminal, where it asks")
 
@@ -115,7 +115,7 @@ def _rank(text: str) -> int:
 
 
 def _check_images(request: ResolvedRequest, images: Path) -> None:
-    """Log how many there are, but for tars, whose list would be written. Raises UserError where they cannot be read."""
+    """Log the number of samples, except of tars, which need an index. Raises UserError if they cannot be read."""
     from bigdit.config.data import DataConfig
     from bigdit.report.how_to_run import source_of
     from bigdit.sources.open import check_sources, kind_of, open_source

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bigdit import log
-from bigdit.commands import Frames, GpuOption, Json, Model, Resolution
+from bigdit.commands import EXIT_DOES_NOT_FIT, Frames, GpuOption, Json, Model, Resolution
 from bigdit.files import check_writable
 from bigdit.units import count, gib, parse_resolution
 
 if TYPE_CHECKING:
     from bigdit.memory.process import ByteRange
     from bigdit.profile.attempt import Profile, StepRequest
-
-EXIT_DOES_NOT_FIT = 2
 
 
 def run(

@@ -1,4 +1,4 @@
-"""`bigdit receipts`: memory and time that runs took, and the errors of their predictions."""
+"""`bigdit receipts`: measured memory and time of runs, and the errors of their predictions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from bigdit.catalog import Gpu
     from bigdit.receipt import Receipt
 
-HELP = "Memory and time that runs took, and the errors of plans."
+HELP = "Compare measured memory and time of runs with plans."
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=HELP)
 
@@ -46,7 +46,7 @@ def show(gpu: GpuName = None, receipts: Folder = None, as_json: Json = False) ->
 
 @app.command()
 def compare(gpu: GpuName = None, receipts: Folder = None, as_json: Json = False) -> None:
-    """Compare each receipt with an emulated GPU, and show the margin and the speed that plans learn from it."""
+    """Compare each receipt with an emulated GPU, and show what plans learn: the safety margin and the speed."""
     from bigdit.profile.gpus import EmulatedGpus
     from bigdit.report.receipts import compared, summary
     from bigdit.search.calibration import Calibration, check, of_gpu
@@ -123,7 +123,7 @@ def calibrate(gpu: GpuName = None, receipts: Folder = None, as_json: Json = Fals
 
 
 def _gpus(receipts: list[Receipt], wanted: str | None) -> dict[str, Gpu]:
-    """The catalogue's GPUs of these receipts by their drivers' names; unknown ones are logged."""
+    """The catalogue's GPUs of these receipts, by their drivers' names; unknown ones are logged."""
     from bigdit import catalog
 
     name = None if wanted is None else catalog.resolve_gpu(wanted).name

@@ -15,7 +15,7 @@ from bigdit.files import write_text
 if TYPE_CHECKING:
     from bigdit.recipes import Recipe
 
-HELP = "Runs that fit their GPUs, to copy and fill in."
+HELP = "List, show and copy complete configs that fit known GPUs."
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=HELP)
 

@@ -45,7 +45,7 @@ def run() -> None:
 
 
 def _make(folder: Path, torch: str) -> str:
-    """Make an environment with this torch and its Triton, which shares all else with the user's.
+    """Make an environment with this torch and its Triton; other packages are those of this environment.
 
     Returns its build of torch. The folder appears when it is complete. Raises UserError if it cannot be made.
     """
@@ -59,7 +59,7 @@ def _make(folder: Path, torch: str) -> str:
             for script in (new / "bin").glob("[aA]ctivate*"):
                 script.unlink()  # it names the temporary folder
             (packages,) = new.glob("lib/python*/site-packages")
-            _install(f"torch==={torch}", packages)  # three equals signs: 2.13.0+cpu is none
+            _install(f"torch==={torch}", packages)  # three equals signs: 2.13.0+cpu does not match
             try:
                 build = cuda_build(python_of(new))
             except UserError:

@@ -64,7 +64,7 @@ def run(
         for line in stage.notices(revision()):
             log.notice(f"note: {line}")
     libraries.prepare()
-    from bigdit.train.data import check_data  # torch, which only the processes that train need else
+    from bigdit.train.data import check_data  # here: it imports torch
     from bigdit.train.resume import start_notices, verdict, with_steps
     from bigdit.train.saves import snapshot_notices
     from bigdit.train.state import check_models

@@ -37,7 +37,7 @@ next algorithm. Source: try_configs in aten/src/ATen/native/cudnn/Conv_v8.cpp, t
 """
 
 UNPROVED_ROUTED = Margin(
-    share=0.029, source="a real H100 took so much more than an emulated one where values choose the experts"
+    share=0.029, source="a real H100 took this much more than an emulated one for a mixture of experts"
 )
 """The same for a mixture of experts: without values, the tokens of each expert are not known. HiDream-I1 of two blocks
 allocated 2.9 % more on an H100 than on an emulated one, and reserved 1.0 % more (benchmarks/gpu_matrix.md)."""
@@ -62,11 +62,11 @@ def read(places: Iterable[Path]) -> tuple[list[Receipt], list[str]]:
         except ValidationError as error:
             first = error.errors()[0]
             at = ".".join(str(part) for part in first["loc"]) or "the file"
-            notices.append(f"{path} is no receipt and was passed over: {at}: {first['msg']}")
+            notices.append(f"{path} is no receipt and was ignored: {at}: {first['msg']}")
         except ValueError as error:
-            notices.append(f"{path} is no receipt and was passed over: it is {error}")
+            notices.append(f"{path} is no receipt and was ignored: it is {error}")
         except OSError as error:
-            notices.append(f"{path} cannot be read and was passed over: {error.strerror or error}")
+            notices.append(f"{path} cannot be read and was ignored: {error.strerror or error}")
     return sorted(found, key=lambda each: each.written), notices
 
 

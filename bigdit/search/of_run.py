@@ -59,7 +59,7 @@ def overruled(path: Path, overrides: Sequence[str]) -> list[str]:
         strategy = parse_run(_for_plan(document)).strategy
         for key, found, _ in differences(strategy.model_dump(mode="json"), Strategy().model_dump(mode="json")):
             if found is not None and not any(f"{key}.".startswith(f"{taken}.") for taken in _TAKEN):
-                lines.add(f"strategy.{key} is {written(found)}, which plans do not fix: this one chooses by itself")
+                lines.add(f"strategy.{key} is {written(found)}, and the plan chooses its own value")
     return [f"{path}: {line}" for line in sorted(lines)]
 
 
@@ -135,9 +135,7 @@ def _model(run: RunConfig) -> str:
     if (name := run.model.name or run.model.path) is None:
         raise UserError("model.class_name says what is trained; plans take model.name or model.path, a config.json")
     if isinstance(run.encoders.image, IdentityCodec):
-        raise UserError(
-            "encoders.image is identity, and plans are of a VAE's latents; `bigdit train` measures this run"
-        )
+        raise UserError("encoders.image is identity, and plans need a VAE's latents; `bigdit train` measures this run")
     return str(name)
 
 
@@ -152,7 +150,6 @@ def _global_batch(strategy: Strategy, document: dict[str, Any], gpus: int) -> An
 
 
 def _engine(strategy: Strategy) -> str:
-    """The name of the engine's preset."""
     if strategy.engine != "deepspeed":
         return f"{strategy.engine}{'-offload' if strategy.cpu_offload else ''}"
     zero = (strategy.ds_config or {}).get("zero_optimization", {})
@@ -176,7 +173,7 @@ def carried(document: Any, planned: Strategy) -> Strategy:
     """The planned strategy with the run's constants for optimizer, EMA, adapters and clipping. Raises UserError if the
     document is no valid run."""
     if not isinstance(document, dict):
-        raise UserError("it is no run")
+        raise UserError("a run.yaml is a mapping of sections, and this document is none")
     own = parse_run(_for_plan(document)).strategy
     kept = planned.optimizer.model_dump(include={"name", "implementation"})
     update: dict[str, Any] = {

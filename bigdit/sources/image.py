@@ -138,6 +138,9 @@ def _eight_bits(image: Image.Image) -> Image.Image:
 MASK, REFERENCE = ".mask", ".reference"
 """The ends of the stems of masks and references."""
 
+OTHER_MASKS = ("_mask", "-masklabel")
+"""The ends of masks of other trainers. OneTrainer's is the second."""
+
 
 def reference_marks(references: int) -> list[str]:
     """The ends of the stems of so many references: .reference, .reference2, …"""
@@ -152,14 +155,27 @@ def usual_mark(image: str, mark: str) -> str:
 def marked(names: Collection[str], mark: str) -> dict[str, str]:
     """The images of a folder whose stem ends with a mark, in any case and with any suffix, by name. PNG come last.
 
-    The values are the stems of the images that they belong to, as from `owner`.
+    The values are the stems of the images that they belong to, as from `owner`. Masks of other trainers come first.
+    They count only beside that image, and without a text of their own.
     """
+    others: dict[str, str] = {}
+    for end in OTHER_MASKS if mark == MASK else ():
+        others |= _ending(names, end)
+    if others:
+        owners = {owner(name) for name in names if os.path.splitext(name)[1].lower() in SUFFIXES}
+        texts = {owner(name) for name in names if name.lower().endswith(".txt")}
+        others = {name: stem for name, stem in others.items() if stem in owners and owner(name) not in texts}
+    return others | _ending(names, mark)
+
+
+def _ending(names: Collection[str], end: str) -> dict[str, str]:
+    """The images whose stem has this end, PNG last, with the rest of their stem."""
     found = {}
     for name in names:
-        if mark in name.lower():
+        if end in name.lower():
             stem, suffix = os.path.splitext(name)
-            if suffix.lower() in SUFFIXES and stem.lower().endswith(mark):
-                found[name] = unicodedata.normalize("NFC", stem[: -len(mark)])
+            if suffix.lower() in SUFFIXES and stem.lower().endswith(end):
+                found[name] = unicodedata.normalize("NFC", stem[: -len(end)])
     return dict(sorted(found.items(), key=lambda each: (each[0].endswith(".png"), each[0])))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import re
@@ -93,8 +94,11 @@ class ImageFile:
             yield from video_frames(self._on_disk(), clip, max_pixels)
 
     def _on_disk(self) -> Path:
-        """The path, or the first that exists of: without a space at its end and with slashes for Windows' backslashes,
-        in NFC, in NFD, and with a suffix of images, which kohya's lists leave out."""
+        """The path, or the first other form that exists.
+
+        The forms have no space at the end, and slashes for Windows' backslashes, in NFC or NFD. Last come the suffixes
+        of images, which kohya's lists leave out.
+        """
         text = str(self.path)
         plain = text.rstrip().replace("\\", "/")
         others = [plain, *([] if text.isascii() else [unicodedata.normalize(form, plain) for form in ("NFC", "NFD")])]
@@ -241,12 +245,19 @@ def _image(cell: Any, base: Path) -> ImageBytes | None:
 
 
 def _listed(cell: Any, base: Path) -> tuple[ImageBytes, ...]:
-    """The images of a cell: one, or a list of paths. In CSV the list is JSON."""
+    """The images of a cell: one, or a list of paths."""
+    found = (_image(each, base) for each in _values(cell))
+    return tuple(each for each in found if each is not None)
+
+
+def _values(cell: Any) -> list[Any]:
+    """The values of a cell: one, or a list. In CSV the list is JSON, or as Python prints it."""
     if isinstance(cell, str) and cell.startswith("["):
         with contextlib.suppress(ValueError):
-            cell = parse_json(cell.encode())
-    found = (_image(each, base) for each in (cell if isinstance(cell, list) else [cell]))
-    return tuple(each for each in found if each is not None)
+            return parse_json(cell.encode())
+        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            return found if isinstance(found := ast.literal_eval(cell), list) else [cell]
+    return cell if isinstance(cell, list) else [cell]
 
 
 # The kind of a column's cells. Cells of CSV are always text.
@@ -316,7 +327,7 @@ def captions_of(row: Mapping[str, Any], columns: Columns) -> tuple[Caption, ...]
         cell = row[column]
         if cell is None:
             continue
-        listed = cell if isinstance(cell, list) else [cell]
+        listed = _values(cell)
         share = _numbers(row[weight], weight) if isinstance(weight, str) else weight
         shares = share if isinstance(share, list) else [share] * len(listed)
         if len(shares) != len(listed):

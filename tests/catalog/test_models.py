@@ -84,7 +84,7 @@ def test_what_cannot_be_trained_says_why():
     first, both = model("wan2.1-i2v-14b-480p").spec, {"pos_embed_seq_len": 514}
     assert takes_first_frame(first)
     assert training_obstacle(first.model_copy(update={"kwargs": first.kwargs | both})) == (
-        "wan2.1-i2v-14b-480p needs the first and the last frame, and a store keeps only the first"
+        "wan2.1-i2v-14b-480p needs the first and the last frame, and a cache keeps only the first"
     )
     mochi = ModelSpec(name="x", class_name="MochiTransformer3DModel", kwargs={"in_channels": 32, "out_channels": 16})
     assert training_obstacle(mochi) == (

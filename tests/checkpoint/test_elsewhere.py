@@ -151,6 +151,6 @@ def test_state_in_blocks_stays_where_it_was_made(tmp_path):
     with pytest.raises(UserError) as refused:
         checkpoint.check_resumable(found, MODEL, elsewhere)
     assert str(refused.value) == (
-        f"{found.folder} holds the state of adamw_8bit_ao in blocks or factors as single made them, and the run is "
+        f"{found.folder} holds the state of adamw_8bit_ao in blocks or factors for single, and the run is "
         f"fsdp2 on 2 processes; choose another output; there model.init_from={found.folder} starts from these weights"
     )

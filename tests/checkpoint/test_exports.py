@@ -5,11 +5,11 @@ import shutil
 
 import pytest
 import torch
-from commands import DIGITS, SINGLE, reading, with_set
+from commands import DIGITS, SINGLE, reading
 from diffusers import SanaTransformer2DModel
 from resuming import save
 from safetensors.torch import load_file
-from training import main, run
+from training import launched, run
 from whole import full_weights
 
 from bigdit import checkpoint
@@ -46,8 +46,11 @@ def flip(file):
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
-        (lambda folder: flip(folder / FILE), f"/{FILE} is damaged: its checksum is not the one in checksums.json"),
-        (lambda folder: flip(folder / "config.json"), "/config.json is damaged: its checksum is not the one in"),
+        (
+            lambda folder: flip(folder / FILE),
+            f"/{FILE} is damaged: its checksum differs from that in checksums.json",
+        ),
+        (lambda folder: flip(folder / "config.json"), "/config.json is damaged: its checksum differs from that in"),
         (lambda folder: (folder / FILE).unlink(), f" lacks {FILE}, which its checksums.json names; copy it again, or"),
         (lambda folder: (folder / "config.json").unlink(), " lacks config.json, which its checksums.json names"),
         (
@@ -57,7 +60,7 @@ def flip(file):
         (lambda folder: (folder / "checksums.json").write_text("[]"), "/checksums.json is damaged or cannot be read"),
         (
             lambda folder: shutil.copy(folder / FILE, folder / "model.safetensors"),
-            "/model.safetensors is no part of its export: checksums.json does not name it; remove it",
+            "/model.safetensors is not part of its export: checksums.json does not name it; remove it",
         ),
     ],
     ids=["weights", "config", "no weights", "no config", "half", "none", "more"],
@@ -151,7 +154,7 @@ def test_a_whole_model_is_one_file_beside_the_folder(features, trained, tmp_path
     kwargs = checkpoint.latest(trained)[0].state["model"]["kwargs"]
     model = LUMINA.replace("CHANNELS", str(kwargs["in_channels"])).replace("WIDTH", str(kwargs["caption_channels"]))
     more = (*SINGLE, *reading(features), f"output={tmp_path}", "train.steps=2", "train.warmup_steps=1", model)
-    assert main.main(["--config", str(DIGITS), *with_set([*more, "strategy.ema={decay: 0.9}"])]) == 0
+    assert launched(DIGITS, [*more, "strategy.ema={decay: 0.9}"]) == 0
     export_command.run(tmp_path, tmp_path / "out", single_file="bf16")
     folder = tmp_path / "out/single_file"
     names = [f"Lumina2Transformer2DModel{ema}-bf16.safetensors" for ema in ("", "-ema")]

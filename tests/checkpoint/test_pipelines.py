@@ -132,7 +132,7 @@ def dangle(file):
         ),
         (
             lambda base: (base / "scheduler/scheduler_config.json").write_text('{"num_train_timesteps": "many"}'),
-            "/scheduler/scheduler_config.json no FlowMatchEulerDiscreteScheduler can be made: ",
+            "/scheduler/scheduler_config.json makes no FlowMatchEulerDiscreteScheduler: ",
         ),
         (
             lambda base: (base / "model_index.json").write_text(

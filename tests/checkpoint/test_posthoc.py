@@ -194,7 +194,7 @@ def test_what_emas_cannot_be_made_of_is_a_line(copied):
     before = file.read_bytes()
     file.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
     assert refused(copied) == (
-        f"{file} is damaged: its checksum is not the one in snapshot.json; remove the snapshot, and EMAs are "
+        f"{file} is damaged: its checksum differs from that in snapshot.json; remove the snapshot, and EMAs are "
         "made without it"
     )
     shutil.rmtree(root / "step-00000010")

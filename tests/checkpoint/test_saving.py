@@ -161,7 +161,7 @@ def test_a_checkpoint_in_the_place_of_another_is_refused(tmp_path, engine_and_av
     root = tmp_path / "checkpoints"
     (root / "step-00000004").rename(tmp_path / "aside")
     shutil.copytree(root / "step-00000002", root / "step-00000004")
-    with pytest.raises(UserError, match=r"step-00000004 holds step-00000002: it lies in the place of another; to r"):
+    with pytest.raises(UserError, match=r"step-00000004 holds step-00000002: its folder has the name of another; to r"):
         checkpoint.latest(tmp_path)
 
 
@@ -182,7 +182,7 @@ def test_a_step_that_was_changed_is_found_out(tmp_path, engine_and_average):
     with pytest.raises(UserError) as refused:
         checkpoint.latest(tmp_path)
     assert str(refused.value) == (
-        f"{file} is damaged: its checksum is not its own; "
+        f"{file} is damaged: its checksum does not match its content; "
         f"to resume from the one before, write step-00000002 into {tmp_path}/checkpoints/latest"
     )
 
@@ -205,13 +205,13 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path, engine_and_average):
         damaged = bytearray(content)
         damaged[at] ^= 4
         file.write_bytes(damaged)
-        with pytest.raises(UserError, match=r"is damaged: its checksum is not the one in state\.json; there is no"):
+        with pytest.raises(UserError, match=r"is damaged: its checksum differs from that in state\.json; there is no"):
             checkpoint.verify(found)
     file.write_bytes(content)
     checkpoint.verify(found)
     other = file.with_name("rank-00001-of-00002.safetensors")
     other.write_bytes(content)
-    with pytest.raises(UserError, match=r"rank-00001-of-00002\.safetensors is no part of its checkpoint"):
+    with pytest.raises(UserError, match=r"rank-00001-of-00002\.safetensors is not part of its checkpoint"):
         checkpoint.verify(found)
 
 

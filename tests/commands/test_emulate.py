@@ -332,6 +332,17 @@ torch.ones(1, device="cuda")
 """
 
 
+@pytest.mark.slow
+def test_torchrun_starts_a_process_for_each_gpu_of_each_machine(tmp_path: Path) -> None:
+    """If it is not asked for another number."""
+    uses = "import os, torch; torch.ones(1, device=f'cuda:{os.environ[\"LOCAL_RANK\"]}')"
+    done = emulate("--gpu", "a40", "--nodes", 2, "--processes", 2, "--json", "--", "torchrun", script(tmp_path, uses))
+    assert done.returncode == 0, done.stderr
+    accounts = done.report["runs"][0]["accounts"]
+    found = [(each["node"], each["rank"], each["world_size"], each["gpus"][0]["index"]) for each in accounts]
+    assert found == [(0, 0, 4, 0), (0, 1, 4, 1), (1, 2, 4, 0), (1, 3, 4, 1)]
+
+
 def test_machines_with_networks_of_their_own(tmp_path: Path) -> None:
     """Each has a name, an address and all ports. They meet at an address that this machine lacks."""
     file = script(tmp_path, NETWORKED)

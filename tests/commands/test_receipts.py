@@ -36,7 +36,7 @@ def test_they_are_listed(folder):
     assert done.stdout.count("emulated") == 1
     assert "7.654" not in done.stdout
     assert "2.00 GiB  0.100 s" in done.stdout
-    assert f"note: {folder}/other.json is no receipt and was passed over: it is no mapping of keys" in done.stderr
+    assert f"note: {folder}/other.json is no receipt and was ignored: it is no mapping of keys" in done.stderr
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
     assert len(json.loads(in_process("receipts", "list", "--receipts", folder, "--json").stdout)) == 5
 

@@ -7,11 +7,11 @@ import pytest
 import yaml
 from accelerate.commands import launch
 from plan_files import SINGLE, plan_of, problems, run_yaml, write, zero2
+from training import launched
 
 from bigdit.config.check import check_accelerate
 from bigdit.config.load import load_stages, parse_strategy
 from bigdit.dist import ACCELERATE, asked_of_accelerate
-from bigdit.train import main
 
 DEEPSPEED = "--use_deepspeed --num_processes 2"
 FSDP = "--use_fsdp --num_processes 2"
@@ -198,7 +198,7 @@ def test_a_launched_process_refuses_before_it_looks_for_features(reported, tmp_p
     reported(f"{DEEPSPEED} --zero_stage 1")
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
-    assert main.main(["--config", str(config)]) == 1
+    assert launched(config, []) == 1
     assert capsys.readouterr().err.splitlines() == [
         "error: accelerate was asked for --zero_stage 1 (ACCELERATE_DEEPSPEED_ZERO_STAGE), and strategy.ds_config: "
         "zero_optimization.stage is 2; use --zero_stage 2"

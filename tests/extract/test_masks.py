@@ -113,6 +113,23 @@ def test_masks_are_found_by_any_name_of_an_image_and_are_none_themselves(tmp_pat
     assert printed == ["z.mask.png", f"data.images: other files in {tmp_path} are ignored: 3 masks"]
 
 
+@pytest.mark.parametrize("end", ["_mask", "-masklabel", "_Mask"])
+def test_masks_named_as_for_other_trainers_are_none_themselves(end, tmp_path, capsys):
+    save(tmp_path / "a.png", "a caption")
+    save(tmp_path / "b.jpg", "a caption")
+    save(tmp_path / "b_mask.png", "a photo of a carnival mask")
+    Image.new("L", (8, 8), 10).save(tmp_path / f"a{end}.png")
+    Image.new("L", (8, 8), 10).save(tmp_path / f"no{end}.png")
+    items = opened({"path": str(tmp_path), "mask": "file"}).items(0, 9)
+    assert [item.name for item in items] == ["a.png", "b.jpg", "b_mask.png", f"no{end}.png"]
+    first, second = (item.load().mask for item in items[:2])
+    assert first.getpixel((0, 0)) == 10
+    assert second is None
+    capsys.readouterr()
+    assert len(opened(str(tmp_path))) == 4
+    assert f"other files in {tmp_path} are ignored: 1 mask" in capsys.readouterr().err
+
+
 def test_bad_masks_are_a_line_each(tmp_path):
     for name in "abc":
         save(tmp_path / f"{name}.png", "a caption")

@@ -44,8 +44,9 @@ def started(wanted, world, *, seed=0, found=None):
         checkpoint.restore(found, engine, peers, ema)
 
     def step():
-        each = max(1, 2 // world.world_size)
-        first = world.rank * each % 2  # a third process trains on the first one's sample
+        of_samples = world.of_samples(wanted.cp)
+        each = max(1, 2 // of_samples.world_size)
+        first = of_samples.rank * each % 2  # a third process trains on the first one's sample
         mine = slice(first, first + each)
         whole = one_batch()
         mine = Batch(whole.latents[mine], whole.text_embeds[mine], whole.text_mask[mine], whole.seeds[mine])

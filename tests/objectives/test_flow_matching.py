@@ -111,5 +111,5 @@ def test_an_expert_sees_its_part_of_t_alone_as_often_as_a_whole_model_does(bound
 def test_a_range_of_t_that_nothing_can_come_into_is_refused():
     with pytest.raises(ValidationError, match=r"t_range is \[0.5, 0.5\], and its second bound must be 0.001 above"):
         FlowMatchingSpec(t_range=(0.5, 0.5))
-    with pytest.raises(UserError, match=r"objective.t_range is \[0.999, 1\], and of 100,000 draws of t none came"):
+    with pytest.raises(UserError, match=r"objective.t_range is \[0.999, 1\], and none of 100,000 draws of t is in it"):
         drawn(FlowMatchingSpec(logit_mean=-10, logit_std=0.01, t_range=(0.999, 1)), 1)

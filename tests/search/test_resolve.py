@@ -230,7 +230,7 @@ def test_sizes_read_as_they_are_written(sizes):
         ({"lora": 0}, "--lora is 0, and 1 or more was expected"),
         (
             {"model": "flux.1-dev", "lora_text_encoders": True},
-            "--lora-text-encoders is of LoRA, and --lora is missing; add --lora 16",
+            "--lora-text-encoders needs LoRA, and --lora is missing; add --lora 16",
         ),
         (
             {"lora": 4, "lora_text_encoders": True, "features": "online"},
@@ -253,7 +253,7 @@ def test_sizes_read_as_they_are_written(sizes):
         ({"ema_widths": "0.1"}, "--ema-widths is 0.1, and two widths or more were expected, such as 0.05,0.1"),
         (
             {"ema": "none", "ema_widths": "0.05,0.1"},
-            "--ema-widths are of EMAs, and --ema none keeps none; leave one of them out",
+            "--ema-widths were given, and --ema none keeps no EMA; leave one of them out",
         ),
         ({"features": "on"}, "--features is 'on', which is unknown; did you mean online?"),
         (
@@ -263,7 +263,7 @@ def test_sizes_read_as_they_are_written(sizes):
         ({"checkpointed_blocks": -1}, "--checkpointed-blocks is -1, and 0 or more or all was expected"),
         (
             {"checkpointed_blocks": 21},
-            "--checkpointed-blocks is 21, and sana-1600m-1024 has 20 blocks; 20 and all are the most",
+            "--checkpointed-blocks is 21, and sana-1600m-1024 has 20 blocks; use 20 or all",
         ),
         (
             {"resolution": "big"},

@@ -47,6 +47,25 @@ def test_a_image_whose_folder_is_gone_stops_the_run_unless_a_row_is_wrong(folder
         opened(str(folder / "list.csv")).items(0, 1)[0].load()
 
 
+def test_a_cell_may_hold_a_list_of_captions(folder):
+    (folder / "list.tsv").write_text(
+        "image\tcaption\n"
+        'images/1.png\t["a cat", "a cat, at length"]\n'
+        "images/2.png\t['a dog', \"the dog's own\"]\n"
+        "images/3.png\t[1girl], smile\n"
+        "images/4.png\t[]\n"
+        'images/5.png\t["a", 5]\n'
+    )
+    items = opened(str(folder / "list.tsv")).items(0, 9)
+    assert texts(items[0]) == [("a cat", 1), ("a cat, at length", 1)]
+    assert texts(items[1]) == [("a dog", 1), ("the dog's own", 1)]
+    assert texts(items[2]) == [("[1girl], smile", 1)]
+    assert [reason(item) for item in items[3:]] == [
+        "caption column caption is empty (list.tsv row 4)",
+        "caption column caption holds int, not text (list.tsv row 5)",
+    ]
+
+
 def test_several_columns_of_captions_have_weights(folder):
     (folder / "list.tsv").write_text(
         "image\tshort\tlong\tscore\n"

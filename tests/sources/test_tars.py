@@ -73,6 +73,24 @@ def test_samples_are_read_at_their_offsets(tmp_path, tar_format):
     assert reason(items[6]).startswith("damaged image: ")
 
 
+def test_captions_after_the_whole_name_of_an_image_are_read(tmp_path):
+    files = [
+        ("a.png", png(1)),
+        ("a.png.txt", b"after the whole name"),
+        ("b.JPG", png(2)),
+        ("b.jpg.caption", b"another suffix"),
+        ("c.png", png(3)),
+        ("c.png.txt", b"less than a text"),
+        ("c.txt", b"the usual name"),
+        ("d.png", png(4)),
+        ("d.png.json", b'{"caption": "in JSON"}'),
+    ]
+    write_tar(tmp_path / "a.tar", files)
+    items = opened(str(tmp_path / "a.tar"), tmp_path / "f").items(0, 9)
+    found = [texts(item)[0][0] for item in items]
+    assert found == ["after the whole name", "another suffix", "the usual name", "in JSON"]
+
+
 def test_nothing_is_written_next_to_the_tars_and_pickles_are_never_read(tmp_path):
     class Harm:
         def __reduce__(self):

@@ -11,6 +11,7 @@ from bigdit.encoders.t5 import T5TextEncoder
 from bigdit.extract.worker import UnitEncoder
 from bigdit.sources.folder import ImageFolder
 from bigdit.store.part import part_path, write_part
+from bigdit.store.report import Stopwatch
 from bigdit.store.schema import StoreSchema, claim, part_identity, store_identity
 from bigdit.store.store import write_null_text
 
@@ -64,7 +65,7 @@ def fill(images, codec, text_encoder):
         write_null_text(root, text_encoder.null, store_identity(schema))
         for start, end in schema.ranges():
             items = ImageFolder(SourceConfig(path=images)).items(start, end)
-            encoded = UnitEncoder(Encoders(codec, text_encoder, torch.device("cpu")), BUCKETS).encode(items)
+            encoded = UnitEncoder(Encoders(codec, text_encoder, torch.device("cpu")), schema, Stopwatch()).encode(items)
             write_part(part_path(root, start, end), encoded, identity=part_identity(schema, start))
 
     return make

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from stores import Caption, make_store
+from stores import Caption, make_store, read_rows
 
 from bigdit.errors import UserError
 from bigdit.store import FeatureStore
@@ -37,7 +37,7 @@ def test_labels_are_read_as_they_were_written(tmp_path):
     assert Part.open(file).labels[SHAPE].tolist() == [1, 0, 1]
     store = FeatureStore.open(tmp_path / "store")
     assert (store.schema.classes, store.classes.count, store.text_shape) == (["a", "b"], 2, None)
-    latents, texts, indices = store.read(SHAPE, [2, 0])
+    latents, texts, indices = read_rows(store, SHAPE, [2, 0])
     assert (latents.shape, texts, indices) == ((2, *SHAPE), [], [2, 0])
     assert not list(Part.open(file).damages())
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from commands import DIGITS
 from obstore.store import LocalStore, MemoryStore, S3Store
-from stores import make_store, read_all, stream_of
+from stores import make_store, read_all, read_rows, stream_of
 
 from bigdit.catalog.resolve import model_spec
 from bigdit.config import load_run
@@ -129,7 +129,7 @@ def test_ranges_alone_are_fetched(local, monkeypatch):
     store = upload(local.root, MemoryStore())
     monkeypatch.setattr("obstore.store.from_url", lambda url: store)
     found = FeatureStore.open(Path("s3://bucket/features"))
-    found.read((4, 6, 6), [0])
+    read_rows(found, (4, 6, 6), [0])
     part = found.part(0)
     wanted = part.latents_span((4, 6, 6), 0)[1] + part.states_span(int(part.rows[4, 6, 6][0, 1]))[1]
     assert wanted <= found._files.held_bytes <= wanted + 8 * 64
@@ -141,7 +141,7 @@ def test_the_mirror_is_gone_with_the_store(local, monkeypatch):
     store = upload(local.root, MemoryStore())
     monkeypatch.setattr("obstore.store.from_url", lambda url: store)
     found = FeatureStore.open(Path("s3://bucket/features"))
-    found.read((4, 6, 6), [0])
+    read_rows(found, (4, 6, 6), [0])
     root = found.root
     assert root.is_dir()
     del found

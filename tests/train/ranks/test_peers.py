@@ -110,6 +110,7 @@ from bigdit.train.processes.stop import Stop
 
 ENGINES = {f"zero{stage}": strategy("deepspeed", 2, stage) for stage in range(4)}
 ENGINES |= {"fsdp2": strategy("fsdp2", 2), "hsdp": strategy("fsdp2", 2, dp_replicate=2)}
+ENGINES |= {"ddp": strategy("ddp", 2), "shared": strategy("fsdp2", 2, cp=2)}
 world, found = world_from_env(), {}
 with process_group(world, needed=True, timeout=37.0):
     groups = dist.distributed_c10d._world.pg_map
@@ -133,7 +134,7 @@ if world.is_main:
 def test_every_group_of_every_engine_has_the_timeout(tmp_path):
     """The groups of training, of the engine, of saving, and that by which processes agree on signals."""
     found = answer_of_two(_EVERY_GROUP, tmp_path)
-    assert set(found) == {"zero0", "zero1", "zero2", "zero3", "fsdp2", "hsdp"}
+    assert set(found) == {"zero0", "zero1", "zero2", "zero3", "fsdp2", "hsdp", "ddp", "shared"}
     assert {timeout for timeouts in found.values() for timeout in timeouts} == {37.0}
     assert len(found["zero0"]) > len(found["fsdp2"]) >= 2  # including DeepSpeed's own
     assert len(found["hsdp"]) > len(found["fsdp2"])
@@ -209,7 +210,7 @@ def test_a_bug_of_one_process_is_reported_by_that_one(capfd):
 def test_a_process_that_is_lost_before_it_has_reported_where_it_is(capfd):
     status, stderr = grouped(capfd, "lost")
     assert status == 137
-    assert stderr.startswith("error: of 2 processes one on another machine, or one that does not answer (")
+    assert stderr.startswith("error: one of 2 processes, on another machine or without an answer (")
     assert stderr.endswith(", was lost after step 0: all end; the same command resumes from the last checkpoint\n")
     assert stderr.count("\n") == 1
 
