@@ -124,10 +124,11 @@ def compile_blocks(
     options = {"shape_padding": False, "layout_optimization": False} if backend == "inductor" else None
     dynamo.config.recompile_limit = dynamo.config.accumulated_recompile_limit  # 8 are enough for four buckets
     *_, last = blocks = family.blocks(model)
+    unread = 0 if hasattr(model, CONTROLNET) else family.unread  # the last block is its own, whose text goes nowhere
     for block in blocks:
         forward = types.MethodType(_apart(type(block).forward), block) if apart else block.forward
-        if block is last and family.unread is not None:
-            forward = _detached(forward, family.unread)
+        if block is last and unread is not None:
+            forward = _detached(forward, unread)
         block.forward = torch.compile(forward, backend=backend, dynamic=False, options=options, fullgraph=whole)
 
 
@@ -151,10 +152,11 @@ def _detached(forward: Callable[..., Any], unread: int) -> Callable[..., Any]:
     """A block's `forward` whose output number `unread` is detached. Otherwise the compiler makes a missing gradient
     zeros, and weight decay would change weights that the loss does not depend on."""
 
-    def detached(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-        outputs = [*forward(*args, **kwargs)]
-        outputs[unread] = outputs[unread].detach()
-        return (*outputs,)
+    def detached(*args: Any, **kwargs: Any) -> Any:
+        found = forward(*args, **kwargs)
+        if not isinstance(found, tuple):
+            return found
+        return tuple(each.detach() if place == unread else each for place, each in enumerate(found))
 
     return detached
 

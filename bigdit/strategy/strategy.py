@@ -530,8 +530,6 @@ def _controlnet_problems(strategy: Strategy) -> Iterator[str]:
         yield f"cp is {strategy.cp}, and a ControlNet does not split a sample; set it to 1"
     if strategy.float8 != "none":
         yield "float8 was not tried with controlnet; leave one of them out"
-    if strategy.compile_blocks:
-        yield "compile_blocks with controlnet is not right for all families yet (docs/limits.md); leave one of them out"
 
 
 def _either(engines: Sequence[EngineName], world_size: int) -> str:

@@ -113,10 +113,6 @@ def test_a_run_resumes_and_what_does_not_fit_is_refused_in_a_line(encoded, tmp_p
         ("train", "strategy.lora={}"): "lora and controlnet are both set",
         (
             "train",
-            "strategy.compile_blocks=true",
-        ): "compile_blocks with controlnet is not right for all families yet",
-        (
-            "train",
             f"model={json.dumps(flux)}",
         ): "takes an image itself, and ControlNets are for models that take only text",
         (

@@ -316,11 +316,6 @@ def test_sizes_read_as_they_are_written(sizes):
             "--full is full fine-tuning, and --controlnet trains a ControlNet; leave one of them out",
         ),
         (
-            {"controlnet": 2, "compile": True},
-            "--controlnet, --compile: compile_blocks with controlnet is not right for all "
-            "families yet (docs/limits.md); leave one of them out",
-        ),
-        (
             {"controlnet": 2, "features": "online"},
             "--features online: samples with a reference or a first frame need features cached; use that",
         ),
